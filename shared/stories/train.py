@@ -1,0 +1,187 @@
+"""Train the embedded model: `python -m shared.stories.train`.
+
+The stories never end and never repeat: each training window is packed with stories fresh from the grammar, so there is
+no data set to store and nothing to memorise but the grammar itself. The model is `transformers`' GPT-2, not ours: our
+forward pass is judged by weights that it never touched.
+
+How the 1,024 positions are learnt cheaply: nearly all windows are 512 tokens long, at a random offset into the
+positions; a last phase at the full 1,024 teaches attention to reach that far.
+
+Deterministic: the same seed, thread count and kind of processor give the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from . import grammar
+
+VOCABULARY = 2048  # 256 bytes, 1,791 merges, <|endoftext|>
+END_OF_TEXT = "<|endoftext|>"
+POSITIONS = 1024
+TOKENS_PER_MICRO_BATCH = 2048  # logits of 16 MB: larger ones leave the cache and pay a page fault a page
+MICRO_BATCHES = 2
+WINDOW = 512
+FULL_WINDOW_SHARE = 0.15  # of the steps, at the end
+PEAK_LEARNING_RATE = 4e-3
+WARMUP_STEPS = 100
+
+
+def train_tokenizer(count: int = 20_000) -> Tokenizer:
+    """A byte-level BPE in GPT-2's format. Special tokens last, so that ids 0..255 are the bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[], show_progress=False
+    )
+    texts = (story.text for story in itertools.islice(grammar.stories("tokenizer"), count))
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    if tokenizer.get_vocab_size() != VOCABULARY:
+        raise RuntimeError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {VOCABULARY}: the grammar has too little text")
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.model.save(str(folder))
+    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    vocabulary[END_OF_TEXT] = VOCABULARY - 1
+    ordered = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
+    (folder / "vocab.json").write_text(json.dumps(ordered, ensure_ascii=False), encoding="utf-8")
+    names = {key: END_OF_TEXT for key in ("bos_token", "eos_token", "unk_token")}
+    settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": POSITIONS, "add_prefix_space": False, **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def windows(tokenizer: Tokenizer, length: int, rng: random.Random, supply: Iterator[grammar.Story]) -> Iterator[list[int]]:
+    """Windows of `length` + 1 tokens that open with a whole story; every second one without <|endoftext|> before it,
+    as a user's prompt comes without it."""
+    end = VOCABULARY - 1
+    while True:
+        window: list[int] = [] if rng.random() < 0.5 else [end]
+        while len(window) <= length:
+            window += tokenizer.encode(next(supply).text).ids + [end]
+        yield window[: length + 1]
+
+
+def micro_batch(source: Iterator[list[int]], length: int, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids (B, length + 1) and positions (B, length): one window in three starts at 0, the others anywhere."""
+    rows = TOKENS_PER_MICRO_BATCH // length
+    offsets = [0 if rng.random() < 1 / 3 else rng.randint(0, POSITIONS - length) for _ in range(rows)]
+    ids = torch.tensor([next(source) for _ in range(rows)])
+    return ids, torch.tensor(offsets)[:, None] + torch.arange(length)
+
+
+def build_model(width: int, layers: int, heads: int, seed: int) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    end = VOCABULARY - 1
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=POSITIONS, n_embd=width, n_layer=layers, n_head=heads,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=end, eos_token_id=end,
+        activation_function="gelu_pytorch_tanh",  # GPT-2's own curve as one operator; saved under its old name below
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def build_optimizers(model: GPT2LMHeadModel) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for embeddings, biases and norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".h." in name]
+    rest = [p for name, p in model.named_parameters() if not (p.ndim == 2 and ".h." in name)]
+    return [
+        torch.optim.Muon(matrices, lr=PEAK_LEARNING_RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Linear warm-up, then linear decay to zero."""
+    return PEAK_LEARNING_RATE * min((step + 1) / WARMUP_STEPS, (steps - step) / max(1, steps - WARMUP_STEPS))
+
+
+def save_model(model: GPT2LMHeadModel, folder: Path) -> None:
+    model.config.activation_function = "gelu_new"
+    model.save_pretrained(folder)
+    model.config.activation_function = "gelu_pytorch_tanh"
+
+
+def train(out: Path, steps: int, seed: int, width: int, layers: int, heads: int) -> dict:
+    """Train and save to `out`; returns the facts of the run for the model card."""
+    tokenizer = train_tokenizer()
+    save_tokenizer(tokenizer, out)
+    model = build_model(width, layers, heads, seed)
+    optimizers = build_optimizers(model)
+    rng = random.Random(seed)
+    supply = grammar.stories(f"training {seed}")
+    sources = {length: windows(tokenizer, length, rng, supply) for length in (WINDOW, POSITIONS)}
+    full_from = int(steps * (1 - FULL_WINDOW_SHARE))
+    started, smooth = time.perf_counter(), None
+    progress = tqdm(range(steps), unit="step", smoothing=0.05)
+    for step in progress:
+        length = POSITIONS if step >= full_from else WINDOW
+        total = 0.0
+        for _ in range(MICRO_BATCHES):
+            ids, positions = micro_batch(sources[length], length, rng)
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = model(input_ids=ids[:, :-1], position_ids=positions, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()) / MICRO_BATCHES
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        smooth = total if smooth is None else 0.98 * smooth + 0.02 * total
+        if step % 20 == 19:
+            progress.set_postfix_str(f"loss {smooth:.4f}")
+        if step % 1000 == 999 or step == steps - 1:
+            save_model(model, out)
+    return {
+        "command": f"python -m shared.stories.train --seed {seed} --steps {steps}",
+        "seed": seed,
+        "steps": steps,
+        "tokens": steps * MICRO_BATCHES * TOKENS_PER_MICRO_BATCH,
+        "seconds": round(time.perf_counter() - started, 1),
+        "threads": torch.get_num_threads(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "processor": platform.machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--out", type=Path, default=grammar.FOLDER / "model", help="folder for the checkpoint")
+    parser.add_argument("--steps", type=int, default=7000, help="optimizer steps of 4,096 tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the stories")
+    parser.add_argument("--threads", type=int, default=2, help="threads; the exact weights depend on it")
+    parser.add_argument("--width", type=int, default=192, help="width of the model")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
+    parser.add_argument("--heads", type=int, default=3, help="attention heads")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    facts = train(options.out, options.steps, options.seed, options.width, options.layers, options.heads)
+    (options.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    print(f"Saved to {options.out}. Next: python -m shared.stories.evaluate")
+
+
+if __name__ == "__main__":
+    main()
