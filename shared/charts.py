@@ -1,0 +1,229 @@
+"""One house style for all charts: readable in grey and by the colour-blind, the same bytes for the same data.
+
+A series is told apart by colour, lightness, marker, line style or hatching, each alone being enough, and carries its name
+beside it instead of in a legend. No global state: pyplot is not used, and what matplotlib draws depends on nothing but its
+version. A chart function returns a Figure; `save` and `render` turn it into SVG.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+# From dark to light in even steps of lightness; the hues stay apart under the three kinds of colour-blindness (tested).
+COLOURS = ("#1c2b52", "#7b2a75", "#cc4c1f", "#2ba58d", "#e9b824")
+MARKERS = ("o", "s", "^", "D", "v")
+LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
+HATCHES = ("", "////", "|||", "\\\\\\\\", "xxxx")  # no dots: each would be an outline of its own, 200 kB in all
+INK, FAINT = "#222222", "#d9d9d9"
+
+STYLE: dict[str, Any] = {
+    "svg.hashsalt": "staircase",  # ids inside the file would be random
+    "svg.fonttype": "path",  # letters as outlines: the same picture on every screen, whichever fonts it has
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": 10,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 12,
+    "axes.labelsize": 10,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.edgecolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 2.0,
+    "lines.markersize": 6,
+    "hatch.linewidth": 0.8,
+    "figure.facecolor": "white",
+    "figure.dpi": 100,
+}
+
+Spread = Mapping[str, Sequence[tuple[float, float]]]
+
+
+def new_figure(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (7.2, 4.2)) -> tuple[Figure, Any]:
+    """A figure of `size` inches with one pair of axes, in the house style; a title that says the finding reads best.
+
+    For charts that `lines` and `bars` do not cover. Texts added later need a size of at least 9.
+    """
+    with matplotlib.rc_context(_style()):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        axes.set_title(title)
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+    return figure, axes
+
+
+def lines(
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    x: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    *,
+    spread: Spread | None = None,
+    dashed: Sequence[str] = (),
+    limits: Mapping[str, float] | None = None,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> Figure:
+    """Lines over the common `x`, each with its name at its end.
+
+    series: name -> a value for each x, at most five names; NaN leaves a gap. spread: name -> (low, high) for each x, as a band.
+    dashed: names of predictions, drawn thin, broken and without a marker. limits: name -> a value that nothing can pass, as a
+    level line. ValueError if a length is wrong or there are too many series.
+    """
+    _check(series, len(x), spread)
+    figure, axes = new_figure(title, xlabel, ylabel)
+    with matplotlib.rc_context(_style()):
+        if log_x:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(list(x), [f"{value:g}" for value in x])
+            axes.minorticks_off()
+        if log_y:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")  # powers of ten would set exponents too small to read
+        ends = []
+        for number, (name, values) in enumerate(series.items()):
+            colour = COLOURS[number]
+            if name in dashed:
+                axes.plot(x, values, color=colour, linestyle=(0, (2, 2)), linewidth=1.2)
+            else:
+                axes.plot(x, values, color=colour, linestyle=LINES[number], marker=MARKERS[number], markeredgecolor="white")
+            if spread and name in spread:
+                low, high = zip(*spread[name], strict=True)
+                axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+            drawn = [(at, value) for at, value in zip(x, values, strict=True) if value == value]
+            ends.append((*drawn[-1], name, colour))
+        for name, value in (limits or {}).items():
+            axes.axhline(value, color=INK, linewidth=1.0, linestyle=(0, (8, 3)))
+            axes.annotate(name, (0, value), (4, 4), xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=9)
+        if not log_y:
+            axes.set_ylim(bottom=0)
+        _label_ends(figure, axes, ends)
+    return figure
+
+
+def bars(
+    title: str,
+    xlabel: str,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    *,
+    spread: Spread | None = None,
+    limits: Mapping[str, float] | None = None,
+    digits: int = 1,
+) -> Figure:
+    """Lying bars in `groups` from top to bottom: each bar with its value, and in the first group with its name.
+
+    series: name -> a value for each group, at most five names; NaN leaves a bar out. spread: name -> (low, high) for each
+    group, as a whisker. limits: name -> a value that nothing can pass, as an upright line. ValueError if a length is wrong
+    or there are too many series.
+    """
+    _check(series, len(groups), spread)
+    thick = 0.8 / len(series)
+    height = max(2.4, 1.4 + len(groups) * (0.25 + 0.27 * len(series)))
+    figure, axes = new_figure(title, xlabel, "", size=(7.2, height))
+    most = max(value for values in series.values() for value in values if value == value)
+    if spread:
+        most = max(most, *(high for pairs in spread.values() for _, high in pairs if high == high))
+    with matplotlib.rc_context(_style()):
+        for number, (name, values) in enumerate(series.items()):
+            light = number > 2  # the hatching must show on dark bars and on light ones
+            at = [group - 0.4 + (number + 0.5) * thick for group in range(len(groups))]
+            drawn = axes.barh(
+                at, values, thick * 0.9, color=COLOURS[number], hatch=HATCHES[number], edgecolor=INK if light else "white"
+            )
+            drawn[0].set_label(name)
+            for group, value in enumerate(values):
+                if value != value:
+                    continue
+                end = value
+                if spread and name in spread:
+                    low, high = spread[name][group]
+                    axes.plot([low, high], [at[group]] * 2, color="white", linewidth=3.2, solid_capstyle="butt")
+                    axes.plot([low, high], [at[group]] * 2, color=INK, linewidth=1.2, solid_capstyle="butt")
+                    end = max(end, high)
+                text = f"{value:,.{digits}f}" + (f"  {name}" if group == 0 and len(series) > 1 else "")
+                axes.annotate(text, (end, at[group]), (5, 0), textcoords="offset points", va="center", fontsize=9)
+        for name, value in (limits or {}).items():
+            axes.axvline(value, color=INK, linewidth=1.0, linestyle=(0, (8, 3)))
+            axes.annotate(
+                name, (value, 0), (-4, 4), xycoords=("data", "axes fraction"), textcoords="offset points", ha="right", fontsize=9
+            )
+            most = max(most, value)
+        axes.set_yticks(range(len(groups)), groups)
+        axes.set_ylim(len(groups) - 0.5 + (0.3 if limits else 0), -0.5)
+        axes.set_xlim(0, most * 1.05)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(False, axis="y")
+        axes.spines["left"].set_visible(False)
+    return figure
+
+
+def render(figure: Figure) -> bytes:
+    """The figure as SVG: the same bytes for the same figure and the same version of matplotlib."""
+    target = io.BytesIO()
+    with matplotlib.rc_context(_style()):
+        title = figure.axes[0].get_title(loc="left") if figure.axes else None
+        figure.savefig(target, format="svg", bbox_inches="tight", metadata={"Date": None, "Title": title})
+    # matplotlib leaves blanks at the ends of lines, which git complains about.
+    return b"\n".join(line.rstrip() for line in target.getvalue().splitlines()) + b"\n"
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure as SVG, in a folder that is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(render(figure))
+
+
+def _style() -> dict[str, Any]:
+    """The whole style: matplotlib's defaults with ours, whatever the user's own matplotlibrc says."""
+    return {key: value for key, value in matplotlib.rcParamsDefault.items() if not key.startswith("backend")} | STYLE
+
+
+def _check(series: Mapping[str, Sequence[float]], length: int, spread: Spread | None) -> None:
+    if not 1 <= len(series) <= len(COLOURS):
+        raise ValueError(f"{len(series)} series: one to {len(COLOURS)} can be told apart in one chart")
+    for name, values in [*series.items(), *(spread or {}).items()]:
+        if len(values) != length:
+            raise ValueError(f"{name!r} has {len(values)} values for {length} places")
+        if name not in series:
+            raise ValueError(f"{name!r} has a spread and no values")
+    if any(all(value != value for value in values) for values in series.values()):
+        raise ValueError("a series without any value")
+
+
+def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write each line's name right of its end, moved up or down where two would overlap."""
+    figure.draw_without_rendering()  # lays the axes out, so that data can be told in pixels
+    right = axes.transAxes.transform((1, 0))[0]
+    gap = 13 * figure.dpi / 72  # points between two lines of text
+    wanted = sorted((axes.transData.transform(end[:2])[1], end) for end in ends)
+    heights: list[float] = []
+    for height, _ in wanted:
+        heights.append(max(height, heights[-1] + gap) if heights else height)
+    shift = sum(height - want[0] for height, want in zip(heights, wanted, strict=True)) / len(wanted)
+    for height, (own, (x, y, name, colour)) in zip(heights, wanted, strict=True):
+        start = axes.transData.transform((x, y))[0]
+        offset = (right - start + 8, height - shift - own)
+        points = tuple(value * 72 / figure.dpi for value in offset)
+        axes.annotate(
+            name, (x, y), points, textcoords="offset points", va="center", color=INK, fontsize=9, annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 6},
+        )  # fmt: skip

@@ -1,0 +1,403 @@
+"""GPT-2 checkpoints: from a folder or the hub, or seeded random weights. Safetensors only; a pickle is never opened.
+
+What comes out always has the same tensor names and shapes (`expected_shapes`), whichever way the file spelt them.
+Everything that does not fit ends in one UserError that says what and what to do. Values are not judged: NaN passes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .errors import UserError
+
+if TYPE_CHECKING:
+    from .tokenizer import AnyTokenizer
+
+STORIES = Path(__file__).parent / "stories" / "model"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
+# Options that change the arithmetic, with the one value that our model implements.
+FIXED_OPTIONS = {
+    "model_type": "gpt2",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file. UserError if it is absent, unreadable, or anything other than an object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: give a complete checkpoint folder") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}): copy or download it again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object: copy or download it again")
+    return content
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a GPT-2. Field names are those of a checkpoint's config.json; n_embd is n_head times head_dim."""
+
+    vocab_size: int
+    n_positions: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    layer_norm_epsilon: float = 1e-5
+    eos_token_id: int | None = None
+    name: str = ""
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(math.prod(shape) for shape in expected_shapes(self).values())
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes that one cached position takes: a key and a value of n_embd numbers in each layer."""
+        return 2 * self.n_layer * self.n_embd * dtype.itemsize
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, name: str | None = None) -> Config:
+        """Read config.json of a checkpoint folder; UserError as `from_dict`, or if the file is absent or corrupt."""
+        path = Path(folder) / "config.json"
+        return cls.from_dict(read_json(path), name or Path(folder).resolve().name, str(path))
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], name: str = "", source: str = "config.json") -> Config:
+        """Check the fields of a config.json. UserError for a wrong type or size, or for a model that is not our GPT-2."""
+        for option, ours in FIXED_OPTIONS.items():
+            if fields.get(option, ours) != ours:
+                raise UserError(f"{source} sets {option} to {fields[option]!r}; only {ours!r} works: choose another model")
+        if fields.get("activation_function", ACTIVATIONS[0]) not in ACTIVATIONS:
+            activation = fields["activation_function"]
+            raise UserError(f"{source} asks for the activation {activation!r}; only {' or '.join(ACTIVATIONS)} is implemented")
+
+        sizes: dict[str, Any] = {f: fields.get(f) for f in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")}
+        for field, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise UserError(f"{source}: {field} must be a whole number of at least 1, not {size!r}")
+        width, heads = sizes["n_embd"], sizes["n_head"]
+        if width % heads:
+            raise UserError(f"{source}: n_embd {width} cannot be divided among n_head {heads} heads")
+        if fields.get("n_inner") not in (None, 4 * width):
+            raise UserError(f"{source}: n_inner {fields['n_inner']!r} is not 4 * n_embd, and no other width is implemented")
+
+        epsilon = fields.get("layer_norm_epsilon", 1e-5)
+        if type(epsilon) not in (int, float) or not 0 < epsilon < 1:
+            raise UserError(f"{source}: layer_norm_epsilon must be a number between 0 and 1, not {epsilon!r}")
+        eos = fields.get("eos_token_id")
+        if eos is not None and (type(eos) is not int or not 0 <= eos < sizes["vocab_size"]):
+            raise UserError(f"{source}: eos_token_id {eos!r} is not a token id below vocab_size {sizes['vocab_size']}")
+        return cls(**sizes, layer_norm_epsilon=float(epsilon), eos_token_id=eos, name=name)
+
+
+def _gpt2(name: str, width: int, layers: int, heads: int) -> Config:
+    return Config(50257, 1024, width, layers, heads, eos_token_id=50256, name=name)
+
+
+def _presets() -> dict[str, Config]:
+    presets = {
+        "gpt2": _gpt2("gpt2", 768, 12, 12),
+        "gpt2-medium": _gpt2("gpt2-medium", 1024, 24, 16),
+        "gpt2-large": _gpt2("gpt2-large", 1280, 36, 20),
+        "gpt2-xl": _gpt2("gpt2-xl", 1600, 48, 25),
+        "tiny": Config(vocab_size=101, n_positions=64, n_embd=24, n_layer=3, n_head=2, name="tiny"),
+    }
+    try:
+        return {"stories": Config.from_folder(STORIES, "stories"), **presets}
+    except UserError:  # an import must not fail: load("stories") says what is wrong with the folder
+        return presets
+
+
+PRESETS: dict[str, Config] = _presets()  # "tiny" is for tests: no weights of it exist
+
+
+@dataclass
+class Checkpoint:
+    """A config and its tensors by name. `folder` holds the tokenizer's files; None where there are none."""
+
+    config: Config
+    tensors: dict[str, torch.Tensor]
+    folder: Path | None = None
+
+
+def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of each tensor, in the model's order. No lm_head: the output layer is wte again (tied)."""
+    width = config.n_embd
+    shapes: dict[str, tuple[int, ...]] = {
+        "wte.weight": (config.vocab_size, width),
+        "wpe.weight": (config.n_positions, width),
+    }
+    for layer in range(config.n_layer):
+        block: dict[str, tuple[int, ...]] = {
+            "ln_1.weight": (width,),
+            "ln_1.bias": (width,),
+            "attn.c_attn.weight": (width, 3 * width),  # Conv1D: (in, out), the transpose of nn.Linear
+            "attn.c_attn.bias": (3 * width,),
+            "attn.c_proj.weight": (width, width),
+            "attn.c_proj.bias": (width,),
+            "ln_2.weight": (width,),
+            "ln_2.bias": (width,),
+            "mlp.c_fc.weight": (width, 4 * width),
+            "mlp.c_fc.bias": (4 * width,),
+            "mlp.c_proj.weight": (4 * width, width),
+            "mlp.c_proj.bias": (width,),
+        }
+        shapes |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
+    return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+
+
+def load(name: str, random_weights: bool = False, seed: int = 0, dtype: torch.dtype | None = None) -> Checkpoint:
+    """Load a model by name: "stories" (embedded), a folder, or a hub name such as "gpt2" or "owner/name".
+
+    The names in PRESETS mean the presets; write "./gpt2" for a folder of that name. With `random_weights` only the
+    shape is taken, from a preset or a folder's config.json: no weights and no network are needed.
+    `dtype` converts all tensors; None keeps what the file holds. Tensors of a file are mapped, not copied, where they
+    need no conversion: they stay valid as long as they are referenced, and the file must not be changed meanwhile.
+    Raises UserError for whatever is wrong with the name, the folder, the files or the network.
+    """
+    if random_weights:
+        checkpoint = _random_checkpoint(name, seed, dtype)
+    else:
+        folder = _find_folder(name)
+        config = Config.from_folder(folder, name if _is_known(name) else None)
+        checkpoint = Checkpoint(config, _checked(_read_tensors(folder), config, folder), folder)
+    if dtype is not None:
+        checkpoint.tensors = {key: tensor.to(dtype) for key, tensor in checkpoint.tensors.items()}
+    return checkpoint
+
+
+def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
+    """UserError unless every id of the tokenizer is a row of the model's embedding and both end texts alike.
+
+    A model may have more rows than the tokenizer has tokens: some are padded to a round number.
+    """
+    remedy = "use the vocabulary of the checkpoint that the weights come from"
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {config.name} only {config.vocab_size}: {remedy}"
+        )
+    ours, theirs = tokenizer.eos_id, config.eos_token_id
+    if None not in (ours, theirs) and ours != theirs:
+        raise UserError(f"the tokenizer ends a text with token {ours} and the model {config.name} with {theirs}: {remedy}")
+
+
+# ---- where the files are ----------------------------------------------------------------------------------------
+
+
+def _is_known(name: str) -> bool:
+    return name in PRESETS or name == "stories"
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder that the name means, None if it means no existing one."""
+    if name == "stories":
+        return STORIES
+    if not name or name in PRESETS:
+        return None
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path
+        is_file = path.exists()
+    except (OSError, RuntimeError, ValueError):  # too long for a path, no such home, a NUL character
+        return None
+    if is_file:
+        raise UserError(f"{name} is a file: give the folder that holds config.json and {WEIGHTS}")
+    return None
+
+
+def _find_folder(name: str) -> Path:
+    """The folder with the checkpoint's files, downloaded first if the name is a hub name."""
+    folder = _local_folder(name)
+    if folder is not None:
+        return folder
+    if name == "tiny":
+        raise UserError("the model tiny exists only with random weights: add --random-weights, or choose another model")
+    if name in PRESETS:
+        return _download(name, f"openai-community/{name}")
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
+        return _download(name, name)
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> UserError:
+    known = ", ".join(dict.fromkeys(["stories", *PRESETS]))
+    shown = repr(name if len(name) <= 100 else name[:100] + "...")
+    return UserError(f"no model and no folder is called {shown}: choose {known}, a checkpoint folder, or a hub name owner/name")
+
+
+def _download(name: str, repository: str) -> Path:
+    """The hub's files in its own cache on this machine; a copy that is there already needs no network."""
+    import huggingface_hub as hub  # here, because offline users should not pay for its import
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    wanted = ["config.json", "model*.safetensors", INDEX, "vocab.json", "merges.txt", "tokenizer_config.json"]
+    try:
+        return Path(hub.snapshot_download(repository, allow_patterns=wanted))
+    except (HFValidationError, RepositoryNotFoundError):
+        raise UserError(f"neither a folder nor a public model on the hub is called {name}: check the name") from None
+    except Exception as error:  # refused, gated, timed out, disk full: one sentence for whatever came between us and the hub
+        raise UserError(
+            f"{name} cannot be downloaded from the hub ({type(error).__name__}): connect to the network, "
+            f"give a local folder, or use the embedded model with --model stories"
+        ) from None
+
+
+# ---- what is in them --------------------------------------------------------------------------------------------
+
+
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors under the names of the files, from one file or from the shards that an index names."""
+    if (folder / WEIGHTS).is_file():
+        return _read_file(folder / WEIGHTS)
+    if (folder / INDEX).is_file():
+        return _read_shards(folder)
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_FORMATS) if folder.is_dir() else []
+    if others:
+        raise UserError(
+            f"{folder} has {others[0]} but no {WEIGHTS}, and pickles and other formats are not opened because they can run code "
+            f"or hide their shapes: if you trust it, convert it with transformers (from_pretrained, then save_pretrained)"
+        )
+    raise UserError(f"{folder} has no {WEIGHTS}: give a folder with weights, or add --random-weights")
+
+
+def _read_shards(folder: Path) -> dict[str, torch.Tensor]:
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{folder / INDEX} has no weight_map from tensors to files: copy or download it again")
+    tensors: dict[str, torch.Tensor] = {}
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name or "\\" in name:  # an index must not reach out of its folder
+            raise UserError(f"{folder / INDEX} names {name!r}, which is not a file of its own folder")
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name} is missing although {INDEX} names it: copy or download it again")
+        tensors |= _read_file(folder / name)
+    return tensors
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of one safetensors file, mapped into memory rather than read."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file is not iterable)
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        remedy = "it is a Git LFS pointer, so run git lfs pull" if _is_pointer(path) else "copy or download it again"
+        raise UserError(f"{path} is truncated, corrupt or not safetensors ({error}): {remedy}") from None
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether git left a note in place of a large file: the usual reason why a cloned checkpoint looks corrupt."""
+    try:
+        with path.open("rb") as file:
+            return file.read(20).startswith(b"version https://git")
+    except OSError:
+        return False
+
+
+def canonical_name(name: str) -> str | None:
+    """The tensor's name in `expected_shapes` style; None for the attention masks that old checkpoints carry as buffers.
+
+    "transformer.h.0.ln_1.bias", "h.0.ln_1.bias" and OpenAI's "model/h0/ln_1/b" are one tensor.
+    """
+    if name.startswith("model/"):
+        name = re.sub(r"^h(\d+)", r"h.\1", name.removeprefix("model/").replace("/", "."))
+        name = f"{name}.weight" if name in ("wte", "wpe") else name
+        name = re.sub(r"\.[wg]$", ".weight", re.sub(r"\.b$", ".bias", name))
+    name = name.removeprefix("transformer.")
+    return None if re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name) else name
+
+
+def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors under their canonical names, in the model's order; UserError if they are not exactly the model's."""
+    names = {old: new for old in raw if (new := canonical_name(old)) is not None}
+    doubled = [new for new, count in Counter(names.values()).items() if count > 1]
+    if doubled:
+        raise UserError(f"the weights in {folder} hold {_some(doubled)} under two names: keep one of them")
+    tensors = {new: raw[old] for old, new in names.items()}
+    for old, new in names.items():
+        if old.startswith("model/") and old.endswith("/w") and tensors[new].ndim == 3 and tensors[new].shape[0] == 1:
+            tensors[new] = tensors[new][0]  # OpenAI's (1, in, out), a convolution of width 1
+
+    head = tensors.pop("lm_head.weight", None)
+    shapes = expected_shapes(config)
+    problems = []
+    if missing := [name for name in shapes if name not in tensors]:
+        problems.append(f"missing {_some(missing)}")
+    if unexpected := [name for name in tensors if name not in shapes]:
+        problems.append(f"unexpected {_some(unexpected)}")
+    present = {name: tensors[name] for name in shapes if name in tensors}
+    if misshapen := [name for name, tensor in present.items() if tuple(tensor.shape) != shapes[name]]:
+        listed = (f"{name} {tuple(tensors[name].shape)} instead of {shapes[name]}" for name in misshapen)
+        problems.append(f"misshapen {_some(listed)}")
+    if odd := [name for name, tensor in present.items() if tensor.dtype not in DTYPES]:
+        problems.append(f"not of a floating-point type {_some(f'{name} ({tensors[name].dtype})' for name in odd)}")
+    if problems:
+        said = "; ".join(problems)
+        raise UserError(f"the weights in {folder} do not fit its config.json: {said}; get both from the same checkpoint")
+    if head is not None and not torch.equal(head, tensors["wte.weight"]):
+        raise UserError(f"lm_head.weight in {folder} differs from wte.weight, but GPT-2 ties them: choose another checkpoint")
+    return present
+
+
+def _some(names: Iterable[str], most: int = 3) -> str:
+    """The first few, and how many more there are."""
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
+# ---- random weights ---------------------------------------------------------------------------------------------
+
+
+def _random_checkpoint(name: str, seed: int, dtype: torch.dtype | None) -> Checkpoint:
+    folder = _local_folder(name)
+    if folder is not None:
+        config = Config.from_folder(folder, name if _is_known(name) else None)
+    elif name in PRESETS:
+        config = PRESETS[name]
+    else:
+        raise _unknown(name)
+    has_tokenizer = folder is not None and (folder / "vocab.json").exists()
+    return Checkpoint(config, random_tensors(config, seed, dtype), folder if has_tokenizer else None)
+
+
+def random_tensors(config: Config, seed: int = 0, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Weights as GPT-2's training begins: normal, biases 0, norms 1. The same seed gives the same weights.
+
+    Drawn in float32 whatever the dtype, so that a float64 model is the float32 one in more digits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in expected_shapes(config).items():
+        if name.endswith(".bias"):
+            tensor = torch.zeros(shape)
+        elif len(shape) == 1:
+            tensor = torch.ones(shape)
+        else:
+            std = 0.01 if name == "wpe.weight" else 0.02
+            if name.endswith("c_proj.weight"):  # 2 n_layer of these are summed in the residual stream
+                std /= math.sqrt(2 * config.n_layer)
+            tensor = torch.empty(shape).normal_(0.0, std, generator=generator)
+        tensors[name] = tensor if dtype is None else tensor.to(dtype)
+    return tensors

@@ -1,0 +1,334 @@
+"""What all command lines share: options, the prompt, loading, streaming, and errors without a traceback.
+
+A program's `__main__.py` stays a few lines: parse, load, speak. `shared` imports no stage, so a stage hands in its own
+`load_model` and engine. What the options mean for sampling is the stage's business too: `sampling_fields` only names them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from . import checkpoint, linear
+from .errors import UserError
+from .tokenizer import AnyTokenizer, IncrementalDecoder, load_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+MOST_TOKENS = 1_000_000
+MOST_THREADS = max(64, os.cpu_count() or 1)  # a few too many threads only wait for each other; thousands exhaust the system
+MOST_PROMPT_BYTES = 2**18  # GPT-2's longest token is 128 bytes, so 1,024 tokens never hold more than half of this
+EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
+
+
+class Streaming(Protocol):
+    """The part of an engine that the command line needs."""
+
+    def stream(self, prompt: Sequence[int], sampling: Any, /) -> Iterator[Any]:
+        """Yields tokens with `id` and `finish_reason`; the last one alone has a reason."""
+        ...
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run, and what was chosen on the way."""
+
+    model: Any
+    tokenizer: AnyTokenizer
+    checkpoint: checkpoint.Checkpoint
+    linear: str  # "packed" or "plain"
+    device: torch.device
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        count = torch.get_num_threads()
+        threads = f", {count} thread{'s' if count > 1 else ''}" if self.device.type == "cpu" else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.checkpoint.config.name}, {dtype} on {self.device.type}{threads}, {self.linear} linear layers"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that reports a wrong option as a UserError: one sentence, no page of usage around it."""
+
+    def __init__(self, module: str, about: str, examples: str) -> None:
+        """`module` is what follows `python -m`; `examples` are shown below the options as they are."""
+        super().__init__(
+            prog=f"python -m {module}",
+            description=about,
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # --temp must not quietly start to mean something else when an option is added
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[:1].upper()}{message[1:]}; --help lists every option.")
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float, above: bool = False) -> Callable[[str], float]:
+    """An argparse type: a number from `low` to `high`, or above `low` and up to `high`. NaN is none."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (low < value <= high if above else low <= value <= high):
+            raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a number {'above' if above else 'from'} {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """--model, --random-weights, --device, --dtype, --linear, --threads, --seed."""
+    group = parser.add_argument_group("model and machine")
+    group.add_argument(
+        "--model",
+        default="stories",
+        metavar="NAME",
+        help="stories (embedded, works offline), a folder with config.json and safetensors, or a name on the Hugging Face hub "
+        "such as gpt2 or gpt2-medium, downloaded once; default %(default)s",
+    )
+    group.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="random numbers in place of the weights: nothing is downloaded, the text is noise and the speed is real",
+    )
+    group.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda", "mps"),
+        default="auto",
+        help="where to compute; auto takes a CUDA GPU if there is one, else the CPU; mps (Apple) only when asked for",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="kind of number to compute with; auto is float32; bfloat16 and float16 halve the memory to read, and their rounding "
+        "may choose another word; float64 is slow and settles whether two engines agree",
+    )
+    group.add_argument(
+        "--linear",
+        choices=linear.MODES,
+        default="auto",
+        help="layout of the weights on a CPU; auto tries both for a moment and keeps the faster",
+    )
+    group.add_argument(
+        "--threads",
+        type=whole_number(1, MOST_THREADS),
+        metavar="N",
+        help="CPU threads; default is PyTorch's choice, one a core; set it to leave cores to others or to compare two machines",
+    )
+    group.add_argument(
+        "--seed",
+        type=whole_number(0, 2**63 - 1),
+        metavar="N",
+        help="the same seed gives the same sampled text again, and the same --random-weights; default is a new one for "
+        "each text, and 0 for the weights",
+    )
+
+
+def add_max_tokens(parser: argparse._ActionsContainer, default: int) -> None:
+    """--max-tokens alone, for programs that leave nothing to chance."""
+    parser.add_argument(
+        "--max-tokens",
+        type=whole_number(1, MOST_TOKENS),
+        default=default,
+        metavar="N",
+        help="stop after N new tokens, unless the text ends by itself or fills the model's context before; default %(default)s",
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int = 400) -> None:
+    """--max-tokens, --temperature, --top-k, --top-p."""
+    group = parser.add_argument_group("text")
+    add_max_tokens(group, max_tokens)
+    group.add_argument(
+        "--temperature",
+        type=number(0, 2),
+        default=0.0,
+        metavar="T",
+        help="0 always takes the likeliest token, so that each run says the same; 0.8 tells another story each time; above 1 it "
+        "gets wild; default %(default)g",
+    )
+    group.add_argument(
+        "--top-k",
+        type=whole_number(0, MOST_TOKENS),
+        default=0,
+        metavar="K",
+        help="sample among the K likeliest tokens only, to cut off odd words; 0 is all; default %(default)s",
+    )
+    group.add_argument(
+        "--top-p",
+        type=number(0, 1, above=True),
+        default=1.0,
+        metavar="P",
+        help="sample among the fewest tokens that together have probability P, a cut that widens where many words fit; 1 is all; "
+        "default %(default)g",
+    )
+
+
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    """The positional prompt, which `read_prompt` reads."""
+    parser.add_argument("prompt", nargs="?", help="the text to continue, in quotes; '-' or nothing reads standard input")
+
+
+def generation_parser(module: str, about: str) -> Parser:
+    """The parser of `python -m <stage>`: a prompt, and all options."""
+    parser = Parser(
+        module,
+        about,
+        f'  python -m {module} "Once upon a time"\n'
+        f'  python -m {module} "Once upon a time" --temperature 0.8 --seed 7\n'
+        f"  echo Long ago | python -m {module} --max-tokens 50\n"
+        f'  python -m {module} "The meaning of life is" --model gpt2 --top-k 40 --temperature 0.9',
+    )
+    add_prompt(parser)
+    add_sampling_options(parser)
+    add_model_options(parser)
+    return parser
+
+
+def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options as fields of SamplingParams."""
+    return {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
+
+
+def read_prompt(options: argparse.Namespace) -> str:
+    """The prompt from the command line, or from standard input if there is none or it is '-'.
+
+    The newline that `echo` or an editor puts at the end is dropped. Raises UserError if it is empty, too long, not UTF-8, or
+    if a person at a terminal gave none.
+    """
+    if options.prompt not in (None, "-"):
+        data = options.prompt.encode("utf-8", "replace")
+    elif sys.stdin is None or (options.prompt is None and sys.stdin.isatty()):
+        # To wait in silence for a person who does not know that we wait is no way to say that the prompt is missing.
+        raise UserError('There is no prompt: give one in quotes, such as "Once upon a time", or pipe a text in.')
+    else:
+        data = sys.stdin.buffer.read(MOST_PROMPT_BYTES + 1)  # bytes: the text layer of some systems is not UTF-8
+    if len(data) > MOST_PROMPT_BYTES:
+        raise UserError(f"The prompt is over {MOST_PROMPT_BYTES // 1024} KiB, more than any model here can read: shorten it.")
+    try:
+        text = data.decode("utf-8-sig")  # PowerShell puts a byte order mark first
+    except UnicodeDecodeError:
+        raise UserError("The prompt on standard input is not UTF-8 text: save or convert it as UTF-8.") from None
+    if options.prompt in (None, "-"):
+        text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise UserError('The prompt is empty: give some text, such as "Once upon a time".')
+    return text
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for --device. Raises UserError if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        why = "finds no GPU that it can use" if built else "is a build without CUDA"
+        raise UserError(f"--device cuda was asked for, but this PyTorch {why}: use --device cpu, or install what is missing.")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device mps was asked for, but PyTorch finds no Apple GPU here: use --device cpu.")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype for --dtype. Raises UserError if `device` has no such numbers."""
+    if name == "float64" and device.type == "mps":
+        raise UserError("Apple GPUs have no float64: use --dtype float32, or --device cpu.")
+    return DTYPES.get(name, torch.float32)
+
+
+def load_model_from(options: argparse.Namespace, load_model: Callable[..., Any]) -> Loaded:
+    """Load what the model options ask for. `load_model(checkpoint, device=, dtype=)` is stage 01's.
+
+    Raises UserError for a device that is not there, and for everything that can be wrong with a checkpoint.
+    """
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    loaded = checkpoint.load(options.model, random_weights=options.random_weights, seed=options.seed or 0)
+    tokenizer = load_tokenizer(loaded.folder)
+    checkpoint.check_vocabulary(tokenizer, loaded.config)
+    model = load_model(loaded, device=device, dtype=dtype)
+    return Loaded(model, tokenizer, loaded, linear.optimize(model, options.linear), device, dtype)
+
+
+def speak(engine: Streaming, loaded: Loaded, prompt: str, sampling: Any) -> None:
+    """Print the prompt and its continuation, each token as it comes; at the end one line on standard error:
+    tokens, seconds, tokens per second, why it ended, and what it ran on."""
+    ids = loaded.tokenizer.encode(prompt)
+    tokens, reason = 0, None
+    started = time.perf_counter()
+    for token, text in with_text(engine.stream(ids, sampling), loaded):
+        if not tokens:  # the engine has taken the prompt: an error comes before any text
+            text = loaded.tokenizer.decode(ids) + text
+        print(text, end="", flush=True)
+        tokens, reason = tokens + 1, token.finish_reason
+    seconds = time.perf_counter() - started
+    print(flush=True)
+    speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s"
+    print(f"[{speed}, finish reason {reason}; {loaded}]", file=sys.stderr)
+
+
+def with_text(tokens: Iterator[Any], loaded: Loaded) -> Iterator[tuple[Any, str]]:
+    """Each token with the text to print for it. Half a character waits for its other half; end-of-text is not shown."""
+    decoder = IncrementalDecoder(loaded.tokenizer)
+    for token in tokens:
+        text = "" if token.id == loaded.checkpoint.config.eos_token_id else decoder.push(token.id)
+        yield token, text + (decoder.flush() if token.finish_reason else "")
+
+
+def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None = None) -> NoReturn:
+    """Run a program's `main` and exit with its status.
+
+    A UserError becomes `error: ...` on standard error and status 2; Ctrl-C status 130; a reader that has gone away, as in
+    `... | head`, ends the program in silence.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # text must not fail to print because a system's pipes are not UTF-8
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    try:
+        status = main(argv) or 0
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = EXIT_ERROR
+    except (MemoryError, torch.OutOfMemoryError):
+        print("error: The memory is not enough for this: use a smaller --model, or --dtype bfloat16.", file=sys.stderr)
+        status = EXIT_ERROR
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        status = EXIT_INTERRUPTED
+    except OSError as error:
+        if not (isinstance(error, BrokenPipeError) or (sys.platform == "win32" and error.errno == errno.EINVAL)):
+            raise
+        # What is still buffered would fail again, loudly, when Python closes the stream at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = EXIT_PIPE
+    sys.exit(status)

@@ -1,0 +1,441 @@
+"""Measuring: what machine this is and what it can do, times, peak memory, and results as data.
+
+A number is worth what is known about how it came about. So times are taken in turn (`alternate`), a machine's limits are
+measured rather than looked up, and `save` writes every repeat together with the commit, the machine and the command.
+Nothing here decides what to measure, or draws it: that is the stages' `benchmark.py`, `charts.py` and `report.py`.
+
+Units: seconds, bytes, GB/s (1e9 bytes), GFLOP/s (1e9 operations; a multiply and an add are two).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from . import linear
+from .errors import UserError
+from .stages import ROOT
+
+SCHEMA = 1
+REPORTS = ROOT / "reports"
+PACKAGES = ("torch", "transformers", "tokenizers", "tiktoken", "safetensors", "numpy", "matplotlib")
+GIB = 2**30
+Device = torch.device | str
+
+
+# ---- the machine ------------------------------------------------------------------------------------------------
+
+
+def processor() -> str:
+    """The processor's name as its maker writes it, or its architecture where the system does not tell."""
+    name = ""
+    if sys.platform == "linux":
+        found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+        name = found[1] if found else ""
+    elif sys.platform == "darwin":
+        name = _output("sysctl", "-n", "machdep.cpu.brand_string") or ""
+    elif sys.platform == "win32":
+        import winreg
+
+        with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
+            name = str(winreg.QueryValueEx(key, "ProcessorNameString")[0])
+    return " ".join(name.split()) or platform.processor() or platform.machine() or "unknown"
+
+
+def cpus() -> int:
+    """How many logical processors this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine(device: Device = "cpu") -> dict[str, Any]:
+    """What this machine is: processor, cores, cpus, memory, system, and the name of `device`."""
+    kind = torch.device(device).type
+    return {
+        "processor": processor(),
+        "cores": min(psutil.cpu_count(logical=False) or cpus(), cpus()),
+        "cpus": cpus(),
+        "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python's version and those of the packages that a number may depend on; absent ones are left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def slug(described: Mapping[str, Any]) -> str:
+    """A folder name for what `machine` describes: "amd-epyc-2cpu", or "nvidia-h200" where a GPU did the work."""
+    on_gpu = described["device"] not in ("cpu", "mps")
+    name = described["device"] if on_gpu else described["processor"]
+    name = re.sub(r"\([A-Za-z]+\)|@.*|\b\d+-Core\b|\b(CPU|Processor)\b", " ", name)  # "(R)", "@ 3.2GHz" say nothing here
+    words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
+    if not on_gpu:
+        words += f"-{described['cpus']}cpu" + ("-mps" if described["device"] == "mps" else "")
+    return words
+
+
+def git_state() -> tuple[str | None, bool | None]:
+    """The commit, and whether the code differs from it; (None, None) outside of a git checkout.
+
+    Results and texts do not count: the first benchmark of a round writes them, and the code of the second is still clean.
+    """
+    commit = _output("git", "rev-parse", "HEAD")
+    if commit is None:
+        return None, None
+    changes = _output("git", "status", "--porcelain", "--", ".", ":(exclude)reports", ":(exclude)*.md")
+    return commit, changes != ""
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, run in the repository; None if it fails or does not exist."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+# ---- times ------------------------------------------------------------------------------------------------------
+
+
+def synchronize(device: Device | None = None) -> None:
+    """Wait until `device` has done all that it was told to do. None: whichever GPU this process has used."""
+    kind = torch.device(device).type if device is not None else None
+    if kind == "cuda" or (kind is None and torch.cuda.is_initialized()):
+        torch.cuda.synchronize()
+    elif kind == "mps" or (kind is None and torch.backends.mps.is_available()):
+        torch.mps.synchronize()
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """How long one call of `run` takes, with all that it started on a GPU."""
+    synchronize()
+    started = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def rounds(names: Sequence[str], repeats: int) -> list[list[str]]:
+    """The order of running: every round has each name once, and begins with another one: A B C, B C A, C A B, ..."""
+    return [[names[(start + i) % len(names)] for i in range(len(names))] for start in range(repeats)]
+
+
+def alternate(
+    variants: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warmup: int = 1,
+    progress: Callable[[str], object] | None = None,
+) -> dict[str, list[float]]:
+    """Time all variants `repeats` times each, in turn, after `warmup` rounds that do not count.
+
+    Taken in turn, a slow minute of a shared machine falls on all of them and not on one; in rotated order, none always
+    follows the same other. `progress(name)` is called after every run, the warm-up's too. Returns seconds by name.
+    """
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for number, names in enumerate(rounds(list(variants), warmup + repeats)):
+        gc.collect()  # a collection of the garbage of one variant should not fall into the time of the next
+        for name in names:
+            taken = seconds(variants[name])
+            if number >= warmup:
+                times[name].append(taken)
+            if progress is not None:
+                progress(name)
+    return times
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The middle of repeated measurements, and the whole range that they covered."""
+
+    median: float
+    low: float
+    high: float
+
+    def of(self, work: float) -> Summary:
+        """The rates at which `work` was done, if these were seconds."""
+        return Summary(work / self.median, work / self.high, work / self.low)
+
+    def show(self, digits: int = 1) -> str:
+        """For a table: the median, and the range behind it."""
+        return f"{self.median:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f})"
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """Median, least and most of at least one value."""
+    return Summary(statistics.median(values), min(values), max(values))
+
+
+# ---- what the machine can do ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The best that simple loops got out of this machine: reading memory once, and multiplying square matrices.
+
+    The best of many tries, not the median: a limit is what nothing goes beyond. On a shared machine it moves with what
+    the neighbours do, so a benchmark that puts a share of it beside its times measures it afresh (`refresh`).
+    """
+
+    device: str
+    threads: int
+    bandwidth_gb_s: float
+    gflops: dict[str, float]  # by dtype: "float32", "bfloat16"
+
+
+def limits(device: Device = "cpu", refresh: bool = False) -> Limits:
+    """The limits of `device` with the threads that PyTorch now has; measured (about ten seconds) at the first call on a
+    machine, then kept in the user's cache folder. `refresh` measures again."""
+    described = machine(device)
+    threads = torch.get_num_threads()
+    key = f"{slug(described)} {threads} threads torch {torch.__version__}"
+    file = cache_folder() / "limits.json"
+    kept = _kept(file)
+    if not refresh and key in kept:
+        return kept[key]
+    rates = {str(dtype).removeprefix("torch."): matmul_rate(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    kept[key] = Limits(described["device"], threads, read_bandwidth(device), rates)
+    try:
+        _write(file, json.dumps({name: asdict(each) for name, each in kept.items()}, indent=1))
+    except OSError:
+        print(f"note: {file} cannot be written, so the limits of this machine will be measured again", file=sys.stderr)
+    return kept[key]
+
+
+def _kept(file: Path) -> dict[str, Limits]:
+    """What was measured before; nothing if the file is absent or damaged."""
+    try:
+        return {name: Limits(**fields) for name, fields in json.loads(file.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what they can make again."""
+    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
+        return Path(os.environ["LOCALAPPDATA"]) / "staircase"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "staircase"
+
+
+@torch.inference_mode()
+def read_bandwidth(device: Device = "cpu", nbytes: int | None = None, budget: float = 1.0) -> float:
+    """GB/s at which all threads read `nbytes` once: the best of several ways to read, each tried for `budget` seconds.
+
+    `nbytes` None takes 1 GiB, or 1/16 of what memory is free: far more than a cache holds, or the cache would be measured.
+    """
+    nbytes = nbytes or min(GIB, psutil.virtual_memory().available // 16)
+    columns = 4096
+    numbers = torch.ones(max(1, nbytes // (4 * columns)), columns, device=device)  # ones: pages of zeros share one real page
+    vector = torch.ones(columns, device=device)
+    nbytes = numbers.numel() * 4
+    ways: list[Callable[[], object]] = [numbers.sum, numbers.max, lambda: numbers @ vector]
+    best = max(_best_rate(nbytes, way, budget) for way in ways)
+    if linear.can_pack(torch.device(device), torch.float32):
+        part = numbers[: max(1, len(numbers) // 4)]  # packing copies
+        packed, row = linear.pack(part), vector[None]
+        best = max(best, _best_rate(part.numel() * 4, lambda: linear.packed_linear(row, packed, None), budget))
+    return best / 1e9
+
+
+@torch.inference_mode()
+def matmul_rate(
+    device: Device = "cpu", dtype: torch.dtype = torch.float32, sizes: Sequence[int] | None = None, budget: float = 0.5
+) -> float:
+    """GFLOP/s of square matrix products: the best over `sizes`, with the weight packed too where this machine can."""
+    sizes = sizes or ((1024, 2048) if torch.device(device).type == "cpu" else (4096, 8192))
+    best = 0.0
+    for size in sizes:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        ways: list[Callable[[], object]] = [lambda a=a, b=b: a @ b]  # type: ignore[misc]
+        if linear.can_pack(torch.device(device), dtype):
+            packed = linear.pack(b)
+            ways.append(lambda a=a, packed=packed: linear.packed_linear(a, packed, None))  # type: ignore[misc]
+        best = max(best, *(_best_rate(2 * size**3, way, budget) for way in ways))
+    return best / 1e9
+
+
+def _best_rate(work: float, run: Callable[[], object], budget: float) -> float:
+    """The highest work per second over as many runs as fit in `budget` seconds, at least two after one to warm up."""
+    run()
+    times: list[float] = []
+    while len(times) < 2 or sum(times) < budget:
+        times.append(seconds(run))
+    return work / min(times)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FreshRun:
+    """What a program used and printed."""
+
+    peak_bytes: int
+    output: str
+
+
+def run_fresh(module: str, arguments: Sequence[str] = (), interval: float = 0.005) -> FreshRun:
+    """Run `python -m module arguments...` in a process of its own and watch its memory; returns its peak and output.
+
+    Linux and Windows keep the peak themselves, so only a peak reached in the last `interval` seconds can be missed;
+    elsewhere the resident memory is sampled. Raises RuntimeError, with the end of what the program said, if it fails.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # files: a full pipe would stop the program
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        peaks: dict[int, int] = {}
+        try:
+            while process.poll() is None:
+                for pid in [process.pid, *_children(process.pid)]:
+                    peaks[pid] = max(peaks.get(pid, 0), _peak_so_far(pid))
+                time.sleep(interval)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode("utf-8", "replace"))
+    if process.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command[1:])} ended with status {process.returncode}: {texts[1][-2000:].strip()}")
+    return FreshRun(sum(peaks.values()), texts[0])
+
+
+def peak_memory(module: str, arguments: Sequence[str] = ()) -> int:
+    """Peak resident memory in bytes of `python -m module arguments...`; see `run_fresh`."""
+    return run_fresh(module, arguments).peak_bytes
+
+
+def _peak_so_far(pid: int) -> int:
+    if sys.platform == "linux":
+        found = re.search(r"^VmHWM:\s+(\d+) kB", _read(Path(f"/proc/{pid}/status")), re.MULTILINE)
+        return int(found[1]) * 1024 if found else 0
+    try:
+        memory = psutil.Process(pid).memory_info()
+    except psutil.Error:  # it has just ended
+        return 0
+    return int(getattr(memory, "peak_wset", memory.rss))
+
+
+def _children(pid: int) -> list[int]:
+    """On Windows, `python` of a virtual environment only starts the real one: that is the process to watch."""
+    if sys.platform != "win32":
+        return []
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+# ---- results as data --------------------------------------------------------------------------------------------
+
+
+def results_file(stage: str, device: Device = "cpu") -> Path:
+    """Where the results of a stage on this machine belong: reports/<machine>/<stage>.json."""
+    return REPORTS / slug(machine(device)) / f"{stage}.json"
+
+
+def command() -> str:
+    """The command line of this program, as one would type it in the repository's folder."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None:
+        return shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+    return shlex.join(["python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]])
+
+
+def save(
+    path: Path,
+    kind: str,
+    configuration: Mapping[str, Any],
+    results: Any,
+    *,
+    seed: int | None = None,
+    order: str = "rotated rounds: A B C, B C A, C A B, ...",
+    limits: Limits | None = None,
+    device: Device = "cpu",
+) -> dict[str, Any]:
+    """Write `results`, every repeat of them, with all that one must know to read or repeat them; returns what was written.
+
+    `kind` names what was measured, `order` in which order the variants ran. Raises ValueError for NaN and infinity, which
+    JSON does not have: a measurement that is not a number is a mistake.
+    """
+    commit, dirty = git_state()
+    content = {
+        "schema": SCHEMA,
+        "kind": kind,
+        "command": command(),
+        "commit": commit,
+        "dirty": dirty,
+        "machine": machine(device),
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+        "seed": seed,
+        "order": order,
+        "limits": asdict(limits) if limits else None,
+        "configuration": dict(configuration),
+        "results": results,
+    }
+    _write(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    return content
+
+
+def load(path: Path) -> dict[str, Any]:
+    """What `save` wrote. UserError if the file is absent, damaged, or of another schema."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except OSError as error:
+        raise UserError(f"The results {path} cannot be read ({error.strerror}): run the stage's benchmark.") from None
+    except ValueError as error:
+        raise UserError(f"The results {path} are damaged ({error}): run the stage's benchmark again.") from None
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise UserError(f"The results {path} have schema {schema}, and this version reads {SCHEMA}: run the benchmark again.")
+    return content
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the whole file or nothing: an interrupted run must not leave half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        half.write_text(text, encoding="utf-8", newline="\n")
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)

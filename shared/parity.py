@@ -1,0 +1,116 @@
+"""The proof that stands before every number: a stage's tokens are the naive engine's tokens.
+
+One list of scenarios (scenarios.json) drives every stage; one oracle, the engine of the first stage, answers them.
+In float64 all tokens must be equal. In float32 two engines add the same numbers in another order, so a first
+difference is allowed, but only at a near tie: where the oracle's two best logits lie less than 1e-3 apart. bfloat16
+keeps 8 bits of a number, so there a near tie is as wide as its rounding. Near ties are counted and shown, never hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checkpoint import Config
+from .stages import sampling_params
+
+NEAR_TIE = {torch.float64: 0.0, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+class ParityError(AssertionError):
+    """A stage gave a token that the oracle did not."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Prompts as token ids, and the fields of SamplingParams for each of them."""
+
+    name: str
+    prompts: list[list[int]]
+    sampling: list[dict[str, Any]]
+    stop_at: list[int] = field(default_factory=list)  # stop each sequence at what the oracle's n-th token is
+
+
+@dataclass
+class Parity:
+    """What was compared: `tokens` in all, and for each sequence that parted at a near tie, where and how near."""
+
+    tokens: int = 0
+    sequences: int = 0
+    near_ties: list[dict[str, Any]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        ties = f", {len(self.near_ties)} parted at a near tie" if self.near_ties else ", identical"
+        return f"{self.sequences} sequences, {self.tokens} tokens{ties}"
+
+
+def random_prompt(length: int, config: Config, seed: int | str) -> list[int]:
+    rng = random.Random(f"prompt {seed} {length}")
+    return [rng.randrange(config.vocab_size) for _ in range(length)]
+
+
+def scenarios(config: Config) -> list[Scenario]:
+    """The scenarios of scenarios.json with prompts for `config`. A length below zero counts back from the context's end."""
+    found = []
+    for number, entry in enumerate(json.loads(Path(__file__).with_name("scenarios.json").read_text(encoding="utf-8"))):
+        name, lengths, stop_at = entry.pop("name"), entry.pop("prompts"), entry.pop("stop_at", [])
+        lengths = [length if length > 0 else config.n_positions + length for length in lengths]
+        prompts = [random_prompt(length, config, f"{number} {i}") for i, length in enumerate(lengths)]
+        sampling = [{key: v[i] if isinstance(v, list) else v for key, v in entry.items()} for i in range(len(prompts))]
+        if "seed" in entry:  # neighbours with one seed would draw alike
+            sampling = [{**each, "seed": each["seed"] + i} for i, each in enumerate(sampling)]
+        found.append(Scenario(name, prompts, sampling, stop_at))
+    return found
+
+
+def compare(name: str, expected: list[Any], got: list[Any], near_tie: float, parity: Parity) -> None:
+    """Add the comparison of two lists of Outputs to `parity`; raise ParityError at a difference that is no near tie.
+
+    `expected` must carry the oracle's log-probabilities of its two best tokens: their difference is the logits' own.
+    """
+    for row, (want, have) in enumerate(zip(expected, got, strict=True)):
+        parity.sequences += 1
+        parity.tokens += len(want.token_ids)
+        if (want.token_ids, want.finish_reason) == (have.token_ids, have.finish_reason):
+            continue
+        at = next(
+            (i for i, pair in enumerate(zip(want.token_ids, have.token_ids, strict=False)) if pair[0] != pair[1]),
+            min(len(want.token_ids), len(have.token_ids)),
+        )
+        if at < len(want.logprobs):
+            gap = want.logprobs[at].top[0][1] - want.logprobs[at].top[1][1]
+            if gap < near_tie:
+                parity.near_ties.append({"scenario": name, "row": row, "token": at, "gap": gap})
+                continue
+            why = f"the oracle's two best lie {gap:.2g} apart"
+        else:
+            why = f"the oracle ended there ({want.finish_reason})"
+        raise ParityError(
+            f"{name}, sequence {row}, token {at}: expected {want.token_ids[at : at + 3]}, got {have.token_ids[at : at + 3]} "
+            f"(finish reasons {want.finish_reason} and {have.finish_reason}); {why}"
+        )
+
+
+def prove(engine: Any, oracle: Any, only: list[str] | None = None) -> Parity:
+    """Drive `engine` and `oracle` (see shared.stages) through all scenarios, or those named in `only`.
+
+    Below float64, sampled scenarios are left out: one rounding moves a draw, and a draw knows no near tie.
+    Raises ParityError.
+    """
+    parity, dtype, params_of = Parity(), engine.model.dtype, sampling_params()
+    for scenario in scenarios(engine.model.config):
+        params = [params_of(**{**fields, "logprobs": 2}) for fields in scenario.sampling]
+        if only is not None and scenario.name not in only or dtype != torch.float64 and params[0].temperature > 0:
+            continue
+        expected = oracle.generate(scenario.prompts, params)
+        if scenario.stop_at:
+            stops = [(output.token_ids[n],) for output, n in zip(expected, scenario.stop_at, strict=True)]
+            params = [replace(each, stop_token_ids=stop) for each, stop in zip(params, stops, strict=True)]
+            expected = oracle.generate(scenario.prompts, params)
+        compare(scenario.name, expected, engine.generate(scenario.prompts, params), NEAR_TIE[dtype], parity)
+    return parity

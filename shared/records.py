@@ -1,0 +1,19 @@
+"""What an engine writes down about each forward pass, so that tests and reports can see what was really run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One forward pass: how many sequences took part, and how many tokens went through it.
+
+    `prefill_tokens` are prompt tokens computed in this pass, `decode_tokens` are tokens generated earlier that this
+    pass computes. `seconds` covers the pass and the sampling after it.
+    """
+
+    rows: int
+    prefill_tokens: int
+    decode_tokens: int
+    seconds: float

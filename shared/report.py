@@ -1,0 +1,237 @@
+"""Draws all charts and writes all tables of the reports from the results in reports/: `python -m shared.report`.
+
+Numbers are never typed by hand. A stage's `benchmark.py` turns its results into tables (markdown) and charts (figures):
+
+    tables(results) -> {name: markdown}         charts(results) -> {stem: function that returns a Figure}
+
+Tables go between markers on lines of their own, in README.md and in a stage's README.md and REPORT.md:
+
+    <!-- table: speed -->                       the stage's own table, or the only one of that name
+    <!-- table: stage02_kv_cache.speed -->      a stage's table, wherever the marker stands
+    <!-- table: speed @ nvidia-h200 -->         from another machine than the default one
+    <!-- /table -->
+
+Charts go to reports/<machine>/<stage>_<stem>.svg. `--check` writes nothing and says what a run without it would change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from . import charts, cli, measure, stages
+from .errors import UserError
+
+TABLE = re.compile(r"^<!-- table: (?P<name>[\w.-]+)(?: @ (?P<machine>[\w.-]+))? -->$")
+END = "<!-- /table -->"
+# `![words](path)`, `[words](path)` and src="path", with a path into reports/
+LINK = re.compile(r"""(?:\]\(|src=")([^)"#\s]*reports/[^)"#\s]+)""")
+
+
+@dataclass
+class Build:
+    """Every file as it should be, by path from the root, and what stands in the way."""
+
+    files: dict[Path, bytes] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def stale(self, root: Path) -> list[Path]:
+        """The files that are absent or differ. Git may have given text files Windows' line ends: they do not count."""
+        return [path for path, content in self.files.items() if _read(root / path) != content]
+
+
+def benchmarks() -> dict[str, Any]:
+    """The benchmark module of every stage that has one, in reading order."""
+    names = [name for name in stages.discover() if (stages.ROOT / name / "benchmark.py").exists()]
+    return {name: importlib.import_module(f"{name}.benchmark") for name in names}
+
+
+def drawn_with() -> dict[str, str]:
+    """What the bytes of a chart depend on beside the data."""
+    return {"matplotlib": matplotlib.__version__, "system": f"{sys.platform} {platform.machine()}"}
+
+
+def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
+    """What the reports below `root` should be, given the stages' benchmark `modules`.
+
+    To `check`, charts that another version or system drew are only looked for, since their bytes would differ. The default
+    machine, whose numbers the texts show, is kept in reports/machines.json; at first it is the first in the alphabet.
+    """
+    result = Build()
+    reports = root / "reports"
+    files = sorted(path for path in reports.glob("*/*.json") if path.stem in modules)
+    for path in sorted(set(reports.glob("*/*.json")) - set(files)):
+        result.problems.append(f"{_name(path, root)} belongs to no stage with a benchmark: delete it")
+    if not files:
+        result.notes.append("there are no results in reports/ yet")
+    settings = _settings(reports / "machines.json")
+    names = sorted({path.parent.name for path in files})
+    default = settings.get("default") if settings.get("default") in names or not names else names[0]
+    drawers = settings.get("charts", drawn_with()) if check else drawn_with()
+    draw = drawers == drawn_with()
+    if files and not draw:
+        theirs, ours = (" on ".join(each.values()) for each in (drawers, drawn_with()))
+        result.notes.append(f"charts were not compared: matplotlib {theirs} drew them, and here is {ours}")
+    tables: dict[tuple[str, str], dict[str, str]] = {}  # (machine, stage) -> name -> markdown
+    pictures: set[Path] = set()
+    for path in files:
+        stage, machine = path.stem, path.parent.name
+        try:
+            results = measure.load(path)
+        except UserError as error:
+            result.problems.append(str(error))
+            continue
+        tables[machine, stage] = modules[stage].tables(results)
+        for stem, function in modules[stage].charts(results).items():
+            picture = Path("reports") / machine / f"{stage}_{stem}.svg"
+            pictures.add(picture)
+            if draw:
+                result.files[picture] = charts.render(function())
+            elif not (root / picture).exists():
+                result.problems.append(f"{picture.as_posix()} does not exist: run python -m shared.report")
+    for path in sorted(reports.glob("*/*.svg")):
+        if path.relative_to(root) not in pictures:
+            result.problems.append(f"{_name(path, root)} is drawn by no benchmark: delete it")
+    if files:
+        content = {"default": default, "charts": drawers}
+        result.files[Path("reports/machines.json")] = (json.dumps(content, indent=1) + "\n").encode()
+    for path in _texts(root):
+        _build_text(path, root, default, tables, pictures, result)
+    return result
+
+
+def _build_text(
+    path: Path,
+    root: Path,
+    default: str | None,
+    tables: Mapping[tuple[str, str], Mapping[str, str]],
+    pictures: set[Path],
+    result: Build,
+) -> None:
+    """Add one text to `result`, with its tables filled in; complain of markers and links that lead nowhere."""
+    lines, fill = [], None
+    text = _read(path) or b""
+    for number, line in enumerate(text.decode("utf-8").split("\n"), 1):
+        where = f"{_name(path, root)}, line {number}"
+        marker = TABLE.match(line)
+        if marker and fill is None:
+            fill = _find(marker["name"], path.parent.name, marker["machine"] or default, tables)
+            if isinstance(fill, Missing):
+                result.problems.append(f"{where}: {fill.why}")
+        elif line == END and fill is not None:
+            lines += [] if isinstance(fill, Missing) else ["", *fill.strip("\n").split("\n"), ""]
+            fill = None
+        elif marker or line == END:
+            result.problems.append(f"{where}: '{line}' where {'the table before has not ended' if marker else 'no table began'}")
+            return
+        elif fill is not None and not isinstance(fill, Missing):
+            continue  # the table as it was
+        lines.append(line)
+        for link in LINK.findall(line):
+            target = (path.parent / link).resolve()
+            known = target.relative_to(root.resolve()) in pictures if target.is_relative_to(root.resolve()) else False
+            if not known and not target.is_file():
+                result.problems.append(f"{where}: {link} does not exist")
+    if fill is not None:
+        result.problems.append(f"{_name(path, root)}: the last table has no '{END}'")
+    else:
+        result.files[path.relative_to(root)] = "\n".join(lines).encode()
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A table that cannot be filled in, and why."""
+
+    why: str
+
+
+def _find(name: str, here: str, machine: str | None, tables: Mapping[tuple[str, str], Mapping[str, str]]) -> str | Missing:
+    """The table `name` as seen from the folder `here`."""
+    found = {stage: each[name] for (where, stage), each in tables.items() if where == machine and name in each}
+    stage, _, own = name.partition(".")
+    if own in tables.get((machine or "", stage), {}):
+        return tables[machine or "", stage][own]
+    if here in found:
+        return found[here]
+    if len(found) > 1:
+        return Missing(f"the table '{name}' is one of {' and '.join(found)}: write {next(iter(found))}.{name}")
+    if not found:
+        return Missing(f"there is no table '{name}' from {machine or 'any machine'}: run the stage's benchmark, or mend the name")
+    return next(iter(found.values()))
+
+
+def _texts(root: Path) -> list[Path]:
+    """The texts that may hold tables."""
+    found = [root / "README.md", *root.glob("stage[0-9][0-9]_*/README.md"), *root.glob("stage[0-9][0-9]_*/REPORT.md")]
+    return sorted(path for path in [*found, root / "reports" / "README.md"] if path.exists())
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """What reports/machines.json says; {} if it is absent. UserError if it is damaged."""
+    content = _read(path)
+    if content is None:
+        return {}
+    try:
+        settings = json.loads(content)
+        return {"default": str(settings["default"]), "charts": dict(settings["charts"])}
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{path} is damaged: delete it and run python -m shared.report.") from None
+
+
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes().replace(b"\r\n", b"\n") if path.is_file() else None
+
+
+def _name(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix()
+
+
+def update(root: Path, result: Build) -> list[Path]:
+    """Write the files that are stale; returns them."""
+    stale = result.stale(root)
+    for path in stale:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(result.files[path])
+    return stale
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.Parser(
+        "shared.report",
+        "Draws every chart and writes every table of the reports anew from the results in reports/.",
+        "  python -m shared.report            after a benchmark\n"
+        "  python -m shared.report --check    is anything stale? then exit status 1",
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; name what is stale or missing")
+    return report(stages.ROOT, benchmarks(), parser.parse_args(argv).check)
+
+
+def report(root: Path, modules: Mapping[str, Any], check: bool) -> int:
+    """Check or update the reports below `root` and say what was found; returns the exit status."""
+    result = build(root, modules, check)
+    stale = result.stale(root) if check else update(root, result)
+    for path in stale:
+        print(f"{'stale' if check else 'written'}: {path.as_posix()}")
+    for problem in result.problems:
+        print(f"problem: {problem}")
+    for note in result.notes:
+        print(f"note: {note}")
+    if check and stale:
+        print("Run python -m shared.report to bring them up to date.")
+    if not stale and not result.problems:
+        print(f"All {len(result.files)} files of the reports are as the results say.")
+    return 1 if result.problems or (check and stale) else 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,367 @@
+"""The command lines: what they print, what they refuse, and how. Every stage there is goes through the same tests."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shared import cli, stages
+from shared.checkpoint import Config, random_tensors
+from shared.errors import UserError
+from shared.tokenizer import byte_alphabet
+
+FIELDS = {
+    "model_type": "gpt2",
+    "vocab_size": 300,
+    "n_positions": 48,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "eos_token_id": 256,
+}
+OPTIONS = {
+    *("--model", "--random-weights", "--device", "--dtype", "--linear", "--threads", "--seed"),
+    *("--max-tokens", "--temperature", "--top-k", "--top-p", "--help"),
+}
+MAINS = {name: importlib.import_module(f"{name}.__main__").main for name in stages.engines()}
+Run = Callable[..., tuple[int, str, str]]
+
+
+def make_folder(folder: Path, vocabulary: int = 257) -> Path:
+    """A complete checkpoint folder whose tokens are the bytes and <|endoftext|>."""
+    folder.mkdir()
+    save_file(random_tensors(Config.from_dict(FIELDS)), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
+    tokens = byte_alphabet() | {f"<{i}>": i for i in range(256, vocabulary - 1)}
+    (folder / "vocab.json").write_text(json.dumps(tokens | {"<|endoftext|>": vocabulary - 1}), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("cli") / "model")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """run(main, *arguments) -> (exit status, standard output, standard error)."""
+
+    def call(main: Any, *arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit:
+            cli.run(main, list(arguments))
+        captured = capsys.readouterr()
+        assert isinstance(exit.value.code, int)
+        return exit.value.code, captured.out, captured.err
+
+    return call
+
+
+def refuses(result: tuple[int, str, str], words: str) -> None:
+    """One sentence on standard error that holds `words`, nothing on standard output, status 2."""
+    status, out, err = result
+    assert (status, out) == (2, ""), err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert re.search(words, err), err
+
+
+# ---- what works -------------------------------------------------------------------------------------------------
+
+
+def test_stages_say_the_same_and_count_it(run: Run, folder: Path) -> None:
+    said = {}
+    for name, main in MAINS.items():
+        status, said[name], err = run(main, "hello", "--model", str(folder), "--dtype", "float64", "--max-tokens", "9")
+        assert status == 0
+        speed = r"9 tokens in \d+\.\d\d s, \d+\.\d tok/s"
+        assert re.fullmatch(
+            rf"\[{speed}, finish reason length; model, float64 on cpu, \d+ threads?, plain linear layers\]\n", err
+        )
+    assert len(set(said.values())) == 1 and said[name].startswith("hello")
+
+
+def test_a_seed_repeats_and_another_does_not(run: Run, folder: Path) -> None:
+    main = MAINS["stage02_kv_cache"]
+    arguments = ("hello", "--model", str(folder), "--max-tokens", "20", "--temperature", "1", "--seed")
+    one, again, other = (run(main, *arguments, seed)[1] for seed in ("1", "1", "2"))
+    assert one == again != other
+
+
+def test_random_weights_need_only_a_config(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
+    arguments = ("hello", "--model", str(tmp_path), "--random-weights", "--max-tokens", "20", "--seed")
+    one, again, other = (run(MAINS["stage02_kv_cache"], *arguments, seed) for seed in ("1", "1", "2"))
+    assert one[0] == 0 and one[1] == again[1] != other[1]
+
+
+def test_a_long_answer_stops_where_the_context_ends(run: Run, folder: Path) -> None:
+    status, _, err = run(MAINS["stage02_kv_cache"], "hello", "--model", str(folder), "--max-tokens", "1000000")
+    assert status == 0 and "[43 tokens" in err and "finish reason length" in err
+
+
+def test_help_shows_every_option_with_an_example(run: Run) -> None:
+    for name, main in MAINS.items():
+        status, out, _ = run(main, "--help")
+        assert status == 0 and set(re.findall(r"--[a-z-]+", out)) == OPTIONS
+        assert f'python -m {name} "Once upon a time"' in out
+
+
+def test_defaults_are_greedy_and_float32() -> None:
+    options = cli.generation_parser("a_stage", "About.").parse_args([])
+    assert cli.sampling_fields(options) == {"max_tokens": 400, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
+    assert cli.choose_dtype(options.dtype, torch.device("cpu")) == torch.float32
+    assert (options.model, options.random_weights, options.linear, options.threads) == ("stories", False, "auto", None)
+
+
+def test_threads_are_set(run: Run, folder: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        _, _, err = run(MAINS["stage02_kv_cache"], "hello", "--model", str(folder), "--max-tokens", "2", "--threads", "3")
+        assert torch.get_num_threads() == 3 and "3 threads" in err
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_text_shows_whole_characters_and_no_end_of_text(folder: Path) -> None:
+    parser = cli.generation_parser("a_stage", "About.")
+    loaded = cli.load_model_from(parser.parse_args(["--model", str(folder)]), stages.load_model)
+    ids = [*"aé".encode(), *"€".encode()[:2], 256]
+    tokens = [SimpleNamespace(id=i, finish_reason=None) for i in ids[:-1]] + [SimpleNamespace(id=256, finish_reason="stop")]
+    shown = list(cli.with_text(iter(tokens), loaded))
+    assert [text for _, text in shown] == ["a", "", "é", "", "", "\ufffd"]
+    assert [token for token, _ in shown] == tokens
+
+
+# ---- the prompt -------------------------------------------------------------------------------------------------
+
+
+def prompt_from(monkeypatch: pytest.MonkeyPatch, data: bytes, argument: str | None = None) -> str:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
+    return cli.read_prompt(argparse.Namespace(prompt=argument))
+
+
+@pytest.mark.parametrize(
+    ("data", "argument", "prompt"),
+    [
+        (b"Long ago\n", None, "Long ago"),
+        (b"Long ago\r\n", "-", "Long ago"),
+        (b"two\nlines\n\n", "-", "two\nlines\n"),  # only the last newline is echo's
+        ("\ufeffcafé 😀".encode(), None, "café 😀"),
+        (b"not read", "an argument\n", "an argument\n"),
+        (b"not read", "half \ud83d a pair", "half ? a pair"),
+    ],
+)
+def test_prompt_from_argument_or_standard_input(
+    monkeypatch: pytest.MonkeyPatch, data: bytes, argument: str | None, prompt: str
+) -> None:
+    assert prompt_from(monkeypatch, data, argument) == prompt
+
+
+@pytest.mark.parametrize(
+    ("data", "argument", "words"),
+    [
+        (b"", None, "empty"),
+        (b"\n", "-", "empty"),
+        (b"", "", "empty"),
+        (b"caf\xe9", None, "not UTF-8"),
+        (b"a" * (cli.MOST_PROMPT_BYTES + 1), None, "256 KiB"),
+        (b"", "a" * (cli.MOST_PROMPT_BYTES + 1), "256 KiB"),
+    ],
+)
+def test_prompt_refused(monkeypatch: pytest.MonkeyPatch, data: bytes, argument: str | None, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        prompt_from(monkeypatch, data, argument)
+
+
+def test_a_person_at_a_terminal_is_told_that_the_prompt_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(UserError, match="no prompt"):
+        cli.read_prompt(argparse.Namespace(prompt=None))
+    monkeypatch.setattr(sys, "stdin", None)  # closed: `<&-`
+    with pytest.raises(UserError, match="no prompt"):
+        cli.read_prompt(argparse.Namespace(prompt="-"))
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAINS)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([""], "prompt is empty"),
+        (["a" * 48], "48 tokens.*47 tokens"),
+        (["hello", "--max-tokens", "-3"], "--max-tokens.*'-3'.*from 1 to 1000000"),
+        (["hello", "--max-tokens", "0"], "--max-tokens"),
+        (["hello", "--max-tokens", "9" * 30], "--max-tokens"),
+        (["hello", "--max-tokens", "1.5"], "--max-tokens"),
+        (["hello", "--temperature", "-1"], "--temperature.*'-1'.*from 0 to 2"),
+        (["hello", "--temperature", "nan"], "--temperature"),
+        (["hello", "--temperature", "1e300"], "--temperature"),
+        (["hello", "--top-k", "-1"], "--top-k"),
+        (["hello", "--top-k", "301"], "top_k.*300"),
+        (["hello", "--top-p", "0"], "--top-p.*above 0 to 1"),
+        (["hello", "--top-p", "nan"], "--top-p"),
+        (["hello", "--top-p", "1.01"], "--top-p"),
+        (["hello", "--threads", "0"], "--threads"),
+        (["hello", "--threads", "1000000000"], "--threads"),
+        (["hello", "--seed", "-1"], "--seed"),
+        (["hello", "--seed", str(2**64)], "--seed"),
+        (["hello", "--seed", "many"], "--seed.*'many' is not a whole number"),
+        (["hello", "--dtype", "int8"], "--dtype.*int8.*float32"),
+        (["hello", "--device", "tpu"], "--device.*tpu.*cuda"),
+        (["hello", "--linear", "packed", "--dtype", "float64"], "float32.*not float64.*--linear auto"),
+        (["hello", "--tempo", "1"], "unrecognized arguments: --tempo.*--help"),
+        (["hello", "--temp", "1"], "unrecognized arguments"),
+        (["hello", "world"], "unrecognized arguments: world"),
+        (["hello", "--max-tokens"], "expected one argument"),
+    ],
+)
+def test_bad_arguments(run: Run, folder: Path, name: str, arguments: list[str], words: str) -> None:
+    refuses(run(MAINS[name], *arguments[:1], "--model", str(folder), *arguments[1:]), f"(?i){words}")
+
+
+def break_folder(folder: Path, how: str) -> None:
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    if how == "truncated":
+        weights.write_bytes(data[:-100])
+    elif how == "corrupt":
+        weights.write_bytes(b"\xff" * 64 + data[64:])
+    elif how == "misshapen":
+        tensors = random_tensors(Config.from_dict(FIELDS))
+        save_file(tensors | {"ln_f.bias": torch.zeros(17)}, weights)
+    elif how == "pickle":
+        weights.unlink()
+        torch.save({}, folder / "pytorch_model.bin")
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "no config":
+        (folder / "config.json").unlink()
+    elif how == "no vocabulary":
+        (folder / "vocab.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("truncated", "model.safetensors.*truncated"),
+        ("corrupt", "model.safetensors.*corrupt"),
+        ("misshapen", r"ln_f.bias.*17.*16"),
+        ("pickle", "pytorch_model.bin.*convert"),
+        ("no weights", "model.safetensors.*--random-weights"),
+        ("no config", "config.json"),
+        ("no vocabulary", "vocab.json"),
+    ],
+)
+def test_broken_folders(run: Run, tmp_path: Path, how: str, words: str) -> None:
+    broken = make_folder(tmp_path / "broken")
+    break_folder(broken, how)
+    refuses(run(MAINS["stage01_forward"], "hello", "--model", str(broken)), words)
+
+
+def test_vocabulary_and_model_that_disagree(run: Run, tmp_path: Path) -> None:
+    refuses(run(MAINS["stage01_forward"], "hello", "--model", str(make_folder(tmp_path / "m", 302))), "302.*300")
+
+
+def test_a_name_that_is_no_model(run: Run, tmp_path: Path) -> None:
+    refuses(run(MAINS["stage01_forward"], "hello", "--model", "no-such-model"), "no-such-model.*stories, gpt2")
+    refuses(run(MAINS["stage01_forward"], "hello", "--model", str(tmp_path / "missing")), "missing")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_that_is_not_there(run: Run, folder: Path) -> None:
+    refuses(run(MAINS["stage01_forward"], "hello", "--model", str(folder), "--device", "cuda"), "cuda.*--device cpu")
+    assert cli.choose_device("auto").type == "cpu"
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is an Apple GPU")
+def test_mps_that_is_not_there(run: Run, folder: Path) -> None:
+    refuses(run(MAINS["stage01_forward"], "hello", "--model", str(folder), "--device", "mps"), "mps.*--device cpu")
+
+
+def test_apple_gpus_have_no_float64() -> None:
+    with pytest.raises(UserError, match="float64"):
+        cli.choose_dtype("float64", torch.device("mps"))
+
+
+# ---- how a program ends -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "words"),
+    [
+        (UserError("Bad thing: do better."), 2, "error: Bad thing: do better.\n"),
+        (KeyboardInterrupt(), 130, "\n"),
+        (MemoryError(), 2, "error: The memory is not enough"),
+        (torch.OutOfMemoryError(), 2, "error: The memory is not enough"),
+    ],
+)
+def test_exit_status(run: Run, raised: BaseException, status: int, words: str) -> None:
+    def main(_: list[str] | None) -> None:
+        raise raised
+
+    code, _, err = run(main)
+    assert code == status and err.startswith(words)
+
+
+def test_a_bug_keeps_its_traceback_and_a_status_is_passed_on(run: Run) -> None:
+    assert run(lambda _: 1)[0] == 1
+    assert run(lambda _: None)[0] == 0
+    with pytest.raises(ZeroDivisionError):
+        cli.run(lambda _: 1 // 0)
+    with pytest.raises(FileNotFoundError):
+        cli.run(lambda _: open("no such file"))  # type: ignore[arg-type, return-value]  # noqa: SIM115
+
+
+def test_real_processes(folder: Path) -> None:
+    """What only a process of its own can show: pipes, encodings, signals. All at once, as each takes seconds to start."""
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
+    model = ("--model", str(folder), "--max-tokens", "5")
+    (long := folder / "long").mkdir()
+    (long / "config.json").write_text(json.dumps(FIELDS | {"n_positions": 20_000, "eos_token_id": None}), encoding="utf-8")
+    with ExitStack() as stack:
+
+        def start(stage: str, *arguments: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-m", stage, *arguments]
+            pipe = subprocess.PIPE
+            return stack.enter_context(
+                subprocess.Popen(command, cwd=stages.ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
+            )
+
+        piped = start("stage01_forward", *model)
+        offline = start("stage02_kv_cache", "hello", "--model", "gpt2")
+        reader_gone = start("stage02_kv_cache", "hello", *model)
+        assert reader_gone.stdout is not None and reader_gone.stderr is not None
+        reader_gone.stdout.close()
+        endless = None
+        if sys.platform != "win32":  # there Ctrl-C goes to a whole console, this test's own process included
+            endless = start("stage01_forward", "hello", "--model", str(long), "--random-weights", "--max-tokens", "1000000")
+            assert endless.stdout is not None and endless.stdout.read(1) == b"h"  # it speaks: the loading is over
+            endless.send_signal(signal.SIGINT)
+
+        out, err = piped.communicate("Ein schöner Tag\n".encode(), timeout=120)
+        assert piped.returncode == 0 and out.decode().startswith("Ein schöner Tag"), err
+        out, err = offline.communicate(timeout=120)
+        assert (offline.returncode, out) == (2, b"") and err.startswith(b"error: gpt2 cannot be downloaded"), err
+        assert err.count(b"\n") == 1
+        assert reader_gone.wait(120) == 141 and b"Traceback" not in reader_gone.stderr.read()
+        if endless is not None:
+            _, err = endless.communicate(timeout=120)
+            assert (endless.returncode, err) == (130, b"\n")

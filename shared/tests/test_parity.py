@@ -1,0 +1,95 @@
+"""Every stage, driven by the same scenarios, gives the tokens of the first: all of them in float64, and in float32 all
+but near ties. A new stage is found by its folder and tested here without a line being added."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shared import parity, stages
+from shared.testing import random_checkpoint
+
+ENGINES = stages.engines()
+NAMES = [entry.name for entry in parity.scenarios(parity.Config(101, 64, 24, 3, 2))]
+
+
+@pytest.mark.parametrize("scenario", NAMES)
+@pytest.mark.parametrize("stage", list(ENGINES)[1:])
+def test_every_scenario_in_float64(stage, scenario, tiny_model):
+    found = parity.prove(ENGINES[stage](tiny_model), stages.oracle(tiny_model), only=[scenario])
+    assert found.tokens > 0
+    assert found.near_ties == []
+
+
+@pytest.mark.parametrize("stage", list(ENGINES)[1:])
+def test_200_prompts_by_64_tokens_in_float64(stage, prompts):
+    checkpoint = random_checkpoint(parity.Config(101, 96, 24, 3, 2, name="longer"))
+    model = stages.load_model(checkpoint, dtype=torch.float64)
+    params = stages.sampling_params()(max_tokens=64)
+    many = prompts(model.config, 200, 30)
+    expected = stages.oracle(model).generate(many, params)
+    got = ENGINES[stage](model).generate(many, params)
+    assert [o.token_ids for o in got] == [o.token_ids for o in expected]
+    assert sum(len(o.token_ids) for o in got) == 200 * 64
+
+
+@pytest.mark.parametrize("stage", list(ENGINES)[1:])
+def test_float32_parts_only_at_near_ties(stage, tiny):
+    model = stages.load_model(tiny, dtype=torch.float32)
+    found = parity.prove(ENGINES[stage](model), stages.oracle(model))
+    assert found.tokens > 300
+    assert len(found.near_ties) <= found.sequences * 0.05
+
+
+@pytest.mark.parametrize("stage", list(ENGINES)[1:])
+def test_records_tell_what_was_run(stage, tiny_model):
+    engine = ENGINES[stage](tiny_model)
+    outputs = engine.generate([[1, 2, 3], [4, 5]], stages.sampling_params()(max_tokens=5))
+    assert sum(step.prefill_tokens for step in engine.steps) == 5
+    assert sum(step.decode_tokens for step in engine.steps) == sum(len(o.token_ids) - 1 for o in outputs)
+
+
+# ---- the ruler itself must be able to say no ------------------------------------------------------------------------
+
+
+class Sabotaged:
+    """The oracle's own answers, one token changed: what `prove` must refuse."""
+
+    def __init__(self, engine, row, at):
+        self.engine, self.model, self.row, self.at = engine, engine.model, row, at
+
+    def generate(self, prompts, sampling):
+        outputs = self.engine.generate(prompts, sampling)
+        ids = outputs[self.row].token_ids
+        ids[self.at] = (ids[self.at] + 1) % self.model.config.vocab_size
+        return outputs
+
+
+def test_one_wrong_token_is_refused(tiny_model):
+    oracle = stages.oracle(tiny_model)
+    with pytest.raises(parity.ParityError, match="many lengths, sequence 3, token 7"):
+        parity.prove(Sabotaged(oracle, 3, 7), oracle, only=["many lengths"])
+
+
+def test_a_sequence_that_ends_early_is_refused(tiny_model):
+    oracle = stages.oracle(tiny_model)
+    params = stages.sampling_params()(max_tokens=8, logprobs=2)
+    expected = oracle.generate([[1, 2]], params)
+    short = oracle.generate([[1, 2]], replace(params, max_tokens=7))
+    with pytest.raises(parity.ParityError, match="token 7"):
+        parity.compare("short", expected, short, 1e-3, parity.Parity())
+
+
+def test_a_near_tie_is_counted_and_a_clear_choice_is_not_excused(tiny_model):
+    oracle = stages.oracle(tiny_model)
+    params = stages.sampling_params()(max_tokens=8, logprobs=2)
+    expected, got = oracle.generate([[1, 2]], params), oracle.generate([[1, 2]], params)
+    got[0].token_ids[4] = expected[0].logprobs[4].top[1][0]
+    gap = expected[0].logprobs[4].top[0][1] - expected[0].logprobs[4].top[1][1]
+    found = parity.Parity()
+    parity.compare("tie", expected, got, gap * 1.01, found)
+    assert found.near_ties == [{"scenario": "tie", "row": 0, "token": 4, "gap": gap}]
+    with pytest.raises(parity.ParityError):
+        parity.compare("tie", expected, got, gap * 0.99, parity.Parity())

@@ -1,0 +1,294 @@
+"""The tokenizer against transformers' own on the same files, the incremental decoder, and each way the files can be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as TokenizersTokenizer
+from tokenizers import models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GPT2Tokenizer
+
+from shared.checkpoint import STORIES
+from shared.errors import UserError
+from shared.tokenizer import (
+    END_OF_TEXT,
+    AnyTokenizer,
+    ByteTokenizer,
+    IncrementalDecoder,
+    Tokenizer,
+    byte_alphabet,
+    load_tokenizer,
+)
+
+SAMPLE = (
+    "The fox didn't know what the crow knew. 'We'll see,' she said, and they've seen it since 1905. ### déjà vu, naïve, "
+    "größer, Привет мир, 世界你好, こんにちは, 😀😀 👩‍👩‍👧 ## # def f(x):\n    return x  # twice\n\n\tEND\r\n"
+)
+AWKWARD = [
+    "", " ", "  ", "   a", "a   ", "\n\n\n", " \n x", "\t\tx\r\n", "it's IT'S we'll 'll '", "12345 1.5e-3", "...!?!", "#",
+    "# #", "\x00\x1c\x85", "\u00a0\u2003\u3000x", "e\u0301", "\ufeffx", "👩\u200d👩\u200d👧", "𝔘𝔫𝔦", "\u200b", "ﷺ", "½Ⅷ²",
+    "a" * 3000, " " * 3000 + "x",
+]  # fmt: skip
+
+
+def edit(folder: Path, change: Callable[[dict[str, int]], object]) -> None:
+    path = folder / "vocab.json"
+    vocabulary = json.loads(path.read_text(encoding="utf-8"))
+    change(vocabulary)
+    path.write_text(json.dumps(vocabulary), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small vocabulary in GPT-2's format: 256 bytes, merges, the end of text last."""
+    folder = tmp_path_factory.mktemp("vocabulary")
+    trained = TokenizersTokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trained.train_from_iterator([SAMPLE] * 3, trainer)
+    trained.model.save(str(folder))
+    edit(folder, lambda vocabulary: vocabulary.update({END_OF_TEXT: len(vocabulary)}))
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(original, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="module")
+def ours(original: Path) -> Tokenizer:
+    return Tokenizer.from_folder(original)
+
+
+@pytest.fixture(scope="module")
+def theirs(original: Path) -> GPT2Tokenizer:
+    return GPT2Tokenizer.from_pretrained(original)
+
+
+# ---- against transformers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [SAMPLE, *AWKWARD], ids=lambda text: ascii(text[:10]))
+def test_awkward_texts_get_the_ids_of_transformers_and_come_back(ours: Tokenizer, theirs: GPT2Tokenizer, text: str) -> None:
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text)
+    assert ours.decode(ids) == text
+    assert ours.decode_bytes(ids) == text.encode()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"])) | st.text("ab 's\n\t.,1é世\u3000", max_size=40))
+def test_any_text_gets_the_ids_of_transformers_and_comes_back(ours: Tokenizer, theirs: GPT2Tokenizer, text: str) -> None:
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text)
+    assert ours.decode(ids) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_ids_decode_as_transformers_decodes_them(ours: Tokenizer, theirs: GPT2Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 2)))
+    assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def test_byte_alphabet_is_that_of_the_tokenizers_package() -> None:
+    assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(byte_alphabet().values()) == list(range(256))
+
+
+def test_size_and_end_of_text(ours: Tokenizer, theirs: GPT2Tokenizer) -> None:
+    assert (ours.vocab_size, ours.eos_id) == (len(theirs), theirs.eos_token_id)
+
+
+def test_ids_that_do_not_begin_with_the_bytes(folder: Path) -> None:
+    """Some vocabularies put the special tokens first, so that no byte has its own number."""
+    edit(folder, lambda v: v.update({token: 0 if token == END_OF_TEXT else token_id + 1 for token, token_id in list(v.items())}))
+    ours, theirs = Tokenizer.from_folder(folder), GPT2Tokenizer.from_pretrained(folder)
+    assert ours.eos_id == theirs.eos_token_id == 0
+    assert ours.encode(SAMPLE) == theirs.encode(SAMPLE)
+    assert ours.decode(ours.encode(SAMPLE)) == SAMPLE
+
+
+def test_stories_vocabulary_agrees_with_transformers() -> None:
+    """Needs the embedded model's folder."""
+    ours, theirs = Tokenizer.from_folder(STORIES), AutoTokenizer.from_pretrained(STORIES)
+    assert (ours.vocab_size, ours.eos_id) == (len(theirs), theirs.eos_token_id)
+    for text in ["Once upon a time there was a girl named Anna. \"Good day!\" she said.\n\nThe end.", SAMPLE, *AWKWARD]:
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+
+
+# ---- what differs on purpose ------------------------------------------------------------------------------------
+
+
+def test_a_special_token_in_the_text_is_text(ours: Tokenizer) -> None:
+    ids = ours.encode(f"one{END_OF_TEXT}two")
+    assert ours.eos_id not in ids
+    assert ours.decode(ids) == f"one{END_OF_TEXT}two"
+    assert ours.decode([ours.eos_id]) == END_OF_TEXT  # type: ignore[list-item]
+
+
+LONE = [("a\ud83d b", "a\ufffd b"), ("\ude00\ud83d", "\ufffd\ufffd"), ("\ud83d\ude00", "😀")]
+
+
+@pytest.mark.parametrize("text, well_formed", LONE, ids=["lone", "in the wrong order", "pair"])
+def test_lone_surrogates_are_replaced_and_pairs_joined(ours: Tokenizer, text: str, well_formed: str) -> None:
+    for tokenizer in (ours, ByteTokenizer()):
+        assert tokenizer.decode(tokenizer.encode(text)) == well_formed
+
+
+def test_an_id_without_a_token_shows_as_its_number(ours: Tokenizer) -> None:
+    assert ours.decode([*ours.encode("a"), 50_000, *ours.encode("b")]) == "a<50000>b"
+
+
+def test_a_run_of_white_space_that_is_too_long_is_refused_or_right(ours: Tokenizer) -> None:
+    text = " " * 1_200_000 + "x"
+    try:
+        assert ours.decode(ours.encode(text)) == text
+    except UserError as error:
+        assert "white space" in str(error)
+
+
+def test_bytes_where_there_are_no_files() -> None:
+    tokenizer = load_tokenizer(None)
+    assert isinstance(tokenizer, ByteTokenizer)
+    assert tokenizer.encode("né") == [110, 195, 169]
+    assert tokenizer.decode([110, 195, 169, 256, 50256]) == "né<256><50256>"
+    assert all(0 <= token_id < tokenizer.vocab_size for token_id in tokenizer.encode(SAMPLE))
+
+
+# ---- a character at a time --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["bpe", "bytes"])
+def tokenizer(request: pytest.FixtureRequest, ours: Tokenizer) -> AnyTokenizer:
+    return ours if request.param == "bpe" else ByteTokenizer()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_pieces_together_are_the_whole(tokenizer: AnyTokenizer, data: st.DataObject) -> None:
+    """For any ids at all, invalid UTF-8 and ids without a token among them; and again with the same decoder."""
+    decoder = IncrementalDecoder(tokenizer)
+    for _ in range(2):
+        ids = data.draw(st.lists(st.integers(0, 500) | st.sampled_from([0xE4, 0xB8, 0x96, 0xF0, 0x9F, 0xED, 0xA0, 0x80])))
+        assert "".join([*map(decoder.push, ids), decoder.flush()]) == tokenizer.decode(ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd")) | st.text("é世😀\u200d", max_size=12))
+def test_no_half_character_is_ever_shown(tokenizer: AnyTokenizer, text: str) -> None:
+    decoder, shown = IncrementalDecoder(tokenizer), ""
+    ids = tokenizer.encode(text)
+    for count, token_id in enumerate(ids, 1):
+        shown += decoder.push(token_id)
+        assert text.startswith(shown)
+        assert shown.encode() == tokenizer.decode_bytes(ids[:count])[: len(shown.encode())]
+        assert len(tokenizer.decode_bytes(ids[:count])) - len(shown.encode()) < 4  # nothing is held back longer than needed
+    assert shown == text
+    assert decoder.flush() == ""
+
+
+def test_a_character_that_is_never_finished_shows_at_the_end() -> None:
+    decoder = IncrementalDecoder(ByteTokenizer())
+    assert [decoder.push(byte) for byte in "世".encode()[:2]] == ["", ""]
+    assert decoder.flush() == "\ufffd"
+    assert decoder.push(ord("a")) == "a"
+
+
+# ---- the files --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["no version line", "CRLF", "blank lines at the end"])
+def test_other_spellings_of_merges(folder: Path, ours: Tokenizer, how: str) -> None:
+    path = folder / "merges.txt"
+    lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    assert lines[0].startswith("#version")
+    lines = lines[1:] if how == "no version line" else lines + ["", ""] * (how == "blank lines at the end")
+    path.write_bytes(("\r\n" if how == "CRLF" else "\n").join(lines).encode())
+    assert Tokenizer.from_folder(folder).encode(SAMPLE) == ours.encode(SAMPLE)
+
+
+def test_a_first_merge_of_two_hashes_is_not_a_version_line(folder: Path) -> None:
+    (folder / "merges.txt").write_text("# #\n", encoding="utf-8")
+    vocabulary = {token: token_id for token_id, token in enumerate([*byte_alphabet(), "##"])}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.encode("##") == [256]
+    assert tokenizer.eos_id is None
+
+
+@pytest.mark.parametrize("entry", ["<stop>", {"content": "<stop>", "lstrip": False}])
+def test_the_end_of_text_that_the_folder_names(folder: Path, entry: object) -> None:
+    edit(folder, lambda v: v.update({"<stop>": len(v)}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": entry}), encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.eos_id == tokenizer.vocab_size - 1
+    assert tokenizer.decode([tokenizer.vocab_size - 1]) == "<stop>"
+
+
+def drop_last_merge(folder: Path) -> None:
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").rstrip("\n").split("\n")
+    (folder / "merges.txt").write_text("\n".join(lines[:-1]), encoding="utf-8")
+
+
+def swap_first_merges(folder: Path) -> None:
+    version, first, second, *rest = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    (folder / "merges.txt").write_text("\n".join([version, second, first, *rest]), encoding="utf-8")
+
+
+def write(name: str, content: str | bytes) -> Callable[[Path], object]:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (lambda folder: (folder / "vocab.json").unlink(), "vocab.json is missing"),
+        (lambda folder: (folder / "merges.txt").unlink(), "merges.txt is missing"),
+        (write("vocab.json", '{"a": 0'), "cannot be read as JSON"),
+        (write("vocab.json", b"\xff\xfe"), "cannot be read as JSON"),
+        (write("vocab.json", "[1, 2]"), "no JSON object"),
+        (write("vocab.json", "{}"), "id of its own"),
+        (write("vocab.json", '{"a": "0"}'), "id of its own"),
+        (write("vocab.json", '{"a": true}'), "id of its own"),
+        (write("vocab.json", '{"a": 0, "b": 0}'), "id of its own"),
+        (write("vocab.json", '{"a": 0, "b": -1}'), "id of its own"),
+        (write("vocab.json", '{"a": 0, "b": 1}'), "lacks 254 of the 256 bytes"),
+        (write("merges.txt", b"\xff\xfe"), "cannot be read as text"),
+        (write("merges.txt", "a b c"), "'a b c' where two tokens should be"),
+        (write("merges.txt", "ab"), "'ab' where two tokens should be"),
+        (write("merges.txt", "Q Q"), "disagree: 1 merges make tokens without an id, such as 'QQ'"),
+        (write("merges.txt", ""), "disagree: no merge makes"),
+        (drop_last_merge, "disagree: no merge makes 1 of the tokens"),
+        (swap_first_merges, "disagree: the ids do not rise"),
+        (lambda folder: edit(folder, lambda v: v.pop("a")), "lacks 1 of the 256 bytes, such as 'a'"),
+        (lambda folder: edit(folder, lambda v: v.update({"fox": len(v)})), "no merge makes 1 of the tokens, such as 'fox'"),
+        (write("tokenizer_config.json", "{"), "tokenizer_config.json cannot be read as JSON"),
+    ],
+)
+def test_each_fault_of_the_files_is_one_sentence(folder: Path, spoil: Callable[[Path], object], said: str) -> None:
+    spoil(folder)
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(folder)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_with_only_tokenizer_json_is_told_how_to_convert_it(folder: Path, theirs: GPT2Tokenizer) -> None:
+    (folder / "vocab.json").unlink()
+    theirs.save_pretrained(folder)
+    if not (folder / "vocab.json").exists():  # newer transformers write tokenizer.json alone
+        with pytest.raises(UserError, match="tokenizer.json"):
+            load_tokenizer(folder)
+        TokenizersTokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))
+    assert load_tokenizer(folder).encode(SAMPLE) == theirs.encode(SAMPLE)

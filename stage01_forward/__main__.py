@@ -1,0 +1,23 @@
+"""Stage 01 on the command line: `python -m stage01_forward "Once upon a time"`."""
+
+from __future__ import annotations
+
+from shared import cli
+
+from .engine import Engine
+from .model import load_model
+from .sampling import SamplingParams
+
+ABOUT = "Stage 01, the naive engine: continue a text, computing everything again for each token."
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = cli.generation_parser("stage01_forward", ABOUT).parse_args(argv)
+    prompt = cli.read_prompt(options)
+    sampling = SamplingParams(**cli.sampling_fields(options))
+    loaded = cli.load_model_from(options, load_model)
+    cli.speak(Engine(loaded.model), loaded, prompt, sampling)
+
+
+if __name__ == "__main__":
+    cli.run(main)

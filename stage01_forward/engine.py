@@ -1,0 +1,68 @@
+"""Stage 01: the naive engine. Each new token costs a forward pass over the whole sequence.
+
+One request at a time, no memory between passes. Slow on purpose, and right on purpose: it is the oracle that every
+later engine must match token for token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shared.records import StepRecord
+
+from .attention import Recompute
+from .generation import Output, Sampling, Token, check_request, finish_reason, sampling_per_prompt
+from .model import GPT2
+from .sampling import SamplingParams, sample
+
+
+class Engine:
+    """Generates with `model`, one prompt after the other. `eos_id` None: the one of the model's config."""
+
+    def __init__(self, model: GPT2, eos_id: int | None = None) -> None:
+        self.model = model
+        self.eos_id = model.config.eos_token_id if eos_id is None else eos_id
+        self.steps: list[StepRecord] = []  # one a forward pass, of the last call
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
+        """Continue every prompt (token ids) to its end. Raises UserError before any work if one of them is unfit."""
+        params = sampling_per_prompt(prompts, sampling)
+        for prompt, each in zip(prompts, params, strict=True):
+            check_request(prompt, each, self.model.config)
+        outputs = [Output(list(prompt)) for prompt in prompts]
+        self.steps = []
+        for output, each in zip(outputs, params, strict=True):
+            for token in self._tokens(output.prompt_ids, each):
+                output.append(token)
+        return outputs
+
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
+        """Continue one prompt, each token as soon as it is there; the last one carries the finish reason."""
+        check_request(prompt, sampling, self.model.config)
+        self.steps = []
+        yield from self._tokens(list(prompt), sampling)
+
+    def _tokens(self, prompt: list[int], params: SamplingParams) -> Iterator[Token]:
+        output_ids: list[int] = []
+        generator = params.generator()
+        reason = None
+        while reason is None:
+            started = time.perf_counter()
+            logits = self._forward(prompt + output_ids)  # all of it, again
+            ids, logprobs = sample(logits[None], [params], [(prompt, output_ids)], [generator])
+            output_ids.append(int(ids[0]))
+            reason = finish_reason(output_ids, len(prompt), params, self.model.config, self.eos_id)
+            repeated = len(output_ids) - 1
+            self.steps.append(StepRecord(1, len(prompt), repeated, time.perf_counter() - started))
+            yield Token(output_ids[-1], logprobs[0], reason)
+
+    @torch.inference_mode()
+    def _forward(self, ids: list[int]) -> torch.Tensor:
+        """Logits (V,) for the token after `ids` (T,)."""
+        tokens = torch.tensor(ids, device=self.model.device)  # (T,)
+        positions = torch.arange(len(ids), device=self.model.device)
+        hidden = self.model(tokens, positions, Recompute().attend)  # (T,) -> (T, C)
+        return self.model.logits(hidden[-1])  # (C,) -> (V,)

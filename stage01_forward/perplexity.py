@@ -1,0 +1,100 @@
+"""Perplexity of a text file: `python -m stage01_forward.perplexity FILE`.
+
+Perplexity is exp of the mean cross-entropy: how many tokens the model wavers between, on average, at each place. A text
+longer than the context is read in overlapping windows. Each token is judged once, in the first window that reaches it, so
+a smaller stride gives every token more text to go by (and a lower, fairer figure) for more work. The first token of the text
+is not judged: nothing stands before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from shared import cli
+from shared.errors import UserError
+
+from .attention import Recompute
+from .model import GPT2, load_model
+
+ROWS = 128  # logits computed at once: (128, V) in float32 is 26 MB for GPT-2, against 206 MB for a whole window
+
+
+@torch.inference_mode()
+def perplexity(
+    model: GPT2, ids: Sequence[int], stride: int | None = None, progress: Callable[[int], object] | None = None
+) -> dict[str, float]:
+    """Judge every token of `ids` but the first with windows of n_positions tokens that move on by `stride`.
+
+    `stride` None is half a window. `progress` is told how many tokens each window judged.
+    Returns "perplexity", "cross_entropy" (nats per token) and "tokens" (judged).
+    Raises UserError for fewer than two tokens, or a stride that is not from 1 to n_positions.
+    """
+    window = model.config.n_positions
+    stride = max(1, window // 2) if stride is None else stride
+    if len(ids) < 2:
+        raise UserError(f"The text has {len(ids)} tokens, and perplexity needs 2 or more: give a longer text.")
+    if not 1 <= stride <= window:
+        raise UserError(f"A stride of {stride} does not fit windows of {window} tokens: choose one from 1 to {window}.")
+    tokens = torch.tensor(ids, device=model.device)  # (N,)
+    total, judged = 0.0, 0
+    while judged < len(ids) - 1:
+        # The window that follows at `stride` is the first to reach token `judged` + 1, so it judges all tokens from there on.
+        start = 0 if judged == 0 else judged + stride - window
+        end = min(start + window, len(ids) - 1)
+        hidden = model(tokens[start:end], torch.arange(end - start, device=model.device), Recompute().attend)  # (T, C)
+        for rows, targets in zip(hidden[judged - start :].split(ROWS), tokens[judged + 1 : end + 1].split(ROWS), strict=True):
+            logits = model.logits(rows)  # (R, C) -> (R, V)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a sum of exponentials needs the digits
+            total += F.cross_entropy(logits, targets, reduction="sum").item()
+        if progress is not None:
+            progress(end - judged)
+        judged = end
+    cross_entropy = total / judged
+    exp = torch.tensor(cross_entropy, dtype=torch.float64).exp().item()  # math.exp raises where this gives infinity
+    return {"perplexity": exp, "cross_entropy": cross_entropy, "tokens": judged}
+
+
+def read_text(name: str) -> str:
+    """The file's text. Raises UserError if it cannot be read as UTF-8."""
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{name} is not UTF-8 text: save or convert it as UTF-8.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{name} cannot be read ({reason}): give the name of a text file.") from None
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = cli.Parser(
+        "stage01_forward.perplexity",
+        "How well a model predicts a text: the lower the perplexity, the better.",
+        "  python -m stage01_forward.perplexity story.txt\n"
+        "  python -m stage01_forward.perplexity story.txt --stride 64 --model gpt2",
+    )
+    parser.add_argument("file", help="a text file in UTF-8")
+    parser.add_argument(
+        "--stride",
+        type=cli.whole_number(1, cli.MOST_TOKENS),
+        metavar="N",
+        help="tokens from one window to the next; fewer give each token more context and take longer; default is half a window",
+    )
+    cli.add_model_options(parser)
+    options = parser.parse_args(argv)
+    text = read_text(options.file)
+    loaded = cli.load_model_from(options, load_model)
+    ids = loaded.tokenizer.encode(text)
+    with tqdm(total=max(len(ids) - 1, 0), unit=" tokens", disable=None) as bar:
+        result = perplexity(loaded.model, ids, options.stride, bar.update)
+    print(f"perplexity     {result['perplexity']:.4f}")
+    print(f"cross-entropy  {result['cross_entropy']:.4f} nats per token")
+    print(f"tokens         {result['tokens']}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

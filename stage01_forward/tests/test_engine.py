@@ -1,0 +1,99 @@
+"""The naive engine: what it generates, when it stops, what it records."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.errors import UserError
+from shared.testing import transformers_twin
+from stage01_forward.engine import Engine
+from stage01_forward.generation import finish_reason
+from stage01_forward.sampling import SamplingParams
+
+
+@pytest.fixture
+def engine(tiny_model):
+    return Engine(tiny_model)
+
+
+def test_greedy_tokens_are_those_of_transformers(engine, tiny, prompts):
+    twin = transformers_twin(tiny, torch.float64)
+    many = prompts(tiny.config, 25, 20)
+    outputs = engine.generate(many, SamplingParams(max_tokens=16))
+    for prompt, output in zip(many, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        theirs = twin.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=0)
+        assert output.token_ids == theirs[0, len(prompt) :].tolist()
+
+
+def test_stream_is_generate_token_by_token(engine):
+    params = SamplingParams(max_tokens=9, temperature=1.0, seed=4)
+    streamed = list(engine.stream([1, 2, 3], params))
+    (output,) = engine.generate([[1, 2, 3]], params)
+    assert [token.id for token in streamed] == output.token_ids
+    assert [token.finish_reason for token in streamed] == [None] * 8 + ["length"]
+
+
+def test_every_pass_computes_everything_again(engine):
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+    assert [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps] == [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 3, 3)]
+
+
+def test_stops_at_end_of_text_unless_told_to_ignore_it(engine, tiny_model):
+    free = engine.generate([[8, 9]], SamplingParams(max_tokens=12))[0].token_ids
+    stopping = Engine(tiny_model, eos_id=free[5])
+    first = free.index(free[5])
+    (output,) = stopping.generate([[8, 9]], SamplingParams(max_tokens=12))
+    assert (output.token_ids, output.finish_reason) == (free[: first + 1], "stop")
+    (output,) = stopping.generate([[8, 9]], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert (output.token_ids, output.finish_reason) == (free, "length")
+
+
+def test_stops_at_stop_token_ids(engine):
+    free = engine.generate([[8, 9]], SamplingParams(max_tokens=12))[0].token_ids
+    (output,) = engine.generate([[8, 9]], SamplingParams(max_tokens=12, stop_token_ids=(free[3],)))
+    assert (output.token_ids, output.finish_reason) == (free[: free.index(free[3]) + 1], "stop")
+
+
+def test_end_of_text_on_the_last_allowed_token_is_a_stop(tiny):
+    assert finish_reason([5, 7], 3, SamplingParams(max_tokens=2), tiny.config, eos_id=7) == "stop"
+    assert finish_reason([5, 6], 3, SamplingParams(max_tokens=2), tiny.config, eos_id=7) == "length"
+    assert finish_reason([5], 3, SamplingParams(max_tokens=2), tiny.config, eos_id=7) is None
+    assert finish_reason([7], 3, SamplingParams(max_tokens=2, min_tokens=2), tiny.config, eos_id=7) is None
+
+
+@pytest.mark.parametrize("length", [1, 62, 63])
+def test_prompt_and_answer_fill_the_context_and_no_more(engine, length):
+    (output,) = engine.generate([[3] * length], SamplingParams(max_tokens=500, ignore_eos=True))
+    assert len(output.token_ids) == 64 - length
+    assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [([], "empty"), ([3] * 64, "64 tokens"), ([3] * 5000, "shorten"), ([101], "101"), ([-1], "-1")],
+    ids=["empty", "no room for an answer", "far too long", "unknown id", "negative id"],
+)
+def test_unfit_prompts_are_refused_before_any_work(engine, prompt, says):
+    with pytest.raises(UserError, match=says):
+        engine.generate([[1, 2], prompt], SamplingParams(max_tokens=2))
+    with pytest.raises(UserError, match=says):
+        next(engine.stream(prompt, SamplingParams(max_tokens=2)))
+
+
+def test_one_sampling_for_all_or_one_each(engine):
+    outputs = engine.generate([[1], [1]], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=5)])
+    assert [len(output.token_ids) for output in outputs] == [2, 5]
+    with pytest.raises(UserError, match="2 prompts and 1"):
+        engine.generate([[1], [1]], [SamplingParams()])
+
+
+def test_logprobs_come_one_a_token_and_only_on_request(engine):
+    (output,) = engine.generate([[1, 2]], SamplingParams(max_tokens=4, logprobs=3))
+    assert len(output.logprobs) == 4
+    for token, logprobs in zip(output.token_ids, output.logprobs, strict=True):
+        assert logprobs.top[0] == (token, pytest.approx(logprobs.token))
+        assert len(logprobs.top) == 3
+    (output,) = engine.generate([[1, 2]], SamplingParams(max_tokens=4))
+    assert output.logprobs == []

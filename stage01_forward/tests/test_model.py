@@ -1,0 +1,93 @@
+"""The model against `transformers`, layer by layer, and against the NumPy page."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shared.parity import random_prompt
+from shared.testing import SHAPES, random_checkpoint, transformers_twin
+from stage01_forward import numpy_gpt2
+from stage01_forward.attention import Recompute, explicit_attention, fused_attention
+from stage01_forward.model import load_model
+
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+def hidden_states(model, ids):
+    """The residual stream before each block, and the output of the last norm: what `transformers` calls hidden_states."""
+    states, handles = [], []
+    for block in model.h:
+        handles.append(block.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0].clone())))
+    tokens = torch.tensor(ids)
+    states.append(model(tokens, torch.arange(len(ids)), Recompute().attend))
+    for handle in handles:
+        handle.remove()
+    return states
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.inference_mode()
+def test_hidden_states_of_every_layer_match_transformers(shape, dtype):
+    config = SHAPES[shape]
+    # At the 124M shape weights as wide as 4 fresh ones make activations of 10^4, where float32 has no 1e-4 to give.
+    checkpoint = random_checkpoint(config, spread=1.0 if shape == "124M" else 4.0)
+    ids = random_prompt(min(config.n_positions, 40), config, "model")
+    ours = load_model(checkpoint, dtype=dtype)
+    theirs = transformers_twin(checkpoint, dtype)(torch.tensor([ids]), output_hidden_states=True)
+    states = hidden_states(ours, ids)
+    assert len(states) == len(theirs.hidden_states) == config.n_layer + 1
+    for layer, (mine, reference) in enumerate(zip(states, theirs.hidden_states, strict=True)):
+        assert (mine - reference[0]).abs().max() <= BOUNDS[dtype], f"layer {layer}"
+    assert (ours.logits(states[-1]) - theirs.logits[0]).abs().max() <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "124M"])
+@torch.inference_mode()
+def test_numpy_page_matches_the_model(shape):
+    config = SHAPES[shape]
+    checkpoint = random_checkpoint(config)
+    weights = {name: tensor.double().numpy() for name, tensor in checkpoint.tensors.items()}
+    ids = random_prompt(config.n_positions, config, "numpy")
+    model = load_model(checkpoint, dtype=torch.float64)
+    ours = model.logits(hidden_states(model, ids)[-1]).numpy()
+    page = numpy_gpt2.gpt2(ids, weights, config.n_layer, config.n_head, config.layer_norm_epsilon)
+    assert np.abs(ours - page).max() <= 1e-10
+
+
+def test_numpy_page_generates_what_transformers_generates(tiny):
+    config, prompt = tiny.config, [5, 17, 40]
+    weights = {name: tensor.double().numpy() for name, tensor in tiny.tensors.items()}
+    page = numpy_gpt2.greedy(prompt, weights, config.n_layer, config.n_head, 20, config.layer_norm_epsilon)
+    theirs = transformers_twin(tiny, torch.float64).generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, 3, dtype=torch.long), max_new_tokens=20, do_sample=False, pad_token_id=0
+    )
+    assert page == theirs[0, 3:].tolist()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17])
+def test_explicit_attention_is_fused_attention(tokens):
+    q, k, v = torch.randn(3, 4, tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens))
+    assert torch.allclose(explicit_attention(q, k, v), fused_attention(q, k, v), rtol=0, atol=1e-13)
+
+
+@torch.inference_mode()
+def test_leading_shape_is_the_callers_business(tiny_model):
+    """(T,), (B, T) and packed (N,): without attention each token is computed alone, whatever the shape around it."""
+
+    def attend_nothing(layer, q, k, v):
+        return v
+
+    ids = torch.arange(12) * 5 % 101
+    positions = torch.arange(12)
+    flat = tiny_model(ids, positions, attend_nothing)
+    batch = tiny_model(ids.view(3, 4), positions.view(3, 4), attend_nothing)
+    assert torch.allclose(flat.view(3, 4, -1), batch, rtol=0, atol=1e-13)
+
+
+def test_weights_are_views_of_the_checkpoint(tiny):
+    model = load_model(tiny)
+    assert model.h[0].attn.c_attn.weight.data_ptr() == tiny.tensors["h.0.attn.c_attn.weight"].data_ptr()
+    assert model.lm_head.weight is model.wte.weight or model.lm_head.weight.data_ptr() == model.wte.weight.data_ptr()

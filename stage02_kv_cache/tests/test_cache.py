@@ -1,0 +1,99 @@
+"""The cache: what a pass sees, what it writes, and the pitfalls of a first KV cache, each with the test that catches it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.errors import UserError
+from stage01_forward.attention import Recompute, explicit_attention
+from stage02_kv_cache.cache import KVCache
+
+IDS = [7, 3, 99, 14, 14, 56, 2, 81, 33, 60, 5, 21]
+
+
+def through_cache(model, cache, ids):
+    attention = cache.extend(len(ids))
+    return model(torch.tensor(ids), attention.positions, attention.attend)
+
+
+@pytest.fixture
+def cache(tiny_model):
+    return KVCache(tiny_model.config, dtype=torch.float64)
+
+
+@pytest.fixture
+def whole(tiny_model):
+    """Hidden states of IDS computed in one pass without a cache."""
+    with torch.inference_mode():
+        return tiny_model(torch.tensor(IDS), torch.arange(len(IDS)), Recompute().attend)
+
+
+@pytest.mark.parametrize("cuts", [[12], [1] * 12, [5, 7], [5, 1, 6], [1, 11], [3, 3, 3, 3], [11, 1]], ids=str)
+@torch.inference_mode()
+def test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass(cuts, tiny_model, cache, whole):
+    """Catches: a decode step that forgets the past, positions that restart at 0, a square causal mask on a short query."""
+    done, parts = 0, []
+    for cut in cuts:
+        parts.append(through_cache(tiny_model, cache, IDS[done : done + cut]))
+        done += cut
+    assert torch.allclose(torch.cat(parts), whole, rtol=0, atol=1e-12)
+
+
+@torch.inference_mode()
+def test_positions_go_on_where_the_cache_ends(cache):
+    assert cache.extend(5).positions.tolist() == [0, 1, 2, 3, 4]
+    assert cache.extend(1).positions.tolist() == [5]
+    assert cache.extend(3).positions.tolist() == [6, 7, 8]
+
+
+@torch.inference_mode()
+def test_a_chunk_sees_all_before_it_and_nothing_after(cache):
+    """The mask of a pass of 3 tokens after 4: row i sees 5 + i columns."""
+    cache.extend(4)
+    assert cache.extend(3).mask.int().tolist() == [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]]
+
+
+@torch.inference_mode()
+def test_cropped_slots_are_never_read_again(tiny_model, cache, whole):
+    through_cache(tiny_model, cache, IDS[:6] + [90, 91, 92])
+    cache.crop(6)
+    cache.kv[:, :, :, 6:] = torch.nan  # whatever is left behind the end must not matter
+    rest = through_cache(tiny_model, cache, IDS[6:])
+    assert torch.allclose(rest, whole[6:], rtol=0, atol=1e-12)
+
+
+@torch.inference_mode()
+def test_attention_reads_the_cache_in_place(cache):
+    """Views, not copies: what a pass reads and writes is the cache's own memory."""
+    attention = cache.extend(4)
+    assert attention.seen.data_ptr() == cache.kv.data_ptr()
+    assert attention.new.untyped_storage().data_ptr() == cache.kv.untyped_storage().data_ptr()
+
+
+@torch.inference_mode()
+def test_one_decode_step_is_explicit_attention_over_all_keys(cache):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 6, 2, 12, dtype=torch.float64, generator=generator)  # (T, H, D) each
+    first, last = cache.extend(5), None
+    first.attend(1, q[:5], k[:5], v[:5])
+    last = cache.extend(1).attend(1, q[5:], k[5:], v[5:])
+    explicit = explicit_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
+    assert torch.allclose(last[0], explicit[:, 5], rtol=0, atol=1e-13)
+
+
+def test_the_cache_refuses_more_than_it_holds(cache):
+    cache.extend(60)
+    with pytest.raises(ValueError, match="60 of 64 slots"):
+        cache.extend(5)
+    assert cache.length == 60  # nothing was taken
+    with pytest.raises(ValueError, match="cannot crop to 61"):
+        cache.crop(61)
+
+
+def test_capacity_is_checked_and_memory_is_as_computed(tiny_model):
+    config = tiny_model.config
+    assert KVCache(config, capacity=10).bytes == 10 * config.kv_bytes_per_token(torch.float32)
+    for wrong in (0, -1, 65):
+        with pytest.raises(UserError, match="1 to 64"):
+            KVCache(config, capacity=wrong)

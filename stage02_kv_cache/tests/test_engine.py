@@ -1,0 +1,66 @@
+"""The cached engine: the naive engine's tokens, with one pass over the prompt and then one token a pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.errors import UserError
+from shared.testing import transformers_twin
+from stage01_forward.engine import Engine as Naive
+from stage01_forward.sampling import SamplingParams
+from stage02_kv_cache.engine import Engine
+
+
+@pytest.fixture
+def engine(tiny_model):
+    return Engine(tiny_model)
+
+
+def test_one_prefill_then_one_token_a_pass(engine):
+    engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=4))
+    assert [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps] == [(1, 5, 0), (1, 0, 1), (1, 0, 1), (1, 0, 1)]
+
+
+def test_a_prompt_of_one_token_is_a_prefill_too(engine):
+    engine.generate([[1]], SamplingParams(max_tokens=2))
+    assert [(s.prefill_tokens, s.decode_tokens) for s in engine.steps] == [(1, 0), (0, 1)]
+
+
+def test_greedy_tokens_are_those_of_transformers(engine, tiny, prompts):
+    twin = transformers_twin(tiny, torch.float64)
+    many = prompts(tiny.config, 25, 20)
+    for prompt, output in zip(many, engine.generate(many, SamplingParams(max_tokens=16)), strict=True):
+        ids = torch.tensor([prompt])
+        theirs = twin.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=0)
+        assert output.token_ids == theirs[0, len(prompt) :].tolist()
+
+
+def test_nothing_of_the_request_before_is_visible(engine, tiny_model):
+    """The cache is used again; poison in the slots of the last request must not reach the next."""
+    params = SamplingParams(max_tokens=10)
+    engine.generate([[3] * 50], params)
+    engine.cache.kv.fill_(torch.nan)
+    assert engine.generate([[4, 5]], params)[0].token_ids == Naive(tiny_model).generate([[4, 5]], params)[0].token_ids
+
+
+@pytest.mark.parametrize("length", [1, 62, 63])
+def test_prompt_and_answer_fill_the_context_and_no_more(engine, tiny_model, length):
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    (output,) = engine.generate([[3] * length], params)
+    assert (len(output.token_ids), output.finish_reason) == (64 - length, "length")
+    assert output.token_ids == Naive(tiny_model).generate([[3] * length], params)[0].token_ids
+
+
+def test_an_unfit_prompt_leaves_the_engine_usable(engine):
+    with pytest.raises(UserError, match="shorten"):
+        engine.generate([[1], [2] * 64], SamplingParams())
+    assert len(engine.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids) == 3
+
+
+def test_two_streams_at_once_are_an_error_not_a_wrong_text(engine):
+    first = engine.stream([1, 2], SamplingParams(max_tokens=5))
+    next(first)
+    next(engine.stream([3, 4], SamplingParams(max_tokens=5)))
+    with pytest.raises(RuntimeError, match="one stream"):
+        next(first)
