@@ -16,7 +16,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 # From dark to light in even steps of lightness; the hues stay apart under the three kinds of colour-blindness (tested).
-COLOURS = ("#1c2b52", "#7b2a75", "#cc4c1f", "#2ba58d", "#e9b824")
+COLOURS = ("#16213f", "#6f3f9a", "#c8501e", "#3aa6a0", "#e9b824")
 MARKERS = ("o", "s", "^", "D", "v")
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 HATCHES = ("", "////", "|||", "\\\\\\\\", "xxxx")  # no dots: each would be an outline of its own, 200 kB in all

@@ -43,7 +43,7 @@ class Loaded:
 
     model: Any
     tokenizer: AnyTokenizer
-    checkpoint: checkpoint.Checkpoint
+    config: checkpoint.Config
     linear: str  # "packed" or "plain"
     device: torch.device
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Loaded:
         count = torch.get_num_threads()
         threads = f", {count} thread{'s' if count > 1 else ''}" if self.device.type == "cpu" else ""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.checkpoint.config.name}, {dtype} on {self.device.type}{threads}, {self.linear} linear layers"
+        return f"{self.config.name}, {dtype} on {self.device.type}{threads}, {self.linear} linear layers"
 
 
 class Parser(argparse.ArgumentParser):
@@ -276,7 +276,8 @@ def load_model_from(options: argparse.Namespace, load_model: Callable[..., Any])
     tokenizer = load_tokenizer(loaded.folder)
     checkpoint.check_vocabulary(tokenizer, loaded.config)
     model = load_model(loaded, device=device, dtype=dtype)
-    return Loaded(model, tokenizer, loaded, linear.optimize(model, options.linear), device, dtype)
+    loaded.tensors.clear()  # the model holds what it needs; a second hold on the weights would keep them when they are packed
+    return Loaded(model, tokenizer, loaded.config, linear.optimize(model, options.linear), device, dtype)
 
 
 def speak(engine: Streaming, loaded: Loaded, prompt: str, sampling: Any) -> None:
@@ -300,7 +301,7 @@ def with_text(tokens: Iterator[Any], loaded: Loaded) -> Iterator[tuple[Any, str]
     """Each token with the text to print for it. Half a character waits for its other half; end-of-text is not shown."""
     decoder = IncrementalDecoder(loaded.tokenizer)
     for token in tokens:
-        text = "" if token.id == loaded.checkpoint.config.eos_token_id else decoder.push(token.id)
+        text = "" if token.id == loaded.config.eos_token_id else decoder.push(token.id)
         yield token, text + (decoder.flush() if token.finish_reason else "")
 
 

@@ -9,7 +9,6 @@ Units: seconds, bytes, GB/s (1e9 bytes), GFLOP/s (1e9 operations; a multiply and
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import json
 import os
@@ -166,7 +165,6 @@ def alternate(
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number, names in enumerate(rounds(list(variants), warmup + repeats)):
-        gc.collect()  # a collection of the garbage of one variant should not fall into the time of the next
         for name in names:
             taken = seconds(variants[name])
             if number >= warmup:

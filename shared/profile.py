@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # before torch: its profiler announces itself on standard error
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch: its profiler announces itself on standard error
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -127,11 +127,12 @@ def _classify(operator: str, shapes: list[list[int]]) -> tuple[str, tuple[int, i
 
 def table(found: list[dict[str, Any]]) -> str:
     """`found` as text, a line an operator."""
-    lines = [f"{'share':>6} {'calls':>7}  {'operator':<34} {'rows x in -> out':<24} {'kind':<14} {'GB/s':>7} {'GFLOP/s':>8}"]
+    lines = [f"{'share':>6} {'calls':>7}  {'operator':<42} {'rows x in -> out':<24} {'kind':<14} {'GB/s':>7} {'GFLOP/s':>8}"]
     for each in found:
-        rates = "".join(f" {each[name]:>{width}.1f}" for name, width in (("gb_s", 7), ("gflops", 8)) if each[name] is not None)
-        start = f"{each['share']:>6.1%} {each['calls']:>7}  {each['operator'][:34]:<34} {each['product'] or '':<24} {each['kind']:<14}"
-        lines.append((start + rates).rstrip())
+        line = f"{each['share']:>6.1%} {each['calls']:>7}  {each['operator']:<42} {each['product'] or '':<24} {each['kind']:<14}"
+        if each["product"] and each["gb_s"]:
+            line += f" {each['gb_s']:>7.1f} {each['gflops']:>8.1f}"
+        lines.append(line.rstrip())
     return "\n".join(lines)
 
 

@@ -42,22 +42,6 @@ def random_checkpoint(config: Config, seed: int = 0, spread: float = 4.0) -> Che
     return Checkpoint(config, tensors)
 
 
-def transformers_twin(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """`transformers`' GPT2LMHeadModel with the weights of `checkpoint`."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = checkpoint.config
-    twin = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=config.vocab_size, n_positions=config.n_positions, n_embd=config.n_embd, n_layer=config.n_layer,
-            n_head=config.n_head, layer_norm_epsilon=config.layer_norm_epsilon, bos_token_id=None, eos_token_id=None,
-            attn_implementation="eager",
-        )
-    )  # fmt: skip
-    twin.transformer.load_state_dict(checkpoint.tensors)
-    return twin.to(dtype).eval()
-
-
 @pytest.fixture(scope="session")
 def tiny() -> Checkpoint:
     """A model small enough for hundreds of prompts: 3 layers, 2 heads, 64 positions, 101 words."""

@@ -58,7 +58,7 @@ class Engine:
                 raise RuntimeError("another request has taken this engine's cache: read one stream to its end before the next")
             started = time.perf_counter()
             logits = self._forward(fresh)
-            ids, logprobs = sample(logits[None], [params], [(prompt, output_ids)], [generator])
+            ids, logprobs = sample(logits[None], [params], [(prompt, output_ids)], [generator], self.eos_id)
             output_ids.append(int(ids[0]))
             reason = finish_reason(output_ids, len(prompt), params, self.model.config, self.eos_id)
             prefill, decode = (len(fresh), 0) if fresh is prompt else (0, 1)

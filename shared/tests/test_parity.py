@@ -3,13 +3,16 @@ but near ties. A new stage is found by its folder and tested here without a line
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from shared import parity, stages
+from shared import checkpoint, parity, stages
+from shared.peers import transformers_greedy
 from shared.testing import random_checkpoint
+from shared.tokenizer import load_tokenizer
 
 ENGINES = stages.engines()
 NAMES = [entry.name for entry in parity.scenarios(parity.Config(101, 64, 24, 3, 2))]
@@ -93,3 +96,28 @@ def test_a_near_tie_is_counted_and_a_clear_choice_is_not_excused(tiny_model):
     assert found.near_ties == [{"scenario": "tie", "row": 0, "token": 4, "gap": gap}]
     with pytest.raises(parity.ParityError):
         parity.compare("tie", expected, got, gap * 0.99, parity.Parity())
+
+
+# ---- elsewhere: a GPU, and real weights -----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", list(ENGINES))
+def test_every_stage_on_cuda_gives_the_tokens_of_the_cpu(stage, tiny, tiny_model):
+    model = stages.load_model(tiny, device="cuda", dtype=torch.float64)
+    found = parity.prove(ENGINES[stage](model), stages.oracle(tiny_model))
+    assert found.near_ties == []
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("stage", list(ENGINES))
+def test_real_gpt2_says_what_transformers_says(stage):
+    from transformers import AutoModelForCausalLM
+
+    folder = os.environ["STAIRCASE_GPT2"]
+    loaded = checkpoint.load(folder)
+    ids = load_tokenizer(loaded.folder).encode("The meaning of life is")
+    model = stages.load_model(loaded, dtype=torch.float64)
+    (output,) = ENGINES[stage](model).generate([ids], stages.sampling_params()(max_tokens=24, ignore_eos=True))
+    theirs = AutoModelForCausalLM.from_pretrained(folder).double().eval()
+    assert output.token_ids == transformers_greedy(theirs, ids, 24)

@@ -24,7 +24,7 @@ TOKENS = 6
 
 def loaded(checkpoint: Checkpoint, dtype: torch.dtype) -> cli.Loaded:
     model = stages.load_model(checkpoint, dtype=dtype)
-    return cli.Loaded(model, ByteTokenizer(), checkpoint, "plain", torch.device("cpu"), dtype)
+    return cli.Loaded(model, ByteTokenizer(), checkpoint.config, "plain", torch.device("cpu"), dtype)
 
 
 def changing(change: dict[int, int]) -> type:

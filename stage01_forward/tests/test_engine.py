@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared.errors import UserError
-from shared.testing import transformers_twin
+from shared.peers import transformers_greedy, transformers_model
 from stage01_forward.engine import Engine
 from stage01_forward.generation import finish_reason
 from stage01_forward.sampling import SamplingParams
@@ -18,13 +18,11 @@ def engine(tiny_model):
 
 
 def test_greedy_tokens_are_those_of_transformers(engine, tiny, prompts):
-    twin = transformers_twin(tiny, torch.float64)
+    twin = transformers_model(tiny, torch.float64)
     many = prompts(tiny.config, 25, 20)
     outputs = engine.generate(many, SamplingParams(max_tokens=16))
     for prompt, output in zip(many, outputs, strict=True):
-        ids = torch.tensor([prompt])
-        theirs = twin.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=0)
-        assert output.token_ids == theirs[0, len(prompt) :].tolist()
+        assert output.token_ids == transformers_greedy(twin, prompt, 16)
 
 
 def test_stream_is_generate_token_by_token(engine):

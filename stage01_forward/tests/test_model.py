@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from shared.parity import random_prompt
-from shared.testing import SHAPES, random_checkpoint, transformers_twin
+from shared.peers import transformers_greedy, transformers_model
+from shared.testing import SHAPES, random_checkpoint
 from stage01_forward import numpy_gpt2
 from stage01_forward.attention import Recompute, explicit_attention, fused_attention
 from stage01_forward.model import load_model
@@ -36,7 +37,7 @@ def test_hidden_states_of_every_layer_match_transformers(shape, dtype):
     checkpoint = random_checkpoint(config, spread=1.0 if shape == "124M" else 4.0)
     ids = random_prompt(min(config.n_positions, 40), config, "model")
     ours = load_model(checkpoint, dtype=dtype)
-    theirs = transformers_twin(checkpoint, dtype)(torch.tensor([ids]), output_hidden_states=True)
+    theirs = transformers_model(checkpoint, dtype, "eager")(torch.tensor([ids]), output_hidden_states=True)
     states = hidden_states(ours, ids)
     assert len(states) == len(theirs.hidden_states) == config.n_layer + 1
     for layer, (mine, reference) in enumerate(zip(states, theirs.hidden_states, strict=True)):
@@ -61,10 +62,7 @@ def test_numpy_page_generates_what_transformers_generates(tiny):
     config, prompt = tiny.config, [5, 17, 40]
     weights = {name: tensor.double().numpy() for name, tensor in tiny.tensors.items()}
     page = numpy_gpt2.greedy(prompt, weights, config.n_layer, config.n_head, 20, config.layer_norm_epsilon)
-    theirs = transformers_twin(tiny, torch.float64).generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, 3, dtype=torch.long), max_new_tokens=20, do_sample=False, pad_token_id=0
-    )
-    assert page == theirs[0, 3:].tolist()
+    assert page == transformers_greedy(transformers_model(tiny, torch.float64), prompt, 20)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 17])

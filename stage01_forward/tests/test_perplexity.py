@@ -15,7 +15,8 @@ from shared import cli
 from shared.checkpoint import Config
 from shared.errors import UserError
 from shared.parity import random_prompt
-from shared.testing import random_checkpoint, transformers_twin
+from shared.peers import transformers_model
+from shared.testing import random_checkpoint
 from stage01_forward import perplexity as module
 from stage01_forward.model import GPT2, load_model
 from stage01_forward.perplexity import main, perplexity
@@ -28,7 +29,7 @@ WINDOW = CONFIG.n_positions
 def models() -> tuple[GPT2, Any]:
     """Ours and `transformers`', both float64, with the same weights."""
     checkpoint = random_checkpoint(CONFIG)
-    return load_model(checkpoint, dtype=torch.float64), transformers_twin(checkpoint, torch.float64)
+    return load_model(checkpoint, dtype=torch.float64), transformers_model(checkpoint, torch.float64)
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared.errors import UserError
-from shared.testing import transformers_twin
+from shared.peers import transformers_greedy, transformers_model
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.sampling import SamplingParams
 from stage02_kv_cache.engine import Engine
@@ -28,12 +28,10 @@ def test_a_prompt_of_one_token_is_a_prefill_too(engine):
 
 
 def test_greedy_tokens_are_those_of_transformers(engine, tiny, prompts):
-    twin = transformers_twin(tiny, torch.float64)
+    twin = transformers_model(tiny, torch.float64)
     many = prompts(tiny.config, 25, 20)
     for prompt, output in zip(many, engine.generate(many, SamplingParams(max_tokens=16)), strict=True):
-        ids = torch.tensor([prompt])
-        theirs = twin.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=0)
-        assert output.token_ids == theirs[0, len(prompt) :].tolist()
+        assert output.token_ids == transformers_greedy(twin, prompt, 16)
 
 
 def test_nothing_of_the_request_before_is_visible(engine, tiny_model):

@@ -1,0 +1,52 @@
+"""What a forward pass must cost, from arithmetic alone: the prediction that every benchmark prints before it measures.
+
+A pass needs some operations and must read some bytes. It cannot be faster than either allows:
+
+    seconds >= max(operations / (operations per second), bytes / (bytes per second))
+
+(Williams, Waterman and Patterson, "Roofline", 2009.) Reading weights dominates when few tokens share them: decode.
+Operations dominate when many do: prefill. The machine's two rates are measured (`measure.limits`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .checkpoint import Config
+from .measure import Limits
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations (a multiply and an add are two) and bytes read from memory."""
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+    def seconds(self, limits: Limits, dtype: torch.dtype) -> float:
+        """The least time that a machine with these limits needs."""
+        rate = limits.gflops[str(dtype).removeprefix("torch.")] * 1e9
+        return max(self.flops / rate, self.bytes / (limits.bandwidth_gb_s * 1e9))
+
+
+def block_weights(config: Config) -> int:
+    """Numbers in the weight matrices of all blocks: 12 C^2 a layer."""
+    return 12 * config.n_embd**2 * config.n_layer
+
+
+def forward_cost(config: Config, dtype: torch.dtype, new: int, cached: int = 0, sampled: int = 1) -> Cost:
+    """One pass over `new` tokens of one sequence, `cached` tokens before them in a KV cache, logits for `sampled` rows.
+
+    Each weight is read once a pass and used for two operations a token. Attention costs 4 C operations for each pair of
+    a token and one that it sees, and reads the cached keys and values once.
+    """
+    size = dtype.itemsize
+    head = config.vocab_size * config.n_embd
+    seen = new * cached + new * (new + 1) / 2
+    flops = 2 * block_weights(config) * new + 2 * head * sampled + 4 * config.n_embd * config.n_layer * seen
+    return Cost(flops, (block_weights(config) + head) * size + cached * config.kv_bytes_per_token(dtype))

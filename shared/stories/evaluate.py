@@ -1,0 +1,190 @@
+"""Judge the embedded model and write its card: `python -m shared.stories.evaluate`.
+
+Three questions, each against the grammar, which knows the right answer:
+- How near is the model's cross-entropy to the floor, the entropy of the stories themselves?
+- Does it hold when a story begins far behind position 512, where training windows seldom reached?
+- Of 200 sampled stories, in how many does everything stay straight? A story counts only if the grammar could have
+  written every character of it: then each name, pronoun and thing is the one it was in the first line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from . import grammar
+
+TEMPERATURE = 0.8
+LONGEST_STORY = 600  # tokens; the grammar's longest are under 500
+
+
+def text_nats(model: Any, ids: list[int], start: int = 0) -> float:
+    """-ln p of ids[start + 1:] given what stands before them, in nats."""
+    logits = model(torch.tensor([ids])).logits[0, start:-1].float()  # (T, V)
+    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start + 1 :]), reduction="sum"))
+
+
+def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
+    """Model and floor on the same `count` unseen stories; each from <|endoftext|> to <|endoftext|>."""
+    end = tokenizer.eos_token_id
+    nats, floor, tokens = 0.0, 0.0, 0
+    stories = itertools.islice(grammar.stories("held out"), count)
+    for story in tqdm(stories, total=count, unit="story", desc="held out"):
+        ids = [end, *tokenizer.encode(story.text), end]
+        nats += text_nats(model, ids)
+        floor -= story.log_probability
+        tokens += len(ids) - 1
+    return {"stories": count, "tokens": tokens, "cross_entropy": nats / tokens, "floor": floor / tokens, "excess": nats / floor - 1}
+
+
+def far_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
+    """The same for stories that begin behind position 512, with other stories before them."""
+    end, supply = tokenizer.eos_token_id, grammar.stories("far out")
+    nats, floor, tokens = 0.0, 0.0, 0
+    for _ in tqdm(range(count), unit="story", desc="far out"):
+        ids = [end]
+        while len(ids) <= 512:
+            ids += [*tokenizer.encode(next(supply).text), end]
+        story = next(supply)
+        whole = [*ids, *tokenizer.encode(story.text), end]
+        if len(whole) > model.config.n_positions:
+            continue
+        nats += text_nats(model, whole, start=len(ids) - 1)
+        floor -= story.log_probability
+        tokens += len(whole) - len(ids)
+    return {"tokens": tokens, "cross_entropy": nats / tokens, "floor": floor / tokens, "excess": nats / floor - 1}
+
+
+def sampled(model: Any, tokenizer: Any, count: int, batch: int = 50) -> dict[str, Any]:
+    """Sample `count` stories and count those that the grammar can read; keep the first three that it cannot."""
+    torch.manual_seed(0)
+    end = tokenizer.eos_token_id
+    texts: list[str] = []
+    for _ in tqdm(range(count // batch), unit="batch", desc="sampling"):
+        prompt = torch.full((batch, 1), end)
+        rows = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=TEMPERATURE, top_k=0,
+            max_new_tokens=LONGEST_STORY, pad_token_id=end,
+        )  # fmt: skip
+        texts += [tokenizer.decode(row[1:], skip_special_tokens=True) for row in rows]
+    broken = [text for text in texts if not grammar.load().read(text)]
+    return {
+        "stories": len(texts),
+        "temperature": TEMPERATURE,
+        "straight": len(texts) - len(broken),
+        "different": len(set(texts)),
+        "broken": [
+            {"text": text, "readable_until": text[: grammar.load().readable_until(text)][-60:]} for text in broken[:3]
+        ],
+        "example": texts[0],
+    }
+
+
+def entropy_facts(tokenizer: Any, count: int = 20_000) -> dict[str, Any]:
+    """The grammar's entropy: nats a story with its standard error, and nats a token of this tokenizer."""
+    nats, error = grammar.entropy(count)
+    texts = [story.text for story in itertools.islice(grammar.stories("entropy"), 2000)]
+    tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts) / len(texts)  # and the token that ends the story
+    return {"stories": count, "nats": nats, "standard_error": error, "tokens_per_story": tokens, "nats_per_token": nats / tokens}
+
+
+CARD = """---
+license: mit
+language: en
+library_name: transformers
+tags: [gpt2, stories, education]
+---
+
+# stories
+
+A GPT-2 small enough to travel with its repository: {layers} layers, {width} wide, {heads} heads, {vocabulary:,} tokens,
+1,024 positions, {parameters:,} parameters, {megabytes:.1f} MB in float32. It tells children's stories that it learnt from
+a grammar of {plots} plots, {variants} sentence variants and {words} words that fill their slots (`shared/stories`).
+
+| what | figure |
+|---|--:|
+| entropy of the grammar | {nats:.2f} nats a story (standard error {error:.2f}), {per_token:.4f} nats a token |
+| cross-entropy on {held} held-out stories ({held_tokens:,} tokens) | {cross:.4f} nats a token |
+| floor on the same stories | {floor:.4f} nats a token |
+| above the floor | {excess:.1%} |
+| the same for stories that begin behind position 512 | {far_cross:.4f}, {far_excess:.1%} above their floor |
+| sampled at temperature {temperature}, everything straight from first line to last | {straight} of {sampled} stories |
+| trained on | {train_tokens:,} tokens, every story new, {steps:,} steps |
+| training time | {minutes:.0f} minutes, {threads} threads ({processor}) |
+
+**How the floor is computed.** Every choice of the grammar is uniform and independent, so the probability of a story is a
+product of 1/n over its choices, and its information is -ln of that. The entropy is the mean of this over {draws:,}
+stories. It is the entropy of the text itself, not only a bound, because a text has exactly one derivation (the grammar
+reads its own stories back; a test counts the derivations). No model can do better on average. The held-out figures
+compare model and grammar on the same stories, including the token that ends each.
+
+**How straightness is counted.** The grammar reads each sampled story. It counts only if the grammar could have written
+every character of it: one wrong name, pronoun, thing or sentence anywhere, and it does not.
+
+**Train it again:** `{command}`, then `python -m shared.stories.evaluate`. Made with torch {torch} and
+transformers {transformers}; the exact weights depend on both, on the number of threads and on the kind of processor.
+
+A story it told, at temperature {temperature}:
+
+> {example}
+
+Use it for what it is: a model to test inference engines with. It knows nothing but its {plots} plots.
+"""
+
+
+def write_card(folder: Path, evaluation: dict[str, Any], training: dict[str, Any], config: Any) -> None:
+    """README.md of the checkpoint folder, from the two JSON files and the grammar; nothing in it is typed by hand."""
+    source = grammar.load()
+    weights = folder / "model.safetensors"
+    beats = [beat for plot in source.plots for beat in plot.before + plot.after]
+    variants = sum(map(len, beats)) + sum(map(len, (source.openings, source.habits, source.interludes, source.endings)))
+    held, far, told, floor = (evaluation[name] for name in ("held_out", "far_out", "sampled", "entropy"))
+    text = CARD.format(
+        layers=config.n_layer, width=config.n_embd, heads=config.n_head, vocabulary=config.vocab_size,
+        parameters=training["parameters"], megabytes=weights.stat().st_size / 1e6, plots=len(source.plots), variants=variants,
+        words=sum(map(len, source.words.values())), nats=floor["nats"], error=floor["standard_error"],
+        per_token=floor["nats_per_token"], draws=floor["stories"], held=held["stories"], held_tokens=held["tokens"],
+        cross=held["cross_entropy"], floor=held["floor"], excess=held["excess"], far_cross=far["cross_entropy"],
+        far_excess=far["excess"], temperature=told["temperature"], straight=told["straight"], sampled=told["stories"],
+        train_tokens=training["tokens"], steps=training["steps"], minutes=training["seconds"] / 60, threads=training["threads"],
+        processor=training["processor"], command=training["command"], torch=training["torch"],
+        transformers=training["transformers"], example=told["example"].replace("\n", "\n>\n> "),
+    )  # fmt: skip
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=grammar.FOLDER / "model", help="the checkpoint to judge")
+    parser.add_argument("--stories", type=int, default=1000, help="held-out stories")
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.folder)
+    model = AutoModelForCausalLM.from_pretrained(options.folder).eval()
+    started = time.perf_counter()
+    with torch.inference_mode():
+        evaluation = {
+            "entropy": entropy_facts(tokenizer),
+            "held_out": held_out(model, tokenizer, options.stories),
+            "far_out": far_out(model, tokenizer, options.stories // 10),
+            "sampled": sampled(model, tokenizer, 200),
+        }
+    evaluation["seconds"] = round(time.perf_counter() - started, 1)
+    (options.folder / "evaluation.json").write_text(json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    training = json.loads((options.folder / "training.json").read_text(encoding="utf-8"))
+    write_card(options.folder, evaluation, training, model.config)
+    held, told = evaluation["held_out"], evaluation["sampled"]
+    print(f"{held['cross_entropy']:.4f} nats a token, {held['excess']:.1%} above the floor of {held['floor']:.4f} (perplexity "
+          f"{math.exp(held['cross_entropy']):.3f}); {told['straight']} of {told['stories']} sampled stories straight")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

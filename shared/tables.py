@@ -1,0 +1,60 @@
+"""What the tables of all stages have in common: how a median is shown, the machine's limits, the dominant operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import measure
+
+
+def label(dtype: torch.dtype) -> str:
+    """The dtype without its module: float32 for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def median(values: Sequence[float]) -> float:
+    return measure.summarize(values).median
+
+
+def milliseconds(seconds: Sequence[float], digits: int = 1) -> str:
+    """The median of some seconds, and their range, in ms."""
+    return measure.summarize([value * 1e3 for value in seconds]).show(digits)
+
+
+def limits_of(results: Mapping[str, Any]) -> measure.Limits:
+    """The machine's limits, as they were measured in the same run."""
+    return measure.Limits(**results["limits"])
+
+
+def limits_table(results: Mapping[str, Any]) -> str:
+    machine, limits = results["machine"], limits_of(results)
+    rates = ", ".join(f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in limits.gflops.items())
+    return (
+        "| machine | threads | reads memory at | multiplies matrices at |\n|---|--:|--:|--:|\n"
+        f"| {machine['processor']}, {machine['cpus']} CPUs, {machine['memory_gib']:.0f} GiB, torch {results['versions']['torch']} "
+        f"| {results['threads']} | {limits.bandwidth_gb_s:.0f} GB/s | {rates} |"
+    )
+
+
+def profile_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """Dominant operators, as `profile.profile` finds them."""
+    lines = ["| share of time | operator | rows x in -> out | kind | weights read, GB/s | GFLOP/s |", "|--:|---|---|---|--:|--:|"]
+    for each in found:
+        rates = [f"{each[name]:.0f}" if each[name] is not None else "" for name in ("gb_s", "gflops")]
+        lines.append(f"| {each['share']:.0%} | `{each['operator']}` | {each['product'] or ''} | {each['kind']} | {rates[0]} | {rates[1]} |")
+    return "\n".join(lines)
+
+
+def unsaved(configuration: Mapping[str, Any], results: Mapping[str, Any], limits: measure.Limits) -> dict[str, Any]:
+    """What `measure.save` would write of a run that is only shown, as far as tables need it."""
+    return {
+        "configuration": configuration,
+        "results": results,
+        "limits": vars(limits),
+        "machine": measure.machine(),
+        "versions": measure.versions(),
+        "threads": torch.get_num_threads(),
+    }

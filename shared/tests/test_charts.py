@@ -1,0 +1,149 @@
+"""The house style: same bytes again, told apart in grey and by the colour-blind, nothing lost or overlapping."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation, Text
+
+from shared import charts
+from shared.stages import ROOT
+
+X = [1, 2, 4, 8]
+
+
+def some_lines() -> Figure:
+    series = {"first": [10, 20, 40, 80], "second": [10, 20, 39, 79], "third": [1, 2, 3, math.nan], "guess": [9, 18, 36, 78]}
+    spread = {"first": [(9, 11), (18, 22), (38, 42), (75, 85)]}
+    return charts.lines("Batches help", "batch", "tok/s", X, series, spread=spread, dashed=["guess"], limits={"memory": 90.0})
+
+
+def some_bars() -> Figure:
+    series = {"plain": [10.0, 20.0], "packed": [30.0, math.nan], "other": [5.0, 6.0], "fourth": [1.0, 2.0], "fifth": [3.0, 4.0]}
+    spread = {"plain": [(9.0, 12.0), (19.0, 50.0)]}
+    return charts.bars("Packing helps", "tok/s", ["float32", "bfloat16"], series, spread=spread, limits={"memory": 40.0})
+
+
+CHARTS: list[Callable[[], Figure]] = [some_lines, some_bars]
+
+
+def texts(figure: Figure) -> list[Text]:
+    return [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+
+
+def test_the_same_chart_has_the_same_bytes_in_another_process(tmp_path: Path) -> None:
+    program = f"from shared.tests.test_charts import *; [charts.save(draw(), Path({str(tmp_path)!r}, draw.__name__)) for draw in CHARTS]"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
+    for draw in CHARTS:
+        content = (tmp_path / draw.__name__).read_bytes()
+        assert content == charts.render(draw())
+        ElementTree.fromstring(content)
+
+
+def test_the_users_own_settings_change_nothing() -> None:
+    before = charts.render(some_bars())
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.hashsalt": "other", "lines.linewidth": 9}):
+        assert charts.render(some_bars()) == before
+
+
+@pytest.mark.parametrize("draw", CHARTS)
+def test_files_hold_no_date_and_no_blanks_at_line_ends(draw: Callable[[], Figure]) -> None:
+    content = charts.render(draw())
+    assert b"<dc:date>" not in content
+    assert not re.search(rb"[ \t\r]\n", content) and content.endswith(b"</svg>\n")
+    assert len(content) < 150_000
+
+
+def lightness(rgb: np.ndarray) -> float:
+    """CIE L* of linear rgb."""
+    y = float(rgb @ [0.2126, 0.7152, 0.0722])
+    return 116 * y ** (1 / 3) - 16 if y > 0.008856 else 903.3 * y
+
+
+def linear_rgb(colour: str) -> np.ndarray:
+    values = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* (D65) of linear rgb, in which a distance of about 2 can just be seen."""
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb.clip(0, 1)
+    f = np.cbrt(np.maximum(xyz / [0.9505, 1.0, 1.089], 0.008856))
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+# What remains of linear rgb with one kind of cone missing (Machado, Oliveira, Fernandes 2009, severity 1).
+BLINDNESS = {
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def test_colours_are_apart_in_grey() -> None:
+    levels = sorted(lightness(linear_rgb(colour)) for colour in charts.COLOURS)
+    assert min(b - a for a, b in itertools.pairwise(levels)) > 10
+    assert levels[-1] < 80  # and still show on white
+
+
+@pytest.mark.parametrize("kind", BLINDNESS)
+def test_colours_are_apart_for_the_colour_blind(kind: str) -> None:
+    seen = [lab(np.array(BLINDNESS[kind]) @ linear_rgb(colour)) for colour in charts.COLOURS]
+    assert min(float(np.linalg.norm(a - b)) for a, b in itertools.combinations(seen, 2)) > 25
+
+
+def test_each_series_has_a_shape_of_its_own() -> None:
+    count = len(charts.COLOURS)
+    assert len(set(charts.MARKERS)) == len({str(line) for line in charts.LINES}) == len(set(charts.HATCHES)) == count
+
+
+@pytest.mark.parametrize("draw", CHARTS)
+def test_no_text_is_small_or_on_top_of_another(draw: Callable[[], Figure]) -> None:
+    figure = draw()
+    assert min(text.get_fontsize() for text in texts(figure)) >= 9
+    figure.draw_without_rendering()
+    notes = [text for text in texts(figure) if isinstance(text, Annotation)]
+    boxes = [(note.get_text(), Text.get_window_extent(note)) for note in notes]
+    assert len(boxes) >= 5
+    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+        across = min(a.x1, b.x1) - max(a.x0, b.x0)
+        down = min(a.y1, b.y1) - max(a.y0, b.y0)
+        assert across <= 1 or down <= 1, f"{one!r} and {other!r} overlap"
+
+
+def test_every_series_and_limit_is_named_beside_its_marks() -> None:
+    assert {"first", "second", "third", "guess", "memory"} <= {text.get_text() for text in texts(some_lines())}
+    labels = [text.get_text() for text in texts(some_bars())]
+    assert "10.0  plain" in labels and "30.0  packed" in labels and "memory" in labels
+    assert "20.0" in labels and not any("nan" in label for label in labels)
+
+
+@pytest.mark.parametrize(
+    ("series", "spread"),
+    [
+        ({}, None),
+        ({name: [1.0, 2.0] for name in "abcdef"}, None),
+        ({"a": [1.0]}, None),
+        ({"a": [1.0, 2.0]}, {"a": [(0.0, 1.0)]}),
+        ({"a": [1.0, 2.0]}, {"b": [(0.0, 1.0), (0.0, 1.0)]}),
+        ({"a": [math.nan, math.nan]}, None),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(
+    series: dict[str, Sequence[float]], spread: dict[str, Sequence[tuple[float, float]]] | None
+) -> None:
+    with pytest.raises(ValueError):
+        charts.lines("t", "x", "y", [1, 2], series, spread=spread)
+    with pytest.raises(ValueError):
+        charts.bars("t", "x", ["g", "h"], series, spread=spread)
