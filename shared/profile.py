@@ -27,11 +27,10 @@ from . import cli, measure, stages
 from .errors import UserError
 
 # Products with a weight: operator -> (place of x, place of the weight, whether the weight is (out, in)).
+# Without those that only call one of these, as aten::linear does, or each product would count twice.
 PRODUCTS = {
     "aten::addmm": (1, 2, False),
     "aten::mm": (0, 1, False),
-    "aten::linear": (0, 1, True),
-    "aten::mv": (1, 0, True),
     "aten::addmv_": (2, 1, True),
     "mkldnn::_linear_pointwise": (0, 1, True),
 }

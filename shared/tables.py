@@ -30,21 +30,22 @@ def limits_of(results: Mapping[str, Any]) -> measure.Limits:
 
 
 def limits_table(results: Mapping[str, Any]) -> str:
-    machine, limits = results["machine"], limits_of(results)
+    machine, limits, torch_version = results["machine"], limits_of(results), results["versions"]["torch"]
     rates = ", ".join(f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in limits.gflops.items())
     return (
         "| machine | threads | reads memory at | multiplies matrices at |\n|---|--:|--:|--:|\n"
-        f"| {machine['processor']}, {machine['cpus']} CPUs, {machine['memory_gib']:.0f} GiB, torch {results['versions']['torch']} "
+        f"| {machine['processor']}, {machine['cpus']} CPUs, {machine['memory_gib']:.0f} GiB, torch {torch_version} "
         f"| {results['threads']} | {limits.bandwidth_gb_s:.0f} GB/s | {rates} |"
     )
 
 
 def profile_table(found: Sequence[Mapping[str, Any]]) -> str:
     """Dominant operators, as `profile.profile` finds them."""
-    lines = ["| share of time | operator | rows x in -> out | kind | weights read, GB/s | GFLOP/s |", "|--:|---|---|---|--:|--:|"]
+    lines = ["| share of time | operator | rows x in -> out | kind | weights, GB/s | GFLOP/s |", "|--:|---|---|---|--:|--:|"]
     for each in found:
         rates = [f"{each[name]:.0f}" if each[name] is not None else "" for name in ("gb_s", "gflops")]
-        lines.append(f"| {each['share']:.0%} | `{each['operator']}` | {each['product'] or ''} | {each['kind']} | {rates[0]} | {rates[1]} |")
+        name = f"`{each['operator']}`"
+        lines.append(f"| {each['share']:.0%} | {name} | {each['product'] or ''} | {each['kind']} | {rates[0]} | {rates[1]} |")
     return "\n".join(lines)
 
 

@@ -62,7 +62,9 @@ def sampling_per_prompt(prompts: Sequence[Sequence[int]], sampling: Sampling) ->
     return list(sampling)
 
 
-def finish_reason(output_ids: Sequence[int], prompt_length: int, params: SamplingParams, config: Config, eos_id: int | None) -> str | None:
+def finish_reason(
+    output_ids: Sequence[int], prompt_length: int, params: SamplingParams, config: Config, eos_id: int | None
+) -> str | None:
     """Why the sequence ends with its newest token, or None if it goes on.
 
     "stop" goes before "length", as in vLLM: an end-of-text token on the last allowed place is still a stop.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[np.floating]]
+Array = np.ndarray[Any, np.dtype[Any]]
 Weights = dict[str, Array]
 
 

@@ -9,7 +9,6 @@ Three questions, each against the grammar, which knows the right answer:
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -21,6 +20,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from .. import cli
+from ..errors import UserError
 from . import grammar
 
 TEMPERATURE = 0.8
@@ -43,7 +44,13 @@ def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
         nats += text_nats(model, ids)
         floor -= story.log_probability
         tokens += len(ids) - 1
-    return {"stories": count, "tokens": tokens, "cross_entropy": nats / tokens, "floor": floor / tokens, "excess": nats / floor - 1}
+    return {
+        "stories": count,
+        "tokens": tokens,
+        "cross_entropy": nats / tokens,
+        "floor": floor / tokens,
+        "excess": nats / floor - 1,
+    }
 
 
 def far_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
@@ -82,9 +89,7 @@ def sampled(model: Any, tokenizer: Any, count: int, batch: int = 50) -> dict[str
         "temperature": TEMPERATURE,
         "straight": len(texts) - len(broken),
         "different": len(set(texts)),
-        "broken": [
-            {"text": text, "readable_until": text[: grammar.load().readable_until(text)][-60:]} for text in broken[:3]
-        ],
+        "broken": [{"text": text, "readable_until": text[: grammar.load().readable_until(text)][-60:]} for text in broken[:3]],
         "example": texts[0],
     }
 
@@ -162,16 +167,25 @@ def write_card(folder: Path, evaluation: dict[str, Any], training: dict[str, Any
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=grammar.FOLDER / "model", help="the checkpoint to judge")
-    parser.add_argument("--stories", type=int, default=1000, help="held-out stories")
-    options = parser.parse_args()
+def main(argv: list[str] | None = None) -> None:
+    parser = cli.Parser(
+        "shared.stories.evaluate",
+        "Judges a trained story model and writes its card: about two minutes.",
+        "  python -m shared.stories.evaluate\n  python -m shared.stories.evaluate --folder my-model --stories 100",
+    )
+    folder = grammar.FOLDER / "model"
+    parser.add_argument("--folder", type=Path, default=folder, help="the checkpoint; default is the embedded one")
+    parser.add_argument(
+        "--stories", type=cli.whole_number(10, 100_000), default=1000, help="held-out stories; default %(default)s"
+    )
+    options = parser.parse_args(argv)
+    if not (options.folder / "training.json").exists():
+        raise UserError(f"{options.folder} has no training.json: train a model there with python -m shared.stories.train.")
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     model = AutoModelForCausalLM.from_pretrained(options.folder).eval()
     started = time.perf_counter()
     with torch.inference_mode():
-        evaluation = {
+        evaluation: dict[str, Any] = {
             "entropy": entropy_facts(tokenizer),
             "held_out": held_out(model, tokenizer, options.stories),
             "far_out": far_out(model, tokenizer, options.stories // 10),
@@ -183,8 +197,8 @@ def main() -> None:
     write_card(options.folder, evaluation, training, model.config)
     held, told = evaluation["held_out"], evaluation["sampled"]
     print(f"{held['cross_entropy']:.4f} nats a token, {held['excess']:.1%} above the floor of {held['floor']:.4f} (perplexity "
-          f"{math.exp(held['cross_entropy']):.3f}); {told['straight']} of {told['stories']} sampled stories straight")  # fmt: skip
+          f"{math.exp(held['cross_entropy']):.3f}); {told['straight']} of {told['stories']} stories straight")  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -1,8 +1,8 @@
 """The story grammar: writes stories, knows how probable each one is, and reads them back.
 
 A story is drawn in this order: a plot, an opening, a habit of the hero, the beats of the plot, at one place in the
-middle perhaps an interlude, an ending. Each beat has a few variants; each variant has slots (`{hero}`, `{toy}`); a slot is filled at its
-first mention and keeps its filling to the end of the story. All choices are uniform and independent, so the
+middle perhaps an interlude, an ending. Each beat has a few variants; each variant has slots (`{hero}`, `{toy}`); a
+slot is filled at its first mention and keeps its filling to the end of the story. All choices are uniform and independent, so the
 probability of a story is a product of 1/n, and the entropy of the grammar follows without a model:
 H = E[-ln p(story)]. `read` runs the grammar backwards: it finds every derivation of a text. A text with none is not a
 story of this grammar: somewhere a name, a pronoun or a thing went astray. Sampled stories have exactly one
@@ -121,7 +121,12 @@ class Grammar:
     def __init__(self, words: str, synonyms: str, frame: str, plots: str) -> None:
         self.words = parse_headings(words)
         frame, plots = insert_synonyms(frame, synonyms), insert_synonyms(plots, synonyms)
-        self.gender = {w: g for g, kinds in (("girl", ("girl", "elder_woman")), ("boy", ("boy", "elder_man"))) for k in kinds for w in self.words[k]}
+        self.gender = {
+            w: g
+            for g, kinds in (("girl", ("girl", "elder_woman")), ("boy", ("boy", "elder_man")))
+            for k in kinds
+            for w in self.words[k]
+        }
         sections = parse_headings(frame)
         self.openings: Beat = tuple(t for line in sections["openings"] for t in parse_beat(line))
         self.habits: Beat = tuple(parse_template(line) for line in sections["habits"])
@@ -133,7 +138,11 @@ class Grammar:
                 raise ValueError(f"plot '{name}' needs exactly one line '~', the place where an interlude may stand")
             pause = lines.index("~")
             self.plots.append(
-                Plot(name, tuple(parse_beat(line) for line in lines[:pause]), tuple(parse_beat(line) for line in lines[pause + 1 :]))
+                Plot(
+                    name,
+                    tuple(parse_beat(line) for line in lines[:pause]),
+                    tuple(parse_beat(line) for line in lines[pause + 1 :]),
+                )
             )
 
     def candidates(self, slot: Slot, fillings: dict[str, str]) -> list[str]:
@@ -262,7 +271,9 @@ class Grammar:
 @cache
 def load() -> Grammar:
     """The grammar of this folder."""
-    return Grammar(*(FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("words.txt", "synonyms.txt", "frame.txt", "plots.txt")))
+    return Grammar(
+        *(FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("words.txt", "synonyms.txt", "frame.txt", "plots.txt"))
+    )
 
 
 def stories(seed: int | str) -> Iterator[Story]:

@@ -17,10 +17,8 @@ Deterministic: the same seed, thread count and kind of processor give the same w
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import platform
 import random
 import time
 from collections.abc import Iterator
@@ -32,6 +30,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from .. import cli, measure
+from ..errors import UserError
 from . import grammar
 
 VOCABULARY = 2048  # 256 bytes, 1,791 merges, <|endoftext|>
@@ -60,7 +60,9 @@ def train_tokenizer(count: int = 20_000) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([END_OF_TEXT])
     if tokenizer.get_vocab_size() != VOCABULARY:
-        raise RuntimeError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {VOCABULARY}: the grammar has too little text")
+        raise RuntimeError(
+            f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {VOCABULARY}: the grammar has too little text"
+        )
     return tokenizer
 
 
@@ -71,7 +73,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     vocabulary[END_OF_TEXT] = VOCABULARY - 1
     ordered = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
     (folder / "vocab.json").write_text(json.dumps(ordered, ensure_ascii=False), encoding="utf-8")
-    names = {key: END_OF_TEXT for key in ("bos_token", "eos_token", "unk_token")}
+    names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": POSITIONS, "add_prefix_space": False, **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -182,25 +184,34 @@ def train(out: Path, steps: int, seed: int, width: int, layers: int, heads: int)
         "parameters": sum(p.numel() for p in model.parameters()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "processor": platform.machine(),
+        "processor": measure.processor(),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, default=grammar.FOLDER / "model", help="folder for the checkpoint")
-    parser.add_argument("--steps", type=int, default=6000, help="optimizer steps of 4,096 tokens")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the stories")
-    parser.add_argument("--threads", type=int, default=2, help="threads; the exact weights depend on it")
-    parser.add_argument("--width", type=int, default=192, help="width of the model")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
-    parser.add_argument("--heads", type=int, default=3, help="attention heads")
-    options = parser.parse_args()
+def main(argv: list[str] | None = None) -> None:
+    parser = cli.Parser(
+        "shared.stories.train",
+        "Trains the embedded model on stories fresh from the grammar: about an hour on two cores.",
+        "  python -m shared.stories.train --out my-model\n  python -m shared.stories.evaluate --folder my-model",
+    )
+    folder = grammar.FOLDER / "model"
+    steps = cli.whole_number(1, 1_000_000)
+    small = cli.whole_number(1, 4096)
+    parser.add_argument("--out", type=Path, default=folder, help="folder for the checkpoint; default is the embedded one")
+    parser.add_argument("--steps", type=steps, default=6000, help="optimizer steps of 4,096 tokens; default %(default)s")
+    parser.add_argument("--seed", type=cli.whole_number(0, 2**31), default=0, help="of weights and stories; default %(default)s")
+    parser.add_argument("--threads", type=small, default=2, help="the exact weights depend on it; default %(default)s")
+    parser.add_argument("--width", type=small, default=192, help="width of the model; default %(default)s")
+    parser.add_argument("--layers", type=small, default=4, help="layers; default %(default)s")
+    parser.add_argument("--heads", type=small, default=3, help="attention heads; default %(default)s")
+    options = parser.parse_args(argv)
+    if options.width % options.heads:
+        raise UserError(f"A width of {options.width} cannot be shared by {options.heads} heads: choose a multiple.")
     torch.set_num_threads(options.threads)
     facts = train(options.out, options.steps, options.seed, options.width, options.layers, options.heads)
     (options.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    print(f"Saved to {options.out}. Next: python -m shared.stories.evaluate")
+    print(f"Saved to {options.out}. Next: python -m shared.stories.evaluate --folder {options.out}")
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

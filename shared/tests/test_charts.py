@@ -24,7 +24,7 @@ X = [1, 2, 4, 8]
 
 
 def some_lines() -> Figure:
-    series = {"first": [10, 20, 40, 80], "second": [10, 20, 39, 79], "third": [1, 2, 3, math.nan], "guess": [9, 18, 36, 78]}
+    series: dict[str, list[float]] = {"first": [10, 20, 40, 80], "second": [10, 20, 39, 79], "third": [1, 2, 3, math.nan], "guess": [9, 18, 36, 78]}
     spread = {"first": [(9, 11), (18, 22), (38, 42), (75, 85)]}
     return charts.lines("Batches help", "batch", "tok/s", X, series, spread=spread, dashed=["guess"], limits={"memory": 90.0})
 
@@ -43,7 +43,10 @@ def texts(figure: Figure) -> list[Text]:
 
 
 def test_the_same_chart_has_the_same_bytes_in_another_process(tmp_path: Path) -> None:
-    program = f"from shared.tests.test_charts import *; [charts.save(draw(), Path({str(tmp_path)!r}, draw.__name__)) for draw in CHARTS]"
+    program = (
+        "from shared.tests.test_charts import *\n"
+        f"for draw in CHARTS: charts.save(draw(), Path({str(tmp_path)!r}, draw.__name__))"
+    )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
     for draw in CHARTS:
         content = (tmp_path / draw.__name__).read_bytes()
@@ -111,7 +114,7 @@ def test_each_series_has_a_shape_of_its_own() -> None:
 @pytest.mark.parametrize("draw", CHARTS)
 def test_no_text_is_small_or_on_top_of_another(draw: Callable[[], Figure]) -> None:
     figure = draw()
-    assert min(text.get_fontsize() for text in texts(figure)) >= 9
+    assert min(float(text.get_fontsize()) for text in texts(figure)) >= 9
     figure.draw_without_rendering()
     notes = [text for text in texts(figure) if isinstance(text, Annotation)]
     boxes = [(note.get_text(), Text.get_window_extent(note)) for note in notes]

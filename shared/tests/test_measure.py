@@ -41,7 +41,7 @@ def test_slug_names_what_did_the_work(processor: str, device: str, folder: str) 
 def test_variants_take_turns_in_rotated_order_and_warm_up_does_not_count() -> None:
     ran: list[str] = []
     reported: list[str] = []
-    variants = {name: lambda name=name: ran.append(name) for name in "ABC"}  # type: ignore[misc]
+    variants = {name: lambda name=name: ran.append(name) for name in "ABC"}
     times = measure.alternate(variants, repeats=3, warmup=1, progress=reported.append)
     assert "".join(ran) == "ABC" + "BCA" + "CAB" + "ABC"
     assert reported == ran

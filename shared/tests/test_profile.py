@@ -67,9 +67,8 @@ def test_table_has_a_line_an_operator() -> None:
 
 def test_command_prints_the_operators_and_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "decode.trace.json"
-    config = {
-        "model_type": "gpt2", "vocab_size": 300, "n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 2, "activation_function": "gelu_new"
-    }  # fmt: skip
+    sizes = {"vocab_size": 300, "n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 2}
+    config = {"model_type": "gpt2", "activation_function": "gelu_new", **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = ["stage02_kv_cache", "Once", "--model", str(tmp_path), "--random-weights", "--max-tokens", "4", "--rows", "500"]
     assert profile.main([*arguments, "--linear", "plain", "--trace", str(trace)]) == 0

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
-from shared import charts, measure, report, stages
+from shared import measure, report, stages
 from shared.errors import UserError
 
 FIRST, SECOND = "stage01_first", "stage02_second"
@@ -36,6 +38,13 @@ After, from the other machine:
 """
 
 
+def drawing(value: float) -> Figure:
+    """The smallest chart that shows `value`: the house style is not what is tested here, and takes its time."""
+    figure = Figure(figsize=(1, 1))
+    figure.text(0, 0, str(value))
+    return figure
+
+
 def benchmark(*names: str) -> SimpleNamespace:
     """A benchmark module: for each name a table and a chart of the results."""
 
@@ -43,7 +52,7 @@ def benchmark(*names: str) -> SimpleNamespace:
         return {name: f"| {name} |\n|--:|\n| {found['results'][name]:.1f} |" for name in names}
 
     def drawings(found: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: lambda name=name: charts.bars(name, "x", ["g"], {name: [found["results"][name]]}) for name in names}
+        return {name: lambda name=name: drawing(found["results"][name]) for name in names}
 
     return SimpleNamespace(tables=tables, charts=drawings)
 
@@ -51,17 +60,24 @@ def benchmark(*names: str) -> SimpleNamespace:
 MODULES = {FIRST: benchmark("speed"), SECOND: benchmark("memory")}
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small repository with the results of two machines, whose reports have been written."""
-    (tmp_path / SECOND).mkdir()
-    (tmp_path / "README.md").write_bytes(README.encode())
-    (tmp_path / SECOND / "REPORT.md").write_bytes(REPORT.encode())
+    folder = tmp_path_factory.mktemp("repository")
+    (folder / SECOND).mkdir()
+    (folder / "README.md").write_bytes(README.encode())
+    (folder / SECOND / "REPORT.md").write_bytes(REPORT.encode())
     for machine, speed in (("amd", 1.0), ("zen", 2.0)):
-        measure.save(tmp_path / "reports" / machine / f"{FIRST}.json", "speed", {}, {"speed": speed})
-        measure.save(tmp_path / "reports" / machine / f"{SECOND}.json", "memory", {}, {"memory": 10 * speed})
-    assert report.report(tmp_path, MODULES, check=False) == 0
-    return tmp_path
+        measure.save(folder / "reports" / machine / f"{FIRST}.json", "speed", {}, {"speed": speed})
+        measure.save(folder / "reports" / machine / f"{SECOND}.json", "memory", {}, {"memory": 10 * speed})
+    assert report.report(folder, MODULES, check=False) == 0
+    return folder
+
+
+@pytest.fixture
+def root(written: Path, tmp_path: Path) -> Path:
+    """A copy of that repository to change."""
+    return Path(shutil.copytree(written, tmp_path / "copy"))
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -89,7 +105,8 @@ def test_tables_are_filled_in_and_all_else_is_left_alone(root: Path) -> None:
 
 def test_charts_are_drawn_for_every_machine(root: Path) -> None:
     drawn = {path for path in files(root) if path.endswith(".svg")}
-    assert drawn == {f"reports/{machine}/{stage}.svg" for machine in ("amd", "zen") for stage in (FIRST + "_speed", SECOND + "_memory")}
+    stems = (f"{FIRST}_speed", f"{SECOND}_memory")
+    assert drawn == {f"reports/{machine}/{stem}.svg" for machine in ("amd", "zen") for stem in stems}
     assert json.loads((root / "reports" / "machines.json").read_text())["default"] == "amd"
 
 
@@ -157,7 +174,7 @@ def test_markers_and_links_that_lead_nowhere(
 ) -> None:
     change(root, old, new)
     status, output = found(root, capsys)
-    assert status == 1 and f"problem: {message}" in output or message in output
+    assert status == 1 and message in output
     text = (root / "README.md").read_text()
     assert report.report(root, MODULES, check=False) == 1
     assert (root / "README.md").read_text() == text  # what is not understood is left alone
@@ -168,7 +185,6 @@ def test_a_name_that_two_stages_use_must_be_made_plain(root: Path, capsys: pytes
     for path in (root / "reports").glob(f"*/{SECOND}.json"):
         measure.save(path, "both", {}, {"memory": 3.0, "speed": 4.0})
     change(root, "stage02_second.memory", "stage02_second.speed")
-    change(root, "<!-- table: speed -->", "<!-- table: speed -->")
     status, output = found(root, capsys, modules)
     assert status == 1 and "the table 'speed' is one of stage01_first and stage02_second: write stage01_first.speed" in output
     report.report(root, modules, check=False)

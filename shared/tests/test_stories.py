@@ -156,7 +156,9 @@ def test_transformers_opens_the_folder_and_agrees_token_for_token(loaded, storie
         ids = ours.encode(prompt)
         (output,) = engine.generate([ids], stages.sampling_params()(max_tokens=60))
         inputs = torch.tensor([ids])
-        reply = theirs.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=60, do_sample=False, pad_token_id=0)
+        reply = theirs.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=60, do_sample=False, pad_token_id=0
+        )
         assert reply[0, len(ids) :].tolist() == output.token_ids
 
 
@@ -180,9 +182,11 @@ def test_the_card_is_what_the_measurements_say(tmp_path):
 
     for name in ("model.safetensors", "README.md"):
         (tmp_path / name).write_bytes((checkpoint.STORIES / name).read_bytes())
-    facts = [json.loads((checkpoint.STORIES / name).read_text(encoding="utf-8")) for name in ("evaluation.json", "training.json")]
+    evaluation, training = (
+        json.loads((checkpoint.STORIES / f"{name}.json").read_text(encoding="utf-8")) for name in ("evaluation", "training")
+    )
     before = (tmp_path / "README.md").read_text(encoding="utf-8")
-    write_card(tmp_path, *facts, AutoConfig.from_pretrained(checkpoint.STORIES))
+    write_card(tmp_path, evaluation, training, AutoConfig.from_pretrained(checkpoint.STORIES))
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == before
 
 

@@ -87,5 +87,6 @@ def test_leading_shape_is_the_callers_business(tiny_model):
 
 def test_weights_are_views_of_the_checkpoint(tiny):
     model = load_model(tiny)
-    assert model.h[0].attn.c_attn.weight.data_ptr() == tiny.tensors["h.0.attn.c_attn.weight"].data_ptr()
+    weight = model.get_parameter("h.0.attn.c_attn.weight")
+    assert weight.data_ptr() == tiny.tensors["h.0.attn.c_attn.weight"].data_ptr()
     assert model.lm_head.weight is model.wte.weight or model.lm_head.weight.data_ptr() == model.wte.weight.data_ptr()
