@@ -180,7 +180,7 @@ def render(figure: Figure) -> bytes:
     """The figure as SVG: the same bytes for the same figure and the same version of matplotlib."""
     target = io.BytesIO()
     with matplotlib.rc_context(_style()):
-        title = figure.axes[0].get_title(loc="left") if figure.axes else None
+        title = figure.axes[0].get_title(loc="left") if figure.axes else ""  # what a screen reader says
         figure.savefig(target, format="svg", bbox_inches="tight", metadata={"Date": None, "Title": title})
     # matplotlib leaves blanks at the ends of lines, which git complains about.
     return b"\n".join(line.rstrip() for line in target.getvalue().splitlines()) + b"\n"

@@ -285,10 +285,10 @@ def matmul_rate(
 
 
 def _best_rate(work: float, run: Callable[[], object], budget: float) -> float:
-    """The highest work per second over as many runs as fit in `budget` seconds, at least two after one to warm up."""
+    """The highest work per second over as many runs as fit in `budget` seconds, at least five after one to warm up."""
     run()
     times: list[float] = []
-    while len(times) < 2 or sum(times) < budget:
+    while len(times) < 5 or sum(times) < budget:
         times.append(seconds(run))
     return work / min(times)
 

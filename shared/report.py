@@ -9,6 +9,7 @@ Tables go between markers on lines of their own, in README.md and in a stage's R
     <!-- table: speed -->                       the stage's own table, or the only one of that name
     <!-- table: stage02_kv_cache.speed -->      a stage's table, wherever the marker stands
     <!-- table: speed @ nvidia-h200 -->         from another machine than the default one
+    <!-- table: stages -->                      all stages: question, result in one line, file to open first
     <!-- /table -->
 
 Charts go to reports/<machine>/<stage>_<stem>.svg. `--check` writes nothing and says what a run without it would change.
@@ -16,6 +17,7 @@ Charts go to reports/<machine>/<stage>_<stem>.svg. `--check` writes nothing and 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import platform
@@ -35,6 +37,8 @@ TABLE = re.compile(r"^<!-- table: (?P<name>[\w.-]+)(?: @ (?P<machine>[\w.-]+))? 
 END = "<!-- /table -->"
 # `![words](path)`, `[words](path)` and src="path", with a path into reports/
 LINK = re.compile(r"""(?:\]\(|src=")([^)"#\s]*reports/[^)"#\s]+)""")
+
+Tables = dict[tuple[str | None, str], dict[str, str]]  # (machine, stage) -> name -> markdown; the stage "" is all of them
 
 
 @dataclass
@@ -82,7 +86,9 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
     if files and not draw:
         theirs, ours = (" on ".join(each.values()) for each in (drawers, drawn_with()))
         result.notes.append(f"charts were not compared: matplotlib {theirs} drew them, and here is {ours}")
-    tables: dict[tuple[str, str], dict[str, str]] = {}  # (machine, stage) -> name -> markdown
+    tables: Tables = {}
+    headlines: dict[str, str] = {}
+    folders = sorted(path.parent for path in root.glob("stage[0-9][0-9]_*/__init__.py"))
     pictures: set[Path] = set()
     for path in files:
         stage, machine = path.stem, path.parent.name
@@ -92,6 +98,8 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
             result.problems.append(str(error))
             continue
         tables[machine, stage] = modules[stage].tables(results)
+        if machine == default and root / stage in folders:
+            headlines[stage] = modules[stage].headline(results)
         for stem, function in modules[stage].charts(results).items():
             picture = Path("reports") / machine / f"{stage}_{stem}.svg"
             pictures.add(picture)
@@ -105,6 +113,8 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
     if files:
         content = {"default": default, "charts": drawers}
         result.files[Path("reports/machines.json")] = (json.dumps(content, indent=1) + "\n").encode()
+    if folders:
+        tables[default, ""] = {"stages": _stages_table(folders, headlines, result)}
     for path in _texts(root):
         _build_text(path, root, default, tables, pictures, result)
     return result
@@ -114,7 +124,7 @@ def _build_text(
     path: Path,
     root: Path,
     default: str | None,
-    tables: Mapping[tuple[str, str], Mapping[str, str]],
+    tables: Tables,
     pictures: set[Path],
     result: Build,
 ) -> None:
@@ -148,6 +158,33 @@ def _build_text(
         result.files[path.relative_to(root)] = "\n".join(lines).encode()
 
 
+def _stages_table(folders: list[Path], headlines: Mapping[str, str], result: Build) -> str:
+    """The table of the top README. What a stage says of itself is in its __init__.py; `headlines` are of the default machine."""
+    lines = ["| stage | question | result | open first |", "|---|---|---|---|"]
+    for folder in folders:
+        about = _constants(folder / "__init__.py")
+        for name in ("QUESTION", "FIRST_FILE"):
+            if not about.get(name):
+                result.problems.append(f"{folder.name}/__init__.py does not say its {name}")
+        question, first = about.get("QUESTION", ""), about.get("FIRST_FILE", "")
+        if not (folder / first).exists():
+            result.problems.append(f"{folder.name}/__init__.py names the file {first}, which does not exist")
+        stage, opened = f"[{folder.name}]({folder.name}/)", f"[`{first}`]({folder.name}/{first})"
+        lines.append(f"| {stage} | {question} | {headlines.get(folder.name, 'not measured yet')} | {opened} |")
+    return "\n".join(lines)
+
+
+def _constants(path: Path) -> dict[str, str]:
+    """The texts that a module names at its top level, read without running it."""
+    found: dict[str, str] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            found |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
 @dataclass(frozen=True)
 class Missing:
     """A table that cannot be filled in, and why."""
@@ -155,12 +192,12 @@ class Missing:
     why: str
 
 
-def _find(name: str, here: str, machine: str | None, tables: Mapping[tuple[str, str], Mapping[str, str]]) -> str | Missing:
+def _find(name: str, here: str, machine: str | None, tables: Tables) -> str | Missing:
     """The table `name` as seen from the folder `here`."""
     found = {stage: each[name] for (where, stage), each in tables.items() if where == machine and name in each}
     stage, _, own = name.partition(".")
-    if own in tables.get((machine or "", stage), {}):
-        return tables[machine or "", stage][own]
+    if own in tables.get((machine, stage), {}):
+        return tables[machine, stage][own]
     if here in found:
         return found[here]
     if len(found) > 1:

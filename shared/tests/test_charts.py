@@ -24,7 +24,12 @@ X = [1, 2, 4, 8]
 
 
 def some_lines() -> Figure:
-    series: dict[str, list[float]] = {"first": [10, 20, 40, 80], "second": [10, 20, 39, 79], "third": [1, 2, 3, math.nan], "guess": [9, 18, 36, 78]}
+    series: dict[str, list[float]] = {
+        "first": [10, 20, 40, 80],
+        "second": [10, 20, 39, 79],
+        "third": [1, 2, 3, math.nan],
+        "guess": [9, 18, 36, 78],
+    }
     spread = {"first": [(9, 11), (18, 22), (38, 42), (75, 85)]}
     return charts.lines("Batches help", "batch", "tok/s", X, series, spread=spread, dashed=["guess"], limits={"memory": 90.0})
 
@@ -44,8 +49,7 @@ def texts(figure: Figure) -> list[Text]:
 
 def test_the_same_chart_has_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     program = (
-        "from shared.tests.test_charts import *\n"
-        f"for draw in CHARTS: charts.save(draw(), Path({str(tmp_path)!r}, draw.__name__))"
+        f"from shared.tests.test_charts import *\nfor draw in CHARTS: charts.save(draw(), Path({str(tmp_path)!r}, draw.__name__))"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
     for draw in CHARTS:

@@ -42,7 +42,7 @@ def test_200_prompts_by_64_tokens_in_float64(stage, prompts):
 def test_float32_parts_only_at_near_ties(stage, tiny):
     model = stages.load_model(tiny, dtype=torch.float32)
     found = parity.prove(ENGINES[stage](model), stages.oracle(model))
-    assert found.tokens > 300
+    assert found.tokens > 200
     assert len(found.near_ties) <= found.sequences * 0.05
 
 

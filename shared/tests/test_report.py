@@ -192,6 +192,44 @@ def test_a_name_that_two_stages_use_must_be_made_plain(root: Path, capsys: pytes
     assert "| 4.0 |" in (root / SECOND / "REPORT.md").read_text()  # and so is a stage's own, in its own text
 
 
+def add_stages(root: Path) -> dict[str, Any]:
+    """Make stages of the two folders, ask for their table in the README, and return benchmarks with a headline."""
+    for stage, question in ((FIRST, "What does it cost?"), (SECOND, "Why pay twice?")):
+        (root / stage).mkdir(exist_ok=True)
+        about = f'"""A stage."""\nQUESTION: str = "{question}"\nFIRST_FILE = "engine.py"\n'
+        (root / stage / "__init__.py").write_text(about)
+        (root / stage / "engine.py").write_text("")
+    change(root, "# Stairs\n", "# Stairs\n\n<!-- table: stages -->\n<!-- /table -->\n")
+    tell = {name: lambda found, name=name: f"{found['results'][name]:.0f} tok/s" for name in ("speed", "memory")}
+    return {
+        stage: SimpleNamespace(tables=MODULES[stage].tables, charts=MODULES[stage].charts, headline=tell[name])
+        for stage, name in ((FIRST, "speed"), (SECOND, "memory"))
+    }
+
+
+def test_the_table_of_stages(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    modules = add_stages(root)
+    assert report.report(root, modules, check=False) == 0
+    assert (
+        "| stage | question | result | open first |\n|---|---|---|---|\n"
+        f"| [{FIRST}]({FIRST}/) | What does it cost? | 1 tok/s | [`engine.py`]({FIRST}/engine.py) |\n"
+        f"| [{SECOND}]({SECOND}/) | Why pay twice? | 10 tok/s | [`engine.py`]({SECOND}/engine.py) |\n"
+    ) in (root / "README.md").read_text()
+    assert found(root, capsys, modules)[0] == 0
+    (root / SECOND / "__init__.py").write_text('QUESTION = "Why?"\nFIRST_FILE = "gone.py"\n')
+    status, output = found(root, capsys, modules)
+    assert status == 1 and "stale: README.md" in output and f"{SECOND}/__init__.py names the file gone.py, which does not" in output
+    (root / SECOND / "__init__.py").write_text("")
+    assert f"{SECOND}/__init__.py does not say its QUESTION" in found(root, capsys, modules)[1]
+
+
+def test_the_table_of_stages_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Stairs\n")
+    modules = add_stages(tmp_path)
+    assert report.report(tmp_path, modules, check=False) == 0
+    assert (tmp_path / "README.md").read_text().count("| not measured yet |") == 2
+
+
 def test_what_no_benchmark_makes_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "reports" / "amd" / "old_chart.svg").write_text("<svg/>")
     (root / "reports" / "amd" / "stage99_gone.json").write_text("{}")
