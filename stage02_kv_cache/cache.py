@@ -61,7 +61,8 @@ class CachedAttention:
         self.seen = kv[:, :, :, :end]  # (layers, 2, H, end, D): what it reads; views, nothing is copied
         self.positions = torch.arange(start, end, device=kv.device)  # (T,)
         # A square pass is causal, and a single token sees everything. In between, row i sees start + i + 1 tokens;
-        # `is_causal` would align the triangle with the first column instead and hide the past (nanoVLM's first cache met this too: its pull request 69).
+        # `is_causal` would align the triangle with the first column instead and hide the past. (nanoVLM's first cache
+        # met this too: its pull request 69.)
         self.square = start == 0
         self.mask = None
         if not self.square and end - start > 1:
