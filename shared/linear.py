@@ -1,17 +1,23 @@
 """The best linear layer this machine has, put into any model after loading: the model does not know it.
 
 On a CPU, PyTorch hands `nn.Linear` to a library (MKL) that lays the weight out anew for each product, and on AMD
-machines that library leaves half to two thirds of the processor unused. oneDNN, which comes with PyTorch too, can lay
-the weight out once, at load. On other processors the plain layer may win, so `optimize` measures both for a moment and
-keeps the faster; where packing does not exist (CUDA, MPS, float64, a build without oneDNN) the plain layer stays.
+machines that library leaves half to two thirds of the processor unused. Two things help, and both come with PyTorch:
 
-Only the order of the additions differs between the two: results agree to rounding (tested).
+- oneDNN can lay the weight out once, at load (`pack`), and it computes a GELU on the way out for nothing.
+- One row is a special case: the product is then bound by reading the weight. As a batch of eight small products
+  (`one_row`) MKL reads at the full bandwidth of the memory in float32, which neither library does with one large one.
+  That needs the weight by rows as well, so it costs the memory of a second copy.
+
+On other processors the plain layer may win, so `optimize` measures for a moment and keeps the fastest; where packing
+does not exist (CUDA, MPS, float64, a build without oneDNN) the plain layer stays. Only the order of the additions
+differs: results agree to rounding (tested).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +27,7 @@ from .errors import UserError
 
 MODES = ("auto", "plain", "packed")
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
-PACKED_FOR_ROWS = 32  # the layout that oneDNN picks for 32 rows was the best of all at 1 to 512 rows
+PACKED_FOR_ROWS = 32  # the layout that oneDNN picks for 32 rows was as good as any at 1 row, and the best from 2 rows on
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -29,27 +35,59 @@ def pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
 
 
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x (N, in) -> (N, out)."""
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
+    """x (N, in) -> (N, out), with GPT-2's GELU behind it if asked for."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "gelu" if gelu else "none", [], "tanh" if gelu else "")
+
+
+def parts(out_features: int) -> int:
+    """Into how many equal parts `one_row` cuts a weight: the first divisor from 8 to 64, 0 if there is none."""
+    return next((count for count in range(8, 65) if out_features % count == 0), 0)
+
+
+def one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (1, in) -> (1, out) as a batch of small products; `weight` (out, in) lies in memory by rows."""
+    count = parts(len(weight))
+    pieces = weight.view(count, -1, x.shape[1])  # (P, out / P, in)
+    column = x.expand(count, 1, -1).transpose(1, 2)  # (P, in, 1), the same memory P times
+    if bias is None:
+        return torch.bmm(pieces, column).view(1, -1)
+    return torch.baddbmm(bias.view(count, -1, 1), pieces, column).view(1, -1)
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` with its weight packed once. It holds its own copy; the original may be freed."""
+    """`nn.Linear` with its weight packed once, and by rows as well if `by_rows`. The original may be freed.
 
-    def __init__(self, plain: nn.Linear) -> None:
+    `gelu` True applies GPT-2's GELU to the result.
+    """
+
+    def __init__(self, plain: nn.Linear, by_rows: bool = False, gelu: bool = False) -> None:
         super().__init__()
-        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.in_features, self.out_features, self.gelu = plain.in_features, plain.out_features, gelu
         self.bias = plain.bias
-        self.packed = pack(plain.weight)  # no parameter and no buffer: state_dict cannot store the layout
+        # No parameters and no buffers: state_dict cannot store the packed layout, and half a layer is no use to it.
+        self.packed = pack(plain.weight)
+        self.rows = plain.weight.detach().contiguous() if by_rows and parts(self.out_features) else None
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        rows = x.reshape(-1, self.in_features)
-        return packed_linear(rows, self.packed, self.bias).view(*x.shape[:-1], self.out_features)
+        flat = x.reshape(-1, self.in_features)
+        if self.rows is not None and len(flat) == 1:
+            y = one_row(flat, self.rows, self.bias)
+            y = F.gelu(y, approximate="tanh") if self.gelu else y
+        else:
+            y = self.by_packed(flat)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def by_packed(self, x: Tensor) -> Tensor:
+        """(N, in) -> (N, out), whatever N."""
+        return packed_linear(x, self.packed, self.bias, self.gelu)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"by_rows={self.rows is not None}, gelu={self.gelu}"
+        )
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -57,34 +95,45 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cpu" or dtype not in PACKED_DTYPES or not torch.backends.mkldnn.is_available():
         return False
     try:
-        probe = pack(torch.eye(8, dtype=dtype))
-        return torch.equal(packed_linear(torch.ones(2, 8, dtype=dtype), probe, None), torch.ones(2, 8, dtype=dtype))
+        ones = torch.ones(2, 8, dtype=dtype)
+        probe = packed_linear(ones, pack(torch.eye(8, dtype=dtype)), None, gelu=True)
+        return torch.allclose(probe.float(), F.gelu(ones.float(), approximate="tanh"), atol=0.01)
     except (AttributeError, RuntimeError, NotImplementedError):  # operators that this build lacks
         return False
 
 
+Layers = Sequence[tuple[int, Callable[[Tensor], Tensor]]]  # width of the input, and the layer
+
+
 @torch.inference_mode()
-def packed_is_faster(layers: list[nn.Linear], rows: tuple[int, ...] = (1, 32), repeats: int = 7) -> bool:
-    """Time one layer of each shape plain and packed, in turn, on 1 row (decode) and on 32 (a batch); the smaller sum
-    of medians over all layers wins."""
-    shapes = {layer.weight.shape: layer for layer in layers}
-    total = {"plain": 0.0, "packed": 0.0}
-    for shape, layer in shapes.items():
-        packed = pack(layer.weight)
-        alike = sum(other.weight.shape == shape for other in layers)
-        for count in rows:
-            x = torch.randn(count, layer.in_features, dtype=layer.weight.dtype)
-            times: dict[str, list[float]] = {"plain": [], "packed": []}
-            for _ in range(repeats + 1):  # the first round warms up
+def faster(first: Layers, second: Layers, rows: Sequence[int], dtype: torch.dtype, repeats: int = 5) -> bool:
+    """Whether `second` takes less time than `first` on inputs of so many rows: sums of medians, run in turn.
+
+    All layers run once, one after the other, as in a model: one layer again and again would be read from the cache.
+    """
+    gain = 0.0
+    for count in rows:
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(repeats + 1):  # the first round warms up
+            for layers, taken in zip((first, second), times, strict=True):
+                inputs = [torch.ones(count, width, dtype=dtype) for width, _ in layers]
                 started = time.perf_counter()
-                F.linear(x, layer.weight, layer.bias)
-                between = time.perf_counter()
-                packed_linear(x, packed, layer.bias)
-                times["plain"].append(between - started)
-                times["packed"].append(time.perf_counter() - between)
-            for name, values in times.items():
-                total[name] += alike * statistics.median(values[1:])
-    return total["packed"] < total["plain"]
+                for x, (_, layer) in zip(inputs, layers, strict=True):
+                    layer(x)
+                taken.append(time.perf_counter() - started)
+        gain += statistics.median(times[0][1:]) - statistics.median(times[1][1:])
+    return gain > 0
+
+
+def followed_by_gelu(model: nn.Module) -> dict[str, str]:
+    """Names of linear layers whose next sibling is GPT-2's GELU, with the name of that GELU."""
+    found = {}
+    for prefix, module in model.named_modules():
+        children = list(module.named_children())
+        for (name, layer), (following, activation) in zip(children, children[1:], strict=False):
+            if isinstance(layer, nn.Linear) and isinstance(activation, nn.GELU) and activation.approximate == "tanh":
+                found[f"{prefix}.{name}".lstrip(".")] = f"{prefix}.{following}".lstrip(".")
+    return found
 
 
 def optimize(model: nn.Module, mode: str = "auto") -> str:
@@ -108,8 +157,18 @@ def optimize(model: nn.Module, mode: str = "auto") -> str:
                 f"{str(dtype).removeprefix('torch.')} on {device.type}: use --linear auto."
             )
         return "plain"
-    if mode == "auto" and not packed_is_faster(list(layers.values())):
+    gelus = followed_by_gelu(model)
+    packed = {name: PackedLinear(layer, by_rows=True, gelu=name in gelus) for name, layer in layers.items()}
+    plain = [(layer.in_features, layer) for layer in layers.values()]
+    always_packed = [(layer.in_features, layer.by_packed) for layer in packed.values()]
+    one_row_by_rows = [(layer.in_features, layer) for layer in packed.values()]
+    if mode == "auto" and not faster(plain, always_packed, (1, 32), dtype):
         return "plain"
-    for name, layer in layers.items():
-        model.set_submodule(name, PackedLinear(layer))
+    if not faster(always_packed, one_row_by_rows, (1,), dtype):
+        for layer in packed.values():
+            layer.rows = None
+    for name, layer in packed.items():
+        model.set_submodule(name, layer)
+        if name in gelus:
+            model.set_submodule(gelus[name], nn.Identity())
     return "packed"

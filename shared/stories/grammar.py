@@ -92,6 +92,8 @@ def insert_synonyms(text: str, synonyms: str) -> str:
     """Turn every phrase that opens a line of `synonyms` into `[phrase|other|...]`, wherever it stands in `text`."""
     lines = [line.split(" | ") for line in synonyms.splitlines() if line and not line.startswith("#")]
     marked = {options[0]: "[" + "|".join(options) + "]" for options in lines}
+    if not marked:
+        return text
     longest_first = sorted(marked, key=len, reverse=True)
     pattern = r'(?<!["\w{.])(?:' + "|".join(map(re.escape, longest_first)) + r")(?![\w-])"
     return re.sub(pattern, lambda match: marked[match.group()], text)

@@ -1,0 +1,85 @@
+"""Packed linear layers: the plain layer's results, and the plain layer wherever packing cannot be had."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shared import linear
+from shared.errors import UserError
+from shared.parity import random_prompt
+from shared.testing import SHAPES, random_checkpoint
+from stage01_forward.attention import Recompute
+from stage01_forward.model import load_model
+
+CPU = torch.device("cpu")
+needs_packing = pytest.mark.skipif(not linear.can_pack(CPU, torch.float32), reason="this build of PyTorch cannot pack")
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.05}
+
+
+@needs_packing
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("shape", [(7,), (1, 7), (3, 7), (2, 3, 7), (1, 1, 7), (33, 7)], ids=str)
+@torch.inference_mode()
+def test_packed_is_plain_to_rounding(shape, dtype, bias, by_rows, gelu):
+    torch.manual_seed(0)
+    plain = nn.Linear(7, 24, bias=bias).to(dtype)
+    x = torch.randn(shape).to(dtype)
+    expected = nn.functional.linear(x.float(), plain.weight.float(), plain.bias.float() if bias else None)
+    expected = nn.functional.gelu(expected, approximate="tanh") if gelu else expected
+    got = linear.PackedLinear(plain, by_rows, gelu)(x)
+    assert got.shape == expected.shape
+    assert (got.float() - expected).abs().max() <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize(("features", "count"), [(768, 8), (50257, 29), (2048, 8), (9, 9), (7, 0), (67, 0)])
+def test_parts_divide_or_there_are_none(features, count):
+    assert linear.parts(features) == count
+
+
+@needs_packing
+@torch.inference_mode()
+def test_a_whole_model_says_the_same_packed():
+    """In a batch of rows and in one row; the GELU moves into the layer before it."""
+    checkpoint = random_checkpoint(SHAPES["wide"], spread=1.0)
+    plain, packed = load_model(checkpoint), load_model(checkpoint)
+    assert linear.optimize(packed, "packed") == "packed"
+    assert not [module for module in packed.modules() if isinstance(module, nn.Linear | nn.GELU)]
+    for length in (1, 30):
+        ids = torch.tensor(random_prompt(length, checkpoint.config, "linear"))
+        hidden = [model(ids, torch.arange(length), Recompute().attend) for model in (plain, packed)]
+        assert (hidden[0] - hidden[1]).abs().max() < 1e-4
+        assert (plain.logits(hidden[0]) - packed.logits(hidden[1])).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["auto", "plain"])
+def test_float64_stays_plain_to_the_last_bit(mode, tiny):
+    model = load_model(tiny, dtype=torch.float64)
+    assert linear.optimize(model, mode) == "plain"
+    assert isinstance(model.lm_head, nn.Linear)
+
+
+def test_what_cannot_be_had_is_said(tiny):
+    model = load_model(tiny, dtype=torch.float64)
+    with pytest.raises(UserError, match="float64 on cpu"):
+        linear.optimize(model, "packed")
+    with pytest.raises(UserError, match="auto, plain, packed"):
+        linear.optimize(model, "fast")
+
+
+def test_the_faster_way_is_found_by_measuring():
+    slow = torch.randn(300, 300)
+    lazy = [(4, lambda x: [slow @ slow for _ in range(20)][0])]
+    quick = [(4, lambda x: x)]
+    assert linear.faster(lazy, quick, (1,), torch.float32)
+    assert not linear.faster(quick, lazy, (1,), torch.float32)
+
+
+def test_only_gpt2s_gelu_right_behind_a_linear_layer_is_moved():
+    exact, tanh = nn.GELU(), nn.GELU(approximate="tanh")
+    assert linear.followed_by_gelu(nn.Sequential(nn.Linear(2, 2), exact, nn.Linear(2, 2), tanh)) == {"2": "3"}
+    assert linear.followed_by_gelu(nn.Sequential(nn.Linear(2, 2), nn.Identity(), tanh)) == {}
