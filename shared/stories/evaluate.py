@@ -25,6 +25,7 @@ from ..errors import UserError
 from . import grammar
 
 TEMPERATURE = 0.8
+TOP_P = 0.95  # what servers commonly add; without it every tail of every distribution is drawn from, too
 LONGEST_STORY = 600  # tokens; the grammar's longest are under 500
 
 
@@ -71,7 +72,7 @@ def far_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
     return {"tokens": tokens, "cross_entropy": nats / tokens, "floor": floor / tokens, "excess": nats / floor - 1}
 
 
-def sampled(model: Any, tokenizer: Any, count: int, batch: int = 50) -> dict[str, Any]:
+def sampled(model: Any, tokenizer: Any, count: int, top_p: float, batch: int = 50) -> dict[str, Any]:
     """Sample `count` stories and count those that the grammar can read; keep the first three that it cannot."""
     torch.manual_seed(0)
     end = tokenizer.eos_token_id
@@ -79,7 +80,7 @@ def sampled(model: Any, tokenizer: Any, count: int, batch: int = 50) -> dict[str
     for _ in tqdm(range(count // batch), unit="batch", desc="sampling"):
         prompt = torch.full((batch, 1), end)
         rows = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=TEMPERATURE, top_k=0,
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=top_p,
             max_new_tokens=LONGEST_STORY, pad_token_id=end,
         )  # fmt: skip
         texts += [tokenizer.decode(row[1:], skip_special_tokens=True) for row in rows]
@@ -87,6 +88,7 @@ def sampled(model: Any, tokenizer: Any, count: int, batch: int = 50) -> dict[str
     return {
         "stories": len(texts),
         "temperature": TEMPERATURE,
+        "top_p": top_p,
         "straight": len(texts) - len(broken),
         "different": len(set(texts)),
         "broken": [{"text": text, "readable_until": text[: grammar.load().readable_until(text)][-60:]} for text in broken[:3]],
@@ -123,6 +125,7 @@ a grammar of {plots} plots, {variants} sentence variants and {words} words that 
 | above the floor | {excess:.1%} |
 | the same for stories that begin behind position 512 | {far_cross:.4f}, {far_excess:.1%} above their floor |
 | sampled at temperature {temperature}, everything straight from first line to last | {straight} of {sampled} stories |
+| the same with top-p {top_p} | {straight_top_p} of {sampled} stories |
 | trained on | {train_tokens:,} tokens, every story new, {steps:,} steps |
 | training time | {minutes:.0f} minutes, {threads} threads ({processor}) |
 
@@ -159,7 +162,8 @@ def write_card(folder: Path, evaluation: dict[str, Any], training: dict[str, Any
         words=sum(map(len, source.words.values())), nats=floor["nats"], error=floor["standard_error"],
         per_token=floor["nats_per_token"], draws=floor["stories"], held=held["stories"], held_tokens=held["tokens"],
         cross=held["cross_entropy"], floor=held["floor"], excess=held["excess"], far_cross=far["cross_entropy"],
-        far_excess=far["excess"], temperature=told["temperature"], straight=told["straight"], sampled=told["stories"],
+        far_excess=far["excess"], temperature=told["temperature"], straight=told["straight"],
+        top_p=TOP_P, straight_top_p=evaluation["sampled_top_p"]["straight"], sampled=told["stories"],
         train_tokens=training["tokens"], steps=training["steps"], minutes=training["seconds"] / 60, threads=training["threads"],
         processor=training["processor"], command=training["command"], torch=training["torch"],
         transformers=training["transformers"], example=told["example"].replace("\n", "\n>\n> "),
@@ -189,7 +193,8 @@ def main(argv: list[str] | None = None) -> None:
             "entropy": entropy_facts(tokenizer),
             "held_out": held_out(model, tokenizer, options.stories),
             "far_out": far_out(model, tokenizer, options.stories // 10),
-            "sampled": sampled(model, tokenizer, 200),
+            "sampled": sampled(model, tokenizer, 200, top_p=1.0),
+            "sampled_top_p": sampled(model, tokenizer, 200, top_p=TOP_P),
         }
     evaluation["seconds"] = round(time.perf_counter() - started, 1)
     (options.folder / "evaluation.json").write_text(json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
