@@ -252,7 +252,7 @@ def forward_chart(results: dict[str, Any]) -> Any:
     }
     series["machine's limit"] = [predicted_pass(results, "float32", row["tokens"]) * 1e3 for row in rows]
     return draw.lines(
-        "A pass costs the same for 1 token and for 8; then each token costs",
+        "Eight tokens in one pass cost less than two passes of one token",
         "tokens in the pass (GPT-2 124M shape, float32)",
         "milliseconds",
         [row["tokens"] for row in rows],
