@@ -35,6 +35,9 @@ PRODUCTS = {
     "mkldnn::_linear_pointwise": (0, 1, True),
 }
 
+# A weight cut into pieces by rows, for a single row of x (linear.one_row): operator -> place of the pieces (P, out / P, in).
+BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}
+
 
 @dataclass
 class Total:
@@ -113,6 +116,8 @@ def _classify(operator: str, shapes: list[list[int]]) -> tuple[str, tuple[int, i
     """The kind of an operator; for a product with a weight also its (in, out) and the rows that are multiplied."""
     if "attention" in operator:
         return "attention", None, 0
+    if operator in BATCHED and len(pieces := shapes[BATCHED[operator]]) == 3 and shapes[BATCHED[operator] + 1][-1] == 1:
+        return "matrix-vector", (pieces[2], pieces[0] * pieces[1]), 1
     if operator not in PRODUCTS:
         return "other", None, 0
     x_at, weight_at, out_first = PRODUCTS[operator]
