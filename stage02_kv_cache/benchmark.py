@@ -153,9 +153,9 @@ def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
     big, small = checkpoint.load("gpt2", random_weights=True), checkpoint.load("stories")
     limits = measure.limits(refresh=True)
     growth_most = {"gpt2": 60 if quick else max(GROWTH), "stories": 200 if quick else max(GROWTH)}
-    growth_repeats = {"gpt2": 1 if quick else 3, "stories": 1 if quick else 3}
+    growth_repeats = {"gpt2": 1 if quick else 2, "stories": 1 if quick else 3}
     lengths, prompt_count, prompt_repeats = ((64,), 10, 1) if quick else (PROMPTS, 50, 2)
-    null_repeats, peer_count, peer_repeats = (3, 16, 2) if quick else (5, 128, 5)
+    null_repeats, peer_count, peer_repeats = (3, 16, 2) if quick else (5, 128, 3)
     total = len(DTYPES) * (
         2 * sum(growth_repeats.values()) + 2 * 2 * len(lengths) * prompt_repeats + 9 * (peer_repeats + 1)
         + 2 * len(NULL_PROMPTS) * null_repeats
