@@ -10,10 +10,12 @@ class StepRecord:
     """One forward pass: how many sequences took part, and how many tokens went through it.
 
     `prefill_tokens` are prompt tokens computed in this pass, `decode_tokens` are tokens generated earlier that this
-    pass computes. `seconds` covers the pass and the sampling after it.
+    pass computes. `seconds` covers the pass and the sampling after it. `wasted_tokens` went through the model for
+    nobody: the padding of short prompts, and rows that had ended.
     """
 
     rows: int
     prefill_tokens: int
     decode_tokens: int
     seconds: float
+    wasted_tokens: int = 0

@@ -30,12 +30,17 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop": end-of-text or a stop token; "length": max_tokens or the context is full
     logprobs: list[Logprobs] = field(default_factory=list)
+    error: str | None = None  # engines that run several requests at once report a bad one here ("error"); the others go on
 
     def append(self, token: Token) -> None:
         self.token_ids.append(token.id)
         self.finish_reason = token.finish_reason
         if token.logprobs is not None:
             self.logprobs.append(token.logprobs)
+
+    def fail(self, error: UserError) -> None:
+        """End with the reason "error"."""
+        self.finish_reason, self.error = "error", str(error)
 
 
 def check_request(prompt: Sequence[int], params: SamplingParams, config: Config) -> None:

@@ -1,0 +1,76 @@
+"""The KV cache of a batch: a row for each sequence, and all rows write the same column.
+
+Prompts differ in length, and a tensor is a rectangle. So short prompts are padded on the left, and their last tokens stand
+in one column: the next token of every row goes into the next column. Two things undo the padding. Positions are counted
+from a row's first real token, and a mask hides what lies before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shared.checkpoint import Config
+
+from .attention import masked_attention
+
+
+class PaddedCache:
+    """Keys and values of B sequences: `kv` is (layers, 2, B, H, columns, D), and `length` columns are filled.
+
+    prompt_lengths: the real tokens of each row; row b begins behind `padding[b]` columns that hold nothing.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompt_lengths: Sequence[int],
+        columns: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.columns, self.last_position = columns, config.n_positions - 1
+        shape = (config.n_layer, 2, len(prompt_lengths), config.n_head, columns, config.head_dim)
+        self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        self.padding = torch.tensor([max(prompt_lengths) - length for length in prompt_lengths], device=device)  # (B,)
+        self.length = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory taken: 2 * layers * C * bytes a number, for each of rows * columns."""
+        return self.kv.nbytes
+
+    def extend(self, count: int) -> PaddedAttention:
+        """Take the next `count` columns, and return the attention of the forward pass that fills them."""
+        if count < 1 or self.length + count > self.columns:
+            raise ValueError(f"cannot add {count} columns: {self.length} of {self.columns} are taken")
+        start, self.length = self.length, self.length + count
+        return PaddedAttention(self.kv, self.padding, start, self.length, self.last_position)
+
+
+class PaddedAttention:
+    """Attention of one forward pass over the columns start..end-1 of every row.
+
+    What is the same in every layer (the columns, the positions, the mask) is worked out here, once a pass.
+    """
+
+    def __init__(self, kv: Tensor, padding: Tensor, start: int, end: int, last_position: int) -> None:
+        self.new = kv[:, :, :, :, start:end]  # (layers, 2, B, H, T, D): where this pass writes
+        self.seen = kv[:, :, :, :, :end]  # (layers, 2, B, H, end, D): what it reads; views, nothing is copied
+        columns = torch.arange(end, device=kv.device)
+        queries = columns[start:, None]  # (T, 1): the columns of this pass
+        # Known elsewhere as "cumulative sum of the mask, minus one". A column of padding has no position, and neither has
+        # a row that ended at the end of the context and stays in the batch: any valid number will do for them.
+        self.positions = (columns[start:] - padding[:, None]).clamp(0, last_position)  # (B, T)
+        real = columns >= padding[:, None, None]  # (B, 1, end): the columns that hold a token
+        # A query of padding would see nothing, and the softmax of nothing is NaN, which spreads: let it see itself.
+        self.mask = ((columns <= queries) & real | (columns == queries))[:, None]  # (B, 1, T, end), 1 for all heads
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v of the new columns (B, T, H, D) -> (B, T, H, D)."""
+        self.new[layer, 0] = k.transpose(1, 2)  # (B, T, H, D) -> (B, H, T, D)
+        self.new[layer, 1] = v.transpose(1, 2)
+        keys, values = self.seen[layer]  # each (B, H, end, D)
+        return masked_attention(q.transpose(1, 2), keys, values, self.mask).transpose(1, 2)

@@ -1,0 +1,109 @@
+"""Stage 03: the engine for a static batch. One pass serves all rows, and the batch ends when its last row ends.
+
+Prompts are taken `max_batch` at a time. A row that has ended stays where it is, and its share of each pass is wasted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shared.errors import UserError
+from shared.records import StepRecord
+from stage01_forward.generation import Output, Sampling, Token, check_request, finish_reason, sampling_per_prompt
+from stage01_forward.model import GPT2
+from stage01_forward.sampling import SamplingParams, sample
+
+from .cache import PaddedCache
+
+
+class Engine:
+    """Generates with `model`, `max_batch` prompts at a time. `eos_id` None: the one of the model's config."""
+
+    def __init__(self, model: GPT2, eos_id: int | None = None, max_batch: int = 64) -> None:
+        if max_batch < 1:
+            raise UserError(f"A batch holds at least 1 prompt, not {max_batch}.")
+        self.model = model
+        self.eos_id = model.config.eos_token_id if eos_id is None else eos_id
+        self.steps: list[StepRecord] = []  # one a forward pass, of the last call
+        self.max_batch = max_batch
+        self.cache_bytes = 0  # of the largest cache of the last call
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
+        """Continue every prompt (token ids) to its end. An unfit prompt ends with the reason "error"; the others go on.
+
+        Raises UserError if there is no prompt at all.
+        """
+        outputs = [Output(list(prompt)) for prompt in prompts]
+        for _ in self.run(outputs, sampling):
+            pass
+        return outputs
+
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
+        """Continue one prompt, each token as soon as it is there; the last one carries the finish reason."""
+        check_request(prompt, sampling, self.model.config)
+        for _, token in self.run([Output(list(prompt))], sampling):
+            yield token
+
+    def run(self, outputs: Sequence[Output], sampling: Sampling) -> Iterator[tuple[int, Token]]:
+        """Fill `outputs`, which hold their prompts, and yield each token with its place among them as soon as it is there."""
+        params = sampling_per_prompt([output.prompt_ids for output in outputs], sampling)
+        if not outputs:
+            raise UserError("There are no prompts: give at least one.")
+        self.steps, self.cache_bytes = [], 0
+        fit = []
+        for place, (output, each) in enumerate(zip(outputs, params, strict=True)):
+            try:
+                check_request(output.prompt_ids, each, self.model.config)
+                fit.append(place)
+            except UserError as error:
+                output.fail(error)
+        for start in range(0, len(fit), self.max_batch):
+            batch = fit[start : start + self.max_batch]
+            for row, token in self._tokens([outputs[place] for place in batch], [params[place] for place in batch]):
+                outputs[batch[row]].append(token)
+                yield batch[row], token
+
+    def _tokens(self, outputs: list[Output], params: list[SamplingParams]) -> Iterator[tuple[int, Token]]:
+        prompts = [output.prompt_ids for output in outputs]
+        lengths = [len(prompt) for prompt in prompts]
+        output_ids: list[list[int]] = [[] for _ in prompts]
+        generators = [each.generator() for each in params]
+        config, width = self.model.config, max(lengths)
+        # The last token of an answer is never run, so it needs no column.
+        answers = [min(each.max_tokens, config.n_positions - length) for each, length in zip(params, lengths, strict=True)]
+        cache = PaddedCache(config, lengths, width + max(answers) - 1, self.model.dtype, self.model.device)
+        self.cache_bytes = max(self.cache_bytes, cache.bytes)
+        fresh = [[0] * (width - len(prompt)) + prompt for prompt in prompts]  # B rows of T ids; any id may stand for padding
+        alive = list(range(len(prompts)))  # the rows that have not ended
+        while alive:
+            started = time.perf_counter()
+            logits = self._forward(fresh, cache, alive)  # (rows alive, V)
+            ids, logprobs = sample(
+                logits,
+                [params[row] for row in alive],
+                [(prompts[row], output_ids[row]) for row in alive],
+                [generators[row] for row in alive],
+                self.eos_id,
+            )
+            tokens = []
+            for row, token_id, each in zip(alive, ids.tolist(), logprobs, strict=True):
+                output_ids[row].append(token_id)
+                reason = finish_reason(output_ids[row], lengths[row], params[row], config, self.eos_id)
+                tokens.append((row, Token(token_id, each, reason)))
+            prefill, decode = (sum(lengths), 0) if cache.length == width else (0, len(alive))
+            wasted = len(fresh) * len(fresh[0]) - prefill - decode
+            self.steps.append(StepRecord(len(alive), prefill, decode, time.perf_counter() - started, wasted))
+            alive = [row for row, token in tokens if token.finish_reason is None]
+            fresh = [each[-1:] for each in output_ids]  # (B, 1); a row that has ended runs its last token again and again
+            yield from tokens
+
+    @torch.inference_mode()
+    def _forward(self, ids: list[list[int]], cache: PaddedCache, alive: list[int]) -> torch.Tensor:
+        """Logits (rows alive, V) for the token after `ids` (B, T), which follow what the cache holds."""
+        tokens = torch.tensor(ids, device=self.model.device)  # (B, T)
+        attention = cache.extend(tokens.shape[1])
+        hidden = self.model(tokens, attention.positions, attention.attend)  # (B, T) -> (B, T, C)
+        return self.model.logits(hidden[alive, -1])  # (rows alive, C) -> (rows alive, V)
