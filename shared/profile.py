@@ -23,7 +23,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch: its profiler ann
 import torch
 from torch.profiler import ProfilerActivity
 
-from . import cli, measure, stages
+from . import cli, linear, measure, stages
 from .errors import UserError
 
 # Products with a weight: operator -> (place of x, place of the weight, whether the weight is (out, in)).
@@ -126,7 +126,9 @@ def _classify(operator: str, shapes: list[list[int]]) -> tuple[str, tuple[int, i
         return "other", None, 0
     count = math.prod(x[:-1])
     size = (weight[1], weight[0]) if out_first else (weight[0], weight[1])
-    return "matrix-vector" if count == 1 else "matrix-matrix", size, count
+    # The packed layer runs a single row with three rows of zeros below it (linear.FEWEST_ROWS).
+    few = linear.FEWEST_ROWS if operator.startswith("mkldnn") else 1
+    return "matrix-vector" if count <= few else "matrix-matrix", size, count
 
 
 def table(found: list[dict[str, Any]]) -> str:
