@@ -75,8 +75,8 @@ def compare(told: dict[str, list[Told]], prompts: Sequence[Sequence[int]], oracl
             for prompt, want, have in zip(prompts, told[first], told[name], strict=True):
                 same = (want.token_ids, want.finish_reason) == (have.token_ids, have.finish_reason)
                 # Only after a difference ask the first stage how sure it was: asking takes time, which would count as its own.
-                expected = want if same else oracle.generate([prompt], replace(sampling, logprobs=2))[0]
-                parity.compare("tour", [expected], [have], parity.NEAR_TIE[oracle.model.dtype], found)
+                expected = want if same else oracle.generate([prompt], replace(sampling, logprobs=parity.LIKELIEST))[0]
+                parity.compare("tour", [expected], [have], oracle.model.dtype, found)
             print(f"{name} against {first}: {found}")
         except parity.ParityError as error:
             print(f"{name} against {first}: DIFFERENT, {error}")

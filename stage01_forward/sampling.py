@@ -63,7 +63,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_integer("max_tokens", self.max_tokens, low=1)
         _check_number("temperature", self.temperature, "from 0 to 2", lambda value: 0 <= value <= 2)
-        _check_integer("top_k", self.top_k, low=-1, hint="; 0 turns it off")
+        _check_integer("top_k", self.top_k, low=-1, hint=" (0 turns it off)")
         _check_number("top_p", self.top_p, "above 0 and at most 1", lambda value: 0 < value <= 1)
         _check_number("min_p", self.min_p, "from 0 to 1", lambda value: 0 <= value <= 1)
         # vLLM takes any positive number here; far out ones turn scores into infinities, so they stop at 100 times.
@@ -71,21 +71,21 @@ class SamplingParams:
         _check_number("presence_penalty", self.presence_penalty, "from -2 to 2", lambda value: -2 <= value <= 2)
         _check_number("frequency_penalty", self.frequency_penalty, "from -2 to 2", lambda value: -2 <= value <= 2)
         if not isinstance(self.logit_bias, Mapping):
-            raise UserError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+            raise UserError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}.")
         for token, bias in self.logit_bias.items():
-            _check_integer("a token id in logit_bias", token, low=0)
+            _check_integer("A token id in logit_bias", token, low=0)
             _check_number(f"logit_bias of token {token}", bias, "from -100 to 100", lambda value: -100 <= value <= 100)
         if self.seed is not None:
             _check_integer("seed", self.seed, low=-(2**63), high=2**63 - 1)
         if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Sequence):
-            raise UserError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
+            raise UserError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}.")
         for token in self.stop_token_ids:
-            _check_integer("a token id in stop_token_ids", token, low=0)
+            _check_integer("A token id in stop_token_ids", token, low=0)
         if not isinstance(self.ignore_eos, bool):
-            raise UserError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+            raise UserError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
         _check_integer("min_tokens", self.min_tokens, low=0)
         if self.min_tokens > self.max_tokens:
-            raise UserError(f"min_tokens must be at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}")
+            raise UserError(f"min_tokens must be at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}.")
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, low=0)
         # Own copies: what the caller does to his list or dictionary afterwards must not change a checked object.
@@ -106,8 +106,8 @@ class SamplingParams:
         """Raise UserError if an option names a token, or a number of tokens, that a model of this size does not have."""
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
-                _check_integer(f"a token id in {name}", token, low=0, high=vocab_size - 1, hint=" for this model")
-        _check_integer("top_k", self.top_k, low=-1, high=vocab_size, hint=" for this model; 0 turns it off")
+                _check_integer(f"A token id in {name}", token, low=0, high=vocab_size - 1, hint=" for this model")
+        _check_integer("top_k", self.top_k, low=-1, high=vocab_size, hint=" for this model (0 turns it off)")
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, low=0, high=vocab_size, hint=" for this model")
 
@@ -130,6 +130,7 @@ class Logprobs:
 
     token: float  # of the token that was taken
     top: list[tuple[int, float]]  # (id, logprob) of the likeliest, best first; a tie goes to the lower id
+    highest: float  # the highest logit itself: logarithms of probabilities hide how large logits are
 
 
 def sample(
@@ -226,7 +227,7 @@ def _flat(*sequences: Ids) -> tuple[Tensor, Tensor]:
 
 def _best(scores: Tensor) -> Tensor:
     """The id of the highest of scores (r, V); of equal ones the lowest. (r,) on the CPU."""
-    ids = scores.argmax(-1)
+    ids = _wide(scores).argmax(-1)  # on a CPU, argmax in bfloat16 takes four times as long as in float32
     _check_finite(scores.gather(1, ids[:, None]))
     return ids.cpu()
 
@@ -353,7 +354,8 @@ def _logprobs(logits: Tensor, params: Sequence[SamplingParams], tokens: Tensor) 
     rows = list(wanted)
     scores = _wide(_take(logits, rows))
     weights = _weights(scores, [1.0] * len(rows))
-    log_total = scores.amax(-1).cpu().double() + _running_sums(weights)[:, -1].log()  # (n,)
+    highest = scores.amax(-1).cpu().double()  # (n,)
+    log_total = highest + _running_sums(weights)[:, -1].log()  # (n,)
     taken = scores.gather(1, tokens[rows, None].to(scores.device))[:, 0].cpu().double() - log_total
     counts = [min(count, scores.shape[1]) for count in wanted.values()]
     limits = _kth_largest(weights, [max(count, 1) for count in counts])
@@ -365,7 +367,7 @@ def _logprobs(logits: Tensor, params: Sequence[SamplingParams], tokens: Tensor) 
             values, order = scores[place, ids].cpu().sort(descending=True, stable=True)
             logprobs = values[:count].double() - log_total[place]
             top = list(zip(ids.cpu()[order[:count]].tolist(), logprobs.tolist(), strict=True))
-        answers[row] = Logprobs(float(taken[place]), top)
+        answers[row] = Logprobs(float(taken[place]), top, float(highest[place]))
     return answers
 
 
@@ -390,22 +392,22 @@ def _column(like: Tensor, values: Sequence[float]) -> Tensor:
 def _check_finite(largest: Tensor) -> None:
     if not bool(torch.isfinite(largest).all()):
         raise UserError(
-            "the model's scores are NaN or infinite, so there is no next token: "
-            "use another --dtype (float16 overflows easily), or check the weights, logit_bias and stop_token_ids"
+            "The model's scores are NaN or infinite, so there is no next token: "
+            "use another --dtype (float16 overflows easily), or check the weights, logit_bias and stop_token_ids."
         )
 
 
 def _check_integer(name: str, value: object, low: int, high: int | None = None, hint: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise UserError(f"{name} must be a whole number, got {value!r}")
+        raise UserError(f"{name} must be a whole number, got {value!r}.")
     if value < low or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise UserError(f"{name} must be {allowed}{hint}, got {value}")
+        raise UserError(f"{name} must be {allowed}{hint}, got {value}.")
 
 
 def _check_number(name: str, value: object, allowed: str, inside: Callable[[float], bool]) -> None:
     # NaN compares false with everything, so it is never inside.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UserError(f"{name} must be a number {allowed}, got {value!r}")
+        raise UserError(f"{name} must be a number {allowed}, got {value!r}.")
     if not inside(value):
-        raise UserError(f"{name} must be {allowed}, got {value}")
+        raise UserError(f"{name} must be {allowed}, got {value}.")

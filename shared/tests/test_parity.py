@@ -78,24 +78,48 @@ def test_one_wrong_token_is_refused(tiny_model):
 
 def test_a_sequence_that_ends_early_is_refused(tiny_model):
     oracle = stages.oracle(tiny_model)
-    params = stages.sampling_params()(max_tokens=8, logprobs=2)
+    params = stages.sampling_params()(max_tokens=8, logprobs=parity.LIKELIEST)
     expected = oracle.generate([[1, 2]], params)
     short = oracle.generate([[1, 2]], replace(params, max_tokens=7))
     with pytest.raises(parity.ParityError, match="token 7"):
-        parity.compare("short", expected, short, 1e-3, parity.Parity())
+        parity.compare("short", expected, short, torch.float32, parity.Parity())
 
 
-def test_a_near_tie_is_counted_and_a_clear_choice_is_not_excused(tiny_model):
+@pytest.mark.parametrize(
+    "dtype, highest, gap, tie",
+    [
+        (torch.float64, 20.0, 1e-12, False),
+        (torch.float32, 20.0, 0.0009, True),
+        (torch.float32, 20.0, 0.0011, False),
+        (torch.bfloat16, 31.0, 0.375, True),  # 3 steps of 1/8
+        (torch.bfloat16, 16.0, 0.5, False),
+        (torch.bfloat16, 15.9, 0.25, False),  # the same in steps of 1/16
+        (torch.bfloat16, -3.0, 0.05, True),
+        (torch.bfloat16, 3.0, 0.0625, False),
+        (torch.float16, 20.0, 0.06, True),
+        (torch.float16, 20.0, 0.0625, False),
+    ],
+)
+def test_a_near_tie_is_counted_and_a_clear_choice_is_not_excused(tiny_model, dtype, highest, gap, tie):
     oracle = stages.oracle(tiny_model)
-    params = stages.sampling_params()(max_tokens=8, logprobs=2)
+    params = stages.sampling_params()(max_tokens=8, logprobs=parity.LIKELIEST)
     expected, got = oracle.generate([[1, 2]], params), oracle.generate([[1, 2]], params)
-    got[0].token_ids[4] = expected[0].logprobs[4].top[1][0]
-    gap = expected[0].logprobs[4].top[0][1] - expected[0].logprobs[4].top[1][1]
-    found = parity.Parity()
-    parity.compare("tie", expected, got, gap * 1.01, found)
-    assert found.near_ties == [{"scenario": "tie", "row": 0, "token": 4, "gap": gap}]
-    with pytest.raises(parity.ParityError):
-        parity.compare("tie", expected, got, gap * 0.99, parity.Parity())
+    judged = expected[0].logprobs[4]
+    second, third = judged.top[1][0], judged.top[2][0]
+    judged.token, judged.highest = -1.0, highest
+    judged.top = [(judged.top[0][0], -1.0), (second, -1.0 - gap), (third, -9.0)]
+    got[0].token_ids[4] = second
+    if tie:
+        found = parity.Parity()
+        parity.compare("tie", expected, got, dtype, found)
+        assert found.near_ties == [{"scenario": "tie", "row": 0, "token": 4, "gap": pytest.approx(gap)}]
+    else:
+        with pytest.raises(parity.ParityError, match="sequence 0, token 4"):
+            parity.compare("tie", expected, got, dtype, parity.Parity())
+    for wrong in (third, next(i for i in range(101) if i not in dict(judged.top))):  # a tie of others is no excuse
+        got[0].token_ids[4] = wrong
+        with pytest.raises(parity.ParityError):
+            parity.compare("tie", expected, got, dtype, parity.Parity())
 
 
 # ---- elsewhere: a GPU, and real weights -----------------------------------------------------------------------------
