@@ -31,10 +31,11 @@ def limits_of(results: Mapping[str, Any]) -> measure.Limits:
 
 def limits_table(results: Mapping[str, Any]) -> str:
     machine, limits, torch_version = results["machine"], limits_of(results), results["versions"]["torch"]
+    cpus = f"{machine['cpus']} CPU{'s' if machine['cpus'] > 1 else ''}"
     rates = ", ".join(f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in limits.gflops.items())
     return (
         "| machine | threads | reads memory at | multiplies matrices at |\n|---|--:|--:|--:|\n"
-        f"| {machine['processor']}, {machine['cpus']} CPUs, {machine['memory_gib']:.0f} GiB, torch {torch_version} "
+        f"| {machine['processor']}, {cpus}, {machine['memory_gib']:.0f} GiB, torch {torch_version} "
         f"| {results['threads']} | {limits.bandwidth_gb_s:.0f} GB/s | {rates} |"
     )
 
@@ -47,15 +48,3 @@ def profile_table(found: Sequence[Mapping[str, Any]]) -> str:
         name = f"`{each['operator']}`"
         lines.append(f"| {each['share']:.0%} | {name} | {each['product'] or ''} | {each['kind']} | {rates[0]} | {rates[1]} |")
     return "\n".join(lines)
-
-
-def unsaved(configuration: Mapping[str, Any], results: Mapping[str, Any], limits: measure.Limits) -> dict[str, Any]:
-    """What `measure.save` would write of a run that is only shown, as far as tables need it."""
-    return {
-        "configuration": configuration,
-        "results": results,
-        "limits": vars(limits),
-        "machine": measure.machine(),
-        "versions": measure.versions(),
-        "threads": torch.get_num_threads(),
-    }

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from shared import benchmarks, checkpoint, cli, linear, measure, profile, roofline
 from shared import charts as draw
-from shared import checkpoint, cli, linear, measure, profile, roofline
-from shared.parity import NEAR_TIE, random_prompt
+from shared.parity import LIKELIEST, Parity, compare, random_prompt
 from shared.peers import transformers_greedy, transformers_model
-from shared.tables import label, limits_of, limits_table, median, milliseconds, profile_table, unsaved
+from shared.tables import label, limits_of, limits_table, median, milliseconds, profile_table
 
 from .attention import Recompute, explicit_attention, fused_attention
 from .engine import Engine
+from .generation import Output
 from .model import GPT2, load_model
 from .sampling import SamplingParams
 
@@ -47,17 +48,13 @@ def prove_logits(model: GPT2, peer: Any, ids: list[int], dtype: torch.dtype) -> 
 
 
 def prove_tokens(engine: Engine, peer: Any, prompt: list[int], count: int) -> dict[str, Any]:
-    """The engine's greedy tokens are `transformers`' up to the first near tie; raises AssertionError otherwise."""
-    (output,) = engine.generate([prompt], SamplingParams(max_tokens=count, ignore_eos=True, logprobs=2))
-    theirs = transformers_greedy(peer, prompt, count, use_cache=False)
-    for at, (mine, other) in enumerate(zip(output.token_ids, theirs, strict=True)):
-        if mine != other:
-            top = output.logprobs[at].top
-            gap = top[0][1] - top[1][1]
-            if gap >= NEAR_TIE[engine.model.dtype]:
-                raise AssertionError(f"token {at}: {mine} against transformers' {other}, with a gap of {gap}")
-            return {"tokens": count, "equal": at, "gap": gap}
-    return {"tokens": count, "equal": count, "gap": None}
+    """The engine's greedy tokens are `transformers`' up to the first near tie; raises ParityError otherwise."""
+    (output,) = engine.generate([prompt], SamplingParams(max_tokens=count, ignore_eos=True, logprobs=LIKELIEST))
+    theirs = Output(prompt, transformers_greedy(peer, prompt, count, use_cache=False), output.finish_reason)
+    found = Parity()
+    compare("transformers", [output], [theirs], engine.model.dtype, found)
+    parted = found.near_ties[0] if found.near_ties else {"token": count, "gap": None}
+    return {"tokens": count, "equal": parted["token"], "gap": parted["gap"]}
 
 
 def measure_forward(shape: checkpoint.Checkpoint, lengths: tuple[int, ...], repeats: int, bar: tqdm) -> list[dict[str, Any]]:
@@ -288,21 +285,8 @@ def headline(results: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.Parser(
-        "stage01_forward.benchmark",
-        "Measures the forward pass and the naive engine on this machine's CPU, after proving that they are right.",
-        "  python -m stage01_forward.benchmark --quick\n  python -m stage01_forward.benchmark && python -m shared.report",
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer repeats, about a minute; the tables are shown and not kept")
-    options = parser.parse_args(argv)
-    configuration, results, limits = run(options.quick)
-    if options.quick:
-        for name, text in tables(unsaved(configuration, results, limits)).items():
-            print(f"\n{name}\n\n{text}")
-        return
-    path = measure.results_file(STAGE)
-    measure.save(path, STAGE, configuration, results, seed=0, limits=limits)
-    print(f"Written: {path.relative_to(measure.ROOT).as_posix()}. Next: python -m shared.report")
+    about = "Measures the forward pass and the naive engine on this machine's CPU, after proving that they are right."
+    benchmarks.main(STAGE, about, run, tables, argv)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from shared import benchmarks, checkpoint, cli, linear, measure, profile, roofline
 from shared import charts as draw
-from shared import checkpoint, cli, linear, measure, profile, roofline
-from shared.parity import NEAR_TIE, random_prompt
+from shared.parity import near_tie, random_prompt
 from shared.peers import transformers_greedy, transformers_model
-from shared.tables import label, limits_of, limits_table, median, milliseconds, profile_table, unsaved
+from shared.tables import label, limits_of, limits_table, median, milliseconds, profile_table
 from stage01_forward.attention import Recompute
 from stage01_forward.engine import Engine as NaiveEngine
 from stage01_forward.model import GPT2, load_model
@@ -56,15 +56,16 @@ def prove(model: GPT2, prompt: list[int], answer: list[int]) -> dict[str, Any]:
     """
     ids = torch.tensor([*prompt, *answer[:-1]])
     hidden = model(ids, torch.arange(len(ids)), Recompute().attend)[len(prompt) - 1 :]  # (answer, C)
-    gaps = []
+    gaps: list[float] = []
     for rows, taken in zip(hidden.split(128), torch.tensor(answer).split(128), strict=True):
         logits = model.logits(rows).float()
-        best = logits.amax(-1)
-        gaps += (best - logits.gather(1, taken[:, None])[:, 0])[logits.argmax(-1) != taken].tolist()
-    widest = max(gaps, default=0.0)
-    if widest >= NEAR_TIE[model.dtype]:
-        raise AssertionError(f"the cached engine took a token whose logit lies {widest:.3g} below the best")
-    return {"tokens": len(answer), "near_ties": len(gaps), "widest_gap": widest}
+        best, differs = logits.amax(-1), logits.argmax(-1) != taken
+        below = best - logits.gather(1, taken[:, None])[:, 0]  # (rows,)
+        for highest, gap in zip(best[differs].tolist(), below[differs].tolist(), strict=True):
+            if gap >= near_tie(model.dtype, highest):
+                raise AssertionError(f"the cached engine took a token whose logit lies {gap:.3g} below the best, {highest:.3g}")
+            gaps.append(gap)
+    return {"tokens": len(answer), "near_ties": len(gaps), "widest_gap": max(gaps, default=0.0)}
 
 
 def measure_growth(shape: checkpoint.Checkpoint, dtype: torch.dtype, most: int, repeats: int, bar: tqdm) -> dict[str, Any]:
@@ -211,7 +212,8 @@ def predicted_seconds(results: dict[str, Any], model: str, dtype: str, prompt: i
 def proof_text(proof: dict[str, Any]) -> str:
     if not proof["near_ties"]:
         return f"all {proof['tokens']}"
-    return f"all {proof['tokens']} but {proof['near_ties']} near ties (gap up to {proof['widest_gap']:.1g})"
+    ties = f"{proof['near_ties']} near tie{'s' if proof['near_ties'] > 1 else ''}"
+    return f"all {proof['tokens']} but {ties} (gap up to {proof['widest_gap']:.1g})"
 
 
 def answer_seconds(row: dict[str, Any], name: str, count: int) -> list[float]:
@@ -370,11 +372,9 @@ def memory_chart(results: dict[str, Any]) -> Any:
     config = shape_of("gpt2")
     positions = [0, 256, 512, 768, 1024]
     weights = config.parameter_count * 4 / 1e6
-    kept = {
-        f"{label(dtype)} cache": [config.kv_bytes_per_token(dtype) * at / 1e6 for at in positions] for dtype in reversed(DTYPES)
-    }
+    kept = {f"{label(dtype)} cache": [config.kv_bytes_per_token(dtype) * at / 1e6 for at in positions] for dtype in DTYPES}
     return draw.lines(
-        f"One sequence: up to 75 MB beside {weights:.0f} MB of weights",
+        f"One sequence: up to {kept['float32 cache'][-1]:.0f} MB beside {weights:.0f} MB of weights",
         "tokens of context (GPT-2 124M shape)",
         "MB of keys and values",
         positions,
@@ -398,21 +398,8 @@ def headline(results: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.Parser(
-        "stage02_kv_cache.benchmark",
-        "Measures the engine with and without KV cache on this machine's CPU, beside transformers, after comparing their tokens.",
-        "  python -m stage02_kv_cache.benchmark --quick\n  python -m stage02_kv_cache.benchmark && python -m shared.report",
-    )
-    parser.add_argument("--quick", action="store_true", help="a smaller grid in under two minutes; tables are shown and not kept")
-    options = parser.parse_args(argv)
-    configuration, results, limits = run(options.quick)
-    if options.quick:
-        for name, text in tables(unsaved(configuration, results, limits)).items():
-            print(f"\n{name}\n\n{text}")
-        return
-    path = measure.results_file(STAGE)
-    measure.save(path, STAGE, configuration, results, seed=0, limits=limits)
-    print(f"Written: {path.relative_to(measure.ROOT).as_posix()}. Next: python -m shared.report")
+    about = "Measures the engine with and without KV cache on this CPU, beside transformers, after comparing their tokens."
+    benchmarks.main(STAGE, about, run, tables, argv)
 
 
 if __name__ == "__main__":
