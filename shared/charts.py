@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 # From dark to light in even steps of lightness; the hues stay apart under the three kinds of colour-blindness (tested).
 COLOURS = ("#16213f", "#6f3f9a", "#c8501e", "#3aa6a0", "#e9b824")
@@ -176,6 +177,58 @@ def bars(
     return figure
 
 
+def roofline(
+    title: str,
+    note: str,
+    bandwidth: float,
+    peaks: Mapping[str, float],
+    points: Mapping[str, Sequence[tuple[float, float, str]]],
+) -> Figure:
+    """GFLOP/s over operations per byte, both axes logarithmic: what the machine allows, and what was measured below it.
+
+    note: stands behind the words below the chart, and says what the labels mean. bandwidth: GB/s. peaks: name, at most five
+    -> GFLOP/s. points: a name of `peaks` -> (operations per byte, GFLOP/s, label) each. The labels of every second name stand
+    above its points, those of the others below. ValueError if there are too many names, or points of a name without a peak.
+    """
+    _check({name: [peak] for name, peak in peaks.items()}, 1, None)
+    if unknown := set(points) - set(peaks):
+        raise ValueError(f"{min(unknown)!r} has points and no peak")
+    figure, axes = new_figure(title, f"operations per byte read ({note})", "GFLOP/s")
+    ridges = [peak / bandwidth for peak in peaks.values()]
+    places = ridges + [at for each in points.values() for at, _, _ in each]
+    left, right = min(places) / 3, max(places) * 1.5
+    with matplotlib.rc_context(_style()):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        ends = []
+        for number, (name, peak) in enumerate(peaks.items()):
+            colour, above = COLOURS[number], number % 2 == 1
+            roof = ([left, peak / bandwidth, right], [left * bandwidth, peak, peak])
+            axes.plot(*roof, color=colour, linestyle=LINES[number], linewidth=1.2)
+            ends.append((right, peak, f"{name}: {peak:,.0f} GFLOP/s", colour))
+            for at, rate, label in points.get(name, ()):
+                # Points of two names may meet: the later name's is larger and lies behind.
+                axes.plot(
+                    at, rate, color=colour, marker=MARKERS[number], markersize=6 + 2 * number, markeredgecolor="white",
+                    zorder=3 - 0.1 * number,
+                )  # fmt: skip
+                axes.annotate(
+                    label, (at, rate), (-4, 6) if above else (4, -6), textcoords="offset points", fontsize=9, color=colour,
+                    ha="right" if above else "left", va="bottom" if above else "top",
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # the roof may pass behind
+                )  # fmt: skip
+        axes.annotate(
+            f"memory: {bandwidth:,.0f} GB/s", (left, left * bandwidth), (10, 0), textcoords="offset points", fontsize=9, va="top"
+        )
+        axes.set_xlim(left, right)
+        _label_ends(figure, axes, ends)
+    return figure
+
+
 def render(figure: Figure) -> bytes:
     """The figure as SVG: the same bytes for the same figure and the same version of matplotlib."""
     target = io.BytesIO()
@@ -210,20 +263,21 @@ def _check(series: Mapping[str, Sequence[float]], length: int, spread: Spread | 
 
 
 def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write each line's name right of its end, moved up or down where two would overlap."""
+    """Write each line's name right of its end, moved up or down where two would overlap, and never up into the title."""
     figure.draw_without_rendering()  # lays the axes out, so that data can be told in pixels
-    right = axes.transAxes.transform((1, 0))[0]
+    right, top = axes.transAxes.transform((1, 1))
     gap = 13 * figure.dpi / 72  # points between two lines of text
     wanted = sorted((axes.transData.transform(end[:2])[1], end) for end in ends)
     heights: list[float] = []
     for height, _ in wanted:
         heights.append(max(height, heights[-1] + gap) if heights else height)
     shift = sum(height - want[0] for height, want in zip(heights, wanted, strict=True)) / len(wanted)
+    shift = max(shift, heights[-1] - top + gap / 2)
     for height, (own, (x, y, name, colour)) in zip(heights, wanted, strict=True):
         start = axes.transData.transform((x, y))[0]
         offset = (right - start + 8, height - shift - own)
         points = tuple(value * 72 / figure.dpi for value in offset)
         axes.annotate(
             name, (x, y), points, textcoords="offset points", va="center", color=INK, fontsize=9, annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 6},
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 6},
         )  # fmt: skip

@@ -27,8 +27,13 @@ def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: st
 
 def transformers_greedy(model: Any, prompt: list[int], count: int, use_cache: bool = True) -> list[int]:
     """`count` greedy tokens after `prompt`, by `generate` as a user would call it; end-of-text does not end it."""
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, use_cache=use_cache, pad_token_id=0
-    )
-    return out[0, len(prompt) :].tolist()
+    return transformers_batch(model, [prompt], count, use_cache)[0]
+
+
+def transformers_batch(model: Any, prompts: list[list[int]], count: int, use_cache: bool = True) -> list[list[int]]:
+    """`count` greedy tokens after each of `prompts`, all in one call of `generate`: padded on the left, padding masked."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])  # (B, T)
+    real = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])  # (B, T)
+    out = model.generate(ids, attention_mask=real, max_new_tokens=count, do_sample=False, use_cache=use_cache, pad_token_id=0)
+    return out[:, width:].tolist()

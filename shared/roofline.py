@@ -30,8 +30,22 @@ class Cost:
 
     def seconds(self, limits: Limits, dtype: torch.dtype) -> float:
         """The least time that a machine with these limits needs."""
-        rate = limits.gflops[str(dtype).removeprefix("torch.")] * 1e9
-        return max(self.flops / rate, self.bytes / (limits.bandwidth_gb_s * 1e9))
+        return max(self._computing(limits, dtype), self._reading(limits))
+
+    def bound(self, limits: Limits, dtype: torch.dtype) -> str:
+        """Which of the two takes longer: "memory" or "compute"."""
+        return "compute" if self._computing(limits, dtype) > self._reading(limits) else "memory"
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte read."""
+        return self.flops / self.bytes
+
+    def _computing(self, limits: Limits, dtype: torch.dtype) -> float:
+        return self.flops / (limits.gflops[str(dtype).removeprefix("torch.")] * 1e9)
+
+    def _reading(self, limits: Limits) -> float:
+        return self.bytes / (limits.bandwidth_gb_s * 1e9)
 
 
 def block_weights(config: Config) -> int:
@@ -39,14 +53,18 @@ def block_weights(config: Config) -> int:
     return 12 * config.n_embd**2 * config.n_layer
 
 
-def forward_cost(config: Config, dtype: torch.dtype, new: int, cached: int = 0, sampled: int = 1) -> Cost:
-    """One pass over `new` tokens of one sequence, `cached` tokens before them in a KV cache, logits for `sampled` rows.
+def forward_cost(
+    config: Config, dtype: torch.dtype, new: int, cached: int = 0, sampled: int | None = None, rows: int = 1
+) -> Cost:
+    """One pass over `rows` sequences alike: `new` tokens of each, `cached` tokens before them in a KV cache, and logits for
+    `sampled` tokens in all, by default one of each sequence.
 
-    Each weight is read once a pass and used for two operations a token. Attention costs 4 C operations for each pair of
-    a token and one that it sees, and reads the cached keys and values once.
+    Each weight is read once a pass, however many rows there are, and used for two operations a token. Attention costs 4 C
+    operations for each pair of a token and one that it sees, and reads the cached keys and values of each row once.
     """
     size = dtype.itemsize
     head = config.vocab_size * config.n_embd
-    seen = new * cached + new * (new + 1) / 2
-    flops = 2 * block_weights(config) * new + 2 * head * sampled + 4 * config.n_embd * config.n_layer * seen
-    return Cost(flops, (block_weights(config) + head) * size + cached * config.kv_bytes_per_token(dtype))
+    sampled = rows if sampled is None else sampled
+    seen = rows * (new * cached + new * (new + 1) / 2)
+    flops = 2 * block_weights(config) * rows * new + 2 * head * sampled + 4 * config.n_embd * config.n_layer * seen
+    return Cost(flops, (block_weights(config) + head) * size + rows * cached * config.kv_bytes_per_token(dtype))

@@ -40,7 +40,15 @@ def some_bars() -> Figure:
     return charts.bars("Packing helps", "tok/s", ["float32", "bfloat16"], series, spread=spread, limits={"memory": 40.0})
 
 
-CHARTS: list[Callable[[], Figure]] = [some_lines, some_bars]
+def some_roofline() -> Figure:
+    points = {
+        "float32": [(0.5, 15.0, "1"), (1.0, 30.0, "2"), (8.0, 190.0, "16")],
+        "bfloat16": [(1.0, 30.0, "1"), (2.0, 55.0, "2"), (15.0, 380.0, "16")],
+    }
+    return charts.roofline("Batches climb", "numbers are batches", 37.0, {"float32": 228.0, "bfloat16": 459.0}, points)
+
+
+CHARTS: list[Callable[[], Figure]] = [some_lines, some_bars, some_roofline]
 
 
 def texts(figure: Figure) -> list[Text]:
@@ -154,3 +162,10 @@ def test_data_that_do_not_fit_are_refused(
         charts.lines("t", "x", "y", [1, 2], series, spread=spread)
     with pytest.raises(ValueError):
         charts.bars("t", "x", ["g", "h"], series, spread=spread)
+
+
+def test_a_roofline_refuses_points_without_a_roof() -> None:
+    with pytest.raises(ValueError, match="'b' has points and no peak"):
+        charts.roofline("t", "n", 10.0, {"a": 100.0}, {"b": [(1.0, 5.0, "1")]})
+    with pytest.raises(ValueError, match="one to 5"):
+        charts.roofline("t", "n", 10.0, {}, {})
