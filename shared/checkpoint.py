@@ -44,11 +44,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: give a complete checkpoint folder") from None
+        raise UserError(f"{path} is missing: give a complete checkpoint folder.") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}): copy or download it again") from None
+        raise UserError(f"{path} cannot be read as JSON ({error}): copy or download it again.") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object: copy or download it again")
+        raise UserError(f"{path} holds no JSON object: copy or download it again.")
     return content
 
 
@@ -88,27 +88,28 @@ class Config:
         """Check the fields of a config.json. UserError for a wrong type or size, or for a model that is not our GPT-2."""
         for option, ours in FIXED_OPTIONS.items():
             if fields.get(option, ours) != ours:
-                raise UserError(f"{source} sets {option} to {fields[option]!r}; only {ours!r} works: choose another model")
+                raise UserError(f"{source} sets {option} to {fields[option]!r}; only {ours!r} works: choose another model.")
         if fields.get("activation_function", ACTIVATIONS[0]) not in ACTIVATIONS:
             activation = fields["activation_function"]
-            raise UserError(f"{source} asks for the activation {activation!r}; only {' or '.join(ACTIVATIONS)} is implemented")
+            known = " or ".join(ACTIVATIONS)
+            raise UserError(f"{source} sets activation_function to {activation!r}; only {known} works: choose another model.")
 
         sizes: dict[str, Any] = {f: fields.get(f) for f in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")}
         for field, size in sizes.items():
             if type(size) is not int or size < 1:
-                raise UserError(f"{source}: {field} must be a whole number of at least 1, not {size!r}")
+                raise UserError(f"{field} in {source} must be a whole number of at least 1, not {size!r}.")
         width, heads = sizes["n_embd"], sizes["n_head"]
         if width % heads:
-            raise UserError(f"{source}: n_embd {width} cannot be divided among n_head {heads} heads")
+            raise UserError(f"n_embd in {source} must be a multiple of n_head, which is {heads}, not {width}.")
         if fields.get("n_inner") not in (None, 4 * width):
-            raise UserError(f"{source}: n_inner {fields['n_inner']!r} is not 4 * n_embd, and no other width is implemented")
+            raise UserError(f"{source} sets n_inner to {fields['n_inner']!r}; only 4 * n_embd works: choose another model.")
 
         epsilon = fields.get("layer_norm_epsilon", 1e-5)
         if type(epsilon) not in (int, float) or not 0 < epsilon < 1:
-            raise UserError(f"{source}: layer_norm_epsilon must be a number between 0 and 1, not {epsilon!r}")
+            raise UserError(f"layer_norm_epsilon in {source} must be a number between 0 and 1, not {epsilon!r}.")
         eos = fields.get("eos_token_id")
         if eos is not None and (type(eos) is not int or not 0 <= eos < sizes["vocab_size"]):
-            raise UserError(f"{source}: eos_token_id {eos!r} is not a token id below vocab_size {sizes['vocab_size']}")
+            raise UserError(f"eos_token_id in {source} must be a token id from 0 to {sizes['vocab_size'] - 1}, not {eos!r}.")
         return cls(**sizes, layer_norm_epsilon=float(epsilon), eos_token_id=eos, name=name)
 
 
@@ -193,14 +194,14 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
 
     A model may have more rows than the tokenizer has tokens: some are padded to a round number.
     """
-    remedy = "use the vocabulary of the checkpoint that the weights come from"
+    remedy = "use the vocabulary of the checkpoint that the weights come from."
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {config.name} only {config.vocab_size}: {remedy}"
+            f"The tokenizer has {tokenizer.vocab_size} tokens and the model {config.name} only {config.vocab_size}: {remedy}"
         )
     ours, theirs = tokenizer.eos_id, config.eos_token_id
     if None not in (ours, theirs) and ours != theirs:
-        raise UserError(f"the tokenizer ends a text with token {ours} and the model {config.name} with {theirs}: {remedy}")
+        raise UserError(f"The tokenizer ends a text with token {ours} and the model {config.name} with {theirs}: {remedy}")
 
 
 # ---- where the files are ----------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def _local_folder(name: str) -> Path | None:
     except (OSError, RuntimeError, ValueError):  # too long for a path, no such home, a NUL character
         return None
     if is_file:
-        raise UserError(f"{name} is a file: give the folder that holds config.json and {WEIGHTS}")
+        raise UserError(f"{name} is a file: give the folder that holds config.json and {WEIGHTS}.")
     return None
 
 
@@ -234,7 +235,7 @@ def _find_folder(name: str) -> Path:
     if folder is not None:
         return folder
     if name == "tiny":
-        raise UserError("the model tiny exists only with random weights: add --random-weights, or choose another model")
+        raise UserError("The model tiny exists only with random weights: add --random-weights, or choose another model.")
     if name in PRESETS:
         return _download(name, f"openai-community/{name}")
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
@@ -245,7 +246,7 @@ def _find_folder(name: str) -> Path:
 def _unknown(name: str) -> UserError:
     known = ", ".join(dict.fromkeys(["stories", *PRESETS]))
     shown = repr(name if len(name) <= 100 else name[:100] + "...")
-    return UserError(f"no model and no folder is called {shown}: choose {known}, a checkpoint folder, or a hub name owner/name")
+    return UserError(f"No model and no folder is called {shown}: choose {known}, a checkpoint folder, or a hub name owner/name.")
 
 
 def _download(name: str, repository: str) -> Path:
@@ -257,11 +258,11 @@ def _download(name: str, repository: str) -> Path:
     try:
         return Path(hub.snapshot_download(repository, allow_patterns=wanted))
     except (HFValidationError, RepositoryNotFoundError):
-        raise UserError(f"neither a folder nor a public model on the hub is called {name}: check the name") from None
+        raise UserError(f"Neither a folder nor a public model on the hub is called {name}: check the name.") from None
     except Exception as error:  # refused, gated, timed out, disk full: one sentence for whatever came between us and the hub
         raise UserError(
             f"{name} cannot be downloaded from the hub ({type(error).__name__}): connect to the network, "
-            f"give a local folder, or use the embedded model with --model stories"
+            f"give a local folder, or use the embedded model with --model stories."
         ) from None
 
 
@@ -278,21 +279,21 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     if others:
         raise UserError(
             f"{folder} has {others[0]} but no {WEIGHTS}, and pickles and other formats are not opened because they can run code "
-            f"or hide their shapes: if you trust it, convert it with transformers (from_pretrained, then save_pretrained)"
+            f"or hide their shapes: if you trust it, convert it with transformers (from_pretrained, then save_pretrained)."
         )
-    raise UserError(f"{folder} has no {WEIGHTS}: give a folder with weights, or add --random-weights")
+    raise UserError(f"{folder} has no {WEIGHTS}: give a folder with weights, or add --random-weights.")
 
 
 def _read_shards(folder: Path) -> dict[str, torch.Tensor]:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UserError(f"{folder / INDEX} has no weight_map from tensors to files: copy or download it again")
+        raise UserError(f"{folder / INDEX} has no weight_map from tensors to files: copy or download it again.")
     tensors: dict[str, torch.Tensor] = {}
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name or "\\" in name:  # an index must not reach out of its folder
-            raise UserError(f"{folder / INDEX} names {name!r}, which is not a file of its own folder")
+            raise UserError(f"{folder / INDEX} names {name!r}, which is not a file of its own folder: copy or download it again.")
         if not (folder / name).is_file():
-            raise UserError(f"{folder / name} is missing although {INDEX} names it: copy or download it again")
+            raise UserError(f"{folder / name} is missing although {INDEX} names it: copy or download it again.")
         tensors |= _read_file(folder / name)
     return tensors
 
@@ -303,7 +304,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         with safe_open(str(path), framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file is not iterable)
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-        remedy = "it is a Git LFS pointer, so run git lfs pull" if _is_pointer(path) else "copy or download it again"
+        remedy = "it is a Git LFS pointer, so run git lfs pull." if _is_pointer(path) else "copy or download it again."
         raise UserError(f"{path} is truncated, corrupt or not safetensors ({error}): {remedy}") from None
 
 
@@ -334,7 +335,7 @@ def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict
     names = {old: new for old in raw if (new := canonical_name(old)) is not None}
     doubled = [new for new, count in Counter(names.values()).items() if count > 1]
     if doubled:
-        raise UserError(f"the weights in {folder} hold {_some(doubled)} under two names: keep one of them")
+        raise UserError(f"The weights in {folder} hold {_some(doubled)} under two names: keep one of them.")
     tensors = {new: raw[old] for old, new in names.items()}
     for old, new in names.items():
         if old.startswith("model/") and old.endswith("/w") and tensors[new].ndim == 3 and tensors[new].shape[0] == 1:
@@ -355,9 +356,9 @@ def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict
         problems.append(f"not of a floating-point type {_some(f'{name} ({tensors[name].dtype})' for name in odd)}")
     if problems:
         said = "; ".join(problems)
-        raise UserError(f"the weights in {folder} do not fit its config.json: {said}; get both from the same checkpoint")
+        raise UserError(f"The weights in {folder} do not fit its config.json: {said}; get both from the same checkpoint.")
     if head is not None and not torch.equal(head, tensors["wte.weight"]):
-        raise UserError(f"lm_head.weight in {folder} differs from wte.weight, but GPT-2 ties them: choose another checkpoint")
+        raise UserError(f"lm_head.weight in {folder} differs from wte.weight, but GPT-2 ties them: choose another checkpoint.")
     return present
 
 

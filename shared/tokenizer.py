@@ -71,7 +71,7 @@ class Tokenizer:
         try:
             return self._encoding.encode(_well_formed(text), disallowed_special=())
         except ValueError as error:
-            raise UserError(f"the text cannot be cut into tokens ({error}): shorten its longest run of white space") from None
+            raise UserError(f"The text cannot be cut into tokens ({error}): shorten its longest run of white space.") from None
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes; a token may be part of a character."""
@@ -130,9 +130,9 @@ def load_tokenizer(folder: str | Path | None) -> AnyTokenizer:
 
 
 def _missing(path: Path) -> UserError:
-    remedy = "copy it from where the weights come from"
+    remedy = "copy it from where the weights come from."
     if (path.parent / "tokenizer.json").exists():
-        remedy = "write both from tokenizer.json with the tokenizers package, Tokenizer.from_file(FILE).model.save(FOLDER)"
+        remedy = "write both from tokenizer.json with the tokenizers package, Tokenizer.from_file(FILE).model.save(FOLDER)."
     return UserError(f"{path} is missing, and the tokenizer needs vocab.json and merges.txt: {remedy}")
 
 
@@ -143,7 +143,7 @@ def _read_vocabulary(folder: Path) -> dict[str, int]:
     vocabulary = read_json(path)
     ids = list(vocabulary.values())
     if not ids or any(type(token_id) is not int or token_id < 0 for token_id in ids) or len(set(ids)) != len(ids):
-        raise UserError(f"{path} must map each token to an id of its own, a whole number from 0 on: copy or download it again")
+        raise UserError(f"{path} must map each token to an id of its own, a whole number from 0 on: copy or download it again.")
     return vocabulary
 
 
@@ -155,12 +155,12 @@ def _read_merges(folder: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as text ({error}): copy or download it again") from None
+        raise UserError(f"{path} cannot be read as text ({error}): copy or download it again.") from None
     # Some copies lack the version line; "# #" is a merge, so a bare "#" does not mark it.
     lines = lines[1:] if lines[0].startswith("#version") else lines
     pairs = [line.split(" ") for line in lines if line.strip()]
     if bad := [" ".join(pair) for pair in pairs if len(pair) != 2 or not all(pair)]:
-        raise UserError(f"{path} has the line {bad[0]!r} where two tokens should be: copy or download it again")
+        raise UserError(f"{path} has the line {bad[0]!r} where two tokens should be: copy or download it again.")
     return ["".join(pair) for pair in pairs]
 
 
@@ -172,12 +172,12 @@ def _ranks(vocabulary: dict[str, int], made: Sequence[str], folder: Path) -> tup
     """
 
     def disagree(what: str) -> UserError:
-        return UserError(f"vocab.json and merges.txt in {folder} disagree: {what}; copy both from the same checkpoint")
+        return UserError(f"The files vocab.json and merges.txt in {folder} disagree: {what}; copy both from the same checkpoint.")
 
     alphabet = byte_alphabet()
     if lacking := [letter for letter in alphabet if letter not in vocabulary]:
         lacks = f"lacks {len(lacking)} of the 256 bytes, such as {lacking[0]!r}"
-        raise UserError(f"{folder / 'vocab.json'} {lacks}: choose a checkpoint whose tokenizer is in GPT-2's format")
+        raise UserError(f"{folder / 'vocab.json'} {lacks}: choose a checkpoint whose tokenizer is in GPT-2's format.")
     if unknown := [token for token in made if token not in vocabulary]:
         raise disagree(f"{len(unknown)} merges make tokens without an id, such as {unknown[0]!r}")
     ids = [vocabulary[token] for token in made]

@@ -80,6 +80,7 @@ def refusal(call: Callable[[], object]) -> str:
     with pytest.raises(UserError) as caught:
         call()
     assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
     return str(caught.value)
 
 
@@ -328,17 +329,17 @@ def test_a_damaged_file_never_gives_another_error_or_another_shape(folder: Path,
 @pytest.mark.parametrize(
     "field, value, said",
     [
-        *[(field, value, f"{field} must be a whole number") for field in SIZES for value in (None, 0, -1, 2.0, "24", True)],
-        ("n_head", 5, "n_embd 24 cannot be divided among n_head 5"),
-        ("n_inner", 100, "n_inner 100"),
+        *[(field, value, f"{field} in config.json must be") for field in SIZES for value in (None, 0, -1, 2.0, "24", True)],
+        ("n_head", 5, "n_embd in config.json must be a multiple of n_head, which is 5, not 24."),
+        ("n_inner", 100, "n_inner to 100"),
         ("layer_norm_epsilon", 0, "layer_norm_epsilon"),
         ("layer_norm_epsilon", math.nan, "layer_norm_epsilon"),
         ("layer_norm_epsilon", "1e-5", "layer_norm_epsilon"),
-        ("eos_token_id", 101, "eos_token_id 101 is not a token id below vocab_size 101"),
-        ("eos_token_id", -1, "eos_token_id -1"),
-        ("eos_token_id", [1, 2], "eos_token_id [1, 2]"),
-        ("activation_function", "relu", "the activation 'relu'"),
-        ("activation_function", ["gelu_new"], "the activation"),
+        ("eos_token_id", 101, "eos_token_id in config.json must be a token id from 0 to 100, not 101."),
+        ("eos_token_id", -1, "from 0 to 100, not -1."),
+        ("eos_token_id", [1, 2], "from 0 to 100, not [1, 2]."),
+        ("activation_function", "relu", "activation_function to 'relu'; only gelu_new"),
+        ("activation_function", ["gelu_new"], "activation_function to ['gelu_new']"),
         ("model_type", "llama", "model_type to 'llama'"),
         ("scale_attn_weights", False, "scale_attn_weights"),
         ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx"),
@@ -412,8 +413,8 @@ def test_random_weights_of_a_folder_need_its_config_alone(folder: Path) -> None:
 
 
 def test_random_weights_of_what_does_not_exist(tmp_path: Path) -> None:
-    assert "no model and no folder is called 'gpt5'" in refusal(lambda: load("gpt5", random_weights=True))
-    assert "no model and no folder" in refusal(lambda: load("owner/name", random_weights=True))  # would need the network
+    assert "No model and no folder is called 'gpt5'" in refusal(lambda: load("gpt5", random_weights=True))
+    assert "No model and no folder" in refusal(lambda: load("owner/name", random_weights=True))  # would need the network
     assert "config.json is missing" in refusal(lambda: load(str(tmp_path), random_weights=True))
 
 
@@ -483,11 +484,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_name_that_the_hub_does_not_know(hub: Path) -> None:
-    assert "neither a folder nor a public model on the hub is called nobody/nothing" in refusal(lambda: load("nobody/nothing"))
+    assert "Neither a folder nor a public model on the hub is called nobody/nothing" in refusal(lambda: load("nobody/nothing"))
 
 
 def test_a_name_that_the_hub_does_not_allow(hub: Path) -> None:
-    assert "neither a folder nor a public model" in refusal(lambda: load("a..b/c"))
+    assert "Neither a folder nor a public model" in refusal(lambda: load("a..b/c"))
 
 
 def test_a_broken_hub(hub: Path) -> None:
@@ -506,9 +507,7 @@ def test_no_network(hub: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> Non
     assert "gpt2 cannot be downloaded" in message and "--model stories" in message
 
 
-def test_no_network_but_a_copy_from_before(
-    hub: Path, original: Path, expected: Tensors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_network_but_a_copy_from_before(hub: Path, original: Path, expected: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -121,7 +121,7 @@ def test_stories_vocabulary_agrees_with_transformers() -> None:
     """Needs the embedded model's folder."""
     ours, theirs = Tokenizer.from_folder(STORIES), AutoTokenizer.from_pretrained(STORIES)
     assert (ours.vocab_size, ours.eos_id) == (len(theirs), theirs.eos_token_id)
-    for text in ["Once upon a time there was a girl named Anna. \"Good day!\" she said.\n\nThe end.", SAMPLE, *AWKWARD]:
+    for text in ['Once upon a time there was a girl named Anna. "Good day!" she said.\n\nThe end.', SAMPLE, *AWKWARD]:
         assert ours.encode(text) == theirs.encode(text)
         assert ours.decode(ours.encode(text)) == text
 
@@ -282,6 +282,7 @@ def test_each_fault_of_the_files_is_one_sentence(folder: Path, spoil: Callable[[
         load_tokenizer(folder)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
 
 
 def test_a_folder_with_only_tokenizer_json_is_told_how_to_convert_it(folder: Path, theirs: GPT2Tokenizer) -> None:
