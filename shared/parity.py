@@ -131,5 +131,21 @@ def prove(engine: Any, oracle: Any, only: list[str] | None = None) -> Parity:
             stops = [(output.token_ids[n],) for output, n in zip(expected, scenario.stop_at, strict=True)]
             params = [replace(each, stop_token_ids=stop) for each, stop in zip(params, stops, strict=True)]
             expected = oracle.generate(scenario.prompts, params)
-        compare(scenario.name, expected, engine.generate(scenario.prompts, params), dtype, parity)
+        got = engine.generate(scenario.prompts, params)
+        compare(scenario.name, expected, got, dtype, parity)
+        if dtype == torch.float64:
+            compare_logprobs(scenario.name, expected, got)
     return parity
+
+
+def compare_logprobs(name: str, expected: list[Any], got: list[Any], most: float = 1e-9) -> None:
+    """Raise ParityError where log-probabilities of equal tokens lie more than `most` apart.
+
+    A small model often says the right token for wrong reasons: with half of its past overwritten, tokens alone stay the same.
+    """
+    for row, (want, have) in enumerate(zip(expected, got, strict=True)):
+        for at, (one, other) in enumerate(zip(want.logprobs, have.logprobs, strict=True)):
+            if abs(one.token - other.token) > most:
+                raise ParityError(
+                    f"{name}, sequence {row}, token {at}: the same token, but with log-probability {other.token} for {one.token}"
+                )

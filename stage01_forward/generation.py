@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from shared.checkpoint import Config
 from shared.errors import UserError
 
-from .sampling import Logprobs, SamplingParams
+from .sampling import NOT_FINITE, Logprobs, SamplingParams
 
 Sampling = SamplingParams | Sequence[SamplingParams]
 
@@ -56,6 +58,15 @@ def check_request(prompt: Sequence[int], params: SamplingParams, config: Config)
         wrong = next(i for i in prompt if not 0 <= i < config.vocab_size)
         raise UserError(f"Token id {wrong} is not in the vocabulary: ids go from 0 to {config.vocab_size - 1}.")
     params.check_vocabulary(config.vocab_size)
+
+
+def finite_rows(logits: Tensor, outputs: Sequence[Output]) -> list[int]:
+    """The rows of logits (R, V) that can be sampled. The outputs of the others end with an error, and no neighbour does."""
+    finite = logits.amax(-1).isfinite().tolist()
+    for output, good in zip(outputs, finite, strict=True):
+        if not good:
+            output.fail(UserError(NOT_FINITE))
+    return [row for row, good in enumerate(finite) if good]
 
 
 def sampling_per_prompt(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[SamplingParams]:

@@ -35,6 +35,10 @@ Ids = Sequence[int] | np.ndarray
 History = tuple[Ids, Ids]  # ids of the prompt, ids of the output so far
 
 MIN_TEMPERATURE = 0.01  # a smaller one is raised to this, as in vLLM: dividing by it would overflow
+NOT_FINITE = (
+    "The model's scores are NaN or infinite, so there is no next token: use another --dtype (float16 overflows easily), or "
+    "check the weights."
+)
 BLOCK = 64  # the vocabulary is searched in blocks of this many ids
 
 
@@ -110,6 +114,8 @@ class SamplingParams:
         _check_integer("top_k", self.top_k, low=-1, high=vocab_size, hint=" for this model (0 turns it off)")
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, low=0, high=vocab_size, hint=" for this model")
+        if self.min_tokens and len(set(self.stop_token_ids)) >= vocab_size - 1:  # the last one may be the end of text
+            raise UserError("min_tokens must be 0 where stop_token_ids names all tokens: no token could begin the answer.")
 
     def generator(self) -> torch.Generator:
         """A new generator for one request, on the CPU whatever the model runs on: a seed then means the same everywhere.
@@ -391,10 +397,7 @@ def _column(like: Tensor, values: Sequence[float]) -> Tensor:
 
 def _check_finite(largest: Tensor) -> None:
     if not bool(torch.isfinite(largest).all()):
-        raise UserError(
-            "The model's scores are NaN or infinite, so there is no next token: "
-            "use another --dtype (float16 overflows easily), or check the weights, logit_bias and stop_token_ids."
-        )
+        raise UserError(NOT_FINITE)
 
 
 def _check_integer(name: str, value: object, low: int, high: int | None = None, hint: str = "") -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 def masked_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
     """q (B, H, T, D) over keys and values (B, H, S, D), views into a cache -> (B, H, T, D).
 
-    `mask` (B, 1, T, S) is True where a query sees a key; None: each sees all, or, if `causal`, itself and what lies before.
+    `mask` (B, 1, T, S) is True where a query sees a key; None: each sees all, or, if `causal`
+    (T = S), itself and what lies before.
     """
     if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _one_query_each(q, keys, values, mask)

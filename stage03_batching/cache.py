@@ -65,7 +65,7 @@ class PaddedAttention:
         # a row that ended at the end of the context and stays in the batch: any valid number will do for them.
         self.positions = (columns[start:] - padding[:, None]).clamp(0, last_position)  # (B, T)
         real = columns >= padding[:, None, None]  # (B, 1, end): the columns that hold a token
-        # A query of padding would see nothing, and the softmax of nothing is NaN, which spreads: let it see itself.
+        # A query of padding would see nothing, and a plain softmax of nothing is NaN, which spreads: let it see itself.
         self.mask = ((columns <= queries) & real | (columns == queries))[:, None]  # (B, 1, T, end), 1 for all heads
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from shared.errors import UserError
 from shared.records import StepRecord
-from stage01_forward.generation import Output, Sampling, Token, check_request, finish_reason, sampling_per_prompt
+from stage01_forward.generation import Output, Sampling, Token, check_request, finish_reason, finite_rows, sampling_per_prompt
 from stage01_forward.model import GPT2
 from stage01_forward.sampling import SamplingParams, sample
 
@@ -81,6 +81,9 @@ class Engine:
         while alive:
             started = time.perf_counter()
             logits = self._forward(fresh, cache, alive)  # (rows alive, V)
+            finite = finite_rows(logits, [outputs[row] for row in alive])
+            if len(finite) < len(alive):
+                alive, logits = [alive[row] for row in finite], logits[finite]
             ids, logprobs = sample(
                 logits,
                 [params[row] for row in alive],

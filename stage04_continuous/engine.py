@@ -15,7 +15,7 @@ import torch
 
 from shared.errors import UserError
 from shared.records import StepRecord
-from stage01_forward.generation import Output, Sampling, Token, check_request, finish_reason, sampling_per_prompt
+from stage01_forward.generation import Output, Sampling, Token, check_request, finish_reason, finite_rows, sampling_per_prompt
 from stage01_forward.model import GPT2
 from stage01_forward.sampling import Logprobs, SamplingParams, sample
 
@@ -112,6 +112,8 @@ class Engine:
         """Put a request in line. Raises UserError if it is unfit, or if its id is that of another one in the engine."""
         if not request.id:
             self._named += 1
+            while f"request-{self._named}" in self.requests:  # somebody chose this name
+                self._named += 1
             request.id = f"request-{self._named}"
         if request.id in self.requests:
             raise UserError(f"There is a request '{request.id}' in the engine already: give each an id of its own.")
@@ -172,13 +174,9 @@ class Engine:
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[tuple[Request, int, Logprobs | None]]:
         """The next token of each request. One whose scores are not numbers ends with an error, and nobody else does."""
-        sound = logits.amax(-1).isfinite().tolist()
-        if not all(sound):
-            for request, is_sound in zip(requests, sound, strict=True):
-                if not is_sound:
-                    request.output.fail(UserError("The model's scores are not finite numbers: use --dtype float32."))
-            requests = [request for request, is_sound in zip(requests, sound, strict=True) if is_sound]
-            logits = logits[torch.tensor(sound, device=logits.device)]
+        finite = finite_rows(logits, [request.output for request in requests])
+        if len(finite) < len(requests):
+            requests, logits = [requests[row] for row in finite], logits[finite]
         ids, logprobs = sample(
             logits,
             [request.sampling for request in requests],

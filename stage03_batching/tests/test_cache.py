@@ -1,0 +1,217 @@
+"""The padded cache: a row in a crowd is the row alone, and the pitfalls of padding, each with the test that catches it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from shared.parity import random_prompt
+from stage01_forward.attention import Recompute
+from stage03_batching import cache as cache_module
+from stage03_batching.cache import PaddedCache
+
+LENGTHS = [5, 1, 12, 8, 12, 3]  # of the prompts: the second is nearly all padding, two have none
+STEPS = 7  # decode passes after the prompts
+WIDTH, COLUMNS = max(LENGTHS), max(LENGTHS) + STEPS
+# (B, COLUMNS): which columns hold a token. Other libraries take it from their caller and call it the attention mask.
+REAL = torch.tensor([[False] * (WIDTH - length) + [True] * (length + STEPS) for length in LENGTHS])
+
+
+@pytest.fixture
+def rows(tiny_model):
+    """The real tokens of each row: its prompt and what it is given afterwards."""
+    return [random_prompt(length + STEPS, tiny_model.config, i) for i, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture
+def cache(tiny_model):
+    return PaddedCache(tiny_model.config, LENGTHS, COLUMNS, dtype=torch.float64)
+
+
+@pytest.fixture
+def alone(tiny_model, rows):
+    """Hidden states (tokens, C) of each row computed alone, in one pass, without a cache and without padding."""
+    with torch.inference_mode():
+        return [tiny_model(torch.tensor(row), torch.arange(len(row)), Recompute().attend) for row in rows]
+
+
+def rectangle(rows):
+    """(B, COLUMNS): every row with its padding on the left. Token 0 stands for padding."""
+    return torch.tensor([[0] * (COLUMNS - len(row)) + row for row in rows])
+
+
+def through_cache(model, cache, tokens, cuts):
+    """Hidden states (B, columns, C) of `tokens` (B, columns), computed in passes of `cuts` columns."""
+    parts = []
+    for part in tokens.split(cuts, dim=1):
+        attention = cache.extend(part.shape[1])
+        parts.append(model(part, attention.positions, attention.attend))
+    return torch.cat(parts, dim=1)
+
+
+def assert_each_as_alone(hidden, alone):
+    for row, (crowded, single) in enumerate(zip(hidden, alone, strict=True)):
+        assert torch.allclose(crowded[len(crowded) - len(single) :], single, rtol=0, atol=1e-12), f"row {row}"
+
+
+# ---- a row in a crowd is the row alone ----
+
+
+@pytest.mark.parametrize("steps", [0, 1, STEPS])
+@torch.inference_mode()
+def test_each_row_is_what_it_is_alone(steps, tiny_model, cache, rows, alone):
+    """Prefill and decode. Catches: positions that count padding, and a mask that decode steps forget."""
+    tokens = rectangle(rows)[:, : WIDTH + steps]
+    hidden = through_cache(tiny_model, cache, tokens, [WIDTH] + [1] * steps)
+    assert_each_as_alone(hidden, [single[: length + steps] for length, single in zip(LENGTHS, alone, strict=True)])
+
+
+@pytest.mark.parametrize("cuts", [[COLUMNS], [1] * COLUMNS, [4, 9, 6], [2, 2, 8, 1, 1, 5], [11, 1, 7]], ids=str)
+@torch.inference_mode()
+def test_any_cutting_into_passes_gives_the_same(cuts, tiny_model, cache, rows, alone):
+    """Also cuts inside the padding, and passes of several columns behind it."""
+    assert_each_as_alone(through_cache(tiny_model, cache, rectangle(rows), cuts), alone)
+
+
+@torch.inference_mode()
+def test_equal_lengths_need_no_padding(tiny_model, rows, alone):
+    cache = PaddedCache(tiny_model.config, [4] * len(rows), 9, dtype=torch.float64)
+    assert cache.padding.tolist() == [0] * len(rows)
+    hidden = through_cache(tiny_model, cache, torch.tensor([row[:8] for row in rows]), [4, 1, 1, 1, 1])
+    assert_each_as_alone(hidden, [single[:8] for single in alone])
+
+
+@torch.inference_mode()
+def test_one_row_is_a_batch_too(tiny_model, rows, alone):
+    cache = PaddedCache(tiny_model.config, [12], COLUMNS, dtype=torch.float64)
+    assert_each_as_alone(through_cache(tiny_model, cache, torch.tensor(rows[2:3]), [12] + [1] * STEPS), alone[2:3])
+
+
+# ---- positions and masks ----
+
+
+@torch.inference_mode()
+def test_positions_are_the_cumulative_mask_minus_one(cache):
+    """Pitfall 5: positions 0, 1, 2, ... from the left edge of the rectangle."""
+    expected = REAL.cumsum(1) - 1
+    got = torch.cat([cache.extend(count).positions for count in [WIDTH] + [1] * STEPS], dim=1)
+    assert torch.equal(got[REAL], expected[REAL])
+    assert got[1].tolist() == [0] * 11 + list(range(1 + STEPS))  # and padding has a position that the model knows
+
+
+@torch.inference_mode()
+def test_every_pass_hides_the_padding(cache):
+    """Pitfall 6: a mask at prefill, and none on the decode steps."""
+    for count in [WIDTH] + [1] * STEPS:
+        attention = cache.extend(count)
+        start, end = cache.length - count, cache.length
+        assert attention.mask.shape == (len(LENGTHS), 1, count, end)
+        for b, t in REAL[:, start:end].nonzero().tolist():  # the real queries
+            visible = [column for column in range(end) if REAL[b, column] and column <= start + t]
+            assert attention.mask[b, 0, t].nonzero()[:, 0].tolist() == visible
+
+
+@torch.inference_mode()
+def test_no_query_is_left_with_nothing_to_see(cache):
+    """Pitfall 7. A query of padding sees one column, its own; whatever comes out of it, nobody looks."""
+    for count in [4, WIDTH - 4] + [1] * STEPS:
+        start, attention = cache.length, cache.extend(count)
+        assert attention.mask.any(-1).all()
+        for b, t in (~REAL[:, start : cache.length]).nonzero().tolist():
+            assert attention.mask[b, 0, t].nonzero()[:, 0].tolist() == [start + t]
+
+
+@torch.inference_mode()
+def test_a_plain_softmax_makes_no_nan_of_padding(tiny_model, cache, rows, alone, monkeypatch):
+    """Pitfall 7, for every kernel: PyTorch's fused one makes zeros of a fully masked row, a plain softmax makes NaN,
+    the next layer keeps it in the cache, and zero times NaN is NaN for all that should not have seen it."""
+
+    def plain(q, keys, values, mask):
+        return (q @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf).softmax(-1) @ values
+
+    monkeypatch.setattr(cache_module, "masked_attention", plain)
+    hidden = through_cache(tiny_model, cache, rectangle(rows), [WIDTH] + [1] * STEPS)
+    assert hidden.isfinite().all()
+    assert cache.kv.isfinite().all()
+    assert_each_as_alone(hidden, alone)
+
+
+@torch.inference_mode()
+def test_a_row_at_the_end_of_the_context_keeps_a_position_that_exists(tiny_model):
+    """Its neighbours go on, and it stays: one of 60 tokens beside one of 2, in a context of 64."""
+    cache = PaddedCache(tiny_model.config, [60, 2], 121, dtype=torch.float64)
+    last = [cache.extend(count).positions[:, -1].tolist() for count in [60] + [1] * 61]
+    assert last[:5] == [[59, 1], [60, 2], [61, 3], [62, 4], [63, 5]]
+    assert last[5:] == [[63, position] for position in range(6, 63)]
+
+
+# ---- what must not be read ----
+
+
+@torch.inference_mode()
+def test_padding_may_hold_any_finite_number(tiny_model, cache, rows):
+    """Bit for bit. Finite is all that is promised, and all that is needed: padding runs through the model as a token of
+    its own, so what it leaves in the cache is finite where the model is."""
+    tokens = rectangle(rows)
+    clean = PaddedCache(tiny_model.config, LENGTHS, COLUMNS, dtype=torch.float64)
+    for each in (clean, cache):
+        through_cache(tiny_model, each, tokens[:, :WIDTH], [WIDTH])
+    for row, padding in enumerate(cache.padding.tolist()):
+        assert cache.kv[:, :, row, :, :padding].isfinite().all()
+        cache.kv[:, 0, row, :, :padding], cache.kv[:, 1, row, :, :padding] = 1e30, -1e30
+    expected, got = (through_cache(tiny_model, each, tokens[:, WIDTH:], [1, 1, 3, 2]) for each in (clean, cache))
+    assert torch.equal(got, expected)
+
+
+@torch.inference_mode()
+def test_columns_not_yet_taken_are_never_read(tiny_model, cache, rows, alone):
+    cache.kv.fill_(torch.nan)
+    assert_each_as_alone(through_cache(tiny_model, cache, rectangle(rows), [WIDTH] + [1] * STEPS), alone)
+
+
+@torch.inference_mode()
+def test_the_token_that_stands_for_padding_does_not_matter(tiny_model, cache, rows, alone):
+    padded = rectangle(rows).masked_fill(~REAL, 77)
+    assert_each_as_alone(through_cache(tiny_model, cache, padded, [WIDTH] + [1] * STEPS), alone)
+
+
+@torch.inference_mode()
+def test_nothing_passes_from_row_to_row(tiny_model, cache, rows, alone):
+    """NaN in all of one row, padding included, stays there."""
+    tokens = rectangle(rows)
+    through_cache(tiny_model, cache, tokens[:, :WIDTH], [WIDTH])
+    cache.kv[:, :, 3] = torch.nan
+    hidden = through_cache(tiny_model, cache, tokens[:, WIDTH:], [1] * STEPS)
+    assert hidden[3].isnan().all()
+    others = [0, 1, 2, 4, 5]
+    assert_each_as_alone(hidden[others], [alone[row][LENGTHS[row] :] for row in others])
+
+
+# ---- memory ----
+
+
+@torch.inference_mode()
+def test_attention_reads_the_cache_in_place(cache):
+    """Views, not copies: what a pass reads and writes is the cache's own memory."""
+    cache.extend(WIDTH)
+    attention = cache.extend(1)
+    assert attention.seen.data_ptr() == cache.kv.data_ptr()
+    assert attention.new.untyped_storage().data_ptr() == cache.kv.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_memory_is_rows_times_columns(tiny_model, dtype):
+    cache = PaddedCache(tiny_model.config, [3, 9, 1, 9], 20, dtype=dtype)
+    assert cache.bytes == 4 * 20 * tiny_model.config.kv_bytes_per_token(dtype)
+
+
+def test_the_cache_refuses_more_than_it_holds(cache):
+    cache.extend(WIDTH)
+    with pytest.raises(ValueError, match=f"cannot add {STEPS + 1} columns: {WIDTH} of {COLUMNS}"):
+        cache.extend(STEPS + 1)
+    with pytest.raises(ValueError, match="cannot add 0 columns"):
+        cache.extend(0)
+    assert cache.length == WIDTH  # nothing was taken
+    cache.extend(STEPS)
