@@ -13,7 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -26,6 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MOST_TOKENS = 1_000_000
 MOST_THREADS = max(64, os.cpu_count() or 1)  # a few too many threads only wait for each other; thousands exhaust the system
 MOST_PROMPT_BYTES = 2**18  # GPT-2's longest token is 128 bytes, so 1,024 tokens never hold more than half of this
+MOST_FILE_BYTES = 2**22  # of --prompts: thousands of prompts, and not a disk image named by mistake
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
 
 
@@ -196,15 +198,25 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="the text to continue, in quotes; '-' or nothing reads standard input")
 
 
-def generation_parser(module: str, about: str) -> Parser:
-    """The parser of `python -m <stage>`: a prompt, and all options."""
+def add_prompts(parser: argparse._ActionsContainer) -> None:
+    """--prompts, which `read_prompts` reads."""
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="continue every line of a UTF-8 text file, all of them at once; with neither this nor a prompt, some built-in ones",
+    )
+
+
+def generation_parser(module: str, about: str, *examples: str) -> Parser:
+    """The parser of `python -m <stage>`: a prompt, and all options. `examples` are arguments to show beside the usual ones."""
     parser = Parser(
         module,
         about,
         f'  python -m {module} "Once upon a time"\n'
         f'  python -m {module} "Once upon a time" --temperature 0.8 --seed 7\n'
         f"  echo Long ago | python -m {module} --max-tokens 50\n"
-        f'  python -m {module} "The meaning of life is" --model gpt2 --top-k 40 --temperature 0.9',
+        f'  python -m {module} "The meaning of life is" --model gpt2 --top-k 40 --temperature 0.9'
+        + "".join(f"\n  python -m {module} {example}" for example in examples),
     )
     add_prompt(parser)
     add_sampling_options(parser)
@@ -241,6 +253,70 @@ def read_prompt(options: argparse.Namespace) -> str:
     if not text:
         raise UserError('The prompt is empty: give some text, such as "Once upon a time".')
     return text
+
+
+def read_prompts(options: argparse.Namespace) -> str | list[str] | None:
+    """The lines of --prompts, or the one prompt of `read_prompt`, or None if nothing was given at all.
+
+    A newline at the end of the file begins no prompt; an empty line among others is an empty prompt, which engines refuse.
+    Raises UserError for a file that cannot be read as text or holds no prompt, for --prompts beside a prompt, and as
+    `read_prompt` does.
+    """
+    if options.prompts is not None:
+        if options.prompt is not None:
+            raise UserError("There is both a prompt and --prompts: give one of them.")
+        return _lines(options.prompts)
+    if options.prompt is None and (sys.stdin is None or sys.stdin.isatty() or not _more(sys.stdin.buffer)):
+        return None
+    return read_prompt(options)
+
+
+def _more(stream: Any) -> bool:
+    """Whether standard input holds anything; nothing is taken from it."""
+    return bool(stream.peek(1))
+
+
+def _lines(name: str) -> list[str]:
+    try:
+        with open(name, "rb") as file:
+            data = file.read(MOST_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(f"--prompts {name} cannot be read ({why}): name a text file with one prompt a line.") from None
+    if len(data) > MOST_FILE_BYTES:
+        raise UserError(f"--prompts {name} is over {MOST_FILE_BYTES // 2**20} MiB: split it into several files.")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise UserError(f"--prompts {name} is not UTF-8 text: save or convert it as UTF-8, one prompt a line.")
+    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    if not any(lines):
+        raise UserError(f"--prompts {name} is empty: write one prompt a line.")
+    return lines
+
+
+def sampling_of(sampling: Any, index: int) -> Any:
+    """The sampling options for prompt `index`, from 0, of several: each has a seed of its own, so that equal prompts differ."""
+    return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + index) % 2**63)
+
+
+def output_file(name: str, suffix: str) -> Path:
+    """A file that an option names and that is written at the end.
+
+    Raises UserError before any work is done if that is bound to fail, or if the name does not end in `suffix`.
+    """
+    path = Path(name)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: name a file in it, such as {path / ('steps' + suffix)}.")
+    if path.suffix.lower() != suffix:
+        raise UserError(f"{path} would not be opened as what it is: give it a name that ends in {suffix}.")
+    if not path.parent.is_dir():
+        raise UserError(f"The folder {path.parent} does not exist: make it first, or name another one.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{path} cannot be written: you lack the permission, so name another place.")
+    return path
 
 
 def choose_device(name: str) -> torch.device:
@@ -298,11 +374,22 @@ def speak(engine: Streaming, loaded: Loaded, prompt: str, sampling: Any) -> None
 
 
 def with_text(tokens: Iterator[Any], loaded: Loaded) -> Iterator[tuple[Any, str]]:
-    """Each token with the text to print for it. Half a character waits for its other half; end-of-text is not shown."""
-    decoder = IncrementalDecoder(loaded.tokenizer)
+    """Each token with the text to print for it, as AnswerDecoder gives it."""
+    decoder = AnswerDecoder(loaded)
     for token in tokens:
-        text = "" if token.id == loaded.config.eos_token_id else decoder.push(token.id)
-        yield token, text + (decoder.flush() if token.finish_reason else "")
+        yield token, decoder.push(token.id) + (decoder.flush() if token.finish_reason else "")
+
+
+class AnswerDecoder(IncrementalDecoder):
+    """The text to show of an answer. Half a character waits for its other half; end-of-text is not shown."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        super().__init__(loaded.tokenizer)
+        self._hidden = loaded.config.eos_token_id
+
+    def push(self, token_id: int) -> str:
+        """The text that this id completes."""
+        return "" if token_id == self._hidden else super().push(token_id)
 
 
 def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None = None) -> NoReturn:

@@ -44,8 +44,11 @@ class Engine:
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
         """Continue one prompt, each token as soon as it is there; the last one carries the finish reason."""
         check_request(prompt, sampling, self.model.config)
-        for _, token in self.run([Output(list(prompt))], sampling):
+        output = Output(list(prompt))
+        for _, token in self.run([output], sampling):
             yield token
+        if output.error is not None:
+            raise UserError(output.error)
 
     def run(self, outputs: Sequence[Output], sampling: Sampling) -> Iterator[tuple[int, Token]]:
         """Fill `outputs`, which hold their prompts, and yield each token with its place among them as soon as it is there."""
@@ -100,7 +103,7 @@ class Engine:
             wasted = len(fresh) * len(fresh[0]) - prefill - decode
             self.steps.append(StepRecord(len(alive), prefill, decode, time.perf_counter() - started, wasted))
             alive = [row for row, token in tokens if token.finish_reason is None]
-            fresh = [each[-1:] for each in output_ids]  # (B, 1); a row that has ended runs its last token again and again
+            fresh = [each[-1:] or [0] for each in output_ids]  # (B, 1); a row that has ended runs its last token on and on
             yield from tokens
 
     @torch.inference_mode()

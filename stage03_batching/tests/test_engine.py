@@ -329,3 +329,25 @@ def test_a_request_that_leaves_no_token_to_take_fails_alone(engine, naive):
     outputs = engine.generate([[1, 2, 3], [4], [5, 6]], [params, nothing_left, params])
     assert (outputs[1].token_ids, outputs[1].finish_reason) == ([], "error")
     assert answers([outputs[0], outputs[2]]) == answers(naive.generate([[1, 2, 3], [5, 6]], params))
+
+
+@pytest.mark.parametrize("good", [0, 2])
+def test_scores_that_are_not_numbers_end_one_row_and_a_stream_says_so(engine, naive, tiny_model, monkeypatch, good):
+    """A row whose scores are NaN, after `good` tokens, ends with an error; its neighbours' answers stand."""
+    params = SamplingParams(max_tokens=6)
+    forward = tiny_model.logits
+
+    def spoiled(hidden):
+        scores = forward(hidden)
+        if len(scores) == 1 or len(engine.steps) == good:
+            scores[-1] = torch.nan
+        return scores
+
+    monkeypatch.setattr(tiny_model, "logits", spoiled)
+    outputs = engine.generate([[1, 2, 3], [4], [5, 6]], params)
+    assert [output.finish_reason for output in outputs] == ["length", "length", "error"]
+    assert len(outputs[2].token_ids) == good and "NaN" in outputs[2].error
+    with pytest.raises(UserError, match="NaN"):
+        list(engine.stream([1, 2], params))
+    monkeypatch.undo()
+    assert answers(outputs[:2]) == answers(naive.generate([[1, 2, 3], [4]], params))

@@ -1,0 +1,120 @@
+"""Stage 03 on the command line: `python -m stage03_batching --prompts FILE`, a prompt a line, all in one batch."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from shared import cli, live
+from shared.records import StepRecord
+from stage01_forward.generation import Output
+from stage01_forward.model import load_model
+from stage01_forward.sampling import SamplingParams
+
+from .engine import Engine
+
+ABOUT = "Stage 03, static batching: continue several texts in the same forward passes, until the last of them has ended."
+PROMPTS = [
+    "Once upon a time",
+    "Long ago, in a village under the cliffs, there lived a girl whose name was",
+    "There was once a merry boy named",
+    "In a house on the hill lived",
+    "Once there was a village by the sea, and in it lived a boy called Sam. People said that he was",
+    "Once upon a time there lived a polite girl. Her name was",
+]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.generation_parser("stage03_batching", ABOUT, "--prompts prompts.txt", "--temperature 0.8 --seed 7")
+    cli.add_prompts(parser)
+    options = parser.parse_args(argv)
+    prompts = cli.read_prompts(options)
+    sampling = SamplingParams(**cli.sampling_fields(options))
+    loaded = cli.load_model_from(options, load_model)
+    engine = Engine(loaded.model)
+    if isinstance(prompts, str):
+        cli.speak(engine, loaded, prompts, sampling)
+        return 0
+    sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
+    return answer_all(engine, loaded, prompts or PROMPTS, sampling)
+
+
+def answer_all(engine: Engine, loaded: cli.Loaded, prompts: Sequence[str], sampling: SamplingParams) -> int:
+    """Continue all `prompts`, show and print them, and what was wasted; returns the exit status, 2 if a prompt was unfit."""
+    answers = [live.Answer(number, prompt, loaded) for number, prompt in enumerate(prompts, 1)]
+    params = []
+    for index, answer in enumerate(answers):
+        if not answer.error:
+            answer.output = Output(answer.ids)
+            params.append(cli.sampling_of(sampling, index))
+    unprinted = deque(answers)
+
+    def print_ended() -> None:
+        while unprinted and unprinted[0].finish_reason:
+            unprinted.popleft().print()
+
+    with live.Screen(lambda width, height: view(engine, answers, width, height)) as screen:
+        if params:
+            tokens = engine.run([answer.output for answer in answers if answer.output], params)
+            for _ in tokens:
+                for _ in range(engine.steps[-1].rows - 1):  # the other tokens of the same step
+                    next(tokens)
+                screen.refresh()
+                if not screen.shown:
+                    print_ended()
+    print_ended()
+    seconds = sum(step.seconds for step in engine.steps)
+    print(live.summary(answers, len(engine.steps), seconds, loaded), file=sys.stderr)
+    print(waste(engine.steps), file=sys.stderr)
+    return cli.EXIT_ERROR if any(answer.error for answer in answers) else 0
+
+
+def waste(steps: Sequence[StepRecord]) -> str:
+    """One line on the tokens that were computed for nobody. One idle row in one decode step is one of them."""
+    padded = sum(step.wasted_tokens for step in steps if step.prefill_tokens)
+    idle = sum(step.wasted_tokens for step in steps if not step.prefill_tokens)
+    total = padded + idle + sum(step.prefill_tokens + step.decode_tokens for step in steps)
+    share = 100 * (padded + idle) / (total or 1)
+    return (
+        f"[wasted: {padded} padded tokens in prefill and {idle} idle row-steps in decode, {share:.1f} % of all {total} tokens "
+        "computed]"
+    )
+
+
+def view(engine: Engine, answers: Sequence[live.Answer], width: int, height: int) -> list[Text]:
+    """What the terminal shows: a line on the batch, and one for each answer with the end of its text."""
+    if not engine.steps:
+        return []
+    seconds = sum(step.seconds for step in engine.steps)
+    newest = engine.steps[-1]
+    rows = newest.rows + (0 if newest.prefill_tokens else newest.wasted_tokens)  # rows that have ended are computed too
+    tokens = sum(answer.tokens for answer in answers)
+    head = f"step {len(engine.steps)}: {newest.rows} of {rows} rows alive, {tokens} tokens, {tokens / seconds:.1f} tok/s"
+    shown = live.visible(answers, height - 1 if len(answers) < height else height - 2)
+    lines = [live.line(width, (head, width, ""))]
+    for answer in shown:
+        reason = answer.finish_reason
+        state = f"ended: {reason}" if reason else "decode" if answer.tokens else "waits"
+        look = "dim" if reason or not answer.tokens else ""
+        lines.append(
+            live.line(
+                width,
+                (f"{answer.number:>4}", 6, "bold"),
+                (state, 15, look or "green"),
+                (f"{answer.tokens:>5}", 7, look),
+                text=answer.error or answer.text(),
+                style=look,
+            )
+        )
+    if len(shown) < len(answers):
+        hidden = [answer for answer in answers if answer not in shown]
+        ended = sum(answer.finish_reason is not None for answer in hidden)
+        lines.append(live.line(width, (f"and {len(hidden)} more, of which {ended} have ended", width, "dim")))
+    return lines
+
+
+if __name__ == "__main__":
+    cli.run(main)
