@@ -1,0 +1,133 @@
+"""The chart and the trace say what the records say: nothing more, nothing twice, nothing left out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+
+import pytest
+from matplotlib.text import Text
+
+from shared import charts
+from stage01_forward.sampling import SamplingParams
+from stage04_continuous.engine import Engine, SlotRecord, SlotsRecord
+from stage04_continuous.request import Request
+from stage04_continuous.scheduler import Scheduler
+from stage04_continuous.timeline import bars, gantt, perfetto
+
+SLOTS = 4
+
+
+def record(*slots: tuple[int, str, int, str | None]) -> SlotsRecord:
+    each = tuple(SlotRecord(slot, name, prefill, int(not prefill), reason) for slot, name, prefill, reason in slots)
+    return SlotsRecord(len(each), sum(s.prefill_tokens for s in each), sum(s.decode_tokens for s in each), 1.0, slots=each)
+
+
+@pytest.fixture(scope="module")
+def steps(tiny_model):
+    """A run with chunks, refilled slots, and a request that is aborted in the middle."""
+    engine = Engine(tiny_model, eos_id=-1, scheduler=Scheduler(SLOTS, 8))
+    for n in range(12):
+        engine.add(Request([1 + n] * (1 + 7 * n % 23), SamplingParams(max_tokens=1 + 11 * n % 29)))
+    for number in itertools.count():
+        if number == 9:
+            engine.abort(engine.scheduler.running[0].id)
+        if not engine.scheduler.unfinished:
+            return list(engine.steps)
+        engine.step()
+
+
+def test_bars_hold_exactly_the_records(steps):
+    pieces = Counter(
+        (bar.slot, bar.request_id, kind, number)
+        for bar in bars(steps)
+        for kind, start, end in bar.pieces
+        for number in range(start, end)
+    )
+    recorded = Counter(
+        (each.slot, each.request_id, "prefill" if each.prefill_tokens else "decode", number)
+        for number, step in enumerate(steps)
+        for each in step.slots
+    )
+    assert pieces == recorded and {kind for _, _, kind, _ in pieces} == {"prefill", "decode"}
+
+
+def test_a_request_has_one_bar_and_a_slot_one_tenant(steps):
+    tenants = bars(steps)
+    assert len({bar.request_id for bar in tenants}) == len(tenants) == 12
+    for one, other in itertools.combinations(tenants, 2):
+        assert one.slot != other.slot or one.end <= other.start or other.end <= one.start
+    for bar in tenants:
+        assert bar.start == bar.pieces[0][1] and bar.end == bar.pieces[-1][2]
+        assert all(a[2] <= b[1] for a, b in itertools.pairwise(bar.pieces))
+
+
+def test_a_step_without_a_share_is_a_gap_and_a_name_may_come_again():
+    steps = [record((0, "a", 3, None)), record((1, "b", 0, None)), record((0, "a", 0, "stop")), record((0, "a", 2, None))]
+    first, again, other = bars(steps)
+    assert (first.start, first.end, first.pieces) == (0, 3, [("prefill", 0, 1), ("decode", 2, 3)])
+    assert (again.start, again.end, again.pieces) == (3, 4, [("prefill", 3, 4)])
+    assert (other.slot, other.pieces) == (1, [("decode", 1, 2)])
+
+
+def test_the_chart_draws_every_piece_and_labels_inside_the_bars(steps):
+    figure = gantt(steps, "Slots are filled again", slots=6)
+    axes = figure.axes[0]
+    assert (
+        axes.get_xlim() == (0, len(steps))
+        and axes.get_ylim() == (5.5, -0.5)
+        and axes.get_title(loc="left") == "Slots are filled again"
+    )
+    drawn = sum(len(each.get_paths()) for each in axes.collections)
+    tenants = bars(steps)
+    assert drawn == len(tenants) + sum(len(bar.pieces) for bar in tenants)
+    figure.draw_without_rendering()
+    labels = [text for text in axes.texts if text.get_text()]
+    assert len(labels) >= 5
+    for text in labels:
+        box = Text.get_window_extent(text).transformed(axes.transData.inverted())
+        (bar,) = [bar for bar in tenants if bar.request_id.endswith(f"-{text.get_text().removeprefix('request-')}")]
+        assert any(kind == "decode" and start <= box.x0 and box.x1 <= end for kind, start, end in bar.pieces)
+        assert float(text.get_fontsize()) >= 9 and bar.slot - 0.4 <= min(box.y0, box.y1) and max(box.y0, box.y1) <= bar.slot + 0.4
+    keys = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert keys == ["prefill", "decode"]
+
+
+def test_the_chart_is_the_same_again_and_has_no_limit_of_size(steps):
+    assert charts.render(gantt(steps, "t")) == charts.render(gantt(steps, "t"))
+    many = [record(*((slot, f"$r{slot}$", 0, None) for slot in range(200)))] * 3
+    assert gantt(many, "200 slots").get_size_inches()[1] <= 12
+    assert charts.render(gantt(many[:1], "one step")).startswith(b"<?xml")
+    with pytest.raises(ValueError, match="no steps"):
+        gantt([], "t")
+
+
+def test_the_trace_holds_a_slice_for_each_record_inside_its_step(steps):
+    trace = json.loads(json.dumps(perfetto(steps), allow_nan=False))
+    events = trace["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == sum(len(step.slots) for step in steps)
+    for event in slices:
+        step = steps[event["args"]["step"]]
+        begin = (step.started - steps[0].started) * 1e6
+        assert event["ts"] == pytest.approx(begin, abs=0.002)
+        assert event["dur"] > 0 and event["ts"] + event["dur"] <= begin + step.seconds * 1e6 + 0.002
+        (each,) = [each for each in step.slots if each.slot == event["tid"] - 1]
+        assert event["name"] == each.request_id and event["args"].get("finish_reason") == each.finish_reason
+        assert (event["args"]["prefill_tokens"], event["args"]["decode_tokens"]) == (each.prefill_tokens, each.decode_tokens)
+        assert event["cat"] == ("prefill" if each.prefill_tokens else "decode")
+    for _, track in itertools.groupby(sorted(slices, key=lambda e: (e["tid"], e["ts"])), key=lambda e: e["tid"]):
+        for one, other in itertools.pairwise(track):
+            assert one["ts"] + one["dur"] <= other["ts"] + 1e-6
+
+
+def test_the_trace_names_its_tracks_and_counts_rows_and_waiting(steps):
+    events = perfetto(steps)["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {slot + 1: f"slot {slot}" for slot in range(SLOTS)}
+    for counter in ("rows", "waiting"):
+        values = [event["args"][counter] for event in events if event["ph"] == "C" and event["name"] == counter]
+        assert values == [*(getattr(step, counter) for step in steps), 0]
+    assert {event["pid"] for event in events} == {1}
+    assert [event["ph"] for event in perfetto([])["traceEvents"]] == ["M"]
