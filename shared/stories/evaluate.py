@@ -127,7 +127,7 @@ a grammar of {plots} plots, {variants} sentence variants and {words} words that 
 | sampled at temperature {temperature}, everything straight from first line to last | {straight} of {sampled} stories |
 | the same with top-p {top_p} | {straight_top_p} of {sampled} stories |
 | trained on | {train_tokens:,} tokens, every story new, {steps:,} steps |
-| training time | {minutes:.0f} minutes, {threads} threads ({processor}) |
+| training time | {minutes:.0f} minutes, {threads} threads |
 
 **How the floor is computed.** Every choice of the grammar is uniform and independent, so the probability of a story is a
 product of 1/n over its choices, and its information is -ln of that. The entropy is the mean of this over {draws:,}
@@ -138,8 +138,11 @@ compare model and grammar on the same stories, including the token that ends eac
 **How straightness is counted.** The grammar reads each sampled story. It counts only if the grammar could have written
 every character of it: one wrong name, pronoun, thing or sentence anywhere, and it does not.
 
-**Train it again:** `{command}`, then `python -m shared.stories.evaluate`. Made with torch {torch} and
-transformers {transformers}; the exact weights depend on both, on the number of threads and on the kind of processor.
+**How it was trained.** {runs} The grammar may have been mended between two runs, where the model kept stumbling over a
+sentence; all figures above are for the grammar as it is.
+
+**Train it again:** `python -m shared.stories.train`, then `python -m shared.stories.evaluate`. The exact weights depend on
+torch, transformers, the number of threads and the kind of processor, and so does how soon the model learns to copy.
 
 A story it told, at temperature {temperature}:
 
@@ -149,12 +152,23 @@ Use it for what it is: a model to test inference engines with. It knows nothing 
 """
 
 
+def runs_of(training: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The run that made a model, and those that it went on from, the first one first."""
+    return [] if training is None else [*runs_of(training.get("before")), training]
+
+
 def write_card(folder: Path, evaluation: dict[str, Any], training: dict[str, Any], config: Any) -> None:
     """README.md of the checkpoint folder, from the two JSON files and the grammar; nothing in it is typed by hand."""
     source = grammar.load()
     weights = folder / "model.safetensors"
     beats = [beat for plot in source.plots for beat in plot.before + plot.after]
     variants = sum(map(len, beats)) + sum(map(len, (source.openings, source.habits, source.interludes, source.endings)))
+    runs = runs_of(training)
+    commands = [
+        f"Run {number}: `{run['command']}`, {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} minutes on {run['processor']}, "
+        f"with torch {run['torch']} and transformers {run['transformers']}."
+        for number, run in enumerate(runs, 1)
+    ]
     held, far, told, floor = (evaluation[name] for name in ("held_out", "far_out", "sampled", "entropy"))
     text = CARD.format(
         layers=config.n_layer, width=config.n_embd, heads=config.n_head, vocabulary=config.vocab_size,
@@ -164,9 +178,9 @@ def write_card(folder: Path, evaluation: dict[str, Any], training: dict[str, Any
         cross=held["cross_entropy"], floor=held["floor"], excess=held["excess"], far_cross=far["cross_entropy"],
         far_excess=far["excess"], temperature=told["temperature"], straight=told["straight"],
         top_p=TOP_P, straight_top_p=evaluation["sampled_top_p"]["straight"], sampled=told["stories"],
-        train_tokens=training["tokens"], steps=training["steps"], minutes=training["seconds"] / 60, threads=training["threads"],
-        processor=training["processor"], command=training["command"], torch=training["torch"],
-        transformers=training["transformers"], example=told["example"].replace("\n", "\n>\n> "),
+        train_tokens=sum(run["tokens"] for run in runs), steps=sum(run["steps"] for run in runs), runs=" ".join(commands),
+        minutes=sum(run["seconds"] for run in runs) / 60, threads=training["threads"],
+        example=told["example"].replace("\n", "\n>\n> "),
     )  # fmt: skip
     (folder / "README.md").write_text(text, encoding="utf-8")
 

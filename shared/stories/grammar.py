@@ -134,6 +134,7 @@ class Grammar:
         self.habits: Beat = tuple(parse_template(line) for line in sections["habits"])
         self.interludes: Beat = tuple(parse_template(line) for line in sections["interludes"])
         self.endings: Beat = tuple(parse_template(line) for line in sections["endings"])
+        self._furthest = 0  # where the last beat ended that `_read_beats` could read: how far a text is right
         self.plots: list[Plot] = []
         for name, lines in parse_headings(plots).items():
             if lines.count("~") != 1:
@@ -210,9 +211,7 @@ class Grammar:
     def readable_until(self, text: str) -> int:
         """How many characters of `text` agree with some story of the grammar, counted in whole beats."""
         self._furthest = 0
-        for plot in self.plots:
-            for _ in self._read_plot(plot, text):
-                pass
+        self.read(text)
         return self._furthest
 
     def _read_plot(self, plot: Plot, text: str) -> Iterator[tuple[int, dict[str, str], float]]:
@@ -225,8 +224,6 @@ class Grammar:
             for chance, beats in ((no, without), (yes, within)):
                 for last, filled, more in self._read_beats(beats, text, end, fillings):
                     yield last, filled, log_p + chance + more
-
-    _furthest = 0
 
     def _read_beats(
         self, beats: list[tuple[str, Beat]], text: str, start: int, fillings: dict[str, str]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shared import checkpoint, stages
+from shared.errors import UserError
 from shared.stories import grammar
 from shared.tokenizer import Tokenizer
 
@@ -199,3 +200,21 @@ def test_training_is_deterministic_and_learns(tmp_path):
         train(tmp_path / name, steps=12, seed=3, width=48, layers=2, heads=2)
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
     assert first == second
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_an_earlier_result(tmp_path):
+    """The same vocabulary, weights that begin where they were, and both runs in the facts."""
+    from shared.stories.evaluate import runs_of
+    from shared.stories.train import load_start, train
+
+    facts = train(tmp_path / "first", steps=2, seed=3, width=48, layers=2, heads=2)
+    (tmp_path / "first" / "training.json").write_text(json.dumps(facts), encoding="utf-8")
+    model, tokenizer, before = load_start(tmp_path / "first")
+    assert before == facts and tokenizer.get_vocab_size() == model.config.vocab_size
+    assert Tokenizer.from_folder(tmp_path / "first").encode("Once upon a time") == tokenizer.encode("Once upon a time").ids
+    more = train(tmp_path / "second", steps=1, seed=3, width=0, layers=0, heads=0, start=tmp_path / "first")
+    assert [run["steps"] for run in runs_of(more)] == [2, 1]
+    assert (tmp_path / "second" / "vocab.json").read_bytes() == (tmp_path / "first" / "vocab.json").read_bytes()
+    with pytest.raises(UserError, match="no folder that this command wrote"):
+        load_start(tmp_path)
