@@ -466,7 +466,7 @@ def roofline_chart(results: dict[str, Any]) -> Any:
 def waste_chart(results: dict[str, Any]) -> Any:
     rows = results["results"]["waste"]
     return draw.bars(
-        "One row that is longer than the others, and most of the work is for nobody",
+        "One longer row, and most of the work is for nobody",
         f"tokens that went through the model, {len(rows[0]['lengths'])} rows",
         [row["case"] for row in rows],
         {"useful": [row["useful"] for row in rows], "wasted": [row["wasted"] for row in rows]},

@@ -183,7 +183,7 @@ def train(out: Path, steps: int, seed: int, width: int, layers: int, heads: int,
     started, smooth = time.perf_counter(), None
     progress = tqdm(range(steps), unit="step", smoothing=0.05)
     for step in progress:
-        length = POSITIONS if step >= full_from else WINDOW
+        length = POSITIONS if step >= max(full_from, copying_steps) else WINDOW
         total = 0.0
         for _ in range(MICRO_BATCHES):
             ids, positions = micro_batch(copying if step < copying_steps else sources[length], length, rng)
