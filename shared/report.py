@@ -69,7 +69,8 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
     """What the reports below `root` should be, given the stages' benchmark `modules`.
 
     To `check`, charts that another version or system drew are only looked for, since their bytes would differ. The default
-    machine, whose numbers the texts show, is kept in reports/machines.json; at first it is the first in the alphabet.
+    machine, whose numbers the texts show, is kept in reports/machines.json; at first it is the first in the alphabet. A stage
+    that has not run there shows the numbers of another machine.
     """
     result = Build()
     reports = root / "reports"
@@ -86,6 +87,9 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
     if files and not draw:
         theirs, ours = (" on ".join(each.values()) for each in (drawers, drawn_with()))
         result.notes.append(f"charts were not compared: matplotlib {theirs} drew them, and here is {ours}")
+    # A stage that has not run on the default machine shows what another one measured.
+    homes = {path.stem: path.parent.name for path in reversed(files)}
+    homes |= {path.stem: path.parent.name for path in files if path.parent.name == default}
     tables: Tables = {}
     headlines: dict[str, str] = {}
     folders = sorted(path.parent for path in root.glob("stage[0-9][0-9]_*/__init__.py"))
@@ -98,7 +102,7 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
             result.problems.append(str(error))
             continue
         tables[machine, stage] = modules[stage].tables(results)
-        if machine == default and root / stage in folders:
+        if machine == homes[stage] and root / stage in folders:
             headlines[stage] = modules[stage].headline(results)
         for stem, function in modules[stage].charts(results).items():
             picture = Path("reports") / machine / f"{stage}_{stem}.svg"
@@ -113,6 +117,9 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
     if files:
         content = {"default": default, "charts": drawers}
         result.files[Path("reports/machines.json")] = (json.dumps(content, indent=1) + "\n").encode()
+    for stage, machine in homes.items():
+        if (machine, stage) in tables:
+            tables.setdefault((default, stage), tables[machine, stage])
     if folders:
         tables[default, ""] = {"stages": _stages_table(folders, headlines, result)}
     for path in _texts(root):
@@ -159,7 +166,7 @@ def _build_text(
 
 
 def _stages_table(folders: list[Path], headlines: Mapping[str, str], result: Build) -> str:
-    """The table of the top README. What a stage says of itself is in its __init__.py; `headlines` are of the default machine."""
+    """The table of the top README. What a stage says of itself is in its __init__.py; `headlines` are those of the results."""
     lines = ["| stage | question | result | open first |", "|---|---|---|---|"]
     for folder in folders:
         about = _constants(folder / "__init__.py")

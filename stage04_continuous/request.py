@@ -22,7 +22,7 @@ class State(Enum):
 NEXT = {
     State.NEW: {State.WAITING},
     State.WAITING: {State.RUNNING, State.FINISHED},
-    State.RUNNING: {State.FINISHED},
+    State.RUNNING: {State.FINISHED, State.WAITING},  # back in line: only stage 05 does that, when memory is short
     State.FINISHED: set(),
 }
 

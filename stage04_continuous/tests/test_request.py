@@ -17,6 +17,7 @@ LEGAL = {
     (State.WAITING, State.RUNNING),
     (State.WAITING, State.FINISHED),  # aborted before its turn came
     (State.RUNNING, State.FINISHED),
+    (State.RUNNING, State.WAITING),
 }
 
 

@@ -1,0 +1,130 @@
+"""The sanitizer: after every step it proves that the memory is in order, and names the block and the sequences if it is not.
+
+A block that is given back too early, shared by mistake or found under a stale name does not crash. It gives another token,
+some steps later, to somebody else. So the rules are checked where they are broken and not where it shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from stage04_continuous.request import Request, State
+
+from .blocks import BlockPool, chain
+from .cache import PagedCache
+from .scheduler import Scheduler, Work
+
+
+class SanitizerError(AssertionError):
+    """A rule was broken: which one, at which step, in which block, and whose it is."""
+
+
+class Sanitizer:
+    """Watches one engine's scheduler and cache. Call `before` when the moves of a step are done, and `after` at its end.
+
+    Blocks that are free are filled with NaN, so that whoever reads one shows it; and they must stay so, so that whoever writes to
+    one shows too. The content of a block that can be found must stay as it was when it was published.
+    """
+
+    def __init__(self, scheduler: Scheduler, cache: PagedCache) -> None:
+        self.scheduler, self.cache = scheduler, cache
+        self.poisoned: set[int] = set()
+        self.published: dict[int, tuple[bytes, bytes]] = {}  # block -> its digest, and a fingerprint of its content
+        self._poison()
+
+    def before(self, work: Sequence[Work]) -> None:
+        """Before the pass: nobody writes where somebody else reads or writes. Raises SanitizerError."""
+        pool = self.scheduler.pool
+        self.poisoned.difference_update(block for block in range(pool.count) if pool.references[block])
+        writers: dict[int, Request] = {}
+        for each in work:
+            size = pool.block_size
+            if each.start + each.count > len(each.blocks) * size:
+                self._fail(f"{each.count} tokens at {each.start} do not fit into {len(each.blocks)} blocks", None, [each.request])
+            for block in each.blocks[each.start // size : -(-(each.start + each.count) // size)]:
+                if block in writers:
+                    self._fail("it has two writers", block, [writers[block], each.request])
+                writers[block] = each.request
+                if pool.references[block] != 1:
+                    self._fail(f"it is written and {pool.references[block]} tables hold it", block)
+                if pool.digests[block] is not None:
+                    self._fail("it is written and can be found under what it held before", block)
+
+    def after(self) -> None:
+        """After the step: every rule of the module's list. Raises SanitizerError."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        self._whole(pool, Counter(block for table in scheduler.tables.values() for block in table.blocks), "")
+        if scheduler.swap_pool:
+            held = Counter(block for blocks in scheduler.swapped.values() for block in blocks)
+            self._whole(scheduler.swap_pool, held, "swap ")
+        for request, table in scheduler.tables.items():
+            if request.state is not State.RUNNING and table.blocks:
+                self._fail("a request that does not run holds it", table.blocks[0], [request])
+            if request.state is State.RUNNING and request.computed > len(table.blocks) * pool.block_size:
+                self._fail(f"{request.computed} tokens are said to be in {len(table.blocks)} blocks", None, [request])
+            self._digests(request)
+        self._contents()
+        self._poison()
+        if not scheduler.tables and (pool.owned or scheduler.swapped):
+            self._fail(f"{pool.owned} blocks are owned, and there is no request", None)
+
+    def _whole(self, pool: BlockPool, held: Counter[int], kind: str) -> None:
+        """Free, cached and owned blocks make the whole, each in one place, and are counted right."""
+        places = Counter([*pool.free, *pool.cached, *(block for block in range(pool.count) if pool.references[block])])
+        for block in range(pool.count):
+            if places[block] != 1:
+                self._fail(f"it is in {places[block]} of the lists of free, cached and owned {kind}blocks", block)
+            if pool.references[block] != held[block]:
+                self._fail(f"{pool.references[block]} references are counted and {held[block]} {kind}tables hold it", block)
+        if pool.shared != sum(count > 1 for count in pool.references):
+            self._fail(f"{pool.shared} {kind}blocks are counted as shared", None)
+        if {digest: block for block, digest in enumerate(pool.digests) if digest is not None} != pool.found:
+            self._fail(f"the names of the {kind}blocks and the blocks by name differ", None)
+        for block in pool.cached:
+            if pool.digests[block] is None:
+                self._fail(f"it is a cached {kind}block and cannot be found", block)
+
+    def _digests(self, request: Request) -> None:
+        """What a request's blocks are found by stands for that request's tokens."""
+        pool, table = self.scheduler.pool, self.scheduler.tables[request]
+        digest = hashlib.sha256(table.salt).digest()
+        for index in range(min(len(table.blocks), request.computed // pool.block_size)):
+            digest = chain(digest, request.tokens(index * pool.block_size, pool.block_size))
+            block = table.blocks[index]
+            if pool.digests[block] not in (None, digest):
+                self._fail("it is found under other tokens than those it holds", block, [request])
+
+    def _contents(self) -> None:
+        """What can be found is what was published."""
+        now: dict[int, tuple[bytes, bytes]] = {}
+        for block, digest in enumerate(self.scheduler.pool.digests):
+            if digest is not None:
+                now[block] = digest, self._fingerprint(block)
+                if self.published.get(block, now[block])[0] == digest and self.published.get(block, now[block]) != now[block]:
+                    self._fail("its content has changed since it was published", block)
+        self.published = now
+
+    def _fingerprint(self, block: int) -> bytes:
+        content = self.cache.kv[:, :, :, block].contiguous().view(torch.uint8).cpu().numpy()
+        return hashlib.blake2b(content.tobytes(), digest_size=16).digest()
+
+    def _poison(self) -> None:
+        """Fill new free blocks with NaN; nobody has written to the others."""
+        free = set(self.scheduler.pool.free)
+        for block in free & self.poisoned:
+            if not bool(self.cache.kv[:, :, :, block].isnan().all()):
+                self._fail("it is free, and somebody has written to it", block)
+        if new := sorted(free - self.poisoned):
+            self.cache.kv.index_fill_(3, torch.tensor(new, device=self.cache.kv.device), torch.nan)
+        self.poisoned = free
+
+    def _fail(self, what: str, block: int | None, requests: Sequence[Request] | None = None) -> None:
+        if requests is None:
+            requests = [request for request, table in self.scheduler.tables.items() if block in table.blocks]
+        names = ", ".join(each.id for each in requests) or "nobody"
+        where = "" if block is None else f", block {block}"
+        raise SanitizerError(f"step {self.scheduler.step}{where}: {what}; sequences: {names}")
