@@ -136,9 +136,10 @@ class BlockTable:
 
     def grow(self, tokens: int) -> list[int]:
         """Take what is missing for `tokens` tokens; the new blocks."""
-        new = [self.pool.take() for _ in range(self.missing(tokens))]
-        self.blocks += new
-        return new
+        before = len(self.blocks)
+        for _ in range(self.missing(tokens)):
+            self.blocks.append(self.pool.take())  # one by one: should the pool run out, those that were taken are not lost
+        return self.blocks[before:]
 
     def missing(self, tokens: int) -> int:
         """Blocks to be taken before the table holds `tokens` tokens."""

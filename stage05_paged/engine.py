@@ -86,6 +86,7 @@ class Engine:
             self.scheduler.cheaper = self.measure_cost().cheaper
         self.sanitizer = Sanitizer(self.scheduler, self.cache) if sanitize else None
         self.requests: dict[str, Request] = {}  # those that wait or run
+        self.work: list[Work] = []  # of the pass that is being made
         self._named = 0
 
     def _default_pool(self) -> BlockPool:
@@ -140,22 +141,30 @@ class Engine:
 
         salt: only requests with the same one find each other's blocks; give each tenant one of its own.
         """
-        self._check(request)
+        self.check(request)
+        self._name(request)
         self.scheduler.add(request, salt)
         self.requests[request.id] = request
         return request
 
-    def add_samples(self, prompt: Sequence[int], sampling: Sequence[SamplingParams], salt: bytes = b"") -> list[Request]:
-        """Put several samples of one prompt in line. It is computed once, and they share its blocks. Raises as `add` does."""
+    def check(self, request: Request) -> None:
+        """Raise UserError if `request` can never be answered. Only settings are read, so any thread may ask."""
+        check_request(request.output.prompt_ids, request.sampling, self.model.config)
+        self.scheduler.check(request)
+
+    def add_samples(
+        self, prompt: Sequence[int], sampling: Sequence[SamplingParams], salt: bytes = b"", ids: Sequence[str] = ()
+    ) -> list[Request]:
+        """Put several samples of one prompt in line, by `ids` if there are any. The prompt is computed once, and they share its
+        blocks. Raises as `add` does."""
         if not sampling:
             raise UserError("There are no samples to make: ask for at least 1.")
-        first, *others = [Request(prompt, each) for each in sampling]
+        first, *others = [Request(prompt, each, name) for each, name in zip(sampling, ids or [""] * len(sampling), strict=True)]
         for request in others:  # all or none
-            check_request(request.output.prompt_ids, request.sampling, self.model.config)
-            self.scheduler.check(request)
+            self.check(request)
         self.add(first, salt)
         for request in others:
-            self._check(request)
+            self._name(request)
             self.scheduler.add_sample(first, request)
             self.requests[request.id] = request
         return [first, *others]
@@ -175,13 +184,14 @@ class Engine:
         child = Request(parent.output.prompt_ids, sampling, fork_id, parent.priority)
         child.output.token_ids += parent.output.token_ids
         child.output.logprobs += parent.output.logprobs
-        self._check(child)
+        self.check(child)
+        self._name(child)
         self.scheduler.fork(parent, child)
         self.requests[child.id] = child
         return child
 
-    def _check(self, request: Request) -> None:
-        """Name a request. Raises UserError if it is unfit."""
+    def _name(self, request: Request) -> None:
+        """Give a request an id, if it has none. Raises UserError if it has that of another one."""
         if not request.id:
             self._named += 1
             while f"request-{self._named}" in self.requests:  # somebody chose this name
@@ -189,7 +199,6 @@ class Engine:
             request.id = f"request-{self._named}"
         if request.id in self.requests:
             raise UserError(f"There is a request '{request.id}' in the engine already: give each an id of its own.")
-        check_request(request.output.prompt_ids, request.sampling, self.model.config)
 
     def _find(self, request_id: str) -> Request:
         if request_id not in self.requests:
@@ -220,7 +229,10 @@ class Engine:
         self.cache.move(moves)
         self.scheduler.moves.clear()
         if not work:
+            if self.sanitizer:
+                self.sanitizer.after()
             return []
+        self.work = work
         work.sort(key=lambda each: (each.count, each.start))  # those of like length attend together: see cache.py
         if self.sanitizer:
             self.sanitizer.before(work)
@@ -246,9 +258,25 @@ class Engine:
                 used_tokens=used_tokens,
             )  # fmt: skip
         )
+        self.work = []
         if self.sanitizer:
             self.sanitizer.after()
         return tokens
+
+    def fail(self, error: UserError) -> list[Request]:
+        """To be called when `step` has raised: ends the requests of that pass with `error`, and returns them. The others go on;
+        but if it was not the pass that failed, nobody's memory is to be trusted, and all of them end."""
+        failed = [each.request for each in self.work] or list(self.requests.values())
+        self.work = []
+        self.scheduler.moves.clear()
+        for request in failed:
+            for each in (request, *self.scheduler.samples.get(request, ())):
+                if each.output.finish_reason is None:
+                    each.output.fail(error)
+        failed = [request for request in self.requests.values() if request.output.finish_reason is not None]
+        for request in failed:
+            self._finish(request)
+        return failed
 
     @torch.inference_mode()
     def _forward(self, work: list[Work]) -> torch.Tensor:

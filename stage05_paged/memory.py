@@ -27,10 +27,11 @@ def parse_memory(text: str, free: int) -> int:
     found = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*|%)\s*", text)
     if found is None or (found[2] != "%" and found[2].upper() not in UNITS):
         raise UserError(f"'{text}' is no amount of memory: write 512MiB, 2GB, or 25% for a share of what is free.")
-    amount = float(found[1]) * (free / 100 if found[2] == "%" else UNITS[found[2].upper()])
+    number = float(found[1])
+    amount = int(number * free / 100 if found[2] == "%" else number * UNITS[found[2].upper()])
     if amount > free:
         raise UserError(f"{text} of memory were asked for, and {size(free)} are free: give less, or a share such as 50%.")
-    return int(amount)
+    return amount
 
 
 def free_memory(device: torch.device | str = "cpu") -> int:
@@ -65,9 +66,11 @@ def make_pool(memory: int, config: Config, dtype: torch.dtype, block_size: int =
     return BlockPool(memory // each if block_size > 0 else 1, block_size)
 
 
-def default_memory(config: Config, dtype: torch.dtype, sequences: int, free: int) -> int:
-    """Bytes for a pool if nobody says how many: `sequences` whole contexts, but no more than half of what is `free`."""
-    return min(sequences * config.n_positions * config.kv_bytes_per_token(dtype), int(SHARE * free))
+def default_memory(config: Config, dtype: torch.dtype, sequences: int, free: int, block_size: int = 16) -> int:
+    """Bytes for a pool if nobody says how many: the blocks of `sequences` whole contexts, but no more than half of what is
+    `free`."""
+    blocks = -(-config.n_positions // block_size)
+    return min(sequences * blocks * block_bytes(config, dtype, block_size), int(SHARE * free))
 
 
 def most_sequences(pool: BlockPool, tokens: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -40,11 +40,14 @@ class Sanitizer:
         """Before the pass: nobody writes where somebody else reads or writes. Raises SanitizerError."""
         pool = self.scheduler.pool
         self.poisoned.difference_update(block for block in range(pool.count) if pool.references[block])
+        # What was evicted for this pass may be filled and published again by it, in the same block and under the same name.
+        self.published = {block: known for block, known in self.published.items() if pool.digests[block] == known[0]}
         writers: dict[int, Request] = {}
         for each in work:
             size = pool.block_size
-            if each.start + each.count > len(each.blocks) * size:
-                self._fail(f"{each.count} tokens at {each.start} do not fit into {len(each.blocks)} blocks", None, [each.request])
+            end, room = each.start + each.count, len(each.blocks) * size
+            if end > room:
+                self._fail(f"positions {each.start} to {end - 1} are beyond the table's {room}", None, [each.request])
             for block in each.blocks[each.start // size : -(-(each.start + each.count) // size)]:
                 if block in writers:
                     self._fail("it has two writers", block, [writers[block], each.request])
@@ -57,10 +60,12 @@ class Sanitizer:
     def after(self) -> None:
         """After the step: every rule of the module's list. Raises SanitizerError."""
         scheduler, pool = self.scheduler, self.scheduler.pool
-        self._whole(pool, Counter(block for table in scheduler.tables.values() for block in table.blocks), "")
+        self._whole(pool, {request: table.blocks for request, table in scheduler.tables.items()}, "")
         if scheduler.swap_pool:
-            held = Counter(block for blocks in scheduler.swapped.values() for block in blocks)
-            self._whole(scheduler.swap_pool, held, "swap ")
+            self._whole(scheduler.swap_pool, scheduler.swapped, "swap ")
+        for request in scheduler.swapped:
+            if request.state is not State.WAITING:
+                self._fail("it is swapped out, and does not wait", None, [request])
         for request, table in scheduler.tables.items():
             if request.state is not State.RUNNING and table.blocks:
                 self._fail("a request that does not run holds it", table.blocks[0], [request])
@@ -69,24 +74,28 @@ class Sanitizer:
             self._digests(request)
         self._contents()
         self._poison()
-        if not scheduler.tables and (pool.owned or scheduler.swapped):
-            self._fail(f"{pool.owned} blocks are owned, and there is no request", None)
+        owned = pool.owned + sum(map(len, scheduler.swapped.values()))
+        if not scheduler.tables and owned:
+            self._fail(f"{owned} blocks are owned, and there is no request", None)
 
-    def _whole(self, pool: BlockPool, held: Counter[int], kind: str) -> None:
+    def _whole(self, pool: BlockPool, tables: Mapping[Request, Sequence[int]], kind: str) -> None:
         """Free, cached and owned blocks make the whole, each in one place, and are counted right."""
+        held = Counter(block for blocks in tables.values() for block in blocks)
         places = Counter([*pool.free, *pool.cached, *(block for block in range(pool.count) if pool.references[block])])
         for block in range(pool.count):
+            holders = [request for request, blocks in tables.items() if block in blocks]
             if places[block] != 1:
-                self._fail(f"it is in {places[block]} of the lists of free, cached and owned {kind}blocks", block)
+                self._fail(f"it is in {places[block]} of the lists of free, cached and owned {kind}blocks", block, holders)
             if pool.references[block] != held[block]:
-                self._fail(f"{pool.references[block]} references are counted and {held[block]} {kind}tables hold it", block)
+                counted = f"{pool.references[block]} references are counted"
+                self._fail(f"{counted} and {held[block]} {kind}tables hold it", block, holders)
         if pool.shared != sum(count > 1 for count in pool.references):
             self._fail(f"{pool.shared} {kind}blocks are counted as shared", None)
         if {digest: block for block, digest in enumerate(pool.digests) if digest is not None} != pool.found:
             self._fail(f"the names of the {kind}blocks and the blocks by name differ", None)
         for block in pool.cached:
             if pool.digests[block] is None:
-                self._fail(f"it is a cached {kind}block and cannot be found", block)
+                self._fail(f"it is a cached {kind}block and cannot be found", block, [])
 
     def _digests(self, request: Request) -> None:
         """What a request's blocks are found by stands for that request's tokens."""

@@ -190,7 +190,9 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Let go of a request, wherever it is. Its blocks are free from the next pass on; full ones can still be found, unless
         it ended with an error."""
-        if request.state is State.RUNNING:
+        was = request.state
+        request.move(State.FINISHED)  # raises for one that is not here, before anything is touched
+        if was is State.RUNNING:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -203,7 +205,6 @@ class Scheduler:
         self.tables.pop(request).release(trusted=request.output.error is None)
         for block in self.swapped.pop(request, ()):
             self._swap_pool.give_back(block)
-        request.move(State.FINISHED)
 
     def publish(self, work: Work) -> None:
         """Let the blocks be found that `work`, which has been done, has filled."""
@@ -332,7 +333,7 @@ class Scheduler:
 
     def _share(self, request: Request, budget: int) -> int:
         """How many tokens of `request` fit into what is left of the budget."""
-        if self.chunked or request.remaining > self.token_budget:  # the latter after preemption only: prompts are shorter
+        if self.chunked or request.token_count > self.token_budget:  # the latter after preemption only: prompts are shorter
             return min(request.remaining, self.max_chunk, budget)
         return request.remaining if request.remaining <= budget else 0
 

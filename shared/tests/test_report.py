@@ -276,3 +276,28 @@ def test_every_benchmark_of_this_repository_has_tables_and_charts() -> None:
     modules = report.benchmarks()
     assert set(modules) <= set(stages.discover())
     assert all(callable(module.tables) and callable(module.charts) for module in modules.values())
+
+
+def test_a_stage_that_has_not_run_on_the_default_machine_shows_another_one(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its table and its headline; as soon as the default machine has its own, these are shown."""
+    modules = add_stages(root)
+    here = root / "reports" / "amd" / f"{SECOND}.json"
+    here.unlink()
+    (root / "reports" / "amd" / f"{SECOND}_memory.svg").unlink()
+    (root / SECOND / "REPORT.md").write_bytes(REPORT.replace("/amd/", "/zen/").encode())
+    assert report.report(root, modules, check=False) == 0
+    text = (root / "README.md").read_text()
+    assert "| 1.0 |" in text and "| 20.0 |" in text
+    assert "| What does it cost? | 1 tok/s |" in text and "| Why pay twice? | 20 tok/s |" in text
+    assert "| 20.0 |" in (root / SECOND / "REPORT.md").read_text()
+    assert found(root, capsys, modules)[0] == 0
+
+    measure.save(here, "memory", {}, {"memory": 30.0})
+    assert report.report(root, modules, check=False) == 0
+    text = (root / "README.md").read_text()
+    assert "| 30.0 |" in text and "| 20.0 |" not in text
+    assert "| Why pay twice? | 30 tok/s |" in text
+    assert "| 30.0 |" in (root / SECOND / "REPORT.md").read_text()
+    assert json.loads((root / "reports" / "machines.json").read_text())["default"] == "amd"

@@ -1,0 +1,442 @@
+"""Blocks: taken, shared, counted and given back; found by what they hold, and not a moment longer than they hold it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from array import array
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.errors import UserError
+from shared.parity import random_prompt
+from stage01_forward.sampling import SamplingParams
+from stage04_continuous.request import Request
+from stage05_paged import blocks as module
+from stage05_paged.blocks import BlockPool, BlockTable, chain
+from stage05_paged.engine import Engine
+from stage05_paged.scheduler import Scheduler
+
+
+def cache_blocks(pool, *names):
+    """Take a block for each name, publish it under that name, and give it back: the first is the least recently used."""
+    blocks = [pool.take() for _ in names]
+    for block, name in zip(blocks, names, strict=True):
+        pool.publish(block, name)
+        pool.give_back(block)
+    return blocks
+
+
+def state(pool):
+    """(free, cached, owned, shared)"""
+    return len(pool.free), len(pool.cached), pool.owned, pool.shared
+
+
+# ---- the pool -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [((0, 16), "at least 1 block, not 0"), ((-3, 16), "at least 1 block, not -3"), ((4, 0), "holds at least 1 token, not 0")],
+    ids=str,
+)
+def test_a_pool_that_cannot_be(options, message):
+    with pytest.raises(UserError, match=message):
+        BlockPool(*options)
+
+
+def test_no_tensors_and_no_clock():
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not names & {"torch", "numpy", "time", "random"}
+
+
+def test_all_blocks_are_given_once_and_come_back():
+    pool = BlockPool(5, 4)
+    assert (state(pool), pool.available) == ((5, 0, 0, 0), 5)
+    taken = [pool.take() for _ in range(5)]
+    assert sorted(taken) == list(range(5))
+    assert (state(pool), pool.available) == ((0, 0, 5, 0), 0)
+    with pytest.raises(RuntimeError, match="all 5 blocks are owned"):
+        pool.take()
+    for block in taken:
+        pool.give_back(block)
+    assert (state(pool), pool.available) == ((5, 0, 0, 0), 5)
+    assert sorted(pool.take() for _ in range(5)) == list(range(5))
+
+
+def test_the_block_used_last_is_taken_first():
+    pool = BlockPool(5)
+    first, second, third = (pool.take() for _ in range(3))
+    pool.give_back(third)
+    pool.give_back(first)
+    assert [pool.take(), pool.take()] == [first, third]
+    assert pool.references[second] == 1
+
+
+class Quick(list):
+    """A list that refuses whatever takes time that grows with its length."""
+
+    def refuse(self, *_):
+        raise AssertionError("this walks along the list")
+
+    __contains__ = __iter__ = index = count = remove = insert = sort = reverse = refuse  # type: ignore[assignment]
+
+    def pop(self, index=-1):
+        assert index == -1, "this moves all that come behind"
+        return super().pop()
+
+
+def test_taking_and_giving_back_takes_constant_time():
+    """Nothing walks along the free blocks, however many there are and in whatever order they come back."""
+    pool = BlockPool(64)
+    pool.free = Quick(pool.free)
+    taken = [pool.take() for _ in range(40)]
+    for block in taken[::2]:
+        pool.publish(block, bytes([block]))
+    for block in taken[10:] + taken[:10]:
+        pool.share(block)
+        pool.give_back(block)
+        pool.give_back(block)
+    assert (pool.available, len(pool.cached)) == (64, 20)
+    for _ in range(64):
+        pool.take()
+    assert (pool.owned, pool.evictions) == (64, 20)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 128])
+def test_blocks_for_a_number_of_tokens(size):
+    pool = BlockPool(1, size)
+    for tokens in range(4 * size + 1):
+        assert pool.blocks_for(tokens) == len({position // size for position in range(tokens)})
+
+
+def test_a_block_comes_back_when_the_last_table_gives_it_back():
+    pool = BlockPool(2)
+    block = pool.take()
+    counts = []
+    for call in (pool.share, pool.share, pool.give_back, pool.give_back):
+        call(block)
+        counts.append((pool.references[block], pool.shared, block in pool.free))
+    assert counts == [(2, 1, False), (3, 1, False), (2, 1, False), (1, 0, False)]
+    pool.give_back(block)
+    assert (pool.references[block], pool.shared, block in pool.free) == (0, 0, True)
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["free", "cached"])
+def test_a_block_is_not_given_back_twice(published):
+    pool = BlockPool(3)
+    block = pool.take()
+    if published:
+        pool.publish(block, b"a")
+    pool.give_back(block)
+    before = state(pool)
+    with pytest.raises(RuntimeError, match=f"block {block} is given back, and no table holds it"):
+        pool.give_back(block)
+    assert state(pool) == before
+
+
+def test_a_free_block_cannot_be_shared():
+    pool = BlockPool(3)
+    with pytest.raises(RuntimeError, match="block 1 is free: its content means nothing"):
+        pool.share(1)
+    assert state(pool) == (3, 0, 0, 0)
+
+
+# ---- found again ----------------------------------------------------------------------------------------------------
+
+
+def test_a_published_block_is_kept_when_nobody_holds_it_and_can_be_shared_again():
+    pool = BlockPool(4)
+    (block,) = cache_blocks(pool, b"a")
+    assert (state(pool), pool.available, pool.match([b"a"])) == ((3, 1, 0, 0), 4, [block])
+    pool.share(block)
+    assert (state(pool), pool.references[block]) == ((3, 0, 1, 0), 1)
+    pool.give_back(block)
+    assert (state(pool), pool.match([b"a"])) == ((3, 1, 0, 0), [block])
+
+
+def test_a_free_block_is_taken_before_a_cached_one():
+    pool = BlockPool(3)
+    cache_blocks(pool, b"a")
+    pool.take()
+    pool.take()
+    assert (pool.evictions, state(pool)) == (0, (0, 1, 2, 0))
+    pool.take()
+    assert (pool.evictions, state(pool)) == (1, (0, 0, 3, 0))
+
+
+def test_the_least_recently_used_block_is_evicted_first():
+    pool = BlockPool(4)
+    a, b, c, d = cache_blocks(pool, b"a", b"b", b"c", b"d")
+    pool.share(b)  # somebody uses it again, and lets go of it
+    pool.give_back(b)
+    pool.match([b"a"])  # a look alone is no use
+    assert [pool.take() for _ in range(4)] == [a, c, d, b]
+    assert (pool.evictions, pool.found) == (4, {})
+
+
+def test_an_evicted_block_is_no_longer_found():
+    """Nor is it found by its old name when it holds something else, by then full and published itself."""
+    pool = BlockPool(2)
+    old, kept = cache_blocks(pool, b"old", b"kept")
+    assert pool.match([b"old"]) == [old]
+    assert pool.take() == old
+    assert (pool.match([b"old"]), pool.digests[old]) == ([], None)
+    pool.publish(old, b"new")
+    assert (pool.match([b"old"]), pool.match([b"new"]), pool.match([b"kept"])) == ([], [old], [kept])
+    pool.give_back(old)
+    assert (pool.match([b"old"]), pool.match([b"new"])) == ([], [old])
+    assert pool.found == {b"new": old, b"kept": kept}
+
+
+def test_a_match_ends_at_the_first_gap():
+    pool = BlockPool(6)
+    blocks = cache_blocks(pool, b"a", b"b", b"c", b"d")
+    assert pool.match([b"a", b"b", b"c", b"d"]) == blocks
+    assert pool.match([b"a", b"b", b"x", b"d"]) == blocks[:2]
+    assert pool.match([b"x", b"a"]) == pool.match([]) == []
+    pool.forget(blocks[1])
+    assert pool.match([b"a", b"b", b"c", b"d"]) == blocks[:1]
+
+
+def test_the_first_block_of_a_name_stays_and_a_block_has_one_name():
+    pool = BlockPool(4)
+    first, second = pool.take(), pool.take()
+    pool.publish(first, b"a")
+    pool.publish(second, b"a")  # two requests computed the same side by side
+    pool.publish(first, b"b")
+    assert (pool.found, pool.digests[first], pool.digests[second]) == ({b"a": first}, b"a", None)
+    pool.give_back(second)
+    pool.give_back(first)
+    assert (second in pool.free, list(pool.cached)) == (True, [first])
+
+
+def test_a_forgotten_block_is_free_when_it_is_given_back():
+    pool = BlockPool(2)
+    block = pool.take()
+    pool.publish(block, b"a")
+    pool.forget(block)
+    pool.forget(block)  # there is nothing more to forget
+    assert (pool.match([b"a"]), pool.found) == ([], {})
+    pool.give_back(block)
+    assert state(pool) == (2, 0, 0, 0)
+    pool.publish(pool.take(), b"a")  # the name is free too
+    assert pool.match([b"a"]) == [block]
+
+
+def test_a_digest_stands_for_the_parent_the_tokens_and_their_order():
+    root = hashlib.sha256(b"").digest()
+    assert chain(root, [1, 2]) == hashlib.sha256(root + array("q", [1, 2]).tobytes()).digest()
+    digests = [
+        chain(root, [1, 2]),
+        chain(root, [2, 1]),
+        chain(root, [1, 2, 0]),
+        chain(root, [12]),
+        chain(chain(root, [1, 2]), [1, 2]),
+        chain(chain(root, [2, 1]), [1, 2]),  # equal tokens behind another beginning
+        chain(hashlib.sha256(b"tenant").digest(), [1, 2]),
+    ]
+    assert len(set(digests)) == len(digests)
+    assert {len(digest) for digest in digests} == {32}
+    assert len({chain(root, [50256 % 2**bits]) for bits in (8, 15, 16)}) == 3  # whole numbers, not their ends
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_takes_what_is_missing_and_no_more():
+    pool = BlockPool(10, 4)
+    table = BlockTable(pool)
+    assert (table.missing(0), table.grow(0)) == (0, [])
+    assert (table.missing(5), len(table.grow(5)), len(table.blocks)) == (2, 2, 2)
+    assert (table.missing(8), table.grow(8), table.grow(3)) == (0, [], [])
+    first = list(table.blocks)
+    assert (table.missing(17), len(table.grow(17))) == (3, 3)
+    assert table.blocks[:2] == first and len(set(table.blocks)) == 5
+    assert pool.owned == 5
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_a_block_is_taken_exactly_when_the_last_one_is_full(size, tiny_model):
+    """Not a token sooner, not a token later: by hand for a table, and in every pass of an engine."""
+    pool = BlockPool(4, size)
+    table = BlockTable(pool)
+    for position in range(4 * size):
+        assert table.missing(position + 1) == (position % size == 0)
+        table.grow(position + 1)
+        assert len(table.blocks) == position // size + 1
+
+    for length in {1, max(1, size - 1), size, size + 1, 2 * size}:
+        answer = size + 2
+        scheduler = Scheduler(BlockPool(64, size), prefix_caching=False)
+        engine = Engine(tiny_model, scheduler=scheduler, sanitize=True)
+        prompt = random_prompt(length, tiny_model.config, "blocks")
+        engine.add(Request(prompt, SamplingParams(max_tokens=answer, ignore_eos=True)))
+        for _ in engine.run():
+            pass
+        steps = list(engine.steps)
+        assert len(steps) == answer
+        for index, record in enumerate(steps):
+            last = length - 1 + index  # the position of the last token of the pass
+            blocks = last // size + 1
+            assert (record.owned_blocks, record.sequences[0].blocks) == (blocks, blocks)
+            assert [move.kind for move in record.moves] == ["wipe"] * (blocks if index == 0 else last % size == 0)
+
+
+def test_adopted_blocks_are_shared_and_come_behind_those_that_are_there():
+    pool = BlockPool(10, 4)
+    one, other = BlockTable(pool), BlockTable(pool)
+    one.grow(12)
+    (own,) = other.grow(4)
+    other.adopt(one.blocks[:2])
+    assert other.blocks == [own, *one.blocks[:2]]
+    assert [pool.references[block] for block in one.blocks] == [2, 2, 1]
+    assert (pool.owned, pool.shared) == (4, 2)
+
+
+def test_who_writes_to_a_shared_block_gets_one_of_his_own():
+    pool = BlockPool(10, 4)
+    one, other = BlockTable(pool), BlockTable(pool)
+    one.grow(7)
+    other.adopt(one.blocks)
+    first, second = one.blocks
+    assert all(table.is_shared(position) for table in (one, other) for position in range(8))
+    assert not one.is_shared(8)  # there is no such block yet
+    old, new = other.replace(6)
+    assert old == second and new not in (first, second)
+    assert (one.blocks, other.blocks) == ([first, second], [first, new])
+    assert [pool.references[block] for block in (first, second, new)] == [2, 1, 1]
+    assert [one.is_shared(position) for position in (3, 4, 7)] == [True, False, False]
+    assert [other.is_shared(position) for position in (3, 4, 7)] == [True, False, False]
+    assert pool.shared == 1
+
+
+def test_a_released_table_is_empty_and_the_others_keep_what_they_share():
+    pool = BlockPool(10, 4)
+    one, other = BlockTable(pool), BlockTable(pool)
+    one.grow(12)
+    other.adopt(one.blocks[:2])
+    kept = list(other.blocks)
+    one.release()
+    assert (one.blocks, other.blocks) == ([], kept)
+    assert [pool.references[block] for block in kept] == [1, 1]
+    assert state(pool) == (8, 0, 2, 0)
+    one.release()  # there is nothing left to give back
+    other.release()
+    assert state(pool) == (10, 0, 0, 0)
+
+
+def published_table(pool, tokens, salt=b""):
+    """A table with a block for every full block of `tokens`, all published."""
+    table = BlockTable(pool, salt)
+    table.grow(len(tokens))
+    for block, digest in zip(table.blocks, table.digest(tokens), strict=False):
+        pool.publish(block, digest)
+    return table
+
+
+def test_digests_are_worked_out_once_a_full_block_and_whatever_the_pieces():
+    pool = BlockPool(10, 4)
+    tokens = list(range(11))
+    whole = BlockTable(pool).digest(tokens)
+    assert len(whole) == 2
+    pieces = BlockTable(pool)
+    assert pieces.digest(tokens[:3]) == []
+    assert pieces.digest(tokens[:4]) == whole[:1]
+    assert pieces.digest(tokens[4:9]) == whole
+    assert pieces.digest(tokens[8:]) == whole
+    assert pieces.digest([]) == whole
+    root = hashlib.sha256(b"").digest()
+    assert whole == [chain(root, tokens[:4]), chain(chain(root, tokens[:4]), tokens[4:8])]
+
+
+def test_the_end_of_a_chain_is_evicted_before_its_beginning():
+    """Without its beginning an end cannot be found: it would take room and serve nobody."""
+    pool = BlockPool(4, 2)
+    table = published_table(pool, list(range(8)))
+    digests, blocks = table.digests, list(table.blocks)
+    table.release()
+    for left in (3, 2, 1, 0):
+        assert pool.take() == blocks[left]
+        assert pool.match(digests) == blocks[:left]
+
+
+def test_what_has_an_error_is_not_found_again():
+    pool = BlockPool(4, 2)
+    table = published_table(pool, list(range(8)))
+    other = BlockTable(pool)
+    other.adopt(table.blocks[:1])
+    table.release(trusted=False)
+    assert (pool.match(table.digests), state(pool)) == ([], (3, 0, 1, 0))
+    other.release()
+    assert state(pool) == (4, 0, 0, 0)
+
+
+def test_other_salts_find_nothing():
+    pool = BlockPool(9, 2)
+    tokens = list(range(6))
+    table = published_table(pool, tokens, b"tenant 1")
+    assert pool.match(BlockTable(pool, b"tenant 1").digest(tokens)) == table.blocks
+    assert pool.match(BlockTable(pool, b"tenant 2").digest(tokens)) == []
+    assert pool.match(BlockTable(pool).digest(tokens)) == []
+
+
+# ---- any calls in any order -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
+    """Tables that grow, share, copy and let go. Who holds a block is counted from the tables alone, and what it holds is kept
+    beside it."""
+    size = data.draw(st.integers(1, 3))
+    pool = BlockPool(data.draw(st.integers(1, 8)), size)
+    alive: list[tuple[BlockTable, list[int]]] = []  # with the tokens
+    written: dict[int, list[int]] = {}  # block -> the tokens up to its end, as they were written last
+    meant: dict[bytes, list[int]] = {}  # digest -> the same
+    for _ in range(40):
+        what = data.draw(st.sampled_from(["begin", "grow", "grow", "grow", "adopt", "replace", "release", "lose"]))
+        if what == "begin" or not alive:
+            alive.append((BlockTable(pool), []))
+            continue
+        table, tokens = alive[data.draw(st.integers(0, len(alive) - 1))]
+        if what == "grow" and table.missing(len(tokens) + 1) <= pool.available:
+            tokens.append(data.draw(st.integers(0, 1)))
+            table.grow(len(tokens))
+            written[table.blocks[-1]] = list(tokens)
+            if len(tokens) % size == 0:
+                digest = table.digest(tokens[-size:])[-1]
+                meant[digest] = list(tokens)
+                pool.publish(table.blocks[-1], digest)
+        elif what == "adopt" and not tokens:
+            wanted = data.draw(st.lists(st.integers(0, 1), max_size=8))
+            hits = pool.match(BlockTable(pool).digest(wanted))
+            table.adopt(hits)
+            tokens += wanted[: len(hits) * size]
+            table.digest(tokens)
+        elif what == "replace" and tokens and table.is_shared(len(tokens) - 1) and pool.available:
+            old, new = table.replace(len(tokens) - 1)
+            assert (old != new, pool.references[new], table.blocks[-1]) == (True, 1, new)
+            written[new] = written[old]
+        elif what in ("release", "lose"):
+            table.release(trusted=what == "release")
+            alive = [each for each in alive if each[0] is not table]
+
+        held = Counter(block for table, _ in alive for block in table.blocks)
+        assert pool.references == [held[block] for block in range(pool.count)]
+        assert sorted([*pool.free, *pool.cached, *held]) == list(range(pool.count))
+        assert (pool.owned, pool.available) == (len(held), pool.count - len(held))
+        assert pool.shared == sum(count > 1 for count in held.values())
+        assert {digest: block for block, digest in enumerate(pool.digests) if digest is not None} == pool.found
+        assert all(pool.digests[block] is None for block in pool.free)
+        assert all(written[block] == meant[digest] for digest, block in pool.found.items())
+        for table, tokens in alive:
+            assert len(table.blocks) == pool.blocks_for(len(tokens))
+            for index, block in enumerate(table.blocks):
+                assert written[block] == tokens[: (index + 1) * size]

@@ -1,0 +1,397 @@
+"""The paged cache: who attends together, that it is attention whatever the tables, and what is read, written and moved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.checkpoint import Config
+from stage01_forward.attention import Recompute, explicit_attention
+from stage05_paged import cache as module
+from stage05_paged.cache import CALL, Move, PagedCache, batches, runs
+
+CONFIG = Config(vocab_size=11, n_positions=256, n_embd=12, n_layer=2, n_head=3, name="small")
+SIZES = (1, 3, 16, 128)  # of blocks
+TILES = (1, 2000, 12_000, 2**23)  # bytes: a head at a time; some heads; some sequences; all
+IDS = [7, 3, 99, 14, 14, 56, 2, 81, 33, 60, 5, 21]
+
+
+def blocks_for(tokens, size):
+    return -(-tokens // size)
+
+
+class Sequences:
+    """Sequences of random keys and values in one cache, their blocks in no order. All other blocks hold NaN, and what is not yet
+    written of their own holds large numbers."""
+
+    def __init__(self, size, count=5, longest=256, dtype=torch.float64, seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.size, self.dtype = size, dtype
+        self.cache = PagedCache(CONFIG, count * blocks_for(longest, size) + 3, size, dtype=dtype)
+        self.cache.kv.fill_(torch.nan)
+        self.free = torch.randperm(self.cache.blocks, generator=self.generator).tolist()
+        self.tables: list[list[int]] = [[] for _ in range(count)]
+        self.past = [torch.empty(3, 3, 0, 4, dtype=dtype) for _ in range(count)]  # q, k, v as (3, H, T, D)
+
+    def length(self, sequence):
+        return self.past[sequence].shape[2]
+
+    def share(self, sequence, count):
+        """What `extend` needs to know: (blocks, start, count), with new blocks as they are needed."""
+        table = self.tables[sequence]
+        while len(table) * self.size < self.length(sequence) + count:
+            table.append(self.free.pop())
+            self.cache.kv[:, :, :, table[-1]] = 1e3
+        return table, self.length(sequence), count
+
+    def compute(self, *parts, atol=1e-12):
+        """One pass over `parts`, each (sequence, count), held against explicit attention of each sequence alone."""
+        shares = [self.share(*part) for part in parts]
+        attention = self.cache.extend(shares)
+        assert attention.positions.tolist() == [start + i for _, start, count in shares for i in range(count)]
+        shape = (3, len(attention.positions), 3, 4)  # (3, N, H, D)
+        fresh = torch.randn(shape, dtype=torch.float64, generator=self.generator).to(self.dtype)
+        got = [attention.attend(layer, *(fresh * (1 + layer))) for layer in range(2)]  # (N, H, D) each
+        row = 0
+        for (sequence, count), (_, start, _) in zip(parts, shares, strict=True):
+            mine = slice(row, row + count)
+            row += count
+            self.past[sequence] = torch.cat([self.past[sequence], fresh[:, mine].transpose(1, 2)], dim=2)
+            for layer in range(2):
+                whole = explicit_attention(*(self.past[sequence].double() * (1 + layer)))  # (H, T, D)
+                assert torch.allclose(got[layer][mine].double(), whole[:, start:].transpose(0, 1), rtol=0, atol=atol)
+        return attention
+
+
+@pytest.fixture(params=TILES, ids=lambda tile: f"tile {tile}")
+def tile(request, monkeypatch):
+    monkeypatch.setattr(module, "TILE", request.param)
+    return request.param
+
+
+# ---- who attends together -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "starts_and_counts, sizes",
+    [
+        ([(5, 1)], [1]),
+        ([(5, 1), (5, 1), (5, 1)], [3]),
+        ([(5, 1), (5, 2)], [1, 1]),  # not as many new tokens
+        ([(5, 2), (5, 1), (5, 2)], [1, 1, 1]),  # only neighbours
+        ([(9, 1), (9 + CALL, 1)], [2]),  # one of them reads CALL keys too many,
+        ([(9, 1), (10 + CALL, 1)], [1, 1]),  # which is as many as a call is worth
+        ([(9 + CALL, 1), (9, 1)], [2]),
+        ([(10 + CALL, 1), (9, 1)], [1, 1]),
+        ([(1, 1), (1, 1), (1 + CALL // 2, 1)], [3]),  # two of them read CALL / 2 too many
+        ([(1, 1), (1, 1), (2 + CALL // 2, 1)], [2, 1]),
+        ([(1 + CALL, 1), (1, 1), (1, 1)], [3]),  # each joins on its own account
+        ([(1, 4), (1 + CALL // 4, 4)], [2]),  # each of 4 queries reads them
+        ([(1, 4), (2 + CALL // 4, 4)], [1, 1]),
+        ([(0, 4), (0, 4), (0, 3)], [2, 1]),  # whole prompts
+        ([(0, 4), (4, 4)], [1, 1]),  # a whole prompt gathers nothing, and a chunk does
+        ([(0, 1), (1, 1)], [1, 1]),
+    ],
+    ids=str,
+)
+def test_grouping_rules(starts_and_counts, sizes):
+    shares = [([index], *each) for index, each in enumerate(starts_and_counts)]
+    found = runs(shares)
+    assert [len(run) for run in found] == sizes
+    assert [share for run in found for share in run] == shares
+
+
+def test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees():
+    """Which blocks are gathered: those of the longest of the run, and the shorter one's own first block where it has none."""
+    cache = PagedCache(CONFIG, 20, 4)
+    attention = cache.extend([([7, 3], 0, 6), ([9, 2], 0, 6), ([5, 11, 1, 8], 6, 2), ([4, 0, 6], 10, 1), ([13], 2, 1)])
+    assert attention.prompts == [(slice(0, 12), 6)]
+    chunk, decodes = attention.tiles
+    assert (chunk.rows, chunk.heads, chunk.new, chunk.mask is None) == (slice(12, 14), slice(0, 3), 2, False)
+    assert (decodes.rows, decodes.heads, decodes.new) == (slice(14, 16), slice(0, 3), 1)
+    for tile, tables in ((chunk, [[5, 11]]), (decodes, [[4, 0, 6], [13, 13, 13]])):
+        lines = [(which * 3 + head) * 20 + block for which in (0, 1) for table in tables for head in range(3) for block in table]
+        assert tile.lines.tolist() == lines
+        assert tile.keys.shape == tile.values.shape == (len(tables), 3, 4 * len(tables[0]), 4)
+    assert decodes.mask is not None
+    assert decodes.mask.squeeze().int().tolist() == [[1] * 11 + [0], [1] * 3 + [0] * 9]
+    assert cache.extend([([4, 0], 7, 1), ([13, 1], 7, 1)]).tiles[0].mask is None  # nothing there that is not seen
+
+
+@pytest.mark.parametrize(
+    "tile_bytes, shapes",
+    [
+        (1, [(1, 1)] * 15),  # not even a head fits: then one of one sequence
+        (1535, [(1, 1)] * 15),
+        (1536, [(1, 2), (1, 1)] * 5),  # 768 bytes a head: 2 (keys, values) * 3 blocks * 4 tokens * 4 numbers * 8 bytes
+        (2304, [(1, 3)] * 5),
+        (4608, [(2, 3), (2, 3), (1, 3)]),
+        (2**23, [(5, 3)]),
+    ],
+    ids=str,
+)
+def test_a_gather_goes_in_tiles_of_so_many_bytes(tile_bytes, shapes, monkeypatch):
+    """All into one buffer, no larger than a tile or a head, and each row and head once."""
+    monkeypatch.setattr(module, "TILE", tile_bytes)
+    cache = PagedCache(CONFIG, 20, 4, dtype=torch.float64)
+    attention = cache.extend([([3 * i, 3 * i + 1, 3 * i + 2], 8 + i % 4, 1) for i in range(5)])
+    assert [tuple(tile.keys.shape[:2]) for tile in attention.tiles] == shapes
+    assert attention.buffer.nbytes == max(tile_bytes // 8 * 8, 768)
+    memory = attention.buffer.untyped_storage().data_ptr()
+    assert all(part.untyped_storage().data_ptr() == memory for tile in attention.tiles for part in (tile.keys, tile.values))
+    done = torch.zeros(5, 3, dtype=torch.int64)
+    for tile in attention.tiles:
+        assert tile.target.nbytes <= max(tile_bytes, 768)
+        done[tile.rows, tile.heads] += 1
+    assert bool((done == 1).all())
+
+
+# ---- attention, whatever the tables ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["whole", "chunk", "decode", "mixed"])
+@pytest.mark.parametrize("size", SIZES)
+def test_lengths_around_a_block_are_explicit_attention(size, kind, tile):
+    """Prompts of 1, B - 1, B, B + 1 and 2B tokens, computed whole, in two chunks, token by token, or all at once."""
+    lengths = sorted({1, max(1, size - 1), size, size + 1, 2 * size})
+    sequences = Sequences(size, len(lengths) + 1, 2 * size + 10)
+    everybody = list(enumerate(lengths))
+    if kind == "whole":
+        sequences.compute(*everybody)
+    elif kind == "chunk":
+        for part in (lambda length: length // 2, lambda length: length - length // 2):
+            sequences.compute(*[(i, part(length)) for i, length in everybody if part(length)])
+    elif kind == "decode":
+        sequences.compute(*everybody)
+        for _ in range(4):
+            sequences.compute(*[(i, 1) for i, _ in everybody])
+    else:
+        sequences.compute((0, 3), *everybody[2:])
+        sequences.compute(*[(i, 1) for i, _ in everybody[2:]], (1, lengths[1]), (0, 4), (len(lengths), size + 1))
+    if kind != "whole":
+        sequences.compute(*[(i, 1) for i, _ in everybody if sequences.length(i)])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_packing_is_explicit_attention_of_each_sequence(size, data):
+    """Passes of random shares, in any order, of sequences whose blocks lie among blocks full of NaN."""
+    count = data.draw(st.integers(1, 5))
+    sequences = Sequences(size, count, 200, seed=data.draw(st.integers(0, 999)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TILE", data.draw(st.sampled_from(TILES)))
+        for _ in range(data.draw(st.integers(1, 5))):
+            order = data.draw(st.permutations(range(count)))[: data.draw(st.integers(1, count))]
+            counts = [data.draw(st.sampled_from([1, 1, 1, 2, 3, 7, 40])) for _ in order]
+            if data.draw(st.booleans()):  # as the engine does
+                order = sorted(order, key=lambda i: (counts[order.index(i)], sequences.length(i)))
+                counts = sorted(counts)
+            parts = [(i, min(each, 200 - sequences.length(i))) for i, each in zip(order, counts, strict=True)]
+            sequences.compute(*parts)
+
+
+@pytest.mark.parametrize("cuts", [[12], [1] * 12, [5, 7], [5, 1, 6], [11, 1]], ids=str)
+@torch.inference_mode()
+def test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass(cuts, tiny_model):
+    """Two sequences, one a token behind the other: so their positions differ in every pass."""
+    whole = tiny_model(torch.tensor(IDS), torch.arange(12), Recompute().attend)
+    cache = PagedCache(tiny_model.config, 9, 5, dtype=torch.float64)
+    tables = {"behind": [8, 0, 3], "ahead": [2, 7, 1]}
+
+    def compute(shares):
+        attention = cache.extend([(tables[name], start, count) for name, start, count in shares])
+        ids = [id for _, start, count in shares for id in IDS[start : start + count]]
+        return tiny_model(torch.tensor(ids), attention.positions, attention.attend)
+
+    done, parts = 0, []
+    for cut in cuts:
+        behind = [("behind", max(0, done - 1), min(cut, done + cut - 1))] if done + cut > 1 else []
+        hidden = compute([*behind, ("ahead", done, cut)])
+        parts.append(hidden[len(hidden) - cut :])
+        for _, start, count in behind:
+            assert torch.allclose(hidden[:count], whole[start : start + count], rtol=0, atol=1e-12)
+        done += cut
+    assert torch.allclose(torch.cat(parts), whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-4), (torch.bfloat16, 0.15)], ids=str)
+def test_smaller_numbers_attend_too(dtype, atol):
+    sequences = Sequences(4, 3, 64, dtype=dtype)
+    sequences.compute((0, 9), (1, 4), (2, 14), atol=atol)
+    sequences.compute((2, 1), (0, 1), (1, 1), atol=atol)
+    assert sequences.compute((0, 3), (1, 3), atol=atol).buffer.dtype == dtype
+
+
+def test_sequences_may_share_blocks_that_neither_writes():
+    """As after a prefix hit: two tables that begin with the same blocks, each with an end of its own."""
+    sequences = Sequences(4, 2, 64)
+    sequences.compute((0, 8))
+    sequences.tables[1] = list(sequences.tables[0])
+    sequences.past[1] = sequences.past[0]
+    sequences.compute((0, 3), (1, 3))
+    sequences.compute((1, 1), (0, 1))
+    assert sequences.tables[0][:2] == sequences.tables[1][:2] and sequences.tables[0][2] != sequences.tables[1][2]
+
+
+@pytest.mark.parametrize("broken", [0, 1], ids=["the short one", "the long one"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_neighbours_nan_does_not_come_through(first, broken, tile):
+    """They attend in one call, and the shorter one's table goes on with something that its mask hides: never the neighbour's."""
+    sequences = Sequences(4, 2, 64)
+    sequences.compute((0, 5), (1, 30))
+    order = [first, 1 - first]
+    shares = [sequences.share(sequence, 1) for sequence in order]
+    assert len(runs(shares)) == 1
+    sequences.cache.kv[:, :, :, sequences.tables[broken]] = torch.nan
+    fresh = torch.randn(3, 2, 3, 4, dtype=torch.float64)
+    out = sequences.cache.extend(shares).attend(0, *fresh)
+    for row, sequence in enumerate(order):
+        assert bool(out[row].isnan().all()) == (sequence == broken)
+        past = torch.cat([sequences.past[sequence], fresh[:, row, :, None]], dim=2)
+        whole = explicit_attention(*past)[:, -1]
+        assert sequence == broken or torch.allclose(out[row], whole, rtol=0, atol=1e-12)
+
+
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+
+def test_a_pass_writes_its_own_tokens_and_nothing_else():
+    cache = PagedCache(CONFIG, 9, 4)
+    attention = cache.extend([([7, 2], 3, 3), ([5], 1, 1), ([1, 8], 0, 2)])
+    q, k, v = torch.randn(3, 6, 3, 4)
+    attention.attend(1, q, k, v)
+    want = torch.zeros_like(cache.kv)
+    for which, fresh in enumerate((k, v)):
+        for row, (block, offset) in enumerate([(7, 3), (2, 0), (2, 1), (5, 1), (1, 0), (1, 1)]):
+            want[1, which, :, block, offset] = fresh[row]
+    assert torch.equal(cache.kv, want)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [([], 0, 1), ([0], -1, 1), ([0], 0, 0), ([0], 0, -1), ([0, 1], 0, 9), ([0, 1], 8, 1), ([0, 1], 5, 4)],
+    ids=str,
+)
+def test_a_share_outside_its_blocks_is_refused(share):
+    cache = PagedCache(CONFIG, 5, 4)
+    with pytest.raises(ValueError, match=f"no place for {share[2]} tokens at {share[1]} in {len(share[0])} blocks of 4"):
+        cache.extend([([2], 0, 1), share])
+
+
+def test_memory_is_as_computed():
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = PagedCache(CONFIG, 5, 7, swap_blocks=3, dtype=dtype)
+        assert cache.bytes == 5 * 7 * CONFIG.kv_bytes_per_token(dtype)
+        assert cache.swapped.nbytes == 3 * 7 * CONFIG.kv_bytes_per_token(dtype)
+    assert PagedCache(CONFIG, 5, 7).swapped.nbytes == 0
+
+
+# ---- moves ----------------------------------------------------------------------------------------------------------
+
+BLOCKS, SWAP_BLOCKS = 6, 4
+
+
+def cache_with_content(seed=0):
+    cache = PagedCache(CONFIG, BLOCKS, 2, SWAP_BLOCKS)
+    generator = torch.Generator().manual_seed(seed)
+    cache.kv.normal_(generator=generator)
+    cache.swapped.normal_(generator=generator)
+    return cache
+
+
+def one_by_one(cache, moves):
+    """The same moves without batches: what both memories hold after them."""
+    kv, swapped = cache.kv.clone(), cache.swapped.clone()
+    for kind, source, target in [(each.kind, each.source, each.target) for each in moves]:
+        if kind == "wipe":
+            kv[:, :, :, target] = 0
+        elif kind == "copy":
+            kv[:, :, :, target] = kv[:, :, :, source]
+        elif kind == "out":
+            swapped[:, :, :, target] = kv[:, :, :, source]
+        else:
+            kv[:, :, :, target] = swapped[:, :, :, source]
+    return kv, swapped
+
+
+def any_move():
+    def pair(kind):
+        sources = SWAP_BLOCKS if kind == "in" else BLOCKS
+        targets = SWAP_BLOCKS if kind == "out" else BLOCKS
+        return st.builds(Move, st.just(kind), st.integers(0, sources - 1), st.integers(0, targets - 1))
+
+    return st.sampled_from(["wipe", "copy", "out", "in"]).flatmap(pair)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(any_move(), max_size=12))
+def test_moves_are_done_as_if_one_after_the_other(moves):
+    cache = cache_with_content()
+    kv, swapped = one_by_one(cache, moves)
+    cache.move(moves)
+    assert torch.equal(cache.kv, kv) and torch.equal(cache.swapped, swapped)
+
+
+@pytest.mark.parametrize(
+    "moves, sizes",
+    [
+        ([], []),
+        ([("wipe", 0, 0), ("wipe", 3, 3), ("wipe", 5, 5)], [3]),
+        ([("wipe", 0, 0), ("copy", 1, 2), ("wipe", 3, 3)], [1, 1, 1]),
+        ([("copy", 0, 1), ("copy", 2, 3), ("copy", 0, 4)], [3]),
+        ([("copy", 0, 1), ("copy", 1, 2)], [1, 1]),  # it copies what the one before has written
+        ([("copy", 0, 1), ("copy", 2, 0)], [2]),  # this one's source is read before
+        ([("copy", 0, 1), ("copy", 2, 1)], [1, 1]),  # which would win is open
+        ([("copy", 0, 1), ("copy", 1, 0), ("copy", 2, 3)], [1, 2]),
+        ([("out", 0, 1), ("out", 1, 2)], [2]),  # a block here and one there have nothing in common
+        ([("in", 0, 1), ("in", 1, 2)], [2]),
+        ([("out", 0, 1), ("out", 4, 1)], [1, 1]),
+        ([("out", 0, 1), ("in", 1, 0), ("wipe", 0, 0)], [1, 1, 1]),
+    ],
+    ids=str,
+)
+def test_moves_that_clash_do_not_go_together(moves, sizes):
+    wanted = [Move(*each) for each in moves]
+    found = batches(wanted)
+    assert [len(batch) for _, batch in found] == sizes
+    assert [each for _, batch in found for each in batch] == wanted
+    assert all({each.kind for each in batch} == {kind} for kind, batch in found)
+
+
+def test_the_order_of_moves_counts():
+    """A chain, a swap of two places, and a copy of what is then wiped: each goes wrong if all sources are read first."""
+    cache = cache_with_content()
+    before = cache.kv.clone()
+    cache.move([Move("copy", 0, 1), Move("copy", 1, 2), Move("copy", 3, 4), Move("wipe", 3, 3), Move("copy", 3, 5)])
+    for target, source in ((0, 0), (1, 0), (2, 0), (4, 3)):
+        assert torch.equal(cache.kv[:, :, :, target], before[:, :, :, source])
+    assert not cache.kv[:, :, :, [3, 5]].any()
+
+
+def test_blocks_swapped_out_come_back_as_they_were():
+    """To other places, after their own were wiped; nothing else changes."""
+    cache = cache_with_content()
+    before = cache.kv.clone()
+    cache.move([Move("out", 4, 1), Move("out", 0, 3), Move("wipe", 4, 4), Move("wipe", 0, 0)])
+    assert torch.equal(cache.swapped[:, :, :, [1, 3]], before[:, :, :, [4, 0]])
+    assert not cache.kv[:, :, :, [0, 4]].any()
+    cache.move([Move("in", 1, 2), Move("in", 3, 4)])
+    assert torch.equal(cache.kv[:, :, :, [2, 4]], before[:, :, :, [4, 0]])
+    assert torch.equal(cache.kv[:, :, :, [1, 3, 5]], before[:, :, :, [1, 3, 5]])
+
+
+def test_a_sequence_that_was_swapped_out_attends_as_before():
+    sequences = Sequences(4, 2, 40)
+    sequences.cache.swapped = torch.zeros((*sequences.cache.kv.shape[:3], 3, 4, 4), dtype=torch.float64)
+    sequences.compute((0, 10), (1, 7))
+    old = sequences.tables[0]
+    new = [sequences.free.pop() for _ in old]
+    sequences.cache.move([Move("out", block, slot) for slot, block in enumerate(old)])
+    sequences.cache.kv[:, :, :, old] = torch.nan
+    sequences.cache.move([Move("in", slot, block) for slot, block in enumerate(new)])
+    sequences.tables[0] = new
+    sequences.compute((0, 1), (1, 1))
+    sequences.compute((1, 1), (0, 3))
