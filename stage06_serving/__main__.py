@@ -1,0 +1,121 @@
+"""Stage 06 on the command line: `python -m stage06_serving` starts the server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+import sys
+
+import uvicorn
+from fastapi import FastAPI
+
+from shared import cli
+from shared.errors import UserError
+from stage01_forward.model import load_model
+from stage05_paged.blocks import BlockPool
+from stage05_paged.engine import Engine
+from stage05_paged.memory import block_bytes, default_memory, free_memory, make_pool, most_sequences, parse_memory, size
+from stage05_paged.scheduler import Scheduler
+
+from .app import create_app
+from .chat import load_template
+from .settings import Settings, parse
+
+BUDGET = 256  # tokens in a step, if nobody says
+LARGEST_HEADERS = 16_384  # bytes
+CLOSE = 2  # seconds for connections to close once their answers have ended
+
+
+class Server(uvicorn.Server):
+    """uvicorn that lets the engine finish what it has in hand when it is told to stop, and ends the rest with an error."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, grace: float) -> None:
+        super().__init__(config)
+        self.app, self.grace = app, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.app.state.engine.drain(self.grace)
+        await super().shutdown(sockets)
+
+
+def make_engine(settings: Settings) -> tuple[Engine, cli.Loaded]:
+    """The model and its engine. Raises UserError for what cannot be loaded, or finds no memory."""
+    options = argparse.Namespace(
+        model=settings.model, random_weights=settings.random_weights, seed=0, device=settings.device, dtype=settings.dtype,
+        linear=settings.linear, threads=settings.threads or None,
+    )  # fmt: skip
+    loaded = cli.load_model_from(options, load_model)
+    config, dtype = loaded.config, loaded.dtype
+    free = free_memory(loaded.device)
+    if settings.kv_memory:
+        memory = parse_memory(settings.kv_memory, free)
+    else:
+        memory = default_memory(config, dtype, settings.max_sequences, free, settings.block_size)
+    pool = make_pool(memory, config, dtype, settings.block_size)
+    swap_pool = None
+    if settings.swap_memory:
+        swap = parse_memory(settings.swap_memory, free_memory("cpu"))
+        swap_pool = BlockPool(max(1, swap // block_bytes(config, dtype, settings.block_size)), settings.block_size)
+    scheduler = Scheduler(
+        pool, settings.max_sequences, settings.token_budget or max(BUDGET, settings.max_sequences),
+        prefix_caching=settings.prefix_caching, preemption=settings.preemption, swap_pool=swap_pool,
+    )  # fmt: skip
+    return Engine(loaded.model, scheduler=scheduler, sanitize=settings.sanitize), loaded
+
+
+def plan(settings: Settings, engine: Engine, loaded: cli.Loaded, address: str) -> str:
+    """What is told at the start: where, what, how much memory, and how to try it."""
+    pool, config = engine.scheduler.pool, loaded.config
+    name = settings.served_model_name or config.name
+    contexts = most_sequences(pool, config.n_positions)
+    key = ' -H "Authorization: Bearer $STAIRCASE_API_KEY"' if settings.keys else ""
+    return (
+        f"Staircase serves {name} at {address}\n"
+        f"  model   {loaded}\n"
+        f"  memory  {size(engine.cache.bytes)} in {pool.count} blocks of {pool.block_size} tokens: {contexts} whole contexts of "
+        f"{config.n_positions}; at most {engine.scheduler.max_sequences} answers at a time, {settings.max_queue} more in line\n"
+        f"  page    {address}/\n"
+        f"  try     curl -N {address}/v1/completions{key} -H 'Content-Type: application/json' "
+        f"""-d '{{"prompt": "Once upon a time", "max_tokens": 40, "stream": true}}'"""
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    settings = parse(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    template = load_template(settings.chat_template)
+    try:
+        listening = socket.create_server((settings.host, settings.port), family=family(settings.host), backlog=1024)
+    except OSError as error:
+        raise UserError(
+            f"Port {settings.port} on {settings.host} cannot be opened ({error.strerror}): choose another --port, or stop what "
+            "has it."
+        ) from None
+    engine, loaded = make_engine(settings)
+    app = create_app(engine, loaded, settings, template)
+    host, port = listening.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    if settings.open_to_all:
+        print(
+            f"WARNING: --host {settings.host} lets everybody who can reach this machine use the server, and there is no "
+            "--api-key: set one, or listen on 127.0.0.1.",
+            file=sys.stderr,
+        )
+    print(plan(settings, engine, loaded, address), file=sys.stderr, flush=True)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, http="h11", ws="none", lifespan="on", server_header=False,
+        h11_max_incomplete_event_size=LARGEST_HEADERS, timeout_graceful_shutdown=CLOSE,
+    )  # fmt: skip
+    server = Server(config, app, settings.grace)
+    asyncio.run(server.serve(sockets=[listening]))
+    return 0
+
+
+def family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+if __name__ == "__main__":
+    cli.run(main)

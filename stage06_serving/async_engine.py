@@ -1,0 +1,324 @@
+"""The engine on a thread of its own, and asyncio on the other side of the fence.
+
+A forward pass takes tens of milliseconds, and an event loop that waits for one serves nobody meanwhile. So the thread alone
+touches the engine. What the loop wants goes to it through a queue of commands, which it empties before every step; what the
+engine says comes back in one call a step. Nothing else is shared but settings that never change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from shared.errors import UserError
+from stage01_forward.generation import Token
+from stage01_forward.sampling import SamplingParams
+from stage04_continuous.request import Request
+from stage05_paged.blockmap import blockmap
+from stage05_paged.engine import BlocksRecord, Engine
+
+BROKEN = "The engine failed in this step, and the request with it: send it again."
+DEAD = "The engine has stopped after failures in a row: restart the server, and look into its log."
+CLOSING = "The server is shutting down: send the request again later, or to another one."
+FAILURES = 3  # steps that fail in a row until the engine is given up
+PROBE = "probe"  # a request of our own: after a failure it finds out whether steps work again
+FRAME = 0.1  # seconds between two block maps for those who watch: each takes time from the steps
+
+log = logging.getLogger("staircase")
+
+
+class Overloaded(Exception):
+    """There is no place in line for a request. Later there will be."""
+
+
+class EngineDead(Exception):
+    """The engine has stopped for good, or is about to."""
+
+
+class Broken(Exception):
+    """A sequence was ended by a failure that is not its own."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One sequence on its way through the engine, as the event loop sees it. Times are `time.perf_counter()`.
+
+    `fresh` is what the engine has said and nobody has read yet. A slow reader finds more of it at a time and holds nobody up; it
+    is never more than the `max_tokens` of the answer.
+    """
+
+    id: str
+    prompt_tokens: int
+    sampling: SamplingParams
+    arrived: float
+    fresh: list[Token] = field(default_factory=list)
+    generated: int = 0  # tokens
+    ended: bool = False  # the engine has let go of it
+    reason: str | None = None  # "stop", "length", "abort" or "error"
+    error: str | None = None  # why there is no more, if a failure ended it
+    scheduled: float | None = None  # when its first pass began
+    first_token: float | None = None
+    last_token: float | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step has brought, on its way from the thread to the loop."""
+
+    record: BlocksRecord | None = None  # None: no forward pass was made
+    said: Sequence[tuple[str, Token]] = ()
+    ended: Sequence[tuple[str, str, str | None]] = ()  # who, the finish reason, and the error if it was one
+    seen: dict[str, Any] | None = None  # for those who watch: the map of the blocks, and the scheduler's counts
+
+
+@dataclass(frozen=True)
+class _Command:
+    """What the thread shall do before its next step, and who wants the result or the error."""
+
+    do: Callable[[], Any]
+    reply: Callable[[Any, Exception | None], object]
+
+
+def _ignore(result: Any, error: Exception | None) -> None:
+    if error is not None:
+        log.error("a command failed", exc_info=error)
+
+
+class AsyncEngine:
+    """Runs `engine` on a thread. All methods are for the event loop that calls `start`.
+
+    max_queue: so many sequences are taken in beyond those that can run at once; the surplus is refused.
+    """
+
+    def __init__(self, engine: Engine, max_queue: int = 64) -> None:
+        self.engine = engine
+        self.capacity = engine.scheduler.max_sequences + max_queue
+        self.in_flight: dict[str, Ticket] = {}  # all that the engine has not let go of, by id
+        self.alive = False
+        self.draining = False
+        self.rejected = 0  # requests, so far
+        self.watchers = 0  # how many want to see block maps
+        self.listeners: list[Callable[[Step, list[Ticket], list[Ticket]], None]] = []  # get each step, who said, and who ended
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop = asyncio.get_running_loop()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._named = 0
+        self._requests: dict[str, Request] = {}  # the thread's own: all that it has not yet told the end of
+        self._framed = 0.0
+
+    # ---- on the event loop ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self.alive = True
+        self._thread.start()
+
+    def submit(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], salt: bytes = b""
+    ) -> list[list[Ticket]]:
+        """Take in `prompts`, of each as many samples as there are `sampling`; a list of tickets for each prompt. All or none.
+
+        Raises UserError for what can never be answered, Overloaded if there is no place for all of them, EngineDead.
+        """
+        if not self.alive or self.draining:
+            raise EngineDead(CLOSING if self.alive else DEAD)
+        for prompt in prompts:
+            for each in sampling:
+                self.engine.check(Request(prompt, each))
+        count = len(prompts) * len(sampling)
+        if len(self.in_flight) + count > self.capacity:
+            self.rejected += 1
+            raise Overloaded(
+                f"The server has {len(self.in_flight)} sequences in hand, of at most {self.capacity}, and this would be {count} "
+                "more: try again in a moment."
+            )
+        groups = [[self._ticket(prompt, each) for each in sampling] for prompt in prompts]
+        for prompt, group in zip(prompts, groups, strict=True):
+            self.in_flight |= {ticket.id: ticket for ticket in group}
+            self._idle.clear()
+            self._command(partial(self._add, prompt, sampling, salt, [ticket.id for ticket in group]))
+        return groups
+
+    async def tokens(self, ticket: Ticket) -> AsyncGenerator[list[Token], None]:
+        """What the engine says, as it comes: one token or more at a time, until it has ended. Raises Broken."""
+        while True:
+            await ticket.news.wait()
+            ticket.news.clear()
+            fresh, ticket.fresh, ended = ticket.fresh, [], ticket.ended
+            if fresh:
+                yield fresh
+            if ended:
+                break
+        if ticket.error is not None:
+            raise Broken(ticket.error)
+
+    def abort(self, ticket: Ticket, reason: str = "abort") -> None:
+        """End a sequence, whatever it is doing; nothing happens if it has ended. The engine hears of it before its next step."""
+        if not ticket.ended:
+            ticket.reason = ticket.reason or reason
+            self._command(partial(self._abort, ticket.id))
+
+    async def call(self, do: Callable[[Engine], Any]) -> Any:
+        """Run `do` with the engine on the engine's thread, between two steps; what it returns or raises. Raises EngineDead."""
+        if not self.alive:
+            raise EngineDead(DEAD)
+        future = self._loop.create_future()
+
+        def settle(result: Any, error: Exception | None) -> None:
+            if future.done():  # whoever asked has left
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        self._commands.put(_Command(lambda: do(self.engine), lambda *end: self._loop.call_soon_threadsafe(settle, *end)))
+        return await future
+
+    async def drain(self, grace: float) -> None:
+        """Take in nothing more, wait up to `grace` seconds for what is in hand, and end the rest with an error."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace)
+        for ticket in list(self.in_flight.values()):
+            self.abort(ticket)
+            self._end(ticket, "error", CLOSING)
+
+    async def stop(self) -> None:
+        """Stop the thread, once its step is done."""
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _ticket(self, prompt: Sequence[int], sampling: SamplingParams) -> Ticket:
+        self._named += 1
+        return Ticket(f"sequence-{self._named}", len(prompt), sampling, time.perf_counter())
+
+    def _command(self, do: Callable[[], Any]) -> None:
+        self._commands.put(_Command(do, _ignore))
+
+    def _deliver(self, step: Step) -> None:
+        now = time.perf_counter()
+        spoke: dict[Ticket, None] = {}
+        for name, token in step.said:
+            if ticket := self.in_flight.get(name):
+                ticket.fresh.append(token)
+                ticket.generated += 1
+                spoke[ticket] = None
+        ended = [self.in_flight[name] for name, *_ in step.ended if name in self.in_flight]
+        for each in step.record.sequences if step.record else ():
+            ticket = self.in_flight.get(each.request_id)
+            if ticket and ticket.scheduled is None and step.record:
+                ticket.scheduled = step.record.started
+        for name, reason, error in step.ended:
+            if ticket := self.in_flight.get(name):
+                self._end(ticket, reason, error)
+        for listener in self.listeners:  # they compare this token's time with the last one's
+            listener(step, list(spoke), ended)
+        for ticket in spoke:
+            ticket.first_token = ticket.first_token or now
+            ticket.last_token = now
+            ticket.news.set()
+
+    def _end(self, ticket: Ticket, reason: str, error: str | None) -> None:
+        ticket.ended, ticket.reason, ticket.error = True, ticket.reason or reason, error
+        ticket.news.set()
+        self.in_flight.pop(ticket.id, None)
+        if not self.in_flight:
+            self._idle.set()
+
+    def _die(self) -> None:
+        """The thread has ended: nobody may wait for it."""
+        self.alive = False
+        for ticket in list(self.in_flight.values()):
+            self._end(ticket, "error", DEAD)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if command := self._commands.get_nowait():
+                    command.reply(None, EngineDead(DEAD))
+
+    # ---- on the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failures = 0
+        try:
+            while failures < FAILURES and self._obey():
+                try:
+                    step = self._step()
+                    failures = 0
+                except Exception as error:  # a pass can fail in any way, and the other requests should outlive it
+                    failures += 1
+                    log.error("a step failed (%d in a row)", failures, exc_info=error)
+                    self.engine.fail(UserError(BROKEN))
+                    step = Step(ended=self._ended())
+                    if PROBE not in self.engine.requests:
+                        self.engine.add(Request([0], SamplingParams(max_tokens=1), PROBE))
+                self._loop.call_soon_threadsafe(self._deliver, step)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
+                self._loop.call_soon_threadsafe(self._die)
+
+    def _obey(self) -> bool:
+        """Do what the loop wants; wait for it if there is nothing else to do. False: it wants the thread to end."""
+        wait = not self.engine.scheduler.unfinished
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            try:
+                command.reply(command.do(), None)
+            except Exception as error:  # belongs to whoever asked
+                command.reply(None, error)
+            wait = not self.engine.scheduler.unfinished
+
+    def _step(self) -> Step:
+        before = self.engine.steps[-1] if self.engine.steps else None
+        said = self.engine.step()
+        record = self.engine.steps[-1] if self.engine.steps else None
+        seen = None
+        last = not self.engine.scheduler.unfinished
+        if self.watchers and (last or time.perf_counter() - self._framed > FRAME):
+            self._framed = time.perf_counter()
+            scheduler = self.engine.scheduler
+            seen = {
+                "map": blockmap(scheduler),
+                "running": [each.id for each in scheduler.running],
+                "waiting": [each.id for each in scheduler.waiting],
+                "hit_rate": scheduler.counts.hit_rate,
+                "preemptions": scheduler.counts.preemptions,
+                "copies": scheduler.counts.copies,
+            }
+        return Step(None if record is before else record, said, self._ended(), seen)
+
+    def _ended(self) -> list[tuple[str, str, str | None]]:
+        gone = [request for name, request in self._requests.items() if name not in self.engine.requests]
+        for request in gone:
+            del self._requests[request.id]
+        return [(request.id, request.output.finish_reason or "error", request.output.error) for request in gone]
+
+    def _add(self, prompt: Sequence[int], sampling: Sequence[SamplingParams], salt: bytes, ids: Sequence[str]) -> None:
+        try:
+            added = self.engine.add_samples(prompt, sampling, salt, ids)
+        except UserError as error:  # `submit` has checked, so this is a defect; still nobody may wait for ever
+            self._loop.call_soon_threadsafe(self._deliver, Step(ended=[(name, "error", str(error)) for name in ids]))
+            raise
+        self._requests |= {request.id: request for request in added}
+
+    def _abort(self, name: str) -> None:
+        if name in self.engine.requests:
+            self.engine.abort(name)
+        if not self.engine.scheduler.unfinished:  # no step will tell
+            self._loop.call_soon_threadsafe(self._deliver, Step(ended=self._ended()))

@@ -1,0 +1,97 @@
+"""A small client: `python -m stage06_serving.client "Once upon a time"` prints an answer as it comes.
+
+It is written on bare HTTP, to show that there is nothing more to it: a POST, and lines that begin with "data: ".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+
+from shared import cli
+from shared.errors import UserError
+
+ADDRESS = "http://127.0.0.1:8000"
+CONNECT = 5.0  # seconds
+
+
+def stream(address: str, body: dict[str, Any], key: str = "", timeout: float = 600.0) -> Iterator[dict[str, Any]]:
+    """The events of a streamed completion, as they come. Raises UserError for every way in which it can fail."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with (
+            httpx2.Client(timeout=httpx2.Timeout(timeout, connect=CONNECT), headers=headers) as client,
+            client.stream("POST", f"{address.rstrip('/')}/v1/completions", json={**body, "stream": True}) as response,
+        ):
+            if response.status_code != 200:
+                response.read()
+                raise UserError(f"The server answered {response.status_code}: {_message(response.text)}")
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise UserError(f"The server broke the answer off: {event['error']['message']}")
+                    yield event
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise UserError(
+            f"{address} cannot be reached ({error}): start the server with python -m stage06_serving, or give --url."
+        ) from None
+    raise UserError("The answer stopped without an end: the server may have been killed.")
+
+
+def _message(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.Parser(
+        "stage06_serving.client",
+        "Stage 06, a client: continue a text on a server, and print the answer as it comes.",
+        '  python -m stage06_serving.client "Once upon a time"\n'
+        '  python -m stage06_serving.client "Long ago" --temperature 0.8 --seed 7 --url http://127.0.0.1:8080',
+    )
+    cli.add_prompt(parser)
+    cli.add_sampling_options(parser, 200)
+    parser.add_argument(
+        "--seed", type=cli.whole_number(0, 2**63 - 1), metavar="N", help="the same seed gives the same text again"
+    )
+    parser.add_argument("--url", default=ADDRESS, help="address of the server; default %(default)s")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("STAIRCASE_API_KEY", ""),
+        metavar="KEY",
+        help="default is the variable STAIRCASE_API_KEY",
+    )
+    options = parser.parse_args(argv)
+    prompt = cli.read_prompt(options)
+    body = {"prompt": prompt, **cli.sampling_fields(options)}
+    started, first, finish = time.perf_counter(), 0.0, None
+    used = {"completion_tokens": 0}
+    for event in stream(options.url, body | {"stream_options": {"include_usage": True}}, options.api_key):
+        used = event.get("usage") or used
+        for choice in event["choices"]:
+            if not first:  # the server has taken the prompt: an error comes before any text
+                first = time.perf_counter() - started
+                print(prompt, end="")
+            finish = choice["finish_reason"] or finish
+            print(choice["text"], end="", flush=True)
+    seconds, count = time.perf_counter() - started, used["completion_tokens"]
+    print(flush=True)
+    speed = f"{count} tokens in {seconds:.2f} s, first after {first * 1000:.0f} ms"
+    print(f"[{speed}, {count / seconds:.1f} tok/s, finish reason {finish}]", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

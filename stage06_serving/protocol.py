@@ -1,0 +1,230 @@
+"""What clients may send, field by field: OpenAI's names, vLLM's extras, and bounds on everything.
+
+A body is read strictly: `true` is no number, "yes" no truth value, and NaN nothing at all. Fields that nobody here knows are
+ignored, as clients send many; fields that would change the answer and are not supported are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
+
+from stage01_forward.sampling import SamplingParams
+
+MOST_PROMPTS = 32
+MOST_SAMPLES = 16
+MOST_STOPS, LONGEST_STOP = 4, 64
+MOST_BIASES = 300
+MOST_LOGPROBS = 20
+MOST_MESSAGES = 1000
+DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
+# They would change the answer, or run what a client has written.
+REFUSED = (
+    "tools", "functions", "chat_template", "chat_template_kwargs", "prompt_embeds", "suffix", "guided_json", "guided_regex",
+    "guided_choice", "guided_grammar", "structured_outputs", "audio", "prediction", "documents", "use_beam_search",
+    "allowed_token_ids", "bad_words", "prompt_logprobs", "truncate_prompt_tokens",
+)  # fmt: skip
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Item = TypeVar("Item")
+# One error is enough: half a million of them, from one body, keep the event loop busy for seconds.
+Many = Annotated[list[Item], FailFast()]
+Ids = Annotated[Many[TokenId], Field(min_length=1)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingBody(Body):
+    """The options that all kinds of request have."""
+
+    max_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stop | Annotated[Many[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[Many[TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_BIASES:  # before each of them is looked at
+            raise ValueError(f"logit_bias can have at most {MOST_BIASES} ids")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids_and_bounds(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key, bias in (value or {}).items():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise ValueError("the keys of logit_bias are token ids, such as '50256'")
+            if not -100 <= bias <= 100:
+                raise ValueError("a logit_bias is from -100 to 100")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in REFUSED:
+                if data.get(name):
+                    raise ValueError(f"'{name}' is not supported by this server: leave it out")
+            form = data.get("response_format")
+            if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
+                raise ValueError("'response_format' can only be text here: leave it out")
+        return data
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("'stream_options' needs 'stream': true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def params(self, max_tokens: int, logprobs: int | None, sample: int) -> SamplingParams:
+        """For sample number `sample` of a prompt: with a seed, each has another one. Raises UserError."""
+        seed = self.seed
+        if seed not in (None, -1) and sample:  # -1: another one each time
+            seed = (seed + sample) % 2**63
+        given = {
+            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p, "seed": seed,
+            "presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty, "ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens,
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "logit_bias": None if self.logit_bias is None else {int(key): bias for key, bias in self.logit_bias.items()},
+        }  # fmt: skip
+        # OpenAI's temperature is 1 where nothing is said; the engine's is 0.
+        chosen: dict[str, Any] = {"temperature": 1.0} | {key: value for key, value in given.items() if value is not None}
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **chosen)
+
+
+class GenerateBody(SamplingBody):
+    """POST /generate: the plain way in."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+
+
+class OpenAIBody(SamplingBody):
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
+    best_of: Annotated[int, Field(ge=0, le=MOST_SAMPLES)] | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _samples(self) -> OpenAIBody:
+        if (self.n or 1) > 1 and self.temperature == 0:
+            raise ValueError("at temperature 0 all samples are the same: ask for n = 1, or raise the temperature")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("'best_of' other than 'n' is not supported by this server: leave it out")
+        return self
+
+
+class CompletionBody(OpenAIBody):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Ids
+        | Annotated[Many[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[Many[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _scores_are_all_the_same(self) -> CompletionBody:
+        if self.max_tokens == 0 and (self.n or 1) > 1:
+            raise ValueError("with 'max_tokens' 0 all samples are the same: ask for n = 1")
+        return self
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Each of them text or token ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class TextPart(Body):
+    type: Annotated[str, Field(pattern="^text$")]
+    text: str
+
+
+class Message(Body):
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | Annotated[Many[TextPart], Field(max_length=MOST_MESSAGES)] | None = None
+    name: Annotated[str, Field(max_length=64)] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+
+
+class ChatBody(OpenAIBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("'top_logprobs' needs 'logprobs': true")
+        return self
+
+
+class TokenizeBody(Body):
+    """POST /tokenize."""
+
+    prompt: str
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: Annotated[Many[TokenId], Field(max_length=100_000)]
+    model: str | None = None
+
+
+class ErrorInfo(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorBody(BaseModel):
+    """What every error looks like."""
+
+    error: ErrorInfo
