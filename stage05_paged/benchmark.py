@@ -56,6 +56,7 @@ PAGED_STATIC, OURS = "stage 05, in static batches", "stage 05, paged"
 WIN, NULL = "answers of unlike lengths", "all at full length"
 MISS, HIT = "shared, first request", "shared, later ones"
 FRESH_ON, FRESH_OFF = "none shared, caching on", "none shared, caching off"
+DRAWN = 48  # blocks on the map: more would be thinner than a letter
 RECOMPUTE, SWAP, FOUND = "recompute", "swap", "recompute, own blocks cached"  # ways of a preemption
 
 
@@ -890,7 +891,9 @@ def waste_chart(results: dict[str, Any]) -> Any:
 
 
 def blocks_chart(results: dict[str, Any]) -> Any:
-    return picture(unpacked(results["results"]["map"]), "Freed blocks go on to the next sequence")
+    frames = unpacked(results["results"]["map"])
+    title = f"Freed blocks go on to the next sequence (the first {DRAWN} of {len(frames[0])} blocks)"
+    return picture([frame[:DRAWN] for frame in frames], title)
 
 
 def charts(results: dict[str, Any]) -> dict[str, Callable[[], Any]]:

@@ -529,9 +529,9 @@ def test_the_junior_gives_way_even_if_it_is_the_one_that_needs_a_block():
 def test_the_senior_is_served_first_even_if_it_was_let_in_later():
     """One block is left and both need one: the junior does not take it, to be preempted at once."""
     scheduler = scheduler_of(5, policy="priority", prefix_caching=False)
-    ask(scheduler, 7, "junior", priority=1)
+    ask(scheduler, 7, "junior", priority=1, answer=8)
     step(scheduler)
-    senior = ask(scheduler, 8, "senior")
+    senior = ask(scheduler, 8, "senior", answer=8)
     step(scheduler)
     assert (ids(scheduler.running), scheduler.pool.available) == (["junior", "senior"], 1)
     (work,) = scheduler.schedule()
