@@ -38,7 +38,8 @@ END = "<!-- /table -->"
 # `![words](path)`, `[words](path)` and src="path", with a path into reports/
 LINK = re.compile(r"""(?:\]\(|src=")([^)"#\s]*reports/[^)"#\s]+)""")
 
-Tables = dict[tuple[str | None, str], dict[str, str]]  # (machine, stage) -> name -> markdown; the stage "" is all of them
+# (machine, stage) -> name -> markdown. The machine None is the one whose numbers the texts show, the stage "" is all of them.
+Tables = dict[tuple[str | None, str], dict[str, str]]
 
 
 @dataclass
@@ -117,20 +118,19 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
     if files:
         content = {"default": default, "charts": drawers}
         result.files[Path("reports/machines.json")] = (json.dumps(content, indent=1) + "\n").encode()
-    for stage, machine in homes.items():
+    for stage, machine in sorted(homes.items()):
         if (machine, stage) in tables:
-            tables.setdefault((default, stage), tables[machine, stage])
+            tables[None, stage] = tables[machine, stage]
     if folders:
-        tables[default, ""] = {"stages": _stages_table(folders, headlines, result)}
+        tables[None, ""] = {"stages": _stages_table(folders, headlines, result)}
     for path in _texts(root):
-        _build_text(path, root, default, tables, pictures, result)
+        _build_text(path, root, tables, pictures, result)
     return result
 
 
 def _build_text(
     path: Path,
     root: Path,
-    default: str | None,
     tables: Tables,
     pictures: set[Path],
     result: Build,
@@ -142,7 +142,7 @@ def _build_text(
         where = f"{_name(path, root)}, line {number}"
         marker = TABLE.match(line)
         if marker and fill is None:
-            fill = _find(marker["name"], path.parent.name, marker["machine"] or default, tables)
+            fill = _find(marker["name"], path.parent.name, marker["machine"], tables)
             if isinstance(fill, Missing):
                 result.problems.append(f"{where}: {fill.why}")
         elif line == END and fill is not None:
@@ -200,7 +200,7 @@ class Missing:
 
 
 def _find(name: str, here: str, machine: str | None, tables: Tables) -> str | Missing:
-    """The table `name` as seen from the folder `here`."""
+    """The table `name` as seen from the folder `here`; `machine` None: from the one whose numbers the texts show."""
     found = {stage: each[name] for (where, stage), each in tables.items() if where == machine and name in each}
     stage, _, own = name.partition(".")
     if own in tables.get((machine, stage), {}):
@@ -210,7 +210,7 @@ def _find(name: str, here: str, machine: str | None, tables: Tables) -> str | Mi
     if len(found) > 1:
         return Missing(f"the table '{name}' is one of {' and '.join(found)}: write {next(iter(found))}.{name}")
     if not found:
-        return Missing(f"there is no table '{name}' from {machine or 'any machine'}: run the stage's benchmark, or mend the name")
+        return Missing(f"there is no table '{name}'{f' from {machine}' if machine else ''}: run the stage's benchmark, or mend the name")
     return next(iter(found.values()))
 
 

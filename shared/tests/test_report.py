@@ -161,7 +161,7 @@ def change(root: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("table: speed ", "table: haste ", "README.md, line 3: there is no table 'haste' from amd"),
+        ("table: speed ", "table: haste ", "README.md, line 3: there is no table 'haste': run"),
         ("table: speed ", "table: speed @ nowhere ", "no table 'speed' from nowhere"),
         ("<!-- table: speed -->", "<!-- /table -->", "line 3: '<!-- /table -->' where no table began"),
         ("<!-- /table -->\n\n<!-- table: stage02", "<!-- table: stage02", "where the table before has not ended"),
