@@ -210,7 +210,9 @@ def _find(name: str, here: str, machine: str | None, tables: Tables) -> str | Mi
     if len(found) > 1:
         return Missing(f"the table '{name}' is one of {' and '.join(found)}: write {next(iter(found))}.{name}")
     if not found:
-        return Missing(f"there is no table '{name}'{f' from {machine}' if machine else ''}: run the stage's benchmark, or mend the name")
+        return Missing(
+            f"there is no table '{name}'{f' from {machine}' if machine else ''}: run the stage's benchmark, or mend the name"
+        )
     return next(iter(found.values()))
 
 

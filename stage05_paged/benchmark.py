@@ -130,10 +130,10 @@ class Plan:
 
 FULL = Plan()
 QUICK = Plan(
-    budget_tokens=2048, requests=16, answers=(4, 96), middle=24, win_repeats=1,
-    null_requests=4, null_prompt=1008, null_answer=16, null_repeats=1, singles=((64, 16),), single_repeats=2,
-    rows=(32,), contexts=(64, 256), gather_repeats=3, sizes=(1, 16, 128), prefix_repeats=2,
-    preempted=(32, 512), preemption_repeats=1, frames=60,
+    budget_tokens=2048, requests=12, answers=(4, 64), middle=24, win_repeats=1,
+    null_requests=3, null_prompt=1016, null_answer=8, null_repeats=1, singles=((64, 16),), single_repeats=2,
+    rows=(32,), contexts=(64, 256), gather_repeats=3, sizes=(1, 16), prefix_repeats=1,
+    preempted=(32, 512), preemption_repeats=1, frames=40,
 )  # fmt: skip
 
 

@@ -37,11 +37,12 @@ from .settings import Settings
 from .sse import DONE, EventStream, event
 
 LARGEST_BODY = 2**20  # bytes
+SLOWEST_BODY = 30  # seconds: who sends a byte now and then would hold a connection for ever
 OPEN = ("/health", "/")  # paths that need no key: the page asks for one
 PAGE = Path(__file__).with_name("page.html")
 LATE = "The request took longer than the server allows: ask for fewer tokens, or raise --request-timeout."
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 413, 500, 503, 504)
+    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 500, 503, 504)
 }  # as /openapi.json has them
 
 
@@ -71,13 +72,18 @@ class Guard:
             # A page on another site may send other types to us without asking first.
             error = ApiError(400, "The body must be JSON: send the header 'Content-Type: application/json'.")
         if error is None:
-            body = await self._body(receive)
-            if body is None:
-                return  # the client has left
-            if len(body) <= LARGEST_BODY:
-                await self.app(scope, _replay(body, receive), send)
-                return
-            error = ApiError(413, f"The body is over {LARGEST_BODY} bytes: send a shorter one.")
+            try:
+                async with asyncio.timeout(SLOWEST_BODY):
+                    body = await self._body(receive)
+            except TimeoutError:
+                error = ApiError(408, f"The body took longer than {SLOWEST_BODY} s to arrive: send it faster.")
+            else:
+                if body is None:
+                    return  # the client has left
+                if len(body) <= LARGEST_BODY:
+                    await self.app(scope, _replay(body, receive), send)
+                    return
+                error = ApiError(413, f"The body is over {LARGEST_BODY} bytes: send a shorter one.")
         await JSONResponse(error.body(), error.status)(scope, receive, send)
 
     def _known(self, key: bytes) -> bool:

@@ -137,6 +137,10 @@ class AsyncEngine:
             for each in sampling:
                 self.engine.check(Request(prompt, each))
         count = len(prompts) * len(sampling)
+        if count > self.capacity:
+            raise UserError(
+                f"This is {count} sequences, and the server takes in at most {self.capacity}: ask for fewer at a time."
+            )
         if len(self.in_flight) + count > self.capacity:
             self.rejected += 1
             raise Overloaded(
@@ -151,7 +155,7 @@ class AsyncEngine:
         return groups
 
     async def tokens(self, ticket: Ticket) -> AsyncGenerator[list[Token], None]:
-        """What the engine says, as it comes: one token or more at a time, until it has ended. Raises Broken."""
+        """What the engine says, as it comes: one token or more at a time, until it has ended. Raises Broken, EngineDead."""
         while True:
             await ticket.news.wait()
             ticket.news.clear()
@@ -161,7 +165,7 @@ class AsyncEngine:
             if ended:
                 break
         if ticket.error is not None:
-            raise Broken(ticket.error)
+            raise (EngineDead if ticket.error in (CLOSING, DEAD) else Broken)(ticket.error)
 
     def abort(self, ticket: Ticket, reason: str = "abort") -> None:
         """End a sequence, whatever it is doing; nothing happens if it has ended. The engine hears of it before its next step."""
@@ -240,8 +244,7 @@ class AsyncEngine:
     def _die(self) -> None:
         """The thread has ended: nobody may wait for it."""
         self.alive = False
-        for ticket in list(self.in_flight.values()):
-            self._end(ticket, "error", DEAD)
+        self._deliver(Step(ended=[(name, "error", DEAD) for name in self.in_flight]))
         with contextlib.suppress(queue.Empty):
             while True:
                 if command := self._commands.get_nowait():

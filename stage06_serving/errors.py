@@ -6,10 +6,11 @@ from typing import Any
 
 from .protocol import LONGEST_STOP, MOST_PROMPTS, MOST_STOPS, ErrorBody, ErrorInfo
 
-LONGEST_MESSAGE = 500  # characters: an error must not be a way to make a small request into a large answer
+LONGEST_MESSAGE = 300  # characters, of at most 6 bytes: an error must not make a large answer of a small request
 TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError",
-    413: "RequestTooLargeError", 500: "InternalServerError", 503: "ServiceUnavailableError", 504: "TimeoutError",
+    408: "RequestTimeoutError", 413: "RequestTooLargeError", 500: "InternalServerError", 503: "ServiceUnavailableError",
+    504: "TimeoutError",
 }  # fmt: skip
 
 # What these take is one of several kinds, and pydantic says only why a value is not the first of them.

@@ -46,7 +46,6 @@ class Frame(View):
     """One event of /live: all that a page needs to draw, and the steps since the last one."""
 
     alive: bool  # the engine; if not, the view is the last that there was
-    capacity: int  # sequences that are taken in, at most
     blocks: int
     block_size: int  # tokens
     step: int  # number of the newest one
@@ -150,7 +149,6 @@ class Live:
         return {
             **self._view,
             "alive": self.engine.alive,
-            "capacity": self.engine.capacity,
             "blocks": pool.count,
             "block_size": pool.block_size,
             "step": self.count,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from stage01_forward.sampling import SamplingParams
 
@@ -30,7 +30,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Item = TypeVar("Item")
 # One error is enough: half a million of them, from one body, keep the event loop busy for seconds.
-Many = Annotated[list[Item], FailFast()]
+Many = Annotated[list[Item], Field(fail_fast=True)]
 Ids = Annotated[Many[TokenId], Field(min_length=1)]
 
 

@@ -194,6 +194,11 @@ class Service:
 
     async def merged(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, Piece], None]:
         """All choices at once, each piece as soon as it is there."""
+        if len(choices) == 1:  # nearly always: no task and no queue between
+            async with aclosing(self.pieces(choices[0])) as pieces:
+                async for piece in pieces:
+                    yield choices[0], piece
+            return
         arriving: asyncio.Queue[tuple[Choice, Piece | None, BaseException | None]] = asyncio.Queue(maxsize=2 * len(choices))
 
         async def forward(choice: Choice) -> None:
@@ -223,14 +228,6 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
             for choice in choices:  # a task that never began has aborted nothing
                 self.engine.abort(choice.ticket)
-
-    async def whole(self, choices: Sequence[Choice]) -> list[Answer]:
-        """All choices to their ends."""
-        answers = [Answer() for _ in choices]
-        async with aclosing(self.merged(choices)) as arriving:
-            async for choice, piece in arriving:
-                answers[choice.index].add(piece)
-        return answers
 
     async def score(self, prompt_ids: Sequence[int], top: int) -> list[Logprobs | None]:
         """What the model gives each token of a prompt, in the order of the prompt; None for the first, which follows nothing."""

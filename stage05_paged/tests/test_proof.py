@@ -168,18 +168,26 @@ def evict(engine, count):
 # ---- parity ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("contexts", [1, 8], ids=["tight", "roomy"])
+@pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_all_scenarios(size, contexts, tiny_model, tiny_oracle):
-    """The second time, everything that was said is found again. The tight pool holds one context, and neighbours preempt."""
-    blocks = contexts * blocks_for(tiny_model.config.n_positions, size)
-    for prefix_caching in (True, False):
-        engine = engine_of(tiny_model, blocks, size, prefix_caching=prefix_caching, token_budget=max(48, blocks))
-        for _ in range(1 + prefix_caching):
-            assert prove(engine, tiny_oracle).near_ties == []
-            check(engine)
-        # In the tight pool the others evict it all, and a block of 128 tokens is never full.
-        assert (engine.scheduler.counts.hit_tokens > 0) == (prefix_caching and contexts > 1 and size < 128)
+def test_all_scenarios(size, prefix_caching, tiny_model, tiny_oracle):
+    """With the prefix cache twice: the second time, what was said is found again."""
+    blocks = 8 * blocks_for(tiny_model.config.n_positions, size)
+    engine = engine_of(tiny_model, blocks, size, prefix_caching=prefix_caching, max_sequences=48)
+    for _ in range(1 + prefix_caching):
+        assert prove(engine, tiny_oracle).near_ties == []
+        check(engine)
+    assert (engine.scheduler.counts.hit_tokens > 0) == (prefix_caching and size < 128)  # these are never full
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_scenarios_in_memory_for_one(size, tiny_model, tiny_oracle):
+    """The pool holds one context, so that neighbours preempt each other."""
+    blocks = blocks_for(tiny_model.config.n_positions, size)
+    engine = engine_of(tiny_model, blocks, size, max_sequences=48)
+    assert prove(engine, tiny_oracle).near_ties == []
+    check(engine)
+    assert (engine.scheduler.counts.preemptions > 0) == (size < 128)  # there is one block of 128
 
 
 def test_the_answers_are_worth_comparing(oracle):
@@ -244,7 +252,7 @@ def test_alone_in_the_smallest_pool_that_it_fits(size, model, oracle):
 def test_any_common_beginning_is_found_in_whole_blocks(running, size, model, oracle):
     """Prompts that have their first 0 to all tokens in common with one that was there before."""
     first = prompt_of(35)
-    for common in (0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 33, 35):
+    for common in sorted({size - 1, size, size + 1, 2 * size, 33, 35}):
         engine = engine_of(model, blocks_for(150, size), size)
         sibling = engine.add(Request(first, GREEDY))
         engine.step()
@@ -265,7 +273,7 @@ def test_any_common_beginning_is_found_in_whole_blocks(running, size, model, ora
 @pytest.mark.parametrize("size", SMALL)
 def test_a_prefix_of_which_the_end_was_evicted_is_found_as_far_as_it_is_there(size, model, oracle):
     computed = 36 + GREEDY.max_tokens - 1
-    for gone in range(0, computed // size, 1 if size > 1 else 7):
+    for gone in range(0, computed // size, 1 + 8 // size):
         engine = engine_of(model, blocks_for(150, size), size)
         ask(engine, 36)
         finish(engine)
@@ -280,7 +288,7 @@ def test_a_prefix_of_which_the_end_was_evicted_is_found_as_far_as_it_is_there(si
 @pytest.mark.parametrize("size", SMALL)
 def test_what_an_aborted_request_had_computed_is_found(size, model, oracle):
     """Aborted before each of its steps: in the middle of its prompt, and of its answer."""
-    for steps in range(12):
+    for steps in (0, 1, 2, 4, 6, 9):
         engine = engine_of(model, blocks_for(120, size), size, max_chunk=5)
         victim = ask(engine, 26)
         for _ in range(steps):
@@ -404,7 +412,7 @@ def test_fork_of_a_fork(size, first, model, oracle):
 @pytest.mark.parametrize("size", SMALL)
 def test_abort_of_a_sample_at_any_moment(size, victim, model, oracle):
     """Whoever leaves, the first that computes the prompt too, the others get their answers."""
-    for moment in (0, 2, 4, 5, 6, 9):
+    for moment in (0, 3, 5, 8):
         engine = engine_of(model, blocks_for(150, size), size, max_chunk=5, max_sequences=4)
         ask(engine, 8)
         samples = engine.add_samples(prompt_of(19), [replace(DRAWN, max_tokens=8, seed=seed) for seed in range(4)])
@@ -657,7 +665,7 @@ def test_preempted_again_and_again(size, how, max_chunk, model, oracle):
     draws differently the second time."""
     preemption, _ = STORMS[how]
     swap_blocks = {"recompute": 0, "swap": blocks_for(90, size), "mixed": blocks_for(28, size)}[how]
-    for moment in (1, 4, 7):
+    for moment in (1, 5):
         engine = engine_of(model, blocks_for(150, size), size, swap_blocks, preemption, max_chunk=max_chunk)
         neighbour, greedy, drawn = ask(engine, 30), ask(engine, 7), ask(engine, 26, DRAWN)
         for _ in range(3):
@@ -670,4 +678,4 @@ def test_preempted_again_and_again(size, how, max_chunk, model, oracle):
         finish(engine)
         for request in (neighbour, greedy, drawn):
             assert_told(oracle, request)
-        assert engine.scheduler.counts.preemptions >= 3
+        assert engine.scheduler.counts.preemptions >= 2

@@ -255,20 +255,12 @@ class Life(RuleBasedStateMachine):
             assert output.finish_reason in ("length", "abort")
 
 
-EVENTS = (
-    "hits",
-    "copies",
-    "preempted out of turn",
-    "recomputed",
-    "swapped out",
-    "swapped in",
-    "evicted",
-    "aborted in waiting",
-    "aborted in running",
+EVENTS = ("hits", "copies", "recomputed", "swapped out", "swapped in", "evicted", "preempted out of turn", "aborted in running")
+RARE = (
     "aborted in the swap pool",
     "forked, waiting, without an answer",
-    "forked, running, without an answer",
     "forked, waiting, with an answer",
+    "forked, running, without an answer",
     "forked, running, with an answer",
 )
 
@@ -282,13 +274,14 @@ def live(examples):
 
 def test_lives_of_fifty_calls():
     """A few of those of the next test, which takes minutes."""
-    live(60)
+    live(90)
     assert Life.seen["lives of 50 calls"] >= 30
-    assert not [event for event in EVENTS if not Life.seen[event]]
+    assert not [event for event in EVENTS if Life.seen[event] < 10]
 
 
 @pytest.mark.slow
 def test_a_thousand_lives_of_fifty_calls():
-    live(1500)  # more, because Hypothesis cuts some of them short
+    live(2500)  # more than are counted, because Hypothesis cuts some of them short
     assert Life.seen["lives of 50 calls"] >= 1000
-    assert not [event for event in EVENTS if Life.seen[event] < 100]
+    assert not [event for event in EVENTS if Life.seen[event] < 500]
+    assert not [event for event in RARE if Life.seen[event] < 50]

@@ -1,0 +1,473 @@
+"""The page and its frames, in headless Chromium against a real server.
+
+The server's model is made by hand and says the same text whatever it is asked: one full of markup, which must stay text.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from safetensors.torch import save_file
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from shared.checkpoint import Config, random_tensors
+from shared.tests.test_cli import FIELDS, make_folder
+from stage06_serving.tests.conftest import Running, Serve, until_idle
+
+SAID = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'> & \u201cBen\u201d \N{FOX FACE} ran home.\n"
+BYTES = SAID.encode()
+POSITIONS = 1024
+# Every pass takes a little longer, so that there is something to see of a model that is as small as this one.
+SLOW = """
+import sys, time
+from stage05_paged.engine import Engine
+from stage06_serving.__main__ import main
+forward = Engine._forward
+def later(engine, work):
+    time.sleep(0.01)
+    return forward(engine, work)
+Engine._forward = later
+sys.exit(main())
+"""
+OWNED, SHARED, CACHED, FREE = range(4)  # in the words under the map
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+needs_browser = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason="there is no chromium with its chromedriver on this machine (Debian: chromium, chromium-driver)",
+)
+
+
+@pytest.fixture(scope="module")
+def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that says SAID again and again: its layers do nothing, and each position leads to one byte."""
+    folder = make_folder(tmp_path_factory.mktemp("page") / "reciter")
+    fields = FIELDS | {"n_positions": POSITIONS, "n_embd": 64, "n_layer": 1}
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in random_tensors(Config.from_dict(fields)).items()}
+    letters = sorted(set(BYTES))
+    tensors["ln_f.weight"] += 1
+    for dimension, byte in enumerate(letters):  # each has a direction of its own; a byte is its own token id
+        tensors["wte.weight"][byte, dimension] = 5.0
+    for position in range(POSITIONS):
+        tensors["wpe.weight"][position, letters.index(BYTES[position % len(BYTES)])] = 1000.0
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(serve: Serve, reciter: Path) -> Iterator[Running]:
+    """A slow server, for all tests that break nothing."""
+    with serve("--model", str(reciter), "--max-sequences", "8", program=("-c", SLOW)) as running:
+        yield running
+        assert running.process.poll() is None and "Traceback" not in running.stderr(), running.stderr()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM or ""
+    # In a container the sandbox has no rights, and /dev/shm is small.
+    for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1280,1000"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """The page in a browser, with the words that a reader sees."""
+
+    def __init__(self, browser: webdriver.Chrome, url: str) -> None:
+        self.browser, self.url = browser, url
+        browser.get(url)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.browser.find_element(By.ID, name)
+
+    def run(self, script: str) -> Any:
+        return self.browser.execute_script(script)
+
+    def until(self, holds: Callable[[], Any], what: str, seconds: float = 20) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (found := holds()):
+            assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}; the status is {self['status'].text!r}"
+            time.sleep(0.02)
+        return found
+
+    def link(self, words: str) -> None:
+        self.until(lambda: self["link"].text == words, f"the connection is {words!r}")
+
+    def fill(self, **values: str) -> None:
+        for name, value in values.items():
+            field = self[name.replace("_", "-")]
+            field.clear()
+            field.send_keys(value)
+
+    def start(self, **values: str) -> None:
+        self.fill(**values)
+        self["start"].click()
+
+    def texts(self) -> list[str]:
+        return self.run("return [...document.querySelectorAll('.answer')].map(each => each.textContent)")
+
+    def done(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Wait until the answer has ended, and do `meanwhile` again and again."""
+
+        def ended() -> bool:
+            meanwhile()
+            return self["status"].text.startswith("Done")
+
+        self.until(ended, "the answer is done")
+
+    def blocks(self) -> list[int]:
+        """As the words under the map have them: of one sequence, shared, cached, free."""
+        return self.run(
+            "return document.getElementById('map-words').textContent.replaceAll(',', '').match(/\\d+/g)?.map(Number)"
+        ) or [0, 0, 0, 0]
+
+    def picture(self, name: str) -> str:
+        return self.run(f"return document.getElementById('{name}').toDataURL()")
+
+    def errors(self) -> list[str]:
+        return [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, served: Running) -> Iterator[Page]:
+    """The page, live, and with nothing running; the browser may have nothing to complain of."""
+    until_idle(served.url)
+    browser.get_log("browser")
+    page = Page(browser, served.url)
+    page.link("Live")
+    page.until(lambda: sum(page.blocks()) > 0, "the map is there")
+    yield page
+    browser.get("about:blank")
+    assert page.errors() == []
+
+
+def expected(tokens: int) -> str:
+    """What the model says to a prompt of one byte."""
+    return (BYTES * (tokens // len(BYTES) + 1))[:tokens].decode("utf-8", "replace")
+
+
+def frames(url: str) -> Iterator[dict[str, Any]]:
+    """What /live sends, for so long as a test may take."""
+    deadline = time.monotonic() + 20
+    with httpx2.stream("GET", f"{url}/live", timeout=10, trust_env=False) as answer:
+        for line in answer.iter_lines():
+            assert time.monotonic() < deadline, "the frame that the test waits for does not come"
+            if line.startswith("data: "):
+                yield json.loads(line[6:])
+
+
+def complete(url: str, **body: Any) -> httpx2.Response:
+    return httpx2.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+
+
+# ---- the frames ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_frame_is_true_though_nobody_watched(served: Running) -> None:
+    """Blocks that stay in the prefix cache are on the map, and the steps of before are told."""
+    assert complete(served.url, prompt="a", max_tokens=40).status_code == 200
+    until_idle(served.url)
+    frame = next(frames(served.url))
+    counts = {state: sum(count for found, count in frame["map"] if found == state) for state in (-1, -2)}
+    assert counts[-2] >= 40 // 16 and counts[-1] + counts[-2] == frame["blocks"]
+    assert frame["running"] == [] and frame["waiting"] == 0 and frame["alive"]
+    assert [step["number"] for step in frame["steps"]][-1] == frame["step"]
+    assert frame["steps"][-40]["rows"][0][1:] == [1, 0]  # the prompt is prefill, and
+    assert frame["steps"][-1]["rows"][0][1:] == [0, 1]  # the rest is decode
+    assert [state for state, _ in groupby(frame["map"], key=lambda run: run[0])] == [run[0] for run in frame["map"]]
+
+
+def test_frames_follow_a_request_to_its_abort(served: Running) -> None:
+    """While it runs it owns blocks under its own number; once its client has left there is a frame without them."""
+    until_idle(served.url)
+    watching = frames(served.url)
+    assert next(watching)["running"] == []
+    body = {"prompt": "b" * 40, "max_tokens": 900, "stream": True}
+    with httpx2.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+        lines = answer.iter_lines()  # kept: a client that drops it has left
+        next(lines)
+        busy = next(frame for frame in watching if frame["running"])
+        [(name, owner)] = busy["running"]
+        assert sum(count for state, count in busy["map"] if state == owner) >= 3  # 40 tokens and more
+        later = next(frame for frame in watching if frame["steps"])
+        assert {row[0] for step in later["steps"] for row in step["rows"]} == {name}
+        assert later["steps"][0]["number"] == busy["step"] + 1
+    ended = next(frame for frame in watching if not frame["running"])
+    assert all(state < 0 for state, _ in ended["map"])
+
+
+# ---- in the browser -----------------------------------------------------------------------------------------------------
+
+
+@needs_browser
+def test_text_streams_in(page: Page) -> None:
+    page.start(prompt="x", max_tokens="200", temperature="0")
+    seen: set[str] = set()
+    page.done(lambda: seen.update(page.texts()))
+    assert len(seen) > 5 and all(expected(200).startswith(text) for text in seen)
+    assert page.texts() == [expected(200)]
+    assert page["status"].text == "Done: 1 tokens in, 200 out."
+    assert "finish reason: length" in page["answers"].text
+    assert page["start"].is_displayed() and not page["stop"].is_displayed()
+
+
+@needs_browser
+def test_markup_in_an_answer_or_a_prompt_is_text(page: Page) -> None:
+    prompt = "<img src=x onerror='window.harmed = 3'>"
+    page.start(prompt=prompt, max_tokens="150", temperature="0")
+    page.done()
+    assert "<script>" in page["answers"].text and prompt in page["answers"].text
+    assert page.run("return document.querySelectorAll('#answers script, #answers img').length") == 0
+    assert page.run("return window.harmed") is None
+
+
+@needs_browser
+def test_the_map_and_the_timeline_move_while_a_request_runs(page: Page) -> None:
+    idle = page.blocks()
+    assert idle[OWNED] == idle[SHARED] == 0
+    seen = []
+    page.start(prompt="x", max_tokens="300", temperature="0")
+    page.done(lambda: seen.append((page.blocks()[OWNED], page.picture("map"), page.picture("timeline"))))
+    owned, maps, timelines = (set(each) for each in zip(*seen, strict=True))
+    assert len(owned) > 4 and max(owned) > 4 and len(maps) > 4 and len(timelines) > 4
+    page.until(lambda: page["running"].text == "0", "nothing runs")
+    after = page.blocks()
+    assert after[OWNED] == after[SHARED] == 0 and after[CACHED] >= 300 // 16 and sum(after) == sum(idle)
+
+
+@needs_browser
+def test_samples_are_several_answers_that_share_their_prompt(page: Page) -> None:
+    page.start(prompt="x" * 64, max_tokens="120", temperature="0.7", samples="3")
+    page.until(lambda: page.blocks()[SHARED] >= 4, "the prompt's blocks are shared")
+    assert page["running"].text == "3"
+    page.done()
+    assert page.texts() == [(BYTES * 3)[63 : 63 + 120].decode("utf-8", "replace")] * 3
+    assert "Answer 3 of 3" in page["answers"].text
+
+
+@needs_browser
+def test_stop_ends_the_request_and_its_blocks_come_back(page: Page, served: Running) -> None:
+    page.start(prompt="x", max_tokens="900", temperature="0")
+    page.until(lambda: page.texts() and len(page.texts()[0]) > 20 and page.blocks()[OWNED], "some text is there")
+    page["stop"].click()
+    page.until(lambda: page["status"].text == "Stopped.", "it has stopped")
+    assert page.browser.switch_to.active_element == page["start"]  # the focus is not lost with the button
+    text = page.texts()[0]
+    until_idle(served.url)
+    page.until(lambda: page.blocks()[OWNED] == 0 and page["running"].text == "0", "the map shows it")
+    assert page.texts() == [text] and 20 < len(text) < 900  # what was said stays
+    page.start(max_tokens="20")  # and the next one works
+    page.done()
+    assert page.texts() == [expected(20)]
+
+
+@needs_browser
+def test_the_keyboard_is_enough(page: Page) -> None:
+    """Through all fields by Tab, Ctrl+Enter starts, Escape stops; the focus can be seen."""
+
+    def press(*keys: str) -> None:
+        ActionChains(page.browser).send_keys(*keys).perform()
+
+    def focused() -> str:
+        return page.run("return document.activeElement.id")
+
+    order = ["prompt", "max-tokens", "temperature", "samples", "start", "freeze"]
+    visited = []
+    for _ in order:
+        press(Keys.TAB)
+        visited.append(focused())
+        outline = page.run("return getComputedStyle(document.activeElement).outlineStyle")
+        assert outline == "solid", f"no outline on {visited[-1]}"
+    assert visited == order
+    press(Keys.SPACE)
+    assert page["freeze"].get_attribute("aria-pressed") == "true"
+    press(Keys.SPACE)
+    page["prompt"].clear()
+    page["prompt"].send_keys("x")
+    press(Keys.TAB, "900")  # a field is selected when Tab comes to it
+    ActionChains(page.browser).key_down(Keys.CONTROL).send_keys(Keys.ENTER).key_up(Keys.CONTROL).perform()
+    page.until(lambda: page.texts() and page.texts()[0], "the answer has begun")
+    press(Keys.ESCAPE)
+    page.until(lambda: page["status"].text == "Stopped.", "it has stopped")
+    page["start"].send_keys(Keys.ENTER)
+    page.until(lambda: focused() == "stop", "the focus is on Stop")
+    press(Keys.ENTER)
+    page.until(lambda: page["status"].text == "Stopped.", "it has stopped")
+    assert focused() == "start"
+
+
+@needs_browser
+def test_everything_has_a_name(page: Page) -> None:
+    """Fields have labels, the pictures words, and what changes is announced."""
+    unnamed = page.run(
+        "return [...document.querySelectorAll('textarea, input')].filter(each => !each.labels.length).map(each => each.id)"
+    )
+    assert unnamed == []
+    for name in ("map", "timeline"):
+        assert page[name].get_attribute("role") == "img" and page[name].accessible_name
+    assert page["answers"].get_attribute("aria-live") == "polite"
+    assert page["error"].get_attribute("role") == "alert"
+    assert {page[name].get_attribute("role") for name in ("status", "link")} == {"status"}
+
+
+@needs_browser
+def test_a_phone_needs_no_horizontal_scrolling(page: Page) -> None:
+    size = {"width": 375, "height": 800, "deviceScaleFactor": 2, "mobile": True}
+    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        page.browser.refresh()
+        page.link("Live")
+        page.start(prompt="long" * 40, max_tokens="200", temperature="0.5", samples="2")
+        page.until(lambda: page.texts() and len(page.texts()[1]) > 50, "there is text")
+        outside = """
+            return [...document.querySelectorAll('body *')].filter(each => each.getBoundingClientRect().right > 375.5)
+                .map(each => each.tagName + ' ' + each.id)"""
+        assert page.run("return innerWidth") == 375
+        assert page.run("return document.documentElement.scrollWidth") <= 375
+        assert page.run(outside) == []
+        page.done()
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@needs_browser
+def test_colours_follow_the_scheme(page: Page) -> None:
+    def scheme(name: str) -> tuple[str, str]:
+        media = {"features": [{"name": "prefers-color-scheme", "value": name}]}
+        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        return page.run("return getComputedStyle(document.body).backgroundColor"), page.picture("map")
+
+    light = scheme("light")
+    try:
+        page.until(lambda: scheme("dark")[1] != light[1], "the map is painted anew")
+        assert scheme("dark")[0] != light[0]
+    finally:
+        scheme("light")
+
+
+@needs_browser
+def test_less_motion_means_no_animation(page: Page) -> None:
+    """Who asks for less motion gets a picture now and then, and none in the browser's animation frames."""
+    media = {"features": [{"name": "prefers-reduced-motion", "value": "reduce"}]}
+    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        before = page.picture("timeline")
+        page.run("window.requestAnimationFrame = () => { window.animated = true; }")
+        page.start(prompt="x", max_tokens="250", temperature="0")
+        page.until(lambda: page.texts() and page.texts()[0], "the answer has begun")
+        assert page.run("return getComputedStyle(document.querySelector('.answer'), '::after').animationName") == "none"
+        page.done()
+        page.until(lambda: page.picture("timeline") != before, "the timeline has moved")
+        assert page.run("return window.animated") is None
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@needs_browser
+def test_freeze_holds_the_pictures(page: Page) -> None:
+    page["freeze"].click()
+    before = page.picture("map"), page.picture("timeline"), page["steps"].text
+    page.start(prompt="x", max_tokens="60", temperature="0")
+    page.done()
+    assert (page.picture("map"), page.picture("timeline"), page["steps"].text) == before
+    page["freeze"].click()
+    page.until(lambda: page.picture("timeline") != before[1], "it moves again")
+
+
+@needs_browser
+@pytest.mark.parametrize("wrong", [{"temperature": 3.0}, {"max_tokens": 0}, {"n": 2, "temperature": 0.0}])
+def test_errors_are_shown_as_the_server_says_them(page: Page, served: Running, wrong: dict[str, float]) -> None:
+    body = {"prompt": "x", "max_tokens": 5, "temperature": 0.5, "n": 1} | wrong
+    message = complete(served.url, **body).json()["error"]["message"]
+    page.start(
+        prompt="x", max_tokens=str(body["max_tokens"]), temperature=str(body["temperature"]), samples=str(body["n"])
+    )  # fmt: skip
+    page.until(lambda: page["error"].text, "an error is shown")
+    assert page["error"].text == message
+    assert page["start"].is_displayed()
+    # The browser notes the status itself; nothing else may be there.
+    assert all("status of 400" in each for each in page.errors())
+
+
+@needs_browser
+def test_nothing_comes_from_another_host(page: Page, served: Running) -> None:
+    page.start(prompt="x", max_tokens="20", temperature="0")
+    page.done()
+    asked = page.run("return performance.getEntries().map(each => each.name).filter(name => name.includes(':'))")
+    assert {f"{served.url}/v1/completions", f"{served.url}/v1/models"} <= set(asked)
+    assert all(name.startswith((served.url, "data:")) for name in asked)
+    refused = page.browser.execute_async_script(
+        "fetch('http://127.0.0.2:9/').then(() => arguments[0]('sent'), error => arguments[0](error.message))"
+    )
+    assert refused != "sent"
+    assert any("Content Security Policy" in each for each in page.errors())  # the page's own rule, not the missing server
+
+
+@needs_browser
+def test_a_key_is_asked_for_when_the_server_wants_one_and_large_pools_are_drawn(
+    browser: webdriver.Chrome, serve: Serve, reciter: Path
+) -> None:
+    """70,000 blocks are more than a frame has: the page says so."""
+    arguments = ("--model", str(reciter), "--api-key", "open-sesame", "--block-size", "1", "--kv-memory", f"{70_000 * 512}")
+    with serve(*arguments) as running:
+        page = Page(browser, running.url)
+        page.link("Waiting for a key")
+        assert page["key-form"].is_displayed() and "API key is missing or wrong" in page["key-why"].text
+        page.start(prompt="x", max_tokens="20", temperature="0")
+        page.until(lambda: page["error"].text, "the server refuses")
+        assert "API key is missing or wrong" in page["error"].text
+        page["key"].send_keys("wrong", Keys.ENTER)
+        page.until(lambda: page["key-form"].is_displayed(), "it asks again")
+        page["key"].send_keys("open-sesame", Keys.ENTER)
+        page.link("Live")
+        assert not page["key-form"].is_displayed()
+        page["start"].click()
+        page.done()
+        assert page.texts() == [expected(20)]
+        page.until(lambda: page.blocks()[CACHED] >= 20, "the blocks are on the map")
+        assert page["map-size"].text == "the first 65,536 of 70,000 blocks of 1 tokens" and sum(page.blocks()) == 65_536
+        assert page.run("return [localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+        assert all("status of 401" in each for each in page.errors())
+        browser.get("about:blank")
+
+
+@needs_browser
+def test_the_page_says_when_the_server_is_gone_and_finds_it_again(browser: webdriver.Chrome, serve: Serve, reciter: Path) -> None:
+    with serve("--model", str(reciter), "--grace", "0", program=("-c", SLOW)) as running:
+        page = Page(browser, running.url)
+        page.link("Live")
+        page.start(prompt="x", max_tokens="900", temperature="0")
+        page.until(lambda: page.texts() and page.texts()[0], "the answer has begun")
+        running.stop()
+        page.link("The server is gone: trying again")
+        page.until(lambda: "shutting down" in page["error"].text, "the server's last words are shown")
+        page["start"].click()
+        page.until(lambda: "cannot be reached" in page["error"].text, "the page says why nothing comes")
+        assert "Traceback" not in running.stderr() and "ERROR" not in running.stderr(), running.stderr()
+        with serve("--model", str(reciter), "--port", str(running.port)):
+            page.link("Live")
+            page.until(lambda: page["steps"].text == "0", "it is the new server's life")
+            page.start(max_tokens="20")
+            page.done()
+            assert page.texts() == [expected(20)]
+            browser.get("about:blank")
+    browser.get_log("browser")
