@@ -74,7 +74,7 @@ def plan(settings: Settings, engine: Engine, loaded: cli.Loaded, address: str) -
     return (
         f"Staircase serves {name} at {address}\n"
         f"  model   {loaded}\n"
-        f"  memory  {size(engine.cache.bytes)} in {pool.count} blocks of {pool.block_size} tokens: {contexts} whole contexts of "
+        f"  memory  {size(engine.cache.bytes)} in {pool.count} blocks of {pool.block_size} tokens: {contexts} whole context{'s' * (contexts != 1)} of "
         f"{config.n_positions}; at most {engine.scheduler.max_sequences} answers at a time, {settings.max_queue} more in line\n"
         f"  page    {address}/\n"
         f"  try     curl -N {address}/v1/completions{key} -H 'Content-Type: application/json' "
@@ -86,13 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     settings = parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     template = load_template(settings.chat_template)
-    try:
-        listening = socket.create_server((settings.host, settings.port), family=family(settings.host), backlog=1024)
-    except OSError as error:
-        raise UserError(
-            f"Port {settings.port} on {settings.host} cannot be opened ({error.strerror}): choose another --port, or stop what "
-            "has it."
-        ) from None
+    listening = listen(settings.host, settings.port)
     engine, loaded = make_engine(settings)
     app = create_app(engine, loaded, settings, template)
     host, port = listening.getsockname()[:2]
@@ -113,8 +107,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def listen(host: str, port: int) -> socket.socket:
+    """The socket to listen on. Raises UserError if it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise UserError(
+            f"Port {port} on {host} cannot be opened ({error.strerror}): choose another --port, or stop what has it."
+        ) from None
+    # Events are small, and must not wait for the client's word on the one before (Nagle). asyncio turns that off for sockets
+    # that it makes itself, and not for this one; connections inherit it.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 if __name__ == "__main__":

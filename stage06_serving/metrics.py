@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -32,6 +33,9 @@ class Metrics:
         self.running = gauge("num_requests_running", "Sequences in the newest step.")
         self.waiting = gauge("num_requests_waiting", "Sequences in hand that do not run.")
         self.cache = gauge("kv_cache_usage_perc", "Share of the blocks that are owned, from 0 to 1.")
+        self.tasks = Gauge(
+            "staircase:asyncio_tasks", "Tasks of the event loop: a number that only rises is a leak.", registry=self.registry
+        )
         self.preemptions = counter("num_preemptions", "Sequences whose memory was taken away.")
         self.queries = counter("prefix_cache_queries", "Tokens that were looked up in the prefix cache.")
         self.hits = counter("prefix_cache_hits", "Tokens that were found there.")
@@ -55,7 +59,8 @@ class Metrics:
         engine.listeners.append(self._listen)
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
+        """The text that Prometheus reads. To be called on the event loop."""
+        self.tasks.set(len(asyncio.all_tasks()))
         scheduler = self.engine.engine.scheduler
         running = len(scheduler.running)
         self.running.set(running)

@@ -215,13 +215,13 @@ class Service:
         try:
             left = len(choices)
             while left:
-                choice, piece, error = await arriving.get()
+                choice, made, error = await arriving.get()
                 if error is not None:
                     raise error
-                if piece is None:
+                if made is None:
                     left -= 1
                 else:
-                    yield choice, piece
+                    yield choice, made
         finally:
             for task in tasks:
                 task.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -12,7 +13,6 @@ from shared.cli import Parser
 from shared.errors import UserError
 
 PREFIX = "STAIRCASE_"
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class Settings(BaseSettings):
@@ -59,7 +59,11 @@ class Settings(BaseSettings):
     @property
     def open_to_all(self) -> bool:
         """Whether others can reach the server, and nothing keeps them out."""
-        return self.host not in LOCAL and not self.keys
+        try:
+            local = ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            local = self.host == "localhost"
+        return not local and not self.keys
 
 
 def parse(argv: list[str] | None) -> Settings:

@@ -32,6 +32,7 @@ from stage05_paged.scheduler import Scheduler
 CONFIG = Config(31, 48, 16, 2, 2, name="small")
 MOST = 9  # requests at a time
 LONGEST = 16  # prompt and answer together: the smallest pool holds one such
+ENOUGH = 1000  # steps: far more than so many requests have tokens
 
 
 @cache
@@ -180,8 +181,12 @@ class Life(RuleBasedStateMachine):
         """To the next finish."""
         self.calls += 1
         before = set(self.engine.requests)
-        while before <= set(self.engine.requests):
+        for _ in range(ENOUGH):
+            if not before <= set(self.engine.requests):
+                break
             self._step()
+        else:
+            raise AssertionError("a live-lock")
 
     @precondition(lambda self: self.scheduler.pool.cached)
     @rule(share=st.floats(0, 1))
@@ -237,7 +242,7 @@ class Life(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         self.seen["lives of 50 calls"] += self.calls >= 50
-        for _ in range(2000):  # far more than any life has tokens: a live-lock would not end
+        for _ in range(ENOUGH):
             if not self.engine.requests:
                 break
             self._step()

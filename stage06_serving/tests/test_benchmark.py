@@ -92,7 +92,7 @@ def test_the_progress_bar_knows_how_many_runs_there_are(measured: tuple[dict[str
 def test_both_sides_did_the_same_work_and_every_answer_was_proved(results: dict[str, Any]) -> None:
     for row in every_row(results):
         assert list(row["runs"])[:2] == [OFFLINE, SERVER]
-        assert list(row["runs"])[2:] == (WATCHED if row["case"] == HTTP else WATCHED[:1])
+        assert list(row["runs"])[2:] == {HTTP: WATCHED, NULL: [], LOSE: WATCHED[:1]}[row["case"]]
         assert {proof["tokens"] for proof in row["proof"].values()} == {row["requests"] * row["answer"]}
         assert set(row["same"].values()) == {row["requests"]} and row["same"].keys() == row["runs"].keys()
 
@@ -113,8 +113,8 @@ def test_times_and_shares_of_a_run_fit_together(results: dict[str, Any]) -> None
                 assert (run["itl"] is None) == (row["case"] == LOSE)
                 assert run["cpu"].keys() == ({"engine"} if name == OFFLINE else {"engine", "loop", "client"})
                 assert min(run["cpu"].values()) >= 0
-        for who in ("loop", "client"):
-            assert benchmark.python_seconds(row, who) > 0
+        assert benchmark.python_seconds(row, "client") > 0
+        assert benchmark.python_seconds(row, "loop") > 0 or row["case"] == NULL  # the system counts hundredths of a second
         least, most = benchmark.predicted(results, row)
         assert 0 < least <= most < 1
 

@@ -20,7 +20,7 @@ def options(server) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def chat(options) -> ChatOpenAI:
-    return ChatOpenAI(**options, max_tokens=10)
+    return ChatOpenAI(**options | {"max_tokens": 10})
 
 
 @pytest.fixture(scope="module")

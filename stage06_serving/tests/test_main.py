@@ -175,6 +175,7 @@ def test_the_engine_is_as_the_settings_say(tiny_folder):
     arguments = ["--model", str(tiny_folder), "--linear", "plain", *options]
     engine, loaded = stage.make_engine(parse([*arguments, "--no-prefix-caching", "--preemption", "swap", "--sanitize"]))
     scheduler = engine.scheduler
+    assert scheduler.swap_pool is not None
     assert (scheduler.pool.count, scheduler.pool.block_size, scheduler.swap_pool.count) == (16, 8, 2)
     assert (scheduler.max_sequences, scheduler.token_budget, scheduler.preemption) == (3, stage.BUDGET, "swap")
     assert not scheduler.prefix_caching and engine.sanitizer is not None and loaded.config.name == "tiny"

@@ -220,12 +220,12 @@ def test_frames_follow_a_request_to_its_abort(served: Running) -> None:
 
 @needs_browser
 def test_text_streams_in(page: Page) -> None:
-    page.start(prompt="x", max_tokens="200", temperature="0")
+    page.start(prompt="x", max_tokens="120", temperature="0")
     seen: set[str] = set()
     page.done(lambda: seen.update(page.texts()))
-    assert len(seen) > 5 and all(expected(200).startswith(text) for text in seen)
-    assert page.texts() == [expected(200)]
-    assert page["status"].text == "Done: 1 tokens in, 200 out."
+    assert len(seen) > 5 and all(expected(120).startswith(text) for text in seen)
+    assert page.texts() == [expected(120)]
+    assert page["status"].text == "Done: 1 tokens in, 120 out."
     assert "finish reason: length" in page["answers"].text
     assert page["start"].is_displayed() and not page["stop"].is_displayed()
 
@@ -233,7 +233,7 @@ def test_text_streams_in(page: Page) -> None:
 @needs_browser
 def test_markup_in_an_answer_or_a_prompt_is_text(page: Page) -> None:
     prompt = "<img src=x onerror='window.harmed = 3'>"
-    page.start(prompt=prompt, max_tokens="150", temperature="0")
+    page.start(prompt=prompt, max_tokens="80", temperature="0")
     page.done()
     assert "<script>" in page["answers"].text and prompt in page["answers"].text
     assert page.run("return document.querySelectorAll('#answers script, #answers img').length") == 0
@@ -245,13 +245,13 @@ def test_the_map_and_the_timeline_move_while_a_request_runs(page: Page) -> None:
     idle = page.blocks()
     assert idle[OWNED] == idle[SHARED] == 0
     seen = []
-    page.start(prompt="x", max_tokens="300", temperature="0")
+    page.start(prompt="x", max_tokens="160", temperature="0")
     page.done(lambda: seen.append((page.blocks()[OWNED], page.picture("map"), page.picture("timeline"))))
     owned, maps, timelines = (set(each) for each in zip(*seen, strict=True))
     assert len(owned) > 4 and max(owned) > 4 and len(maps) > 4 and len(timelines) > 4
     page.until(lambda: page["running"].text == "0", "nothing runs")
     after = page.blocks()
-    assert after[OWNED] == after[SHARED] == 0 and after[CACHED] >= 300 // 16 and sum(after) == sum(idle)
+    assert after[OWNED] == after[SHARED] == 0 and after[CACHED] >= 160 // 16 and sum(after) == sum(idle)
 
 
 @needs_browser
@@ -336,7 +336,7 @@ def test_a_phone_needs_no_horizontal_scrolling(page: Page) -> None:
     try:
         page.browser.refresh()
         page.link("Live")
-        page.start(prompt="long" * 40, max_tokens="200", temperature="0.5", samples="2")
+        page.start(prompt="long" * 40, max_tokens="90", temperature="0.5", samples="2")
         page.until(lambda: page.texts() and len(page.texts()[1]) > 50, "there is text")
         outside = """
             return [...document.querySelectorAll('body *')].filter(each => each.getBoundingClientRect().right > 375.5)
@@ -372,7 +372,7 @@ def test_less_motion_means_no_animation(page: Page) -> None:
     try:
         before = page.picture("timeline")
         page.run("window.requestAnimationFrame = () => { window.animated = true; }")
-        page.start(prompt="x", max_tokens="250", temperature="0")
+        page.start(prompt="x", max_tokens="60", temperature="0")
         page.until(lambda: page.texts() and page.texts()[0], "the answer has begun")
         assert page.run("return getComputedStyle(document.querySelector('.answer'), '::after').animationName") == "none"
         page.done()
@@ -432,7 +432,7 @@ def test_a_key_is_asked_for_when_the_server_wants_one_and_large_pools_are_drawn(
         page = Page(browser, running.url)
         page.link("Waiting for a key")
         assert page["key-form"].is_displayed() and "API key is missing or wrong" in page["key-why"].text
-        page.start(prompt="x", max_tokens="20", temperature="0")
+        page.start(prompt="x", max_tokens="4", temperature="0")
         page.until(lambda: page["error"].text, "the server refuses")
         assert "API key is missing or wrong" in page["error"].text
         page["key"].send_keys("wrong", Keys.ENTER)
@@ -442,8 +442,8 @@ def test_a_key_is_asked_for_when_the_server_wants_one_and_large_pools_are_drawn(
         assert not page["key-form"].is_displayed()
         page["start"].click()
         page.done()
-        assert page.texts() == [expected(20)]
-        page.until(lambda: page.blocks()[CACHED] >= 20, "the blocks are on the map")
+        assert page.texts() == [expected(4)]
+        page.until(lambda: page.blocks()[CACHED] == 4, "the blocks are on the map")
         assert page["map-size"].text == "the first 65,536 of 70,000 blocks of 1 tokens" and sum(page.blocks()) == 65_536
         assert page.run("return [localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
         assert all("status of 401" in each for each in page.errors())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from stage01_forward.generation import Output
 from stage01_forward.sampling import SamplingParams
 
 # The fields of a body that the engine knows by another name, or only as a tuple.
-DIFFERENT = {"logit_bias": lambda given: {int(token): bias for token, bias in given.items()}, "stop_token_ids": tuple}
+DIFFERENT: dict[str, Callable[[Any], Any]] = {
+    "logit_bias": lambda given: {int(token): bias for token, bias in given.items()},
+    "stop_token_ids": tuple,
+}
 
 
 def naive(model: str) -> Naive:
@@ -84,7 +88,7 @@ def crowd(url: str, model: str, made: list[tuple[list[int], dict[str, Any]]]) ->
 def test_a_crowd_with_hardly_any_memory(serve, metrics, tiny_folder, preemption):
     """Blocks of 4 tokens for 2 whole contexts, and 8 answers at a time: prompts share blocks, and requests lose theirs."""
     engine = naive(str(tiny_folder))
-    made = requests(300, 54, 60)
+    made = requests(300, 45, 60)
     options = ("--model", str(tiny_folder), "--dtype", "float64", "--block-size", "4", "--kv-memory", "72KiB")
     swap = ("--preemption", preemption, "--swap-memory", "1MiB") if preemption == "swap" else ("--preemption", preemption)
     with serve(*options, *swap, "--max-sequences", "8", "--token-budget", "48") as running:
@@ -101,7 +105,7 @@ def test_the_embedded_model(serve):
     """Text in, text out; samples of one prompt, which share its blocks, are what as many seeds would say."""
     engine = naive("stories")
     loaded = checkpoint.load("stories")
-    with serve("--dtype", "float64", "--kv-memory", "12MiB", "--max-sequences", "6") as running:
+    with serve("--dtype", "float64", "--kv-memory", "6MiB", "--max-sequences", "6") as running:
         made = [(prompt, fields) for prompt, fields in requests(loaded.config.vocab_size, 9, 40)]
         for _, fields in made:
             fields["max_tokens"] = 10

@@ -117,7 +117,8 @@ def test_null_is_the_same_as_nothing():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_fields_may_be_sent_empty(name):
-    for empty in (None, [], {}, "", False):
+    nothing: list[Any] = [None, [], {}, "", False]
+    for empty in nothing:
         CompletionBody.model_validate({"prompt": "a", name: empty})
     assert name in validation_message(refused(CompletionBody, prompt="a", **{name: "x"}))[0]
 

@@ -96,9 +96,9 @@ def test_tokens_that_are_no_text_decode_as_they_do_at_once(size):
 
 
 def test_the_end_of_text_is_no_text():
-    ids = REAL.encode("the end")
-    assert "".join(pieces_of(REAL, [*ids, REAL.eos_id, *ids])[0]) == "the endthe end"
-    pieces, stream = pieces_of(REAL, [REAL.eos_id])
+    ids, end = REAL.encode("the end"), REAL.eos_id
+    assert end is not None and "".join(pieces_of(REAL, [*ids, end, *ids])[0]) == "the endthe end"
+    pieces, stream = pieces_of(REAL, [end])
     assert pieces == ["", ""] and stream.length == 0
 
 

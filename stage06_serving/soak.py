@@ -1,0 +1,207 @@
+"""A long mixed load, with clients that leave: `python -m stage06_serving.soak`. What was taken must have come back at the end.
+
+It starts a server of its own. Before and after the load, when nothing is in hand, it looks at the server's memory, tasks, open
+files and blocks; during the load, at its tokens per second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from shared import cli
+from shared.errors import UserError
+from shared.stages import ROOT
+
+WINDOWS = 10  # of the load; the rate of the last is compared with that of the first
+LEAVING = 0.2  # share of the requests whose client leaves before the end
+MOST_GROWTH = 0.02, 20 * 2**20  # of the memory: so much of it, or so many bytes
+SLOWEST = 0.95  # of the first window's rate
+LONG_ENOUGH = 30.0  # seconds of a window: the rates of shorter ones say too little to judge by
+PROMPTS = (
+    "Once upon a time",
+    "Long ago, in a village under the cliffs, there lived a girl whose name was",
+    "There was once a merry boy named",
+    "The old fox looked at the river, and",
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """A server with nothing in hand."""
+
+    memory: int  # bytes
+    tasks: int  # of the event loop
+    files: int  # open ones, sockets counted in
+    blocks: float  # share of them that is owned
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the verdict."""
+
+    what: str
+    before: str
+    after: str
+    good: bool
+
+
+@contextmanager
+def own_server(*arguments: str) -> Iterator[tuple[str, int]]:
+    """A server with these arguments, for as long as the block lasts: its address and its process id.
+
+    Raises UserError if it does not start.
+    """
+    command = [sys.executable, "-m", "stage06_serving", "--port", "0", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, encoding="utf-8") as process:
+        try:
+            assert process.stderr is not None
+            url = next((line.split()[-1] for line in process.stderr if line.startswith("Staircase serves ")), None)
+            if url is None:
+                raise UserError("The server did not start: try python -m stage06_serving to see why.")
+            # A pipe that nobody reads fills up, and then whoever writes to it waits.
+            threading.Thread(target=shutil.copyfileobj, args=(process.stderr, sys.stderr), daemon=True).start()
+            yield url, process.pid
+        finally:
+            process.terminate()
+
+
+async def metrics(client: httpx2.AsyncClient) -> dict[str, float]:
+    """The server's numbers by name, those with the same name added up."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families((await client.get("/metrics")).text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+async def settled(client: httpx2.AsyncClient, pid: int, patience: float = 30.0) -> State:
+    """The server's state once nothing is in hand and its connections have closed. Raises UserError if that never happens."""
+    process = psutil.Process(pid)
+    deadline, last = time.monotonic() + patience, None
+    while time.monotonic() < deadline:
+        await asyncio.sleep(1.0)
+        found = await metrics(client)
+        files = process.num_fds() if hasattr(process, "num_fds") else process.num_handles()
+        tasks = int(found["staircase:asyncio_tasks"])
+        busy = found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"]
+        if not busy and last == (files, tasks):
+            return State(process.memory_info().rss, tasks, files, found["vllm:kv_cache_usage_perc"])
+        last = (files, tasks)
+    raise UserError(f"The server did not come to rest within {patience:g} s: requests or connections are left over.")
+
+
+def body_of(chance: random.Random) -> tuple[str, dict[str, Any]]:
+    """A path and a body for it, of all kinds that there are."""
+    prompts = chance.sample(PROMPTS, chance.choice((1, 1, 1, 2)))
+    body: dict[str, Any] = {"max_tokens": chance.randint(1, 64), "temperature": chance.choice((0.5, 1.0))}
+    body |= {"seed": chance.randrange(1000), "stream": chance.random() < 0.7}
+    if chance.random() < 0.2:
+        body["stop"] = [".", "the"]
+    path = chance.choice(("/v1/completions", "/v1/completions", "/v1/chat/completions", "/generate"))
+    if path == "/generate":
+        return path, body | {"prompt": prompts[0]}
+    body["n"] = chance.choice((1, 1, 2, 3))
+    if path == "/v1/chat/completions":
+        return path, body | {"messages": [{"role": "user", "content": prompts[0]}]}
+    return path, body | {"prompt": prompts, "logprobs": chance.choice((None, 3)), "echo": chance.random() < 0.2}
+
+
+async def client_loop(client: httpx2.AsyncClient, chance: random.Random, until: float, counts: dict[str, int]) -> None:
+    """One client: a request after the other, some of which it leaves."""
+    while time.monotonic() < until:
+        path, body = body_of(chance)
+        patience = chance.random() * 0.3 if chance.random() < LEAVING else 60.0
+        try:
+            async with asyncio.timeout(patience), client.stream("POST", path, json=body) as response:
+                async for _ in response.aiter_bytes():
+                    pass
+            counts["answered" if response.status_code == 200 else "refused"] += 1
+        except TimeoutError:
+            counts["left"] += 1
+
+
+def judge(before: State, after: State, rates: list[float], window: float) -> list[Check]:
+    """Compare what was there before the load with what is there after it."""
+    growth = after.memory - before.memory
+    checks = [
+        Check("memory, MiB", f"{before.memory / 2**20:.1f}", f"{after.memory / 2**20:.1f}",
+              growth < max(MOST_GROWTH[0] * before.memory, MOST_GROWTH[1])),
+        Check("tasks", str(before.tasks), str(after.tasks), after.tasks <= before.tasks),
+        Check("open files", str(before.files), str(after.files), after.files <= before.files),
+        Check("blocks owned", f"{before.blocks:.0%}", f"{after.blocks:.0%}", after.blocks == 0),
+    ]  # fmt: skip
+    if window >= LONG_ENOUGH:
+        good = rates[-1] >= SLOWEST * rates[0]
+        checks.append(Check("tokens/s, first and last window", f"{rates[0]:.1f}", f"{rates[-1]:.1f}", good))
+    return checks
+
+
+async def soak(url: str, pid: int, seconds: float, clients: int, seed: int) -> list[Check]:
+    """Load the server at `url` for so long with so many clients; print a line a window, and return the verdict."""
+    window = seconds / WINDOWS
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx2.AsyncClient(base_url=url, timeout=60, trust_env=False, limits=limits) as client:
+
+        async def load(duration: float, counts: dict[str, int], seed: int) -> None:
+            until = time.monotonic() + duration
+            async with asyncio.TaskGroup() as group:
+                for number in range(clients):
+                    group.create_task(client_loop(client, random.Random(f"{seed} {number}"), until, counts))
+
+        counts = {"answered": 0, "left": 0, "refused": 0}
+        await load(max(5.0, window), counts, seed + 1)  # caches, connections and libraries take what they keep
+        before = await settled(client, pid)
+        counts = dict.fromkeys(counts, 0)
+        print(f"{'window':>8}{'tok/s':>9}{'answered':>10}{'left':>8}{'refused':>9}{'MiB':>9}")
+        started, rates = time.monotonic(), []
+        said = (await metrics(client))["vllm:generation_tokens_total"]
+        working = asyncio.create_task(load(seconds, counts, seed))
+        for number in range(1, WINDOWS + 1):
+            begun = time.monotonic()
+            await asyncio.sleep(started + number * window - begun)
+            now = (await metrics(client))["vllm:generation_tokens_total"]
+            rates.append((now - said) / (time.monotonic() - begun))
+            said = now
+            memory = psutil.Process(pid).memory_info().rss / 2**20
+            print(
+                f"{number:>8}{rates[-1]:>9.1f}{counts['answered']:>10}{counts['left']:>8}{counts['refused']:>9}{memory:>9.1f}",
+                flush=True,
+            )
+        await working
+        return judge(before, await settled(client, pid), rates, window)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.Parser(
+        "stage06_serving.soak",
+        "Stage 06, a soak: a long mixed load with clients that leave; what the server has taken must come back.",
+        "  python -m stage06_serving.soak\n  python -m stage06_serving.soak --minutes 60 --clients 32",
+    )
+    parser.add_argument("--minutes", type=cli.number(0.1, 10_000), default=10.0, metavar="N", help="default %(default)s")
+    parser.add_argument("--clients", type=cli.whole_number(1, 64), default=16, metavar="N", help="default %(default)s")
+    parser.add_argument("--seed", type=cli.whole_number(0, 2**31), default=0, metavar="N", help="default %(default)s")
+    options = parser.parse_args(argv)
+    with own_server("--max-queue", "1000") as (url, pid):
+        checks = asyncio.run(soak(url, pid, options.minutes * 60, options.clients, options.seed))
+    print(f"\n{'':<32}{'before':>10}{'after':>10}")
+    for check in checks:
+        print(f"{check.what:<32}{check.before:>10}{check.after:>10}  {'good' if check.good else 'BAD'}")
+    return 0 if all(check.good for check in checks) else 1
+
+
+if __name__ == "__main__":
+    cli.run(main)
