@@ -69,12 +69,13 @@ def plan(settings: Settings, engine: Engine, loaded: cli.Loaded, address: str) -
     """What is told at the start: where, what, how much memory, and how to try it."""
     pool, config = engine.scheduler.pool, loaded.config
     name = settings.served_model_name or config.name
-    contexts = most_sequences(pool, config.n_positions)
+    whole = most_sequences(pool, config.n_positions)
+    contexts = f"{whole} whole context{'' if whole == 1 else 's'}"
     key = ' -H "Authorization: Bearer $STAIRCASE_API_KEY"' if settings.keys else ""
     return (
         f"Staircase serves {name} at {address}\n"
         f"  model   {loaded}\n"
-        f"  memory  {size(engine.cache.bytes)} in {pool.count} blocks of {pool.block_size} tokens: {contexts} whole context{'s' * (contexts != 1)} of "
+        f"  memory  {size(engine.cache.bytes)} in {pool.count} blocks of {pool.block_size} tokens: {contexts} of "
         f"{config.n_positions}; at most {engine.scheduler.max_sequences} answers at a time, {settings.max_queue} more in line\n"
         f"  page    {address}/\n"
         f"  try     curl -N {address}/v1/completions{key} -H 'Content-Type: application/json' "

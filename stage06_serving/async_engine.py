@@ -220,10 +220,12 @@ class AsyncEngine:
                 ticket.generated += 1
                 spoke[ticket] = None
         ended = [self.in_flight[name] for name, *_ in step.ended if name in self.in_flight]
-        for each in step.record.sequences if step.record else ():
-            ticket = self.in_flight.get(each.request_id)
-            if ticket and ticket.scheduled is None and step.record:
-                ticket.scheduled = step.record.started
+        if step.record is not None:
+            begun = {each.request_id for each in step.record.sequences} | {name for name, _ in step.said}
+            for name in begun:  # other samples of a prompt speak in the first one's pass
+                ticket = self.in_flight.get(name)
+                if ticket is not None and ticket.scheduled is None:
+                    ticket.scheduled = step.record.started
         for name, reason, error in step.ended:
             if ticket := self.in_flight.get(name):
                 self._end(ticket, reason, error)

@@ -103,7 +103,7 @@ class Plan:
     repeats: int = 3
     # Null: one request, nearly as long as the context.
     null_answer: int = 900
-    null_repeats: int = 2
+    null_repeats: int = 1
     # Lose: the least that can be asked for, by the most streams.
     lose_requests: int = 200
     lose_prompt: int = 8

@@ -104,43 +104,43 @@ def short(body: Any) -> Any:
 
 
 def fuzz_schema(client: httpx2.Client, examples: int, findings: Findings) -> None:
-    """`examples` requests to each operation of /openapi.json: half as it allows, half, where that can be, as it does not."""
-    import hypothesis  # the two take seconds to load
-    import schemathesis
-    from schemathesis import GenerationMode
+    """At least `examples` requests to each operation of /openapi.json."""
+    import schemathesis  # takes a second to load
 
     schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json()).exclude(path=ENDLESS)
-
-    def settings(count: int) -> hypothesis.settings:
-        return hypothesis.settings(
-            max_examples=count, database=None, deadline=None, derandomize=True, phases=[hypothesis.Phase.generate],
-            suppress_health_check=list(hypothesis.HealthCheck),
-        )  # fmt: skip
-
     for found in schema.get_all_operations():
-        operation = found.ok()  # type: ignore[union-attr]  # an invalid schema raises
-        name = f"{operation.method.upper()} {operation.path}"
-        takes = operation.method == "post" or "{" in operation.path
-        modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) if takes else (GenerationMode.POSITIVE,)
-        asked = findings.statuses.setdefault(name, Counter())
+        fuzz_operation(client, found.ok(), examples, findings)  # type: ignore[union-attr]  # a schema that is wrong raises
 
-        def once(case: Any, name: str = name) -> None:
-            if isinstance(case.body, dict):
-                case.body = short(case.body)
-            given = case.as_transport_kwargs(base_url=str(client.base_url).rstrip("/"))
-            content = given.get("data")
-            if content is None and "json" in given:
-                content = json.dumps(given["json"]).encode()
-            request = client.build_request(
-                given["method"], given["url"], params=given["params"], headers=dict(given["headers"]), content=content
-            )
-            ask(client, findings, name, request, (str(request.url), content))
 
-        for mode in modes:
-            strategy = operation.as_strategy(generation_mode=mode)
-            settings(-(-examples // len(modes)))(hypothesis.given(strategy)(once))()
-        while asked.total() < examples:  # where there is little to vary, little is made
-            ask(client, findings, name, client.build_request(operation.method, operation.path), name)
+def fuzz_operation(client: httpx2.Client, operation: Any, examples: int, findings: Findings) -> None:
+    """Half of them as the schema allows and half, where there is a body, as it does not."""
+    import hypothesis
+    from schemathesis import GenerationMode
+
+    name = f"{operation.method.upper()} {operation.path}"
+
+    def send(case: Any) -> None:
+        if isinstance(case.body, dict):
+            case.body = short(case.body)
+        given = case.as_transport_kwargs(base_url=str(client.base_url).rstrip("/"))
+        content = json.dumps(given["json"]).encode() if "json" in given else given.get("data")
+        request = client.build_request(
+            given["method"], given["url"], params=given["params"], headers=dict(given["headers"]), content=content
+        )
+        ask(client, findings, name, request, (str(request.url), content))
+
+    modes = [GenerationMode.POSITIVE]
+    if operation.method == "post":  # a path may be anything
+        modes.append(GenerationMode.NEGATIVE)
+    for mode in modes:
+        settings = hypothesis.settings(
+            max_examples=-(-examples // len(modes)), database=None, deadline=None, derandomize=True,
+            phases=[hypothesis.Phase.generate], suppress_health_check=list(hypothesis.HealthCheck),
+        )  # fmt: skip
+        settings(hypothesis.given(operation.as_strategy(generation_mode=mode))(send))()
+    asked = findings.statuses.setdefault(name, Counter())
+    while asked.total() < examples:  # where there is little to vary, little is made
+        ask(client, findings, name, client.build_request(operation.method, operation.path), name)
 
 
 # ---- raw bodies -----------------------------------------------------------------------------------------------------

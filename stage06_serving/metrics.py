@@ -96,5 +96,5 @@ class Metrics:
             self.whole.observe(now - ticket.arrived)
             if ticket.scheduled is not None:
                 self.queue.observe(ticket.scheduled - ticket.arrived)
-            if ticket.first_token is not None:
-                self.decode.observe(now - ticket.first_token)
+            if ticket.generated:  # if it was one token, it was the first just now
+                self.decode.observe(now - (ticket.first_token or now))

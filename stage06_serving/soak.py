@@ -67,16 +67,18 @@ def own_server(*arguments: str) -> Iterator[tuple[str, int]]:
     """
     command = [sys.executable, "-m", "stage06_serving", "--port", "0", *arguments]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, encoding="utf-8") as process:
+        # A pipe that nobody reads fills up, and then whoever writes to it waits.
+        passing_on = threading.Thread(target=shutil.copyfileobj, args=(process.stderr, sys.stderr))
         try:
             assert process.stderr is not None
             url = next((line.split()[-1] for line in process.stderr if line.startswith("Staircase serves ")), None)
+            passing_on.start()
             if url is None:
                 raise UserError("The server did not start: try python -m stage06_serving to see why.")
-            # A pipe that nobody reads fills up, and then whoever writes to it waits.
-            threading.Thread(target=shutil.copyfileobj, args=(process.stderr, sys.stderr), daemon=True).start()
             yield url, process.pid
         finally:
             process.terminate()
+            passing_on.join()
 
 
 async def metrics(client: httpx2.AsyncClient) -> dict[str, float]:

@@ -84,7 +84,8 @@ def test_the_counters_are_exact(faulty, wait_idle):
     assert numbers["vllm:num_preemptions_total"] == 0
     assert numbers["vllm:time_to_first_token_seconds_count"] == len(spoke)
     assert numbers["vllm:inter_token_latency_seconds_count"] == sum(spoke) - len(spoke)
-    assert numbers["vllm:request_prefill_time_seconds_count"] == numbers["vllm:request_decode_time_seconds_count"] == len(spoke)
+    for phase in ("queue", "prefill", "decode"):
+        assert numbers[f"vllm:request_{phase}_time_seconds_count"] == len(spoke)
     assert numbers["vllm:e2e_request_latency_seconds_count"] == len(spoke) + 1
     assert numbers["vllm:request_generation_tokens_count"] == len(spoke) + 1
     assert numbers["vllm:request_generation_tokens_sum"] == sum(spoke)

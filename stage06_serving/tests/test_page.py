@@ -465,7 +465,8 @@ def test_the_page_says_when_the_server_is_gone_and_finds_it_again(browser: webdr
         assert "Traceback" not in running.stderr() and "ERROR" not in running.stderr(), running.stderr()
         with serve("--model", str(reciter), "--port", str(running.port)):
             page.link("Live")
-            page.until(lambda: page["steps"].text == "0", "it is the new server's life")
+            page.until(lambda: page["steps"].text == "0" and page.blocks()[FREE], "it is the new server's life")
+            assert page.blocks()[:FREE] == [0, 0, 0]
             page.start(max_tokens="20")
             page.done()
             assert page.texts() == [expected(20)]
