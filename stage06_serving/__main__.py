@@ -20,6 +20,7 @@ from stage05_paged.memory import block_bytes, default_memory, free_memory, make_
 from stage05_paged.scheduler import Scheduler
 
 from .app import create_app
+from .async_engine import EngineThread
 from .chat import load_template
 from .settings import Settings, parse
 
@@ -88,8 +89,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     template = load_template(settings.chat_template)
     listening = listen(settings.host, settings.port)
-    engine, loaded = make_engine(settings)
-    app = create_app(engine, loaded, settings, template)
+    thread = EngineThread()
+    engine, loaded = thread.run(lambda: make_engine(settings)).result()
+    app = create_app(engine, loaded, settings, template, thread)
     host, port = listening.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if settings.open_to_all:

@@ -26,7 +26,7 @@ from shared.errors import UserError
 from stage01_forward.sampling import Logprobs
 from stage05_paged.engine import Engine
 
-from .async_engine import AsyncEngine, Broken, EngineDead, Overloaded, log
+from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, log
 from .chat import ChatTemplate
 from .errors import ApiError, error_body, validation_message
 from .live import Live
@@ -388,14 +388,16 @@ class Api:
         return {**one(token_id, logprobs.token), "top_logprobs": [one(*pair) for pair in logprobs.top]}
 
 
-def create_app(engine: Engine, loaded: Loaded, settings: Settings, template: ChatTemplate | None) -> FastAPI:
-    """The server's application. It owns `engine` from its start to its end."""
+def create_app(
+    engine: Engine, loaded: Loaded, settings: Settings, template: ChatTemplate | None, thread: EngineThread | None = None
+) -> FastAPI:
+    """The server's application. It owns `engine` from its start to its end, and runs it on `thread`, where it was made."""
     name = settings.served_model_name or loaded.config.name
     created = int(time.time())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        running = AsyncEngine(engine, settings.max_queue)
+        running = AsyncEngine(engine, settings.max_queue, thread)
         app.state.engine = running
         app.state.service = Service(running, loaded, name, template, settings.request_timeout)
         app.state.api = Api(app.state.service)

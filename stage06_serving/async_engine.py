@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +23,6 @@ from shared.errors import UserError
 from stage01_forward.generation import Token
 from stage01_forward.sampling import SamplingParams
 from stage04_continuous.request import Request
-from stage05_paged.blockmap import blockmap
 from stage05_paged.engine import BlocksRecord, Engine
 
 BROKEN = "The engine failed in this step, and the request with it: send it again."
@@ -30,7 +30,6 @@ DEAD = "The engine has stopped after failures in a row: restart the server, and 
 CLOSING = "The server is shutting down: send the request again later, or to another one."
 FAILURES = 3  # steps that fail in a row until the engine is given up
 PROBE = "probe"  # a request of our own: after a failure it finds out whether steps work again
-FRAME = 0.1  # seconds between two block maps for those who watch: each takes time from the steps
 
 log = logging.getLogger("staircase")
 
@@ -77,7 +76,6 @@ class Step:
     record: BlocksRecord | None = None  # None: no forward pass was made
     said: Sequence[tuple[str, Token]] = ()
     ended: Sequence[tuple[str, str, str | None]] = ()  # who, the finish reason, and the error if it was one
-    seen: dict[str, Any] | None = None  # for those who watch: the map of the blocks, and the scheduler's counts
 
 
 @dataclass(frozen=True)
@@ -93,36 +91,61 @@ def _ignore(result: Any, error: Exception | None) -> None:
         log.error("a command failed", exc_info=error)
 
 
+class EngineThread:
+    """The one thread that computes, and that has loaded the model too.
+
+    PyTorch keeps a team of threads for each thread that calls it. With two teams there are more threads than processors, and
+    then all of them go to sleep between operators and have to be woken: a pass took 40 % longer. So nobody else may compute.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="engine", daemon=True).start()
+
+    def run(self, do: Callable[[], Any]) -> Future[Any]:
+        """Run `do` there, after what was given before it; its result or error."""
+        future: Future[Any] = Future()
+        self._jobs.put((do, future))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            do, future = self._jobs.get()
+            try:
+                future.set_result(do())
+            except BaseException as error:  # belongs to whoever asked
+                future.set_exception(error)
+
+
 class AsyncEngine:
-    """Runs `engine` on a thread. All methods are for the event loop that calls `start`.
+    """Runs `engine` on `thread`, by default a new one. All methods are for the event loop that calls `start`.
 
     max_queue: so many sequences are taken in beyond those that can run at once; the surplus is refused.
     """
 
-    def __init__(self, engine: Engine, max_queue: int = 64) -> None:
+    def __init__(self, engine: Engine, max_queue: int = 64, thread: EngineThread | None = None) -> None:
         self.engine = engine
         self.capacity = engine.scheduler.max_sequences + max_queue
         self.in_flight: dict[str, Ticket] = {}  # all that the engine has not let go of, by id
         self.alive = False
         self.draining = False
         self.rejected = 0  # requests, so far
-        self.watchers = 0  # how many want to see block maps
         self.listeners: list[Callable[[Step, list[Ticket], list[Ticket]], None]] = []  # get each step, who said, and who ended
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = EngineThread() if thread is None else thread
+        self._running: Future[Any] | None = None
         self._loop = asyncio.get_running_loop()
         self._idle = asyncio.Event()
         self._idle.set()
         self._named = 0
         self._requests: dict[str, Request] = {}  # the thread's own: all that it has not yet told the end of
-        self._framed = 0.0
 
     # ---- on the event loop ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread."""
+        """Let the thread make steps."""
         self.alive = True
-        self._thread.start()
+        self._running = self._thread.run(self._run)
 
     def submit(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], salt: bytes = b""
@@ -200,9 +223,10 @@ class AsyncEngine:
             self._end(ticket, "error", CLOSING)
 
     async def stop(self) -> None:
-        """Stop the thread, once its step is done."""
+        """Let the thread end, once its step is done."""
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        if self._running is not None:
+            await asyncio.wait([asyncio.wrap_future(self._running)])
 
     def _ticket(self, prompt: Sequence[int], sampling: SamplingParams) -> Ticket:
         self._named += 1
@@ -293,20 +317,7 @@ class AsyncEngine:
         before = self.engine.steps[-1] if self.engine.steps else None
         said = self.engine.step()
         record = self.engine.steps[-1] if self.engine.steps else None
-        seen = None
-        last = not self.engine.scheduler.unfinished
-        if self.watchers and (last or time.perf_counter() - self._framed > FRAME):
-            self._framed = time.perf_counter()
-            scheduler = self.engine.scheduler
-            seen = {
-                "map": blockmap(scheduler),
-                "running": [each.id for each in scheduler.running],
-                "waiting": [each.id for each in scheduler.waiting],
-                "hit_rate": scheduler.counts.hit_rate,
-                "preemptions": scheduler.counts.preemptions,
-                "copies": scheduler.counts.copies,
-            }
-        return Step(None if record is before else record, said, self._ended(), seen)
+        return Step(None if record is before else record, said, self._ended())
 
     def _ended(self) -> list[tuple[str, str, str | None]]:
         gone = [request for name, request in self._requests.items() if name not in self.engine.requests]

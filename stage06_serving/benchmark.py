@@ -18,7 +18,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -54,9 +53,9 @@ from stage04_continuous.benchmark import percentile
 from stage04_continuous.request import Request
 from stage05_paged.engine import BlocksRecord, Engine
 
-from .__main__ import make_engine
+from .__main__ import listen, make_engine
 from .app import Api, create_app
-from .async_engine import Step, Ticket
+from .async_engine import AsyncEngine, EngineThread, Step, Ticket
 from .protocol import CompletionBody
 from .service import Service
 from .settings import PREFIX, Settings, parse
@@ -350,22 +349,22 @@ def engine_process(connection: Connection, arguments: list[str]) -> None:
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]
     settings = parse(arguments)
-    engine, loaded = make_engine(settings)
+    thread = EngineThread()  # as in the server: nobody else may compute
+    engine, loaded = thread.run(lambda: make_engine(settings)).result()
     connection.send("ready")
     for kind, *asked in questions(connection):
         if kind == "offline":
-            connection.send(run_offline(engine, *asked))
+            connection.send(thread.run(partial(run_offline, engine, *asked)).result())
         elif kind == "watched":
-            connection.send(asyncio.run(watched(connection, engine, loaded, settings, *asked)))
+            connection.send(asyncio.run(watched(connection, thread, engine, loaded, settings, *asked)))
         else:
-            connection.send(asyncio.run(parts(connection, engine, loaded, settings, *asked)))
+            connection.send(asyncio.run(parts(connection, thread, engine, loaded, settings, *asked)))
 
 
 @asynccontextmanager
 async def listening(app: ASGIApp) -> AsyncIterator[str]:
     """The address at which `app` is served by this process, as `python -m stage06_serving` serves its own."""
-    place = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    place.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio does not do it for a socket that it is given
+    place = listen("127.0.0.1", 0)
     config = uvicorn.Config(app, log_level="warning", access_log=False, http="h11", ws="none", server_header=False)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[place]))
@@ -381,24 +380,24 @@ async def listening(app: ASGIApp) -> AsyncIterator[str]:
 
 
 async def watched(
-    connection: Connection, engine: Engine, loaded: Loaded, settings: Settings, load: Load, switch: float
+    connection: Connection, thread: EngineThread, engine: Engine, loaded: Loaded, settings: Settings, load: Load, switch: float
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Serve one load, with `switch` seconds as Python's switch interval: tells the address, and is told when all is answered.
 
     Returns processor time of "engine" (all threads but the loop's) and "loop", and what `steps_of` makes of the passes.
     """
-    app = create_app(engine, loaded, settings, None)
+    app = create_app(engine, loaded, settings, None, thread)
     usual = sys.getswitchinterval()
     sys.setswitchinterval(switch)
     try:
         async with listening(app) as url:
             records: list[BlocksRecord] = []
 
-            def listen(step: Step, spoke: list[Ticket], ended: list[Ticket]) -> None:
+            def keep(step: Step, spoke: list[Ticket], ended: list[Ticket]) -> None:
                 if step.record is not None:
                     records.append(step.record)
 
-            app.state.engine.listeners.append(listen)
+            app.state.engine.listeners.append(keep)
             loop, process = time.thread_time(), time.process_time()
             connection.send(url)
             await asyncio.to_thread(connection.recv)
@@ -472,7 +471,9 @@ class MadeUp:
         """Nobody computes it."""
 
 
-async def parts(connection: Connection, engine: Engine, loaded: Loaded, settings: Settings, load: Load) -> dict[str, float]:
+async def parts(
+    connection: Connection, thread: EngineThread, engine: Engine, loaded: Loaded, settings: Settings, load: Load
+) -> dict[str, float]:
     """Seconds of processor time that a token takes on the loop in each of PARTS, with as many streams as `load` has requests.
 
     Made-up tokens go ever further on the way of real ones, from one measurement to the next, and the difference is the part. They
@@ -507,13 +508,17 @@ async def parts(connection: Connection, engine: Engine, loaded: Loaded, settings
         async for _ in items:
             pass
 
-    async def cost(made_up: MadeUp, answered: Awaitable[object]) -> float:
-        """Processor time of the loop until all is `answered`, from when everybody has begun to read."""
+    async def cost(made_up: MadeUp, answered: Awaitable[object], serving: AsyncEngine | None = None) -> float:
+        """Processor time of the loop until all is `answered`, from when everybody has begun to read. While it is `serving`, the
+        engine's thread is reached through that."""
         while len(made_up.tickets) < load.requests:
             await asyncio.sleep(0.001)
         started = time.thread_time()
         tick = partial(loop.call_soon_threadsafe, made_up.tick)
-        await asyncio.to_thread(run_offline, engine, load, prompts, tick)
+        if serving is None:
+            await asyncio.wrap_future(thread.run(partial(run_offline, engine, load, prompts, tick)))
+        else:
+            await serving.call(lambda engine: run_offline(engine, load, prompts, tick))
         await answered
         return (time.thread_time() - started) / load.tokens
 
@@ -521,12 +526,12 @@ async def parts(connection: Connection, engine: Engine, loaded: Loaded, settings
     for way in (waking, text, task, chunk):
         made_up, service = new_service()
         costs.append(await cost(made_up, asyncio.gather(*[read(await way(service)) for _ in prompts])))
-    app = create_app(engine, loaded, settings, None)
+    app = create_app(engine, loaded, settings, None, thread)
     async with listening(app) as url:
         made_up, service = new_service()
         app.state.api = Api(service)
         connection.send(url)
-        costs.append(await cost(made_up, asyncio.to_thread(connection.recv)))
+        costs.append(await cost(made_up, asyncio.to_thread(connection.recv), app.state.engine))
     return {name: more - less for name, (less, more) in zip(PARTS, pairwise(costs), strict=True)}
 
 

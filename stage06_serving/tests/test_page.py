@@ -25,6 +25,13 @@ from selenium.webdriver.common.keys import Keys
 
 from shared.checkpoint import Config, random_tensors
 from shared.tests.test_cli import FIELDS, make_folder
+from stage01_forward.sampling import SamplingParams
+from stage04_continuous.request import Request
+from stage05_paged.blockmap import blockmap
+from stage05_paged.blocks import BlockPool
+from stage05_paged.engine import Engine
+from stage05_paged.scheduler import Scheduler
+from stage06_serving.live import look
 from stage06_serving.tests.conftest import Running, Serve, until_idle
 
 SAID = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'> & \u201cBen\u201d \N{FOX FACE} ran home.\n"
@@ -183,17 +190,37 @@ def complete(url: str, **body: Any) -> httpx2.Response:
 
 
 def test_the_first_frame_is_true_though_nobody_watched(served: Running) -> None:
-    """Blocks that stay in the prefix cache are on the map, and the steps of before are told."""
+    """Blocks that stay in the prefix cache are on the map, and the steps of before are told, though what the last page saw
+    was older."""
+    first = next(frames(served.url))
     assert complete(served.url, prompt="a", max_tokens=40).status_code == 200
     until_idle(served.url)
     frame = next(frames(served.url))
     counts = {state: sum(count for found, count in frame["map"] if found == state) for state in (-1, -2)}
+    assert frame["step"] == first["step"] + 40
     assert counts[-2] >= 40 // 16 and counts[-1] + counts[-2] == frame["blocks"]
     assert frame["running"] == [] and frame["waiting"] == 0 and frame["alive"]
     assert [step["number"] for step in frame["steps"]][-1] == frame["step"]
     assert frame["steps"][-40]["rows"][0][1:] == [1, 0]  # the prompt is prefill, and
     assert frame["steps"][-1]["rows"][0][1:] == [0, 1]  # the rest is decode
     assert [state for state, _ in groupby(frame["map"], key=lambda run: run[0])] == [run[0] for run in frame["map"]]
+
+
+def test_look_shows_what_the_scheduler_has(tiny_model: Any) -> None:
+    """Three sequences in memory for two: after each step the view is the scheduler's own tables and counts."""
+    scheduler = Scheduler(BlockPool(6, block_size=4), max_sequences=3, token_budget=16)
+    engine = Engine(tiny_model, scheduler=scheduler, sanitize=True)
+    for number in range(3):
+        engine.add(Request([1, 2, 3, 4, number], SamplingParams(max_tokens=12, ignore_eos=True), f"sequence-{number}"))
+    waited = []
+    while scheduler.unfinished:
+        engine.step()
+        view = look(engine)
+        assert [state for state, count in view["map"] for _ in range(count)] == blockmap(scheduler)
+        assert view["running"] == [(each.id, each.arrival) for each in scheduler.running]
+        assert view["preemptions"] == scheduler.counts.preemptions and view["hit_rate"] == scheduler.counts.hit_rate
+        waited.append(view["waiting"])
+    assert view["preemptions"] > 0 and view["hit_rate"] > 0 and max(waited) > 0 and waited[-1] == 0
 
 
 def test_frames_follow_a_request_to_its_abort(served: Running) -> None:
