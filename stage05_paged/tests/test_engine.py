@@ -880,6 +880,58 @@ def test_abort_of_a_request_that_is_not_there(how, model):
     assert other.output.token_ids == naive(model, 5, 6)
 
 
+# ---- a pass that fails ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(model):
+    """broken(): the next pass of the real model raises an error."""
+    handles = []
+
+    def fail(module, given):
+        handles.pop().remove()
+        raise RuntimeError("out of memory")
+
+    yield lambda: handles.append(model.register_forward_pre_hook(fail))
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_pass_that_fails_ends_its_requests_and_no_other(model, broken):
+    engine = engine_of(model, 12, 4, max_sequences=3)
+    a = ask(engine, 9, 8, "a")
+    samples = engine.add_samples(prompt_of(9), [words(8)] * 2, ids=["b", "c"])
+    d, e = ask(engine, 5, 8, "d"), ask(engine, 7, 8, "e")
+    broken()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+    failed = engine.fail(UserError("The pass failed."))
+    assert failed == [a, *samples, d]  # c waited for b
+    assert {(each.output.finish_reason, each.output.error) for each in failed} == {("error", "The pass failed.")}
+    assert list(engine.requests) == ["e"] and engine.scheduler.pool.owned == 0
+    finish(engine)
+    assert e.output.token_ids == naive(model, 7, 8)
+    assert engine.generate([prompt_of(9)], words(8))[0].token_ids == naive(model, 9, 8)
+    assert nothing_is_held(engine)
+
+
+def test_a_failure_outside_of_a_pass_ends_everybody(model, monkeypatch):
+    engine = engine_of(model, 12, 4, max_sequences=1)
+    asked = [ask(engine, 9, 8), ask(engine, 5, 8)]
+    engine.step()
+
+    def fail(moves):
+        raise RuntimeError("no memory to move to")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cache, "move", fail)
+        with pytest.raises(RuntimeError, match="no memory to move to"):
+            engine.step()
+    assert engine.fail(UserError("Memory failed.")) == asked
+    assert nothing_is_held(engine) and not engine.scheduler.moves
+    assert engine.generate([prompt_of(9)], words(8))[0].token_ids == naive(model, 9, 8)
+
+
 # ---- streams --------------------------------------------------------------------------------------------------------
 
 

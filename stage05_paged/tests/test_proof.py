@@ -357,7 +357,7 @@ def test_samples_share_the_prompt_and_nothing_else(size, length, model, oracle):
 def test_fork_at_any_moment(size, who, model, oracle):
     """The same request again and again, forked before another step each time; then `who` leaves at once."""
     found = set()
-    for moment in range(0, 27, 1 if who == "nobody" else 3):
+    for moment in range(0, 27, 1 if who == "nobody" else 4):
         engine = engine_of(model, blocks_for(130, size), size, max_chunk=5, max_sequences=3)
         others = [ask(engine, 4, replace(DRAWN, max_tokens=4)), ask(engine, 9, replace(GREEDY, max_tokens=12))]
         hurdle = ask(engine, 7, replace(GREEDY, max_tokens=3))
@@ -473,7 +473,7 @@ def random_engine(model, rng):
     )
 
 
-CROWDS = [*range(10), *(pytest.param(crowd, marks=pytest.mark.slow) for crowd in range(10, 300))]
+CROWDS = [*range(8), *(pytest.param(crowd, marks=pytest.mark.slow) for crowd in range(8, 300))]
 
 
 @pytest.mark.parametrize("crowd", CROWDS)
@@ -620,7 +620,7 @@ def tokens_of(record, id):
     return sum(each.prefill_tokens + each.decode_tokens for each in record.sequences if each.request_id == id)
 
 
-@pytest.mark.parametrize("how", STORMS)
+@pytest.mark.parametrize("how", ["recompute", "mixed"])
 @pytest.mark.parametrize("size", SIZES)
 def test_storm_with_priorities_ends_too(size, how, model, oracle, ideal):
     """The most urgent is never preempted, and nobody waits for ever, though patience lets in whom priority throws out."""
