@@ -886,7 +886,7 @@ def test_abort_of_a_request_that_is_not_there(how, model):
 @pytest.fixture
 def broken(model):
     """broken(): the next pass of the real model raises an error."""
-    handles = []
+    handles: list = []
 
     def fail(module, given):
         handles.pop().remove()
