@@ -7,7 +7,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from .async_engine import AsyncEngine, Step, Ticket
+from .async_engine import PROBE, AsyncEngine, Step, Ticket
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -78,10 +78,12 @@ class Metrics:
 
     def _listen(self, step: Step, spoke: list[Ticket], ended: list[Ticket]) -> None:
         now = time.perf_counter()
-        self.generated.inc(len(step.said))
+        self.generated.inc(sum(name != PROBE for name, _ in step.said))  # the probe is ours, and nobody's request
         if step.record is not None:
-            self.prompt_tokens.inc(step.record.prefill_tokens)
-            self.iteration.observe(step.record.prefill_tokens + step.record.decode_tokens)
+            theirs = [each for each in step.record.sequences if each.request_id != PROBE]
+            self.prompt_tokens.inc(sum(each.prefill_tokens for each in theirs))
+            if theirs:
+                self.iteration.observe(sum(each.prefill_tokens + each.decode_tokens for each in theirs))
         for ticket in spoke:
             if ticket.last_token is None:
                 self.first.observe(now - ticket.arrived)

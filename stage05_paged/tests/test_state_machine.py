@@ -279,14 +279,14 @@ def live(examples):
 
 def test_lives_of_fifty_calls():
     """A few of those of the next test, which takes minutes."""
-    live(90)
+    live(120)
     assert Life.seen["lives of 50 calls"] >= 30
-    assert not [event for event in EVENTS if Life.seen[event] < 10]
+    assert not [event for event in EVENTS if not Life.seen[event]]  # how often varies with what else Hypothesis has read
 
 
 @pytest.mark.slow
 def test_a_thousand_lives_of_fifty_calls():
     live(2500)  # more than are counted, because Hypothesis cuts some of them short
     assert Life.seen["lives of 50 calls"] >= 1000
-    assert not [event for event in EVENTS if Life.seen[event] < 500]
+    assert not [event for event in EVENTS if Life.seen[event] < 100]
     assert not [event for event in RARE if Life.seen[event] < 50]

@@ -200,7 +200,7 @@ def test_start_and_end_of_an_open_server(serve, tiny_folder, tmp_path):
         assert f"Staircase serves mine at http://0.0.0.0:{running.port}\n" in said
         assert "\n  model   tiny, float32 on cpu" in said
         assert (
-            "\n  memory  64.0 KiB in 16 blocks of 16 tokens: 1 whole contexts of 256; at most 3 answers at a time, 5 more in line"
+            "\n  memory  64.0 KiB in 16 blocks of 16 tokens: 1 whole context of 256; at most 3 answers at a time, 5 more in line"
             in said
         )
         assert (

@@ -459,5 +459,6 @@ def test_ctrl_c_stops_an_idle_server(start, http):
     running, _ = start()
     assert post(http, running).status_code == 200
     assert not psutil.Process(running.process.pid).children(recursive=True)  # nobody is left if it is killed
-    assert running.stop(signal.SIGINT, timeout=HANG) == 130
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as of a job in the background, whose children inherit it
+    assert running.stop(signal.SIGINT, timeout=HANG) == (0 if ignored else 130)
     assert "Traceback" not in running.stderr(), running.stderr()
