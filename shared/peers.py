@@ -84,3 +84,18 @@ class TransformersContinuous:
                 raise RuntimeError(f"transformers' continuous batching failed: {result.error if result else 'its thread ended'}")
         self.passes = self._manager.current_batch - before
         return [answers[id] for id in ids]
+
+
+class TransformersSequence:
+    """One sequence with `transformers`' own KV cache, pass by pass, for a loop that wants each token as it comes."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._cache: Any = None
+
+    @torch.inference_mode()
+    def feed(self, ids: list[int]) -> torch.Tensor:
+        """The logits (V,) of the token after `ids`, which follow those that were fed before."""
+        out = self._model(torch.tensor([ids]), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._cache = out.past_key_values
+        return out.logits[0, -1]

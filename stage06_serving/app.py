@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from contextlib import aclosing, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fastapi import FastAPI, Request
@@ -24,10 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shared.cli import Loaded
 from shared.errors import UserError
 from stage01_forward.sampling import Logprobs
-from stage05_paged.engine import Engine
 
 from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, log
 from .chat import ChatTemplate
+from .engines import AnyEngine
 from .errors import ApiError, error_body, validation_message
 from .live import Live
 from .metrics import Metrics
@@ -41,6 +41,8 @@ SLOWEST_BODY = 30  # seconds: who sends a byte now and then would hold a connect
 OPEN = ("/health", "/")  # paths that need no key: the page asks for one
 PAGE = Path(__file__).with_name("page.html")
 LATE = "The request took longer than the server allows: ask for fewer tokens, or raise --request-timeout."
+Echo = tuple[str, dict[str, list[Any]] | None]  # a prompt's text and its log-probabilities
+Result = TypeVar("Result")
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 500, 503, 504)
 }  # as /openapi.json has them
@@ -144,8 +146,8 @@ async def until(items: AsyncGenerator[Any, None], deadline: float) -> AsyncGener
             yield item
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The result of `work`, which is cancelled if the client leaves: nobody would read it."""
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled if the client leaves: nobody would read it. Raises ApiError then."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -154,7 +156,9 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> 
     working, leaving = asyncio.create_task(work), asyncio.create_task(gone())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=499)
+        if not working.done():
+            raise ApiError(499, "The client has left.")
+        return working.result()
     finally:
         for task in (working, leaving):
             task.cancel()
@@ -171,13 +175,14 @@ class Api:
         self,
         request: Request,
         choices: Sequence[Choice],
+        deadline: float,
         streams: bool,
         whole: Callable[[Sequence[Answer]], dict[str, Any]],
         chunks: Callable[[Choice, Piece], list[dict[str, Any]]],
         last: Callable[[], list[dict[str, Any]]],
     ) -> Response:
-        """Send `choices`, which the engine has, as one body or as a stream of `chunks` and, behind them, the `last` ones."""
-        deadline = asyncio.get_running_loop().time() + self.service.timeout
+        """Send `choices`, which the engine has, as one body or as a stream of `chunks` and, behind them, the `last` ones;
+        all by `deadline` (the loop's time)."""
         if streams:
             return EventStream(self._events(choices, deadline, chunks, last), lambda: self._release(choices))
 
@@ -191,6 +196,10 @@ class Api:
             return await unless_gone(request, answer())
         finally:
             self._release(choices)
+
+    def deadline(self) -> float:
+        """Until when (the loop's time) a request that comes now is to be answered."""
+        return asyncio.get_running_loop().time() + self.service.timeout
 
     def _release(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
@@ -227,32 +236,33 @@ class Api:
                 return [{"text": piece.text}] if piece.text else []
             return [{"text": piece.text, "finish_reason": piece.finish_reason, "usage": usage(choices)}]
 
-        return await self.respond(request, choices, bool(body.stream), whole, chunks, list)
+        return await self.respond(request, choices, self.deadline(), bool(body.stream), whole, chunks, list)
 
     # ---- /v1/completions --------------------------------------------------------------------------------------------
 
     async def complete(self, request: Request, body: CompletionBody) -> Response:
         service, n = self.service, body.n or 1
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": service.name}
+        deadline = self.deadline()
         if body.max_tokens == 0 and body.echo:
-            return await self._score(body, head)
+            return await self._score(request, body, head, deadline)
         choices = await service.complete(body, request.scope["tenant"])
-        echoes: dict[int, tuple[str, dict[str, Any] | None]] = {}
+        echoes: dict[int, Echo] = {}
         if body.echo:
             try:
-                for choice in choices:
-                    first = choice.index - choice.index % n  # of this prompt's choices: they have the same echo
-                    echo = echoes.get(first) or await self._echo(choice.prompt_ids, body.prompts[first // n], body.logprobs)
-                    echoes[choice.index], choice.offset = echo, len(echo[0])
+                made = await self._echoes(request, [choice.prompt_ids for choice in choices[::n]], body, deadline)
             except BaseException:
                 self._release(choices)
                 raise
+            for choice in choices:
+                echoes[choice.index] = made[choice.index // n]  # those of one prompt have the same
+                choice.offset = len(made[choice.index // n][0])
 
         def one(choice: Choice, piece: Piece | Answer) -> dict[str, Any]:
             text, logprobs = piece.text, None
             if body.logprobs is not None:
                 scored = [(token.id, token.logprobs) for token in piece.tokens]
-                logprobs, choice.offset = self._logprobs(scored, choice.offset, body.logprobs)
+                logprobs, choice.offset = self._logprobs(scored, choice.offset)
             if choice.index in echoes:  # before the first words
                 before, prompt_logprobs = echoes.pop(choice.index)
                 text = before + text
@@ -278,28 +288,40 @@ class Api:
         def last() -> list[dict[str, Any]]:
             return [{**head, "choices": [], "usage": usage(choices)}] if body.include_usage else []
 
-        return await self.respond(request, choices, bool(body.stream), whole, chunks, last)
+        return await self.respond(request, choices, deadline, bool(body.stream), whole, chunks, last)
 
-    async def _echo(self, ids: Sequence[int], prompt: Any, top: int | None) -> tuple[str, dict[str, Any] | None]:
-        """The text of a prompt, and its log-probabilities if they were asked for."""
-        text = prompt if isinstance(prompt, str) else self.service.loaded.tokenizer.decode(ids)
-        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent back
+    async def _echoes(self, request: Request, prompts: Sequence[list[int]], body: CompletionBody, deadline: float) -> list[Echo]:
+        """The text of each of `prompts` (ids), and its log-probabilities if asked for. Raises ApiError, TimeoutError."""
+        tokenizer, top = self.service.loaded.tokenizer, body.logprobs
+        texts = [text if isinstance(text, str) else tokenizer.decode(text) for text in body.prompts]
         if top is None:
-            return text, None
-        scores = await self.service.score(ids, top)
-        found, _ = await asyncio.to_thread(self._logprobs, list(zip(ids, scores, strict=True)), 0, top)  # thousands of texts
-        return text, found
+            return [(text, None) for text in texts]
+        self.service.check_scores(sum(len(ids) for ids in prompts), top)
 
-    async def _score(self, body: CompletionBody, head: dict[str, Any]) -> Response:
+        async def score() -> list[Echo]:
+            made: list[Echo] = []
+            for text, ids in zip(texts, prompts, strict=True):
+                scores = await self.service.score(ids, top)
+                found, _ = await asyncio.to_thread(self._logprobs, list(zip(ids, scores, strict=True)), 0)  # thousands of texts
+                made.append((text, found))
+            return made
+
+        async with asyncio.timeout_at(deadline):
+            return await unless_gone(request, score())
+
+    async def _score(self, request: Request, body: CompletionBody, head: dict[str, Any], deadline: float) -> Response:
         """`echo` with no tokens: the prompts' own log-probabilities."""
         self.service.check_model(body.model)
-        choices, count = [], 0
-        for index, prompt in enumerate(body.prompts):
-            ids = await self.service.prompt_ids(prompt)
+        prompts = [await self.service.prompt_ids(prompt) for prompt in body.prompts]
+        for ids in prompts:
             self.service.check_ids(ids)
-            text, logprobs = await self._echo(ids, prompt, body.logprobs)
-            choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": "length"})
-            count += len(ids)
+        with self.service.engine.place(len(prompts)):
+            echoes = await self._echoes(request, prompts, body, deadline)
+        choices = [
+            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": "length"}
+            for index, (text, logprobs) in enumerate(echoes)
+        ]
+        count = sum(len(ids) for ids in prompts)
         used = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
         whole = {**head, "choices": choices, "usage": used}
         if not body.stream:
@@ -313,7 +335,7 @@ class Api:
 
         return EventStream(events(), lambda: None)
 
-    def _logprobs(self, scored: Sequence[tuple[int, Logprobs | None]], offset: int, top: int) -> tuple[dict[str, list[Any]], int]:
+    def _logprobs(self, scored: Sequence[tuple[int, Logprobs | None]], offset: int) -> tuple[dict[str, list[Any]], int]:
         """Tokens with their log-probabilities, as completions have them; and the offset of the text that comes next."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, logprobs in scored:
@@ -338,6 +360,7 @@ class Api:
     async def chat(self, request: Request, body: ChatBody) -> Response:
         service = self.service
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
+        deadline = self.deadline()
         choices = await service.chat(body, request.scope["tenant"])
         greeted: set[int] = set()
 
@@ -377,7 +400,7 @@ class Api:
             final = {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage(choices)}
             return [final] if body.include_usage else []
 
-        return await self.respond(request, choices, bool(body.stream), whole, chunks, last)
+        return await self.respond(request, choices, deadline, bool(body.stream), whole, chunks, last)
 
     def _chat_logprob(self, token_id: int, logprobs: Logprobs) -> dict[str, Any]:
         def one(each: int, value: float) -> dict[str, Any]:
@@ -389,7 +412,7 @@ class Api:
 
 
 def create_app(
-    engine: Engine, loaded: Loaded, settings: Settings, template: ChatTemplate | None, thread: EngineThread | None = None
+    engine: AnyEngine, loaded: Loaded, settings: Settings, template: ChatTemplate | None, thread: EngineThread | None = None
 ) -> FastAPI:
     """The server's application. It owns `engine` from its start to its end, and runs it on `thread`, where it was made."""
     name = settings.served_model_name or loaded.config.name

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,12 +23,15 @@ from shared.errors import UserError
 from stage01_forward.generation import Token
 from stage01_forward.sampling import SamplingParams
 from stage04_continuous.request import Request
-from stage05_paged.engine import BlocksRecord, Engine
+from stage05_paged.engine import BlocksRecord
+
+from .engines import AnyEngine
 
 BROKEN = "The engine failed in this step, and the request with it: send it again."
 DEAD = "The engine has stopped after failures in a row: restart the server, and look into its log."
 CLOSING = "The server is shutting down: send the request again later, or to another one."
 FAILURES = 3  # steps that fail in a row until the engine is given up
+DRAIN = 0.05  # seconds between two looks at what is left, while the server shuts down
 PROBE = "probe"  # a request of our own: after a failure it finds out whether steps work again
 
 log = logging.getLogger("staircase")
@@ -123,7 +126,7 @@ class AsyncEngine:
     max_queue: so many sequences are taken in beyond those that can run at once; the surplus is refused.
     """
 
-    def __init__(self, engine: Engine, max_queue: int = 64, thread: EngineThread | None = None) -> None:
+    def __init__(self, engine: AnyEngine, max_queue: int = 64, thread: EngineThread | None = None) -> None:
         self.engine = engine
         self.capacity = engine.scheduler.max_sequences + max_queue
         self.in_flight: dict[str, Ticket] = {}  # all that the engine has not let go of, by id
@@ -135,8 +138,7 @@ class AsyncEngine:
         self._thread = EngineThread() if thread is None else thread
         self._running: Future[Any] | None = None
         self._loop = asyncio.get_running_loop()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._held = 0  # places of `place`
         self._named = 0
         self._requests: dict[str, Request] = {}  # the thread's own: all that it has not yet told the end of
 
@@ -154,28 +156,44 @@ class AsyncEngine:
 
         Raises UserError for what can never be answered, Overloaded if there is no place for all of them, EngineDead.
         """
-        if not self.alive or self.draining:
-            raise EngineDead(CLOSING if self.alive else DEAD)
+        self._need_life()
         for prompt in prompts:
             for each in sampling:
                 self.engine.check(Request(prompt, each))
-        count = len(prompts) * len(sampling)
+        self._need_room(len(prompts) * len(sampling))
+        groups = [[self._ticket(prompt, each) for each in sampling] for prompt in prompts]
+        for prompt, group in zip(prompts, groups, strict=True):
+            self.in_flight |= {ticket.id: ticket for ticket in group}
+            self._command(partial(self._add, prompt, sampling, salt, [ticket.id for ticket in group]))
+        return groups
+
+    @contextlib.contextmanager
+    def place(self, count: int) -> Iterator[None]:
+        """Hold as many places as `count` sequences would take, for work of the engine's that is none. Raises as `submit` does."""
+        self._need_life()
+        self._need_room(count)
+        self._held += count
+        try:
+            yield
+        finally:
+            self._held -= count
+
+    def _need_life(self) -> None:
+        if not self.alive or self.draining:
+            raise EngineDead(CLOSING if self.alive else DEAD)
+
+    def _need_room(self, count: int) -> None:
         if count > self.capacity:
             raise UserError(
                 f"This is {count} sequences, and the server takes in at most {self.capacity}: ask for fewer at a time."
             )
-        if len(self.in_flight) + count > self.capacity:
+        taken = len(self.in_flight) + self._held
+        if taken + count > self.capacity:
             self.rejected += 1
             raise Overloaded(
-                f"The server has {len(self.in_flight)} sequences in hand, of at most {self.capacity}, and this would be {count} "
-                "more: try again in a moment."
+                f"The server has {taken} sequences in hand, of at most {self.capacity}, and this would be {count} more: try "
+                "again in a moment."
             )
-        groups = [[self._ticket(prompt, each) for each in sampling] for prompt in prompts]
-        for prompt, group in zip(prompts, groups, strict=True):
-            self.in_flight |= {ticket.id: ticket for ticket in group}
-            self._idle.clear()
-            self._command(partial(self._add, prompt, sampling, salt, [ticket.id for ticket in group]))
-        return groups
 
     async def tokens(self, ticket: Ticket) -> AsyncGenerator[list[Token], None]:
         """What the engine says, as it comes: one token or more at a time, until it has ended. Raises Broken, EngineDead."""
@@ -196,7 +214,7 @@ class AsyncEngine:
             ticket.reason = ticket.reason or reason
             self._command(partial(self._abort, ticket.id))
 
-    async def call(self, do: Callable[[Engine], Any]) -> Any:
+    async def call(self, do: Callable[[AnyEngine], Any]) -> Any:
         """Run `do` with the engine on the engine's thread, between two steps; what it returns or raises. Raises EngineDead."""
         if not self.alive:
             raise EngineDead(DEAD)
@@ -213,14 +231,16 @@ class AsyncEngine:
         self._commands.put(_Command(lambda: do(self.engine), lambda *end: self._loop.call_soon_threadsafe(settle, *end)))
         return await future
 
-    async def drain(self, grace: float) -> None:
-        """Take in nothing more, wait up to `grace` seconds for what is in hand, and end the rest with an error."""
+    async def drain(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Take in nothing more, wait up to `grace` seconds for what is in hand, and end the rest with an error; at once if
+        `hurry` says so."""
         self.draining = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace)
-        for ticket in list(self.in_flight.values()):
-            self.abort(ticket)
-            self._end(ticket, "error", CLOSING)
+        end = self._loop.time() + grace
+        while self.in_flight and not hurry() and self._loop.time() < end:
+            await asyncio.sleep(min(DRAIN, end - self._loop.time()))
+        for name in self.in_flight:
+            self._command(partial(self._abort, name))
+        self._deliver(Step(ended=[(name, "error", CLOSING) for name in self.in_flight]))
 
     async def stop(self) -> None:
         """Let the thread end, once its step is done."""
@@ -264,8 +284,6 @@ class AsyncEngine:
         ticket.ended, ticket.reason, ticket.error = True, ticket.reason or reason, error
         ticket.news.set()
         self.in_flight.pop(ticket.id, None)
-        if not self.in_flight:
-            self._idle.set()
 
     def _die(self) -> None:
         """The thread has ended: nobody may wait for it."""

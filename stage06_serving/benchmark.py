@@ -53,7 +53,7 @@ from stage04_continuous.benchmark import percentile
 from stage04_continuous.request import Request
 from stage05_paged.engine import BlocksRecord, Engine
 
-from .__main__ import listen, make_engine
+from .__main__ import SWITCH, listen, make_engine
 from .app import Api, create_app
 from .async_engine import AsyncEngine, EngineThread, Step, Ticket
 from .protocol import CompletionBody
@@ -106,8 +106,8 @@ class Plan:
     # Lose: the least that can be asked for, by the most streams.
     lose_requests: int = 200
     lose_prompt: int = 8
-    # Seconds after which a thread that waits for Python's lock asks for it, beside Python's own setting.
-    switches: tuple[float, ...] = (0.0002,)
+    # Seconds after which a thread that waits for Python's lock asks for it, beside the server's own setting: Python's.
+    switches: tuple[float, ...] = (0.005,)
 
     def loads(self, subject: tuple[str, str]) -> list[Load]:
         whole, most = subject == self.subjects[0], self.streams[-1][0]
@@ -119,11 +119,11 @@ class Plan:
         return found
 
     def switches_of(self, subject: tuple[str, str], load: Load) -> list[float]:
-        """Seconds of the switch intervals with which the load is watched, Python's own first. A long request tells no more."""
+        """Seconds of the switch intervals with which the load is watched, the server's first. A long request tells no more."""
         if load.case == NULL:
             return []
         more = self.switches if load.case == HTTP and subject == self.subjects[0] else ()
-        return [sys.getswitchinterval(), *more]
+        return [SWITCH, *more]
 
     def repeats_of(self, load: Load) -> int:
         """How often the engine alone and the server run; what is watched runs once."""
@@ -351,6 +351,7 @@ def engine_process(connection: Connection, arguments: list[str]) -> None:
     settings = parse(arguments)
     thread = EngineThread()  # as in the server: nobody else may compute
     engine, loaded = thread.run(lambda: make_engine(settings)).result()
+    assert isinstance(engine, Engine)
     connection.send("ready")
     for kind, *asked in questions(connection):
         if kind == "offline":
@@ -518,7 +519,7 @@ async def parts(
         if serving is None:
             await asyncio.wrap_future(thread.run(partial(run_offline, engine, load, prompts, tick)))
         else:
-            await serving.call(lambda engine: run_offline(engine, load, prompts, tick))
+            await serving.call(lambda _: run_offline(engine, load, prompts, tick))
         await answered
         return (time.thread_time() - started) / load.tokens
 
@@ -635,7 +636,7 @@ def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
 
 
 def watched_runs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those with Python's own switch interval, the first that are watched; where nothing is, the server's."""
+    """Those with the server's own switch interval, the first that are watched; where nothing is, the server itself."""
     return next((runs for name, runs in row["runs"].items() if name not in (OFFLINE, SERVER)), row["runs"][SERVER])
 
 
@@ -757,7 +758,7 @@ def pass_of(runs: Sequence[Mapping[str, Any]]) -> Pass | None:
 
 def steps_table(results: dict[str, Any]) -> str:
     """The engine's thread: passes that decode for all streams, alone and beside the loop. A table for the lock's sake too: how
-    many times its own time the loop costs the engine, with Python's own switch interval and with others."""
+    many times its own time the loop costs the engine, with the server's switch interval and with others."""
     lines = [
         "| dtype | streams | the engine's thread | pass, ms | of it not the model | until the next, ms | longer than alone, ms "
         "| the loop computes, ms | the client, ms | longer by, over the loop's |",

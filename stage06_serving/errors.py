@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .protocol import LONGEST_STOP, MOST_PROMPTS, MOST_STOPS, ErrorBody, ErrorInfo
+from .protocol import LONGEST_STOP, MOST_PROMPTS, MOST_STOPS, NOT_UNICODE, ErrorBody, ErrorInfo
 
 LONGEST_MESSAGE = 300  # characters, of at most 6 bytes: an error must not make a large answer of a small request
 TYPES = {
@@ -45,5 +45,7 @@ def validation_message(errors: list[Any]) -> tuple[str, str | None]:
     if first.get("type") == "json_invalid":
         return "The body is not JSON: send a JSON object, with the header Content-Type: application/json.", None
     what = f"'{field[:64]}'" if field else "The body"
+    if any(error.get("type") == NOT_UNICODE for error in errors):
+        return f"{what}: it has half of a surrogate pair, which is no character: send whole ones.", field
     reason = KINDS.get(field or "") or str(first["msg"]).removeprefix("Value error, ")
     return f"{what}: {reason}." if field else f"{what} is not what this endpoint takes: {reason}.", field

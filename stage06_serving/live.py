@@ -12,9 +12,9 @@ from itertools import groupby
 from typing import TypedDict
 
 from stage05_paged.blockmap import blockmap
-from stage05_paged.engine import Engine
 
 from .async_engine import AsyncEngine, EngineDead, Step, Ticket
+from .engines import AnyEngine, Line
 from .sse import event
 
 FRAMES = 8  # a second, at most
@@ -55,10 +55,10 @@ class Frame(View):
     itl: float | None  # seconds, median of the newest tokens
 
 
-def look(engine: Engine) -> View:
+def look(engine: AnyEngine) -> View:
     """To be called on the engine's thread."""
     scheduler = engine.scheduler
-    states = blockmap(scheduler)[:MOST_BLOCKS]
+    states = (scheduler.slots() if isinstance(scheduler, Line) else blockmap(scheduler))[:MOST_BLOCKS]
     return {
         "map": [(state, len(list(run))) for state, run in groupby(states)],
         "running": [(each.id, each.arrival) for each in scheduler.running],

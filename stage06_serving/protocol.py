@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from stage01_forward.sampling import SamplingParams
 
@@ -26,8 +27,20 @@ REFUSED = (
     "allowed_token_ids", "bad_words", "prompt_logprobs", "truncate_prompt_tokens",
 )  # fmt: skip
 
+NOT_UNICODE = "string_unicode"  # pydantic's name for a text with half a surrogate pair, which JSON can hold and UTF-8 cannot
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+
+
+def _whole(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError(NOT_UNICODE, "half a character") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
+Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
 Item = TypeVar("Item")
 # One error is enough: half a million of them, from one body, keep the event loop busy for seconds.
 Many = Annotated[list[Item], Field(fail_fast=True)]
@@ -127,7 +140,7 @@ class SamplingBody(Body):
 class GenerateBody(SamplingBody):
     """POST /generate: the plain way in."""
 
-    prompt: Annotated[str, Field(min_length=1)]
+    prompt: Annotated[Text, Field(min_length=1)]
 
 
 class OpenAIBody(SamplingBody):
@@ -149,9 +162,9 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
     prompt: (
-        str
+        Text
         | Ids
-        | Annotated[Many[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[Many[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[Many[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -174,12 +187,12 @@ class CompletionBody(OpenAIBody):
 
 class TextPart(Body):
     type: Annotated[str, Field(pattern="^text$")]
-    text: str
+    text: Text
 
 
 class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | Annotated[Many[TextPart], Field(max_length=MOST_MESSAGES)] | None = None
+    content: Text | Annotated[Many[TextPart], Field(max_length=MOST_MESSAGES)] | None = None
     name: Annotated[str, Field(max_length=64)] | None = None
 
     @property
@@ -205,7 +218,7 @@ class ChatBody(OpenAIBody):
 class TokenizeBody(Body):
     """POST /tokenize."""
 
-    prompt: str
+    prompt: Text
     model: str | None = None
     return_token_strs: bool | None = None
 

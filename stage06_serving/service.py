@@ -16,16 +16,17 @@ from shared.cli import Loaded
 from stage01_forward.attention import Recompute
 from stage01_forward.generation import Token
 from stage01_forward.sampling import Logprobs
-from stage05_paged.engine import Engine
 
 from .async_engine import AsyncEngine, Ticket
 from .chat import NO_TEMPLATE, ChatTemplate
+from .engines import AnyEngine
 from .errors import ApiError
 from .protocol import DEFAULT_TOKENS, ChatBody, CompletionBody, GenerateBody, SamplingBody
 from .text import TextStream
 
 LONG_TEXT = 65_536  # characters: a longer text is cut into tokens off the event loop
 LONGEST_TOKEN = 128  # characters of GPT-2's longest token: a longer prompt cannot fit, and need not be cut to know it
+MOST_SCORES = 50_000  # log-probabilities in one body
 NO_NUMBER = -9999.0  # in place of minus infinity, which JSON does not have
 
 
@@ -112,6 +113,18 @@ class Service:
         if wrong := next((each for each in ids if each >= size), None):
             raise ApiError(400, f"Token id {wrong} is not in the vocabulary: ids go from 0 to {size - 1}.")
 
+    def check_scores(self, tokens: int, top: int) -> None:
+        """Raise ApiError for more log-probabilities than one body should have, of `tokens` tokens and `top` others beside each:
+        while it is written, nobody else is served."""
+        count = tokens * (1 + top)
+        if count > MOST_SCORES:
+            raise ApiError(
+                400,
+                f"This may be {count} log-probabilities in one answer, and {MOST_SCORES} are the most: ask for fewer tokens, "
+                "prompts or 'logprobs', or for a stream.",
+                "logprobs",
+            )
+
     # ---- from body to choices ---------------------------------------------------------------------------------------
 
     async def generate(self, body: GenerateBody, salt: bytes) -> list[Choice]:
@@ -152,12 +165,14 @@ class Service:
         salt: bytes,
     ) -> list[Choice]:
         """Hand everything to the engine: `n` choices a prompt, those of one prompt next to each other."""
+        if logprobs is not None and not body.stream:
+            self.check_scores(len(prompts) * n * limit, logprobs)
         params = [body.params(limit, logprobs, sample) for sample in range(n)]
         groups = self.engine.submit(prompts, params, salt)
         eos, keep = self.loaded.config.eos_token_id, bool(body.include_stop_str_in_output)
         found = [(ids, ticket) for ids, group in zip(prompts, groups, strict=True) for ticket in group]
         return [
-            Choice(index, ids, ticket, TextStream(self.loaded.tokenizer, eos, stops, keep))
+            Choice(index, ids, ticket, TextStream(self.loaded.tokenizer, eos, stops, keep, body.min_tokens or 0))
             for index, (ids, ticket) in enumerate(found)
         ]
 
@@ -243,7 +258,7 @@ class Service:
 
 
 @torch.inference_mode()
-def score(engine: Engine, prompt_ids: Sequence[int], top: int) -> list[Logprobs | None]:
+def score(engine: AnyEngine, prompt_ids: Sequence[int], top: int) -> list[Logprobs | None]:
     """One pass over a prompt, for the probabilities of its own tokens. Runs on the engine's thread."""
     model = engine.model
     ids = torch.tensor(prompt_ids, device=model.device)  # (T,)

@@ -30,6 +30,11 @@ class Settings(BaseSettings):
     linear: Annotated[Literal["auto", "plain", "packed"], Field(description="layout of the weights on a CPU")] = "auto"
     threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads; 0 is PyTorch's choice")] = 0
 
+    engine: Annotated[
+        Literal["paged", "continuous", "static", "sequential", "transformers"],
+        Field(description="an earlier stage's engine in place of stage 05's, or transformers, for comparison"),
+    ] = "paged"
+
     host: Annotated[str, Field(description="address to listen on; 0.0.0.0 is open to everybody")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8000
     api_key: Annotated[str, Field(description="clients must send it; several with commas between; none by default")] = ""

@@ -14,12 +14,21 @@ class TextStream:
     characters are held back as long as they may be the beginning of one. What `push` gave, with `flush` at the end, is the same
     text however the tokens came.
 
-    eos_id: the end-of-text token, which is no text. keep_stop: the stop string itself belongs to the text.
+    eos_id: the end-of-text token, which is no text. keep_stop: the stop string itself belongs to the text. min_tokens: what the
+        tokens before that many say is no stop string, and none begins there.
     """
 
-    def __init__(self, tokenizer: AnyTokenizer, eos_id: int | None, stops: Sequence[str] = (), keep_stop: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: AnyTokenizer,
+        eos_id: int | None,
+        stops: Sequence[str] = (),
+        keep_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         self._decoder = IncrementalDecoder(tokenizer)
         self._eos_id, self._stops, self._keep_stop = eos_id, list(stops), keep_stop
+        self._early = min_tokens - 1  # so many tokens more are not looked at
         self._held = ""
         self.length = 0  # characters decoded so far, given out or held back
         self.stop: str | None = None  # the stop string that was found; nothing comes after it
@@ -28,7 +37,8 @@ class TextStream:
         """The text that may be shown once this token has come. Not to be called when `stop` is set."""
         new = "" if token_id == self._eos_id else self._decoder.push(token_id)
         self.length += len(new)
-        return self._release(new)
+        self._early -= 1
+        return new if self._early >= 0 else self._release(new)
 
     def flush(self) -> str:
         """The rest, when no more tokens come."""

@@ -69,10 +69,10 @@ class Faulty:
         return self.forward(work)
 
 
-def make_engine(settings: Settings, make: Callable[..., tuple[Engine, Any]] = program.make_engine) -> tuple[Engine, Any]:
+def make_engine(settings: Settings, make: Callable[..., tuple[Any, Any]] = program.make_engine) -> tuple[Engine, Any]:
     """As the program's own, with the fault."""
     engine, loaded = make(settings)
-    engine._forward = Faulty(engine._forward, Fault(Path(os.environ[VARIABLE])))  # type: ignore[method-assign]
+    engine._forward = Faulty(engine._forward, Fault(Path(os.environ[VARIABLE])))
     return engine, loaded
 
 

@@ -21,6 +21,7 @@ from stage05_paged.engine import BlocksRecord, Engine
 from stage05_paged.memory import block_bytes, parse_memory
 from stage05_paged.scheduler import Scheduler
 from stage06_serving import benchmark
+from stage06_serving.__main__ import SWITCH
 from stage06_serving.benchmark import FULL, HTTP, LOSE, NULL, OFFLINE, PARTS, QUICK, REST, SERVER, Helper, Load, Plan, Run
 from stage06_serving.tests.conftest import Running
 
@@ -29,7 +30,7 @@ TINY = Plan(
     prompt=5, answer=12, repeats=1, null_answer=20, null_repeats=1, lose_requests=7, lose_prompt=3,
 )  # fmt: skip
 LIMITS = measure.Limits("cpu", 1, 30.0, {"float32": 100.0, "bfloat16": 200.0})
-WATCHED = [benchmark.watched_name(0.005), benchmark.watched_name(TINY.switches[0])]
+WATCHED = [benchmark.watched_name(SWITCH), benchmark.watched_name(TINY.switches[0])]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import pytest
 from shared import cli
 from shared.errors import UserError
 from shared.stages import ROOT
+from stage05_paged.engine import Engine
 from stage06_serving import __main__ as stage
 from stage06_serving.settings import PREFIX, Settings, parse
 from stage06_serving.tests.conftest import Running, Serve, environment
@@ -174,12 +175,14 @@ def test_the_engine_is_as_the_settings_say(tiny_folder):
     options = ("--max-sequences", "3", "--block-size", "8", "--kv-memory", "64KiB", "--swap-memory", "8KiB", "--dtype", "float64")
     arguments = ["--model", str(tiny_folder), "--linear", "plain", *options]
     engine, loaded = stage.make_engine(parse([*arguments, "--no-prefix-caching", "--preemption", "swap", "--sanitize"]))
+    assert isinstance(engine, Engine)
     scheduler = engine.scheduler
     assert scheduler.swap_pool is not None
     assert (scheduler.pool.count, scheduler.pool.block_size, scheduler.swap_pool.count) == (16, 8, 2)
     assert (scheduler.max_sequences, scheduler.token_budget, scheduler.preemption) == (3, stage.BUDGET, "swap")
     assert not scheduler.prefix_caching and engine.sanitizer is not None and loaded.config.name == "tiny"
     engine, _ = stage.make_engine(parse([*arguments, "--token-budget", "50"]))
+    assert isinstance(engine, Engine)
     assert engine.scheduler.token_budget == 50 and engine.scheduler.prefix_caching and engine.sanitizer is None
 
 
