@@ -96,6 +96,7 @@ class TransformersSequence:
     @torch.inference_mode()
     def feed(self, ids: list[int]) -> torch.Tensor:
         """The logits (V,) of the token after `ids`, which follow those that were fed before."""
-        out = self._model(torch.tensor([ids]), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        tokens = torch.tensor([ids], device=self._model.device)  # (1, T)
+        out = self._model(tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._cache = out.past_key_values
         return out.logits[0, -1]

@@ -43,6 +43,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self.app.state.engine.drain(self.grace, lambda: self.force_exit)  # which a second Ctrl-C sets
+        self.force_exit = False  # nobody waits for anything now, and the application shall end in order
         await super().shutdown(sockets)
 
 

@@ -31,6 +31,7 @@ BROKEN = "The engine failed in this step, and the request with it: send it again
 DEAD = "The engine has stopped after failures in a row: restart the server, and look into its log."
 CLOSING = "The server is shutting down: send the request again later, or to another one."
 FAILURES = 3  # steps that fail in a row until the engine is given up
+STUCK = 5.0  # seconds: a step that takes longer ends with the process
 DRAIN = 0.05  # seconds between two looks at what is left, while the server shuts down
 PROBE = "probe"  # a request of our own: after a failure it finds out whether steps work again
 
@@ -243,10 +244,10 @@ class AsyncEngine:
         self._deliver(Step(ended=[(name, "error", CLOSING) for name in self.in_flight]))
 
     async def stop(self) -> None:
-        """Let the thread end, once its step is done."""
+        """Let the thread end, once its step is done; it is not waited for for ever."""
         self._commands.put(None)
         if self._running is not None:
-            await asyncio.wait([asyncio.wrap_future(self._running)])
+            await asyncio.wait([asyncio.wrap_future(self._running)], timeout=STUCK)
 
     def _ticket(self, prompt: Sequence[int], sampling: SamplingParams) -> Ticket:
         self._named += 1

@@ -7,6 +7,7 @@ runs when and beside whom is decided where it was. `Batches` feeds an engine tha
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -215,17 +216,19 @@ class Batches(Adapter):
         started = time.perf_counter()
         before = {request.id: len(request.output.token_ids) for request in line.running}
         said: list[tuple[str, Token]] = []
-        for count, (place, token) in enumerate(self._tokens, 1):
-            request = self._batch[place]
-            if request.state is State.RUNNING:  # who has left is still computed: the batch is as it was made
-                request.output.append(token)
-                said.append((request.id, token))
-            if count == self.runner.record.rows:
-                break
-        else:  # the runner has no more to say, and somebody still listens
-            for request in line.running:
+        with contextlib.suppress(UserError):  # of an engine with one row whose scores are not numbers
+            for count, (place, token) in enumerate(self._tokens, 1):
+                request = self._batch[place]
+                if request.state is State.RUNNING:  # who has left is still computed: the batch is as it was made
+                    request.output.append(token)
+                    said.append((request.id, token))
+                if count == self.runner.record.rows:
+                    break
+        for request in line.running:
+            if len(request.output.token_ids) == before[request.id]:  # a pass has a token for everybody who can go on
                 request.output.fail(UserError(NOT_FINITE))
-        self._keep(started, before)
+        if said:
+            self._keep(started, before)
         for request in line.running:
             if request.output.finish_reason is not None:
                 self._finish(request)

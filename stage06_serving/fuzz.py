@@ -21,9 +21,9 @@ import httpx2
 from pydantic import ValidationError
 
 from shared import cli
+from shared.server import own_server
 
 from .protocol import ErrorBody
-from .soak import own_server
 
 PATIENCE = 5.0  # seconds: what takes longer hangs
 LARGEST_ERROR = 2048  # bytes
@@ -248,10 +248,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=cli.whole_number(0, 2**31), default=0, metavar="N", help="of the raw ones; default 0")
     options = parser.parse_args(argv)
     # In a queue of its own nothing is refused; and the sanitizer turns a mistake in the memory into a 500.
-    server = own_server("--max-queue", "1000", "--kv-memory", "8MiB", "--sanitize", "--linear", "plain")
+    server = own_server(["--max-queue", "1000", "--kv-memory", "8MiB", "--sanitize", "--linear", "plain"])
     findings = Findings()
     with ExitStack() as stack:
-        url = options.url or stack.enter_context(server)[0]
+        url = options.url or stack.enter_context(server).url
         client = stack.enter_context(httpx2.Client(base_url=url, timeout=PATIENCE, trust_env=False))
         if options.examples:
             fuzz_schema(client, options.examples, findings)

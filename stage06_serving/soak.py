@@ -8,13 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shared import cli
 from shared.errors import UserError
-from shared.stages import ROOT
+from shared.server import own_server
 
 WINDOWS = 10  # of the load; the rate of the last is compared with that of the first
 LEAVING = 0.2  # share of the requests whose client leaves before the end
@@ -57,28 +51,6 @@ class Check:
     before: str
     after: str
     good: bool
-
-
-@contextmanager
-def own_server(*arguments: str) -> Iterator[tuple[str, int]]:
-    """A server with these arguments, for as long as the block lasts: its address and its process id.
-
-    Raises UserError if it does not start.
-    """
-    command = [sys.executable, "-m", "stage06_serving", "--port", "0", *arguments]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, encoding="utf-8") as process:
-        # A pipe that nobody reads fills up, and then whoever writes to it waits.
-        passing_on = threading.Thread(target=shutil.copyfileobj, args=(process.stderr, sys.stderr))
-        try:
-            assert process.stderr is not None
-            url = next((line.split()[-1] for line in process.stderr if line.startswith("Staircase serves ")), None)
-            passing_on.start()
-            if url is None:
-                raise UserError("The server did not start: try python -m stage06_serving to see why.")
-            yield url, process.pid
-        finally:
-            process.terminate()
-            passing_on.join()
 
 
 async def metrics(client: httpx2.AsyncClient) -> dict[str, float]:
@@ -197,8 +169,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--clients", type=cli.whole_number(1, 64), default=16, metavar="N", help="default %(default)s")
     parser.add_argument("--seed", type=cli.whole_number(0, 2**31), default=0, metavar="N", help="default %(default)s")
     options = parser.parse_args(argv)
-    with own_server("--max-queue", "1000") as (url, pid):
-        checks = asyncio.run(soak(url, pid, options.minutes * 60, options.clients, options.seed))
+    with own_server(["--max-queue", "1000"]) as server:
+        checks = asyncio.run(soak(server.url, server.pid, options.minutes * 60, options.clients, options.seed))
     print(f"\n{'':<32}{'before':>10}{'after':>10}")
     for check in checks:
         print(f"{check.what:<32}{check.before:>10}{check.after:>10}  {'good' if check.good else 'BAD'}")

@@ -346,6 +346,7 @@ def test_moves_are_done_as_if_one_after_the_other(moves):
         ([("copy", 0, 1), ("copy", 2, 0)], [2]),  # this one's source is read before
         ([("copy", 0, 1), ("copy", 2, 1)], [1, 1]),  # which would win is open
         ([("copy", 0, 1), ("copy", 1, 0), ("copy", 2, 3)], [1, 2]),
+        ([("wipe", 1, 1), ("copy", 0, 2), ("copy", 1, 3)], [1, 2]),  # that was another run
         ([("out", 0, 1), ("out", 1, 2)], [2]),  # a block here and one there have nothing in common
         ([("in", 0, 1), ("in", 1, 2)], [2]),
         ([("out", 0, 1), ("out", 4, 1)], [1, 1]),

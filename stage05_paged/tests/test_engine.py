@@ -106,8 +106,12 @@ def evict(engine, count):
 
 def nothing_is_held(engine):
     scheduler = engine.scheduler
-    held = (scheduler.tables, scheduler.swapped, scheduler.samples, scheduler.running, scheduler.waiting, engine.requests)
-    return not any(held) and scheduler.pool.owned == 0 and (scheduler.swap_pool is None or scheduler.swap_pool.owned == 0)
+    held = [scheduler.tables, scheduler.swapped, scheduler.samples, scheduler.running, scheduler.waiting, scheduler._preempted]
+    return (
+        not any([*held, engine.requests])
+        and scheduler.pool.owned == 0
+        and (scheduler.swap_pool is None or scheduler.swap_pool.owned == 0)
+    )
 
 
 # ---- what was run ---------------------------------------------------------------------------------------------------
@@ -520,21 +524,26 @@ def test_the_lowest_priority_gives_way_first(model):
 
 @pytest.mark.parametrize("swap_blocks", [0, 2, 20], ids=["recompute", "mixed", "swap"])
 def test_preemption_never_repeats_or_loses_a_streamed_token(swap_blocks, model):
-    """Five streams read in turn, in memory for two. Catches: a preemption that throws away what was already sent."""
+    """Five streams in memory for two, some of them read late. Catches: a preemption that throws away what was already sent."""
     engine = engine_of(model, 9, 4, swap_blocks, "swap" if swap_blocks else "recompute", watermark=0)
     asked = [(5, 16), (12, 10), (2, 20), (14, 8), (7, 13)]
-    streams = {i: engine.stream(prompt_of(length), words(count)) for i, (length, count) in enumerate(asked)}
-    told: dict[int, list[Token]] = {i: [] for i in streams}
-    while streams:
-        for i in list(streams):
-            token = next(streams[i], None)
-            if token is None:
-                del streams[i]
-            else:
-                told[i].append(token)
-    for i, (length, count) in enumerate(asked):
-        assert [token.id for token in told[i]] == naive(model, length, count)
-        assert [token.finish_reason for token in told[i]] == [None] * (count - 1) + ["length"]
+    streams = [engine.stream(prompt_of(length), words(count)) for length, count in asked]
+    told: list[list[Token]] = []
+    requests: list[Request] = []
+    for stream in streams:
+        told.append([next(stream)])
+        requests.append(list(engine.requests.values())[-1])
+    for number in range(200):
+        for request, sent in zip(requests, told, strict=True):  # before anybody reads on
+            assert request.output.token_ids[: len(sent)] == [token.id for token in sent]
+        for late, (request, stream, sent) in enumerate(zip(requests, streams, told, strict=True)):
+            if number % (late + 1) == 0 and len(sent) < len(request.output.token_ids):
+                sent.append(next(stream))
+        engine.step()
+    for (length, count), stream, sent in zip(asked, streams, told, strict=True):
+        sent += stream
+        assert [token.id for token in sent] == naive(model, length, count)
+        assert [token.finish_reason for token in sent] == [None] * (count - 1) + ["length"]
     counts = engine.scheduler.counts
     assert (
         counts.preemptions > 2 and (counts.swapped_out > 0) == (swap_blocks > 0) and (counts.recomputed > 0) == (swap_blocks < 3)
@@ -915,12 +924,21 @@ def test_a_pass_that_fails_ends_its_requests_and_no_other(model, broken):
     assert nothing_is_held(engine)
 
 
-def test_a_failure_outside_of_a_pass_ends_everybody(model, monkeypatch):
+@pytest.mark.parametrize("before", ["a pass", "a pass that failed"])
+def test_a_failure_outside_of_a_pass_ends_everybody(before, model, broken, monkeypatch):
+    """Here it is the wipe of a new block that fails."""
     engine = engine_of(model, 12, 4, max_sequences=1)
-    asked = [ask(engine, 9, 8), ask(engine, 5, 8)]
-    engine.step()
+    asked = [ask(engine, 8, 8), ask(engine, 5, 8)]
+    if before == "a pass":
+        engine.step()
+    else:
+        broken()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+        assert engine.fail(UserError("The pass failed.")) == [asked.pop(0)]
 
     def fail(moves):
+        assert moves
         raise RuntimeError("no memory to move to")
 
     with monkeypatch.context() as patch:
@@ -939,6 +957,26 @@ def test_a_stream_ends_with_the_reason(model):
     told = list(engine_of(model).stream(prompt_of(5), words(6)))
     assert [token.id for token in told] == naive(model, 5, 6)
     assert [token.finish_reason for token in told] == [None] * 5 + ["length"]
+
+
+def test_several_streams_read_in_turn(model):
+    """Whoever asks for a token moves all of them on, and nobody misses one."""
+    engine = engine_of(model, max_sequences=2)
+    asked = [(5, 8), (9, 3), (2, 12), (14, 5)]
+    streams = {i: engine.stream(prompt_of(length), words(count)) for i, (length, count) in enumerate(asked)}
+    told: dict[int, list[Token]] = {i: [] for i in streams}
+    while streams:
+        for i in list(streams):
+            token = next(streams[i], None)
+            if token is None:
+                del streams[i]
+            else:
+                told[i].append(token)
+    for i, (length, count) in enumerate(asked):
+        assert [token.id for token in told[i]] == naive(model, length, count)
+        assert [token.finish_reason for token in told[i]] == [None] * (count - 1) + ["length"]
+    assert max(record.rows for record in engine.steps) == 2
+    assert nothing_is_held(engine)
 
 
 def test_a_stream_that_was_moved_on_by_others_still_tells_all(model):

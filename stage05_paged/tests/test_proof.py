@@ -15,7 +15,7 @@ import torch
 
 from shared import stages
 from shared.checkpoint import Config
-from shared.parity import prove, random_prompt
+from shared.parity import prove, random_prompt, scenarios
 from shared.testing import random_checkpoint
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import sampling_per_prompt
@@ -126,7 +126,7 @@ def check(engine):
         assert max(each.blocks for each in record.sequences) <= record.owned_blocks <= pool.count - record.cached_blocks
         assert record.shared_blocks <= record.owned_blocks
         assert Counter(move.kind for move in record.moves)["copy"] <= record.rows
-    for name in ("tables", "swapped", "samples", "moves", "waiting", "running"):
+    for name in ("tables", "swapped", "samples", "moves", "waiting", "running", "_preempted"):
         assert not getattr(scheduler, name), name
     assert (pool.owned, pool.shared, pool.references) == (0, 0, [0] * pool.count)
     assert len(pool.free) + len(pool.cached) == pool.count
@@ -170,12 +170,14 @@ def evict(engine, count):
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 def test_all_scenarios(size, prefix_caching, tiny_model, tiny_oracle):
-    """With the prefix cache twice: the second time, what was said is found again."""
-    blocks = 8 * blocks_for(tiny_model.config.n_positions, size)
+    """With the prefix cache each of them twice: the second time, what was said is found again."""
+    blocks = 3 * blocks_for(tiny_model.config.n_positions, size)
     engine = engine_of(tiny_model, blocks, size, prefix_caching=prefix_caching, max_sequences=48)
-    for _ in range(1 + prefix_caching):
-        assert prove(engine, tiny_oracle).near_ties == []
-        check(engine)
+    for scenario in scenarios(tiny_model.config):
+        for _ in range(1 + prefix_caching):
+            parity = prove(engine, tiny_oracle, [scenario.name])
+            assert parity.sequences == len(scenario.prompts) and not parity.near_ties
+    check(engine)
     assert (engine.scheduler.counts.hit_tokens > 0) == (prefix_caching and size < 128)  # these are never full
 
 

@@ -303,6 +303,37 @@ def test_what_can_never_be_answered_takes_no_place(engine, tiny):
     assert not made.steps
 
 
+def test_other_work_takes_places_and_gives_them_back(gated, tiny):
+    """And as many are free again, whether it comes to an end or not."""
+    made, gate = gated(max_sequences=2)
+    prompt = prompt_of(4, tiny)
+
+    async def script(running):
+        ticket = submit(running, prompt, 4)
+        with running.place(2), running.place(1):
+            submitted = running.submit([prompt], [words(4)])[0][0]
+            with pytest.raises(Overloaded, match="5 sequences in hand, of at most 5"):
+                submit(running, prompt, 4)
+            with pytest.raises(Overloaded), running.place(1):
+                raise AssertionError("there is no place")
+        assert running.rejected == 2
+        with pytest.raises(ZeroDivisionError), running.place(3):
+            1 // 0  # noqa: B018
+        with pytest.raises(UserError, match="at most 5"), running.place(6):
+            raise AssertionError("there will never be so many places")
+        with running.place(3):
+            gate.allow()
+            for each in (ticket, submitted):
+                assert len(await said(running, each)) == 4
+        running.submit([prompt] * 5, [words(1)])  # all are free
+        await running.drain(HANG)
+        with pytest.raises(EngineDead, match="shutting down"), running.place(1):
+            raise AssertionError("nothing more is taken in")
+
+    run(made, script, max_queue=3)
+    assert is_empty(made)
+
+
 # ---- commands, and the end ------------------------------------------------------------------------------------------
 
 
@@ -363,13 +394,36 @@ def test_draining_lets_what_is_in_hand_end(gated, expected, tiny):
 
 def test_what_does_not_end_within_the_grace_ends_with_an_error(gated, tiny):
     made, gate = gated(max_sequences=1)
+    ended: list[tuple[str, str]] = []
 
     async def script(running):
+        running.listeners.append(lambda step, spoke, over: ended.extend((ticket.id, ticket.reason) for ticket in over))
         tickets = [submit(running, prompt_of(4, tiny), 50) for _ in range(3)]
         gate.allow(2)
         await passes(made, 2)
         await running.drain(0.02)
+        assert ended == [(ticket.id, "error") for ticket in tickets]  # the metrics hear of all of them
         assert [await error_of(running, ticket) for ticket in tickets] == [CLOSING] * 3
+        gate.allow(1)
+
+    run(made, script)
+    assert is_empty(made) and len(made.steps) <= 3 and len(ended) == 3
+
+
+def test_who_is_in_a_hurry_ends_the_grace(gated, tiny):
+    made, gate = gated()
+
+    async def script(running):
+        hurry = asyncio.Event()
+        ticket = submit(running, prompt_of(4, tiny), 50)
+        drained = asyncio.create_task(running.drain(100 * HANG, hurry.is_set))
+        gate.allow(2)
+        await passes(made, 2)
+        await asyncio.sleep(0.2)  # several looks
+        assert not drained.done() and not ticket.ended
+        hurry.set()
+        await drained
+        assert await error_of(running, ticket) == CLOSING and ticket.reason == "error"
         gate.allow(1)
 
     run(made, script)

@@ -43,13 +43,17 @@ def measured() -> tuple[dict[str, Any], int]:
             super().__init__(*args, **kwargs)
             bars.append(self)
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the teams of four processes on a few cores would mostly wait for each other
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(benchmark, "FULL", TINY)
         patch.setattr(benchmark, "tqdm", Counting)
         patch.setattr(measure, "limits", lambda **_: LIMITS)
         patch.setenv("STAIRCASE_API_KEY", "secret")  # somebody's own settings are not what is measured
         patch.setenv("STAIRCASE_MAX_SEQUENCES", "1")
         results = benchmarks.unsaved(*benchmark.run(quick=False))
+    torch.set_num_threads(threads)
     return json.loads(json.dumps(results, allow_nan=False)), bars[0].n
 
 

@@ -61,6 +61,7 @@ def test_every_option_is_a_variable_too_and_the_command_line_wins(monkeypatch):
         "dtype": ("float64", "float64"),
         "linear": ("plain", "plain"),
         "threads": ("3", 3),
+        "engine": ("static", "static"),
         "host": ("::1", "::1"),
         "port": ("81", 81),
         "api_key": ("a, b,,", "a, b,,"),
@@ -118,6 +119,7 @@ def test_open_to_all(host, key, open_to_all):
         ("dtype", "int8"),
         ("device", "tpu"),
         ("preemption", "never"),
+        ("engine", "fastest"),
     ],
 )
 def test_bad_values_are_refused_in_one_sentence(capsys, monkeypatch, option, value):
@@ -153,6 +155,21 @@ def test_a_port_that_is_taken(capsys):
 def test_a_template_that_is_none_stops_the_start(capsys, tmp_path):
     status, said = ended(capsys, "--chat-template", str(tmp_path / "absent.json"))
     assert status == 2 and said.startswith("error: --chat-template") and "choose simple, none" in said
+
+
+def test_a_start_that_fails_gives_the_port_back(tmp_path, monkeypatch):
+    """The port is opened before the model is loaded. A program that catches the error and tries again must get it."""
+    opened = []
+    listen = stage.listen
+
+    def keep(host: str, port: int) -> socket.socket:
+        opened.append(listen(host, port))
+        return opened[-1]
+
+    monkeypatch.setattr(stage, "listen", keep)
+    with pytest.raises(UserError, match="nothing-here"):
+        stage.main(["--port", "0", "--model", str(tmp_path / "nothing-here")])
+    assert [each.fileno() for each in opened] == [-1]  # closed
 
 
 def test_a_model_that_is_not_there_stops_the_start():
@@ -201,7 +218,7 @@ def test_start_and_end_of_an_open_server(serve, tiny_folder, tmp_path):
         said = running.stderr()
         assert said.startswith("WARNING: --host 0.0.0.0 lets everybody who can reach this machine use the server")
         assert f"Staircase serves mine at http://0.0.0.0:{running.port}\n" in said
-        assert "\n  model   tiny, float32 on cpu" in said
+        assert "\n  model   tiny, float32 on cpu" in said and "\n  engine  paged\n" in said
         assert (
             "\n  memory  64.0 KiB in 16 blocks of 16 tokens: 1 whole context of 256; at most 3 answers at a time, 5 more in line"
             in said

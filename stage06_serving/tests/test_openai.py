@@ -182,6 +182,24 @@ def test_a_stop_string_ends_the_text_before_it(client):
     assert complete(client, max_tokens=16, stop="never seen").choices[0].finish_reason == "length"
 
 
+def test_a_stop_string_waits_for_min_tokens(client):
+    """Until then nothing ends the text, as with end-of-text; and what is said until then begins no stop string."""
+    whole = complete(client, max_tokens=16, logprobs=0).choices[0]
+    tokens = whole.logprobs.tokens
+    for early, late in ((0, 5), (3, 9)):
+        stop = tokens[early]
+        choice = complete(client, max_tokens=16, stop=stop, extra_body={"min_tokens": late}).choices[0]
+        before = "".join(tokens[: late - 1])
+        rest = whole.text[len(before) :]
+        assert stop in before and choice.text == before + rest.partition(stop)[0]
+        assert choice.finish_reason == ("stop" if stop in rest else "length")
+        chunks = list(complete(client, max_tokens=16, stop=stop, stream=True, extra_body={"min_tokens": late}))
+        assert joined(chunks) == choice.text
+        assert complete(client, max_tokens=16, stop=stop).choices[0].text == whole.text.partition(stop)[0]  # without it
+    exact = complete(client, max_tokens=16, stop=tokens[7], extra_body={"min_tokens": tokens.index(tokens[7]) + 1})
+    assert exact.choices[0].finish_reason == "stop" and exact.usage.completion_tokens == tokens.index(tokens[7]) + 1
+
+
 def test_a_stop_token_ends_the_text(client):
     ids = TOKENIZER.encode(complete(client).choices[0].text)
     choice = complete(client, extra_body={"stop_token_ids": [ids[5]]}).choices[0]
@@ -254,6 +272,35 @@ def test_echo_and_no_tokens_scores_the_prompt_alone(client):
     assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == 4
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         complete(client, max_tokens=0)
+
+
+def test_the_samples_of_a_prompt_have_the_same_echo(client):
+    fields = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1, "seed": 3}
+    choices = complete(client, [PROMPT, OTHER], **fields).choices
+    for choice, prompt in zip(choices, (PROMPT, PROMPT, OTHER, OTHER), strict=True):
+        (alone,) = complete(client, prompt, echo=True, max_tokens=0, logprobs=1).choices
+        count = len(alone.logprobs.tokens)
+        assert choice.text.startswith(prompt) and choice.logprobs.tokens[:count] == alone.logprobs.tokens
+        assert choice.logprobs.token_logprobs[1:count] == pytest.approx(alone.logprobs.token_logprobs[1:], abs=1e-3)
+        assert choice.logprobs.text_offset == [len("".join(choice.logprobs.tokens[:i])) for i in range(count + TOKENS)]
+    assert choices[0].text != choices[1].text
+
+
+def test_one_body_has_not_too_many_logprobs(client):
+    """While it is written nobody else is served. What may be too much is refused before it is computed; a stream may have it."""
+    many: dict[str, Any] = {"prompt": [PROMPT] * 3, "max_tokens": 900, "logprobs": 20}
+    with pytest.raises(openai.BadRequestError, match=f"{3 * 900 * 21} log-probabilities.*50000 are the most") as refusal:
+        complete(client, **many)
+    assert refusal.value.param == "logprobs"
+    with pytest.raises(openai.BadRequestError, match="log-probabilities"):
+        chat(client, n=3, temperature=1, max_completion_tokens=900, logprobs=True, top_logprobs=20)
+    ids = (TOKENIZER.encode(PROMPT) * 256)[:800]
+    for stream in (False, True):  # the echo of all prompts is one piece
+        with pytest.raises(openai.BadRequestError, match="log-probabilities"):
+            complete(client, [ids] * 3, echo=True, max_tokens=0, logprobs=20, stream=stream)
+    ends = {str(TOKENIZER.eos_id): 100}
+    assert len(list(complete(client, **many, logit_bias=ends, stream=True))) == 3
+    assert complete(client, **many | {"max_tokens": 700}, logit_bias=ends).usage.completion_tokens == 3
 
 
 def test_token_ids_are_returned_where_they_are_asked_for(client):
@@ -379,7 +426,10 @@ def test_logprobs_of_a_chat(client, count):
         assert [top.logprob for top in each.top_logprobs] == sorted((top.logprob for top in each.top_logprobs), reverse=True)
         assert not count or (each.top_logprobs[0].token, each.top_logprobs[0].logprob) == (each.token, each.logprob)
     streamed = [each for chunk in chat(client, logprobs=True, stream=True, **given) for each in chunk.choices[0].logprobs.content]
-    assert streamed == content
+    assert [(each.token, each.bytes) for each in streamed] == [(each.token, each.bytes) for each in content]
+    assert [each.logprob for each in streamed] == pytest.approx([each.logprob for each in content], abs=1e-3)
+    tops = [[[top.token for top in each.top_logprobs] for each in found] for found in (streamed, content)]
+    assert tops[0] == tops[1] or count == 20  # of so many, two may change places
     assert chat(client, logprobs=False).choices[0].logprobs is None
 
 
@@ -617,13 +667,17 @@ def test_numbers_that_are_none_are_refused(server):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/tokenize"])
 def test_half_a_surrogate_pair_harms_nobody(server, path):
-    """It cannot be sent back: an echo of it was an error 500."""
+    """It cannot be cut into tokens or sent back: an echo of it was an error 500. A whole pair is a character."""
     body = (
         r'{"prompt": "a \ud800 b", "echo": true, "max_tokens": 2, "temperature": 0, '
         r'"messages": [{"role": "user", "content": "\udfff"}]}'
     )
-    answer = post(server, path, content=body, headers={"content-type": "application/json"})
-    assert answer.status_code in (200, 400) and answer.json()
+    headers = {"content-type": "application/json"}
+    answer = post(server, path, content=body, headers=headers)
+    assert answer.status_code == 400 and "half of a surrogate pair" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == ("messages" if "chat" in path else "prompt")
+    whole = body.replace(r"\ud800", r"\ud83d\ude00").replace(r"\udfff", r"\ud83d\ude00")
+    assert post(server, path, content=whole, headers=headers).status_code == 200
 
 
 # ---- which exception an error becomes, and what the client does about it --------------------------------------------

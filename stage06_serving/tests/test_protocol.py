@@ -138,6 +138,31 @@ def test_whatever_is_sent_is_taken_or_refused_in_few_words(kind, data):
         assert len(json.dumps(error_body(400, message, field)).encode()) < LARGEST_ERROR
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "field"),
+    [
+        (CompletionBody, {"prompt": "a \ud800 b"}, "prompt"),
+        (CompletionBody, {"prompt": ["a", "\udfff"]}, "prompt"),
+        (CompletionBody, {"prompt": "a", "stop": "\ud83d"}, "stop"),
+        (CompletionBody, {"prompt": "a", "stop": ["b", "\ude00\ud83d"]}, "stop"),
+        (GenerateBody, {"prompt": "\ud800"}, "prompt"),
+        (TokenizeBody, {"prompt": "\ud800"}, "prompt"),
+        (ChatBody, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (ChatBody, {"messages": [{"role": "\ud800", "content": "a"}]}, "messages"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "messages"),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_and_named(kind, fields, field):
+    """JSON can say it, and UTF-8 cannot: a tokenizer cannot cut it, and no answer can repeat it."""
+    message = f"'{field}': it has half of a surrogate pair, which is no character: send whole ones."
+    assert validation_message(refused(kind, **fields)) == (message, field)
+
+
+def test_a_whole_pair_is_a_character():
+    body = CompletionBody.model_validate(json.loads(r'{"prompt": "\ud83d\ude00", "stop": ["\ud83d\ude00"]}'))
+    assert (body.prompts, body.stops) == (["\N{GRINNING FACE}"], ["\N{GRINNING FACE}"])
+
+
 # ---- no work without end --------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import signal
 import socket
 import struct
@@ -24,6 +25,7 @@ HANG = 30.0  # seconds: what takes longer has been forgotten
 IDS = [10, 20, 30, 40]
 LONG = {"prompt": IDS, "temperature": 0, "ignore_eos": True, "max_tokens": 200}
 SHORT = LONG | {"max_tokens": 8}
+SCORED = LONG | {"max_tokens": 0, "echo": True, "logprobs": 1}  # the prompt alone
 DONE = "data: [DONE]"
 PASS = "0.05"  # seconds more for each pass: 200 tokens take ten seconds, and nobody waits for so long here
 
@@ -279,6 +281,42 @@ def test_each_sample_takes_a_place_and_gives_it_back(few, http, at_once, metrics
     assert since(before, wait_idle(running.url))["length"] >= 15
 
 
+def test_a_prompt_that_is_scored_takes_a_place_too(few, http, at_once, metrics, wait_idle):
+    """`echo` without tokens is work of the engine's, though no sequence: while it stands still, no crowd may wait for it. Whoever
+    leaves gives the place back at once."""
+    running, fault = few
+    five = SCORED | {"prompt": [IDS] * 5}
+
+    def places_taken():
+        """As somebody hears who would need all of them."""
+        (taken,) = re.findall("The server has ([0-9]+) sequences in hand", error_of(post(http, running, five))["message"])
+        return int(taken)
+
+    before = wait_idle(running.url)
+    fault.plant("block")
+    answers = [at_once(running.url, SHORT)]
+    until(lambda: in_hand(metrics(running.url)) == 1)
+    answers += [at_once(running.url, SCORED | {"stream": number % 2 == 0}) for number in range(7)]
+    until(lambda: sum(answer.done() for answer in answers) == 3)
+    assert post(http, running, SCORED).status_code == post(http, running).status_code == 503
+    fault.mend()
+    assert sorted(answer.result().status_code for answer in answers) == [200] * 5 + [503] * 3
+
+    fault.plant("block")
+    answer = at_once(running.url, SHORT)
+    until(lambda: in_hand(metrics(running.url)) == 1)
+    with ExitStack() as stack:
+        for _ in range(2):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", running.port)))
+            connection.sendall(post_bytes(SCORED | {"prompt": [IDS] * 2}))
+        until(lambda: places_taken() == 5)
+    until(lambda: places_taken() == 1)
+    fault.mend()
+    assert answer.result().status_code == 200
+    assert len(text_of(post(http, running, five))) == 5
+    assert since(before, wait_idle(running.url))["length"] == 2  # what was scored is no sequence
+
+
 # ---- time -----------------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +335,22 @@ def test_a_late_request_is_aborted_and_answered_504(hasty, http, wait_idle, pace
     assert found["abort"] == n and found["tokens"] < 100 * n
     fault.mend()
     assert post(http, running).status_code == 200
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_a_late_echo_is_answered_504(hasty, http, at_once, metrics, wait_idle, tokens):
+    """The prompt's log-probabilities are computed before an answer begins, and their time counts."""
+    running, fault = hasty
+    before = wait_idle(running.url)
+    fault.plant("block")
+    beside = at_once(running.url, SHORT)
+    until(lambda: in_hand(metrics(running.url)) == 1)
+    answer = post(http, running, SCORED | {"max_tokens": tokens, "stream": True})
+    assert answer.status_code == 504 and error_of(answer)["type"] == "TimeoutError"  # the stream has not begun
+    assert answer.headers["x-should-retry"] == "false" and beside.result().status_code == 504
+    fault.mend()
+    assert since(before, wait_idle(running.url))["abort"] == (2 if tokens else 1)
+    assert post(http, running, SCORED).status_code == 200
 
 
 def test_a_late_stream_says_so(hasty, wait_idle):
@@ -455,10 +509,27 @@ def test_what_does_not_end_within_the_grace_is_told(start, http, at_once, metric
     assert running.process.wait(HANG) == -signal.SIGTERM
 
 
-def test_ctrl_c_stops_an_idle_server(start, http):
+def test_ctrl_c_stops_an_idle_server(interruptible, start, http):
     running, _ = start()
     assert post(http, running).status_code == 200
     assert not psutil.Process(running.process.pid).children(recursive=True)  # nobody is left if it is killed
-    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as of a job in the background, whose children inherit it
-    assert running.stop(signal.SIGINT, timeout=HANG) == (0 if ignored else 130)
+    assert running.stop(signal.SIGINT, timeout=HANG) == 130
+    assert "Traceback" not in running.stderr(), running.stderr()
+
+
+def test_a_second_ctrl_c_ends_the_grace(interruptible, start, http):
+    """The first lets an answer go on that would take ten seconds more; with the second somebody has lost patience."""
+    running, fault = start("--grace", "3600")
+    fault.plant(PASS)
+    with http.stream("POST", f"{running.url}/v1/completions", json=LONG | {"stream": True}) as stream:
+        lines = stream.iter_lines()
+        begun = read(lines, 3)
+        running.process.send_signal(signal.SIGINT)
+        until(lambda: http.get(f"{running.url}/health").json() == {"status": "draining"})
+        begun += read(lines, 3)
+        running.process.send_signal(signal.SIGINT)
+        *chunks, last = events([*begun, *lines])
+    assert last["error"]["code"] == 503 and "shutting down" in last["error"]["message"]
+    assert 6 <= len(chunks) < 200 and not any("error" in chunk for chunk in chunks)
+    assert running.process.wait(HANG) == 130
     assert "Traceback" not in running.stderr(), running.stderr()

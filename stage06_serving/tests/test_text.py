@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
 
-import openai
+import httpx2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ REAL = Tokenizer.from_folder(STORIES)
 # Tokens of one, two and three letters, so that stop strings begin and end anywhere in them.
 WORDS = ["a", "b", "c", "é", "ab", "ba", "aa", "abc", "cab", "bcé", "\n", "a\n"]
 LETTERS = Tokenizer({word.encode(): number for number, word in enumerate(WORDS)} | {b"\xc3": 12, b"\xa9": 13}, {"<end>": 14}, 14)
+TOGETHER = 30  # prompts in one body
 PIECES = [
     "Once upon a time",
     " fox",
@@ -177,49 +179,83 @@ def test_overlap(text, stop):
     assert overlap(text, stop) == max(lengths)
 
 
+# ---- min_tokens -----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 11), max_size=24),
+    st.lists(st.text("abcé\n", min_size=1, max_size=5), max_size=4),
+    st.booleans(),
+    st.integers(0, 12),
+)
+def test_stop_strings_wait_for_min_tokens(ids, stops, keep, least):
+    """What the tokens before that many say is shown at once, and no stop string ends or begins there."""
+    early = max(0, least - 1)
+    before = "".join(WORDS[each] for each in ids[:early])
+    after, stop = stopped("".join(WORDS[each] for each in ids[early:]), stops, keep)
+    pieces, stream = pieces_of(LETTERS, ids, stops=stops, keep_stop=keep, min_tokens=least)
+    assert ("".join(pieces), stream.stop) == (before + after, stop)
+    assert pieces[:early] == [WORDS[each] for each in ids[:early]] + [""] * (early > len(ids))
+    assert stop is None or len(pieces) >= least  # so many tokens there are at least
+
+
 # ---- over HTTP ------------------------------------------------------------------------------------------------------
 
 
 def test_streams_say_what_whole_answers_say(serve, tiny_folder):
     """300 prompts with emoji and CJK, each answered at once and as a stream, a third of them with a stop string cut out of the
-    answer. The model has random weights and bytes for tokens, and is pushed to say parts of emoji and CJK characters."""
+    answer. The model has random weights and bytes for tokens, and is pushed to say parts of emoji and CJK characters.
+
+    Whole answers without a stop string come thirty in one body, and their streams are read as they are sent: it is quicker."""
     tokenizer = Tokenizer.from_folder(tiny_folder)
-    prompts = mixed_texts(300)
+    prompts = [f"Say {text}" for text in mixed_texts(300)]
     bias = {str(each): 5.0 for each in {*"😀日é中 ok\n".encode()}}
 
+    fields: dict[str, Any] = {
+        "model": "tiny", "max_tokens": 12, "temperature": 1, "logit_bias": bias, "return_token_ids": True,
+    }  # fmt: skip
+
     async def talk(url: str) -> list[tuple[Any, Any, list[Any]]]:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        async with httpx2.AsyncClient(base_url=f"{url}/v1", timeout=60, trust_env=False) as client:
             gate = asyncio.Semaphore(24)
 
-            async def one(number: int) -> tuple[Any, Any, list[Any]]:
-                fields: dict[str, Any] = {
-                    "model": "tiny", "prompt": "Say " + prompts[number], "max_tokens": 12, "temperature": 1, "seed": number,
-                    "logit_bias": bias, "extra_body": {"return_token_ids": True},
-                }  # fmt: skip
+            async def ask(prompt: str | list[str], **more: Any) -> list[Any]:
+                answer = await client.post("/completions", json={**fields, "prompt": prompt, **more})
+                return answer.json()["choices"]
+
+            async def one(number: int, plain: Any) -> tuple[Any, Any, list[Any]]:
+                whole, body = plain, {**fields, "prompt": prompts[number], "seed": number // TOGETHER, "stream": True}
                 async with gate:
-                    plain = (await client.completions.create(**fields)).choices[0]
-                    whole = plain
-                    if number % 3 == 0 and len(plain.text) > 4:
-                        fields["stop"] = [plain.text[3:5], "never"]
-                        whole = (await client.completions.create(**fields)).choices[0]
-                    stream = await client.completions.create(**fields, stream=True)
-                    return plain, whole, [chunk.choices[0] async for chunk in stream]
+                    if number % 3 == 0 and len(plain["text"]) > 4:
+                        body["stop"] = [plain["text"][3:5], "never"]
+                        (whole,) = await ask(prompts[number], seed=body["seed"], stop=body["stop"])
+                    async with client.stream("POST", "/completions", json=body) as stream:
+                        *events, done = [line.removeprefix("data: ") async for line in stream.aiter_lines() if line]
+                assert done == "[DONE]"
+                return plain, whole, [json.loads(each)["choices"][0] for each in events]
 
-            return await asyncio.gather(*(one(number) for number in range(len(prompts))))
+            plain: list[Any] = []
+            for start in range(0, len(prompts), TOGETHER):
+                plain += await ask(prompts[start : start + TOGETHER], seed=start // TOGETHER)
+            return await asyncio.gather(*(one(*each) for each in enumerate(plain)))
 
-    with serve("--model", str(tiny_folder), "--dtype", "float64", "--kv-memory", "1MiB") as running:
+    options = ("--dtype", "float64", "--kv-memory", "1MiB", "--no-sanitize")  # memory is not what is tested here
+    with serve("--model", str(tiny_folder), *options) as running:
         found = asyncio.run(talk(running.url))
     broken = multibyte = 0
+    assert len(found) == 300
     for plain, whole, choices in found:
-        decoded = tokenizer.decode(each for each in plain.token_ids if each != 256)
-        assert plain.text == decoded  # so a U+FFFD in it is one of the full decode
-        assert "".join(choice.text for choice in choices) == whole.text
-        assert [each for choice in choices for each in choice.token_ids] == whole.token_ids
-        assert choices[-1].finish_reason == whole.finish_reason and not any(choice.finish_reason for choice in choices[:-1])
+        decoded = tokenizer.decode(each for each in plain["token_ids"] if each != 256)
+        assert plain["text"] == decoded  # so a U+FFFD in it is one of the full decode
+        assert "".join(choice["text"] for choice in choices) == whole["text"]
+        assert [each for choice in choices for each in choice["token_ids"]] == whole["token_ids"]
+        *before, last = [choice["finish_reason"] for choice in choices]
+        assert last == whole["finish_reason"] and not any(before)
         if whole is not plain:
-            stop = plain.text[3:5]
-            assert whole.text == plain.text[: plain.text.index(stop)]
-            assert whole.finish_reason == "stop" and whole.stop_reason == choices[-1].stop_reason == stop
+            stop = plain["text"][3:5]
+            assert whole["text"] == plain["text"][: plain["text"].index(stop)]
+            assert whole["finish_reason"] == "stop" and whole["stop_reason"] == choices[-1]["stop_reason"] == stop
         broken += "\ufffd" in decoded
         multibyte += any(ord(letter) > 127 and letter != "\ufffd" for letter in decoded)
     assert broken > 100 and multibyte > 20  # there was something to get wrong
