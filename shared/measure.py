@@ -34,7 +34,7 @@ from .stages import ROOT
 
 SCHEMA = 1
 REPORTS = ROOT / "reports"
-PACKAGES = ("torch", "transformers", "tokenizers", "tiktoken", "safetensors", "numpy", "matplotlib")
+PACKAGES = ("torch", "transformers", "tokenizers", "tiktoken", "safetensors", "numpy", "matplotlib", "aiohttp")
 GIB = 2**30
 Device = torch.device | str
 
@@ -317,7 +317,7 @@ def run_fresh(module: str, arguments: Sequence[str] = (), interval: float = 0.00
         try:
             while process.poll() is None:
                 for pid in [process.pid, *_children(process.pid)]:
-                    peaks[pid] = max(peaks.get(pid, 0), _peak_so_far(pid))
+                    peaks[pid] = max(peaks.get(pid, 0), peak_so_far(pid))
                 time.sleep(interval)
         finally:
             if process.poll() is None:
@@ -337,7 +337,8 @@ def peak_memory(module: str, arguments: Sequence[str] = ()) -> int:
     return run_fresh(module, arguments).peak_bytes
 
 
-def _peak_so_far(pid: int) -> int:
+def peak_so_far(pid: int) -> int:
+    """Bytes of memory that a process has had at most until now; where the system does not keep that, has now."""
     if sys.platform == "linux":
         found = re.search(r"^VmHWM:\s+(\d+) kB", _read(Path(f"/proc/{pid}/status")), re.MULTILINE)
         return int(found[1]) * 1024 if found else 0

@@ -10,6 +10,7 @@ Tables go between markers on lines of their own, in README.md and in a stage's R
     <!-- table: stage02_kv_cache.speed -->      a stage's table, wherever the marker stands
     <!-- table: speed @ nvidia-h200 -->         from another machine than the default one
     <!-- table: stages -->                      all stages: question, result in one line, file to open first
+    <!-- table: references -->                  what other projects say, from reports/references.json, and our counterpart
     <!-- /table -->
 
 Charts go to reports/<machine>/<stage>_<stem>.svg. `--check` writes nothing and says what a run without it would change.
@@ -30,7 +31,7 @@ from typing import Any
 
 import matplotlib
 
-from . import charts, cli, measure, stages
+from . import charts, cli, measure, stages, staircase
 from .errors import UserError
 
 TABLE = re.compile(r"^<!-- table: (?P<name>[\w.-]+)(?: @ (?P<machine>[\w.-]+))? -->$")
@@ -56,9 +57,9 @@ class Build:
 
 
 def benchmarks() -> dict[str, Any]:
-    """The benchmark module of every stage that has one, in reading order."""
+    """The benchmark module of every stage that has one, in reading order, and the staircase, which compares them."""
     names = [name for name in stages.discover() if (stages.ROOT / name / "benchmark.py").exists()]
-    return {name: importlib.import_module(f"{name}.benchmark") for name in names}
+    return {name: importlib.import_module(f"{name}.benchmark") for name in names} | {staircase.KIND: staircase}
 
 
 def drawn_with() -> dict[str, str]:
@@ -122,7 +123,10 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
         if (machine, stage) in tables:
             tables[None, stage] = tables[machine, stage]
     if folders:
-        tables[None, ""] = {"stages": _stages_table(folders, headlines, result)}
+        tables[None, ""] = {
+            "stages": _stages_table(folders, headlines, result),
+            "references": _references_table(reports / "references.json", headlines, result),
+        }
     for path in _texts(root):
         _build_text(path, root, tables, pictures, result)
     return result
@@ -178,6 +182,18 @@ def _stages_table(folders: list[Path], headlines: Mapping[str, str], result: Bui
             result.problems.append(f"{folder.name}/__init__.py names the file {first}, which does not exist")
         stage, opened = f"[{folder.name}]({folder.name}/)", f"[`{first}`]({folder.name}/{first})"
         lines.append(f"| {stage} | {question} | {headlines.get(folder.name, 'not measured yet')} | {opened} |")
+    return "\n".join(lines)
+
+
+def _references_table(path: Path, headlines: Mapping[str, str], result: Build) -> str:
+    """What others say of engines like these, what to know about it, and what the stage that does the same found here."""
+    lines = ["| project | says | on | what to know | our counterpart |", "|---|---|---|---|---|"]
+    try:
+        for each in json.loads(_read(path) or b"[]"):
+            ours = f"[{each['stage']}](../{each['stage']}/REPORT.md): {headlines.get(each['stage'], 'not measured yet')}"
+            lines.append(f"| {each['project']} | {each['says']} | {each['on']} | {each['caveat']} | {ours} |")
+    except (ValueError, TypeError, KeyError) as error:
+        result.problems.append(f"{path.name} is damaged ({error}): it is a list of project, says, on, caveat and stage")
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ nothing in `shared` imports a stage when it is imported itself."""
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,20 @@ def sampling_params() -> Any:
 def load_model(checkpoint: Any, **options: Any) -> Any:
     """The one model of all stages, which the first defines."""
     return importlib.import_module(f"{discover()[0]}.model").load_model(checkpoint, **options)
+
+
+def run_all(engine: Any, prompts: Sequence[list[int]], sampling: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """Answer all `prompts` as fast as the engine of any stage can: together where it takes several, else one after the other.
+    Yields (place of the prompt, token id), as soon as each token is there."""
+    if hasattr(engine, "add"):  # from stage 04 on
+        request = importlib.import_module("stage04_continuous.request").Request
+        added = [engine.add(request(prompt, each)) for prompt, each in zip(prompts, sampling, strict=True)]
+        place = {each.id: number for number, each in enumerate(added)}
+        yield from ((place[name], token.id) for name, token in engine.run())
+    elif hasattr(engine, "run"):  # stage 03
+        output = importlib.import_module("stage01_forward.generation").Output
+        outputs = [output(list(prompt)) for prompt in prompts]
+        yield from ((number, token.id) for number, token in engine.run(outputs, list(sampling)))
+    else:
+        for number, (prompt, each) in enumerate(zip(prompts, sampling, strict=True)):
+            yield from ((number, token.id) for token in engine.stream(prompt, each))

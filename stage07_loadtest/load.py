@@ -1,0 +1,172 @@
+"""One point of a load test: warm up, send what the schedule says when it says so, and write down what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+from tqdm import tqdm
+
+from .client import Record, Target, open_session, send
+from .schedule import Schedule
+from .server import Counters, settled
+from .workload import Ask
+
+SAMPLING = 0.01  # seconds between two looks at how many requests are in flight
+
+
+@dataclass(frozen=True)
+class ServerDelta:
+    """What the server's own counters say of the measured part, warm-up left out, and its state afterwards."""
+
+    prompt_tokens: int  # counters: after minus before
+    generation_tokens: int
+    success: int
+    running: int  # state, after waiting for it to become zero
+    waiting: int
+    kv_cache_usage: float
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything came back: nothing runs, nothing waits, no block is owned."""
+        return not (self.running or self.waiting or self.kv_cache_usage)
+
+
+@dataclass
+class Point:
+    """One load, measured once."""
+
+    workload: str
+    schedule: Schedule
+    records: list[Record]  # without warm-up, by index
+    started_unix: float  # seconds since 1970, when the measured part began
+    duration: float  # seconds, to the end of the last request
+    client_cpu: float  # share of one core that this process took meanwhile
+    server: ServerDelta | None  # None: the server has no /metrics that we know
+    in_flight: list[tuple[float, int]]  # (seconds, requests sent and not ended), sampled at even intervals
+    interrupted: bool = False  # by Ctrl-C: requests that had not ended are left out
+
+
+async def run_point(
+    target: Target,
+    asks: Sequence[Ask],
+    schedule: Schedule,
+    *,
+    workload: str = "",
+    warmup: int = 0,
+    seconds: float | None = None,
+    progress: bool = False,
+) -> Point:
+    """Measure one point: the first `warmup` requests at once and for nobody, the others as scheduled.
+
+    No request starts later than `seconds` after the start; those that have are waited for. Cancelled, it returns what was
+    measured so far, and says so. Raises ValueError if there are fewer requests than the schedule has starts.
+    """
+    measured = asks[warmup:]
+    if schedule.starts is not None and len(measured) != len(schedule.starts):
+        raise ValueError(f"{len(schedule.starts)} starts, and {len(measured)} requests after {warmup} to warm up")
+    async with open_session(target) as session:
+        await asyncio.gather(*(send(session, target, ask, 0.0, time.perf_counter) for ask in asks[:warmup]))
+        before = await settled(session, target)
+        after, interrupted = None, False
+        with tqdm(
+            total=len(measured) if seconds is None else None, desc=str(schedule), unit="req", leave=False,
+            disable=None if progress else True, mininterval=0.5,
+        ) as bar:  # fmt: skip
+            run = Run(session, target, measured, seconds, bar)
+            try:
+                await run.through(schedule)
+                after = await settled(session, target) if before is not None else None
+            except asyncio.CancelledError:  # whoever wants an end gets it, with what there is
+                task = asyncio.current_task()
+                assert task is not None
+                task.uncancel()
+                interrupted = True
+    return Point(
+        workload, schedule, sorted(run.records, key=lambda record: record.index), run.started_unix, run.duration,
+        run.cpu / run.duration if run.duration else 0.0, delta(before, after), run.in_flight, interrupted,
+    )  # fmt: skip
+
+
+def delta(before: Counters | None, after: Counters | None) -> ServerDelta | None:
+    """What happened between two looks at the counters, and the state at the second."""
+    if before is None or after is None:
+        return None
+    return ServerDelta(
+        after.prompt_tokens - before.prompt_tokens, after.generation_tokens - before.generation_tokens,
+        after.success - before.success, after.running, after.waiting, after.kv_cache_usage,
+    )  # fmt: skip
+
+
+class Run:
+    """The measured part of a point."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, target: Target, asks: Sequence[Ask], seconds: float | None, bar: tqdm
+    ) -> None:
+        self.session, self.target, self.asks, self.seconds, self.bar = session, target, asks, seconds, bar
+        self.records: list[Record] = []  # in the order in which they ended
+        self.in_flight: list[tuple[float, int]] = []
+        self.started_unix = self.duration = self.cpu = 0.0
+        self._now = self._tokens = self._failed = 0
+        self._origin = 0.0
+
+    def clock(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._origin
+
+    async def through(self, schedule: Schedule) -> None:
+        """Send everything and wait for the ends. Cancelled, it leaves what there is."""
+        sampling = asyncio.create_task(self._sample())
+        self.started_unix, cpu, self._origin = time.time(), time.process_time(), time.perf_counter()
+        try:
+            async with asyncio.TaskGroup() as group:
+                if schedule.users is not None:
+                    turns = enumerate(self.asks)
+                    for _ in range(schedule.users):
+                        group.create_task(self._user(turns))
+                else:
+                    await self._dispatch(schedule.starts or [], group)
+        finally:
+            sampling.cancel()
+            self.cpu, self.duration = time.process_time() - cpu, self.clock()
+
+    async def _user(self, turns: Iterator[tuple[int, Ask]]) -> None:
+        """A closed loop: the next request when the last one has ended."""
+        free = 0.0
+        for index, ask in turns:
+            free = (await self._one(index, ask, free)).end
+            if self.seconds is not None and free > self.seconds:
+                break
+
+    async def _dispatch(self, starts: Sequence[float], group: asyncio.TaskGroup) -> None:
+        """An open loop: each request at its time, whatever has become of the others."""
+        for index, (start, ask) in enumerate(zip(starts, self.asks, strict=True)):
+            if self.seconds is not None and start > self.seconds:
+                break
+            if (early := start - self.clock()) > 0:
+                await asyncio.sleep(early)
+            group.create_task(self._one(index, ask, start))
+
+    async def _one(self, index: int, ask: Ask, intended: float) -> Record:
+        self._now += 1
+        try:
+            record = await send(self.session, self.target, ask, intended, self.clock, index)
+        finally:
+            self._now -= 1
+        self.records.append(record)
+        self._tokens += record.completion_tokens or 0
+        self._failed += record.failure is not None
+        self.bar.set_postfix_str(f"{self._tokens / max(record.end, 1e-9):.0f} tok/s, {self._failed} failed", refresh=False)
+        self.bar.update()
+        return record
+
+    async def _sample(self) -> None:
+        due = 0.0
+        while True:
+            self.in_flight.append((self.clock(), self._now))
+            due += SAMPLING
+            await asyncio.sleep(max(0.0, due - self.clock()))

@@ -1,0 +1,422 @@
+"""A server whose latencies are known, to check the ruler with: `python -m stage07_loadtest.mock --ttft 0.1 --itl 0.02`.
+
+It speaks as much of OpenAI's API as a load test needs, and has no model: the text is noise, and each token is sent at a moment
+that was fixed when the request's turn came. It can fail in every way in which servers do, and freeze from time to time. What it
+says of itself at /metrics is exact. It is no stand-in for a model in tests of engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from shared import cli, stages
+from shared.errors import UserError
+
+MODEL = "mock"
+FAULTS = {
+    "refused": "nobody listens at the address",
+    "500": "status 500",
+    "503": "status 503",
+    "504": "status 504",
+    "reset": "the connection is lost in the middle",
+    "hang": "silence from the middle on, until the client goes",
+    "cut": "the stream ends in the middle, as if that were all",
+    "no_finish": "all tokens, and no finish reason",
+    "no_done": "all tokens, and no [DONE]",
+    "error_event": "an error inside of the stream",
+    "garbage": "an event that is no JSON",
+    "wrong_count": "one token fewer than was asked for",
+    "no_usage": "no count of tokens at the end",
+    "wrong_counter": "/metrics counts a token that was never sent",
+    "leak": "the blocks are never given back",
+}
+IN_THE_MIDDLE = ("reset", "hang", "cut", "error_event", "garbage")
+STATUSES = {"500": "an error", "503": "no room", "504": "too late"}
+CACHE_TOKENS = 2**16  # that the cache would hold; the mock never runs out of it
+REMEMBERED = 1000  # bodies of requests
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What the server does. Raises UserError for what contradicts itself.
+
+    ttft, itl: seconds from a request's turn to its first token, and from each token to the next. slots: how many answers grow
+    at a time, the others waiting in line; None has no limit. chunk_tokens: tokens in one event, sent when the last of them is
+    due. stall, stall_every: it freezes for `stall` seconds, the first time `stall_every` seconds after the first request, and
+    then each `stall_every` seconds.
+    fault: one of FAULTS, and `fault_every` says which requests have it: each, or each second one, and so on. api_key: what
+    clients must send.
+    """
+
+    ttft: float = 0.1
+    itl: float = 0.02
+    slots: int | None = None
+    chunk_tokens: int = 1
+    stall: float = 0.0
+    stall_every: float = 0.0
+    fault: str | None = None
+    fault_every: int = 1
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.stall > 0) != (self.stall_every > 0) or self.stall < 0:
+            raise UserError("A stall needs both a length and a period: give --stall and --stall-every, both above 0.")
+        if self.stall and self.stall >= self.stall_every:
+            raise UserError("The server would never wake up: make --stall shorter than --stall-every.")
+        if self.fault is not None and self.fault not in FAULTS:
+            raise UserError(f"There is no fault '{self.fault}': choose one of {', '.join(FAULTS)}.")
+        if self.fault == "refused" and self.fault_every != 1:
+            raise UserError("Either nobody is refused or everybody: leave --fault-every out with --fault refused.")
+
+    def due(self, start: float, work: float) -> float:
+        """When `work` seconds of work that began at `start` are done; both moments in seconds since the first request.
+
+        A frozen server does no work, so each freeze on the way puts the end off by what is left of it.
+        """
+        if not self.stall:
+            return start + work
+        number = max(1, int(start // self.stall_every))  # the freeze that is on, has just ended, or comes next
+        while True:
+            begins = number * self.stall_every
+            if start + work <= begins:
+                return start + work
+            ends = begins + self.stall
+            if start < ends:
+                work -= max(0.0, begins - start)
+                start = ends
+            number += 1
+
+
+@dataclass
+class Answer:
+    """One request, as it is answered. `middle`: the number of tokens after which it goes wrong, if it does."""
+
+    id: str
+    prompt_tokens: int
+    asked: int
+    count: int  # tokens that it will have
+    fault: str | None
+    finish_reason: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    sent: int = 0
+
+    @property
+    def middle(self) -> int:
+        return self.count // 2
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.sent, "total_tokens": self.prompt_tokens + self.sent
+        }  # fmt: skip
+
+    def body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": MODEL, "choices": choices, **more}
+
+
+class Mock:
+    """The server's state and its endpoints. `url` is set once it listens.
+
+    For tests that run it in their own process: `bodies` are the newest requests, in order; `most_running` and `most_waiting` are
+    how many answers grew, and stood in line, at the same time.
+    """
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+        self.url = ""
+        self.bodies: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
+        self.requests = self.running = self.waiting = self.most_running = self.most_waiting = 0
+        self.held = 0  # tokens in the cache that does not exist
+        self.first: float | None = None  # the loop's time at the first request
+        self._slots = asyncio.Semaphore(behaviour.slots or sys.maxsize)
+        self.registry = CollectorRegistry()
+        self._running, self._waiting, self._cache = (
+            Gauge(f"vllm:{name}", about, ["model_name"], registry=self.registry).labels(MODEL)
+            for name, about in (
+                ("num_requests_running", "Answers that grow."),
+                ("num_requests_waiting", "Requests in line."),
+                ("kv_cache_usage_perc", "Share of the cache that is owned, from 0 to 1."),
+            )
+        )
+        self._prompt_tokens, self._generated = (
+            Counter(f"vllm:{name}", about, ["model_name"], registry=self.registry).labels(MODEL)
+            for name, about in (("prompt_tokens", "Tokens of prompts."), ("generation_tokens", "Tokens of answers."))
+        )
+        self._ended = Counter(
+            "vllm:request_success", "Answers that ended.", ["model_name", "finished_reason"], registry=self.registry
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self._ended.labels(MODEL, reason)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=2**24)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/completions", self.completions)
+        return app
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def models(self, request: web.Request) -> web.Response:
+        self._authorize(request)
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        self._authorize(request)
+        self._running.set(self.running)
+        self._waiting.set(self.waiting)
+        self._cache.set(self.held / CACHE_TOKENS)
+        return web.Response(body=generate_latest(self.registry), content_type="text/plain")
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        self._authorize(request)
+        try:
+            body = await request.json()
+            prompt, asked = body["prompt"], body.get("max_tokens", 16)
+            if not (isinstance(prompt, str | list) and prompt and isinstance(asked, int) and asked > 0):
+                raise ValueError
+        except (ValueError, TypeError, KeyError):
+            _refuse(400, "The body must be JSON with a prompt that is not empty, and max_tokens above 0.")
+        if self.first is None:
+            self.first = asyncio.get_running_loop().time()
+        self.bodies.append(body)
+        self.requests += 1
+        fault = self.behaviour.fault if self.requests % self.behaviour.fault_every == 0 else None
+        if fault in STATUSES:
+            _refuse(int(fault), f"A planted fault: {STATUSES[fault]}.")
+        # A model that may stop earlier does so: who wants equal lengths must say that its end-of-text does not count.
+        count = asked if body.get("ignore_eos") is True else (asked + 1) // 2
+        answer = Answer(
+            id=f"cmpl-{self.requests}",
+            prompt_tokens=len(prompt if isinstance(prompt, list) else prompt.encode()),
+            asked=asked,
+            count=count - (fault == "wrong_count"),
+            fault=fault,
+            finish_reason="length" if count == asked else "stop",
+        )
+        waits = self._slots.locked()
+        self.waiting += waits
+        self.most_waiting = max(self.most_waiting, self.waiting)
+        try:
+            await self._slots.acquire()
+        finally:
+            self.waiting -= waits
+        try:
+            return await self._answer(request, body, answer)
+        finally:
+            self._slots.release()
+
+    async def _answer(self, request: web.Request, body: dict[str, Any], answer: Answer) -> web.StreamResponse:
+        """Answer in a slot, with the counts kept whatever becomes of it."""
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        held = answer.prompt_tokens + answer.count
+        self.held += held
+        self._prompt_tokens.inc(answer.prompt_tokens)
+        reason = "abort"  # unless it comes to its end
+        try:
+            if body.get("stream"):
+                response = await self._stream(request, body, answer)
+            else:
+                response = await self._whole(answer)
+            reason = "error" if answer.fault in IN_THE_MIDDLE else answer.finish_reason
+            return response
+        finally:
+            self.running -= 1
+            self.held -= held * (answer.fault != "leak")
+            self._ended.labels(MODEL, reason).inc()
+
+    async def _whole(self, answer: Answer) -> web.Response:
+        async for tokens in self._paced(answer):
+            self._say(answer, tokens)
+        choice = {"index": 0, "text": " noise" * answer.sent, "logprobs": None, "finish_reason": answer.finish_reason}
+        return web.json_response(answer.body([choice], usage=answer.usage))
+
+    async def _stream(self, request: web.Request, body: dict[str, Any], answer: Answer) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        async for tokens in self._paced(answer):
+            last = answer.sent + tokens == answer.count
+            if answer.fault in IN_THE_MIDDLE and (answer.sent >= answer.middle or last):
+                await self._break(request, response, answer.fault)
+                return response
+            choice: dict[str, Any] = {"index": 0, "text": " noise" * tokens, "logprobs": None, "finish_reason": None}
+            if body.get("return_token_ids"):
+                choice["token_ids"] = list(range(answer.sent, answer.sent + tokens))
+            if last and answer.fault != "no_finish":
+                choice["finish_reason"] = answer.finish_reason
+            self._say(answer, tokens)
+            await response.write(_event(answer.body([choice])))
+        if (body.get("stream_options") or {}).get("include_usage") and answer.fault != "no_usage":
+            await response.write(_event(answer.body([], usage=answer.usage)))
+        if answer.fault != "no_done":
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _paced(self, answer: Answer) -> AsyncIterator[int]:
+        """The number of tokens in each chunk, at the moment when it is due.
+
+        All moments are worked out from the start, not from the one before: a late chunk does not make the next ones late.
+        """
+        loop = asyncio.get_running_loop()
+        assert self.first is not None
+        start = loop.time() - self.first
+        for done in range(0, answer.count, self.behaviour.chunk_tokens):
+            tokens = min(self.behaviour.chunk_tokens, answer.count - done)
+            work = self.behaviour.ttft + (done + tokens - 1) * self.behaviour.itl
+            due = self.first + self.behaviour.due(start, work)
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            yield tokens
+
+    def _say(self, answer: Answer, tokens: int) -> None:
+        answer.sent += tokens
+        more = answer.fault == "wrong_counter" and answer.sent == answer.count
+        self._generated.inc(tokens + more)
+
+    async def _break(self, request: web.Request, response: web.StreamResponse, fault: str) -> None:
+        """End the stream as `fault` says."""
+        if fault == "hang":
+            await asyncio.Event().wait()  # the handler is cancelled when the client goes
+        elif fault == "reset":
+            assert request.transport is not None
+            # To close without waiting tells the other side that the connection broke, not that it ended.
+            linger = struct.pack("hh" if sys.platform == "win32" else "ii", 1, 0)
+            request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            request.transport.abort()
+            return
+        elif fault == "error_event":
+            await response.write(_event(_error(500, "A planted fault: an error in the middle.")) + b"data: [DONE]\n\n")
+        elif fault == "garbage":
+            await response.write(b"data: {this is no JSON\n\ndata: [DONE]\n\n")
+        await response.write_eof()
+
+    def _authorize(self, request: web.Request) -> None:
+        key = self.behaviour.api_key
+        if key is not None and request.headers.get("Authorization") != f"Bearer {key}":
+            _refuse(401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "MockError", "param": None, "code": status}}
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+def _refuse(status: int, message: str) -> NoReturn:
+    """End a request with an error before its stream has begun."""
+    kinds: dict[int, type[web.HTTPException]] = {
+        400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 500: web.HTTPInternalServerError,
+        503: web.HTTPServiceUnavailable, 504: web.HTTPGatewayTimeout,
+    }  # fmt: skip
+    headers = {"Retry-After": "1"} if status == 503 else None
+    raise kinds[status](text=json.dumps(_error(status, message)), content_type="application/json", headers=headers)
+
+
+@contextlib.asynccontextmanager
+async def serving(behaviour: Behaviour | None = None, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Mock]:
+    """The mock in this process, for as long as the block lasts. Raises UserError if the port cannot be had.
+
+    It shares the event loop with whoever measures it, so what needs exact times starts the program instead.
+    """
+    mock = Mock(behaviour or Behaviour())
+    try:
+        listening = socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        raise UserError(
+            f"Port {port} on {host} cannot be opened ({error.strerror}): choose another --port, or stop what has it."
+        ) from None
+    mock.url = "http://{}:{}".format(*listening.getsockname()[:2])
+    if mock.behaviour.fault == "refused":
+        # A port that is taken and at which nobody listens: a free one could be somebody else's in a moment.
+        listening.close()
+        with socket.socket() as taken:
+            taken.bind((host, int(mock.url.rsplit(":", 1)[1])))
+            yield mock
+        return
+    runner = web.AppRunner(mock.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.SockSite(runner, listening).start()
+    try:
+        yield mock
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.contextmanager
+def process(*arguments: str) -> Iterator[str]:
+    """The mock as a program of its own, with these options and a free port, for as long as the block lasts; gives its address.
+
+    Raises RuntimeError with the program's words if it does not start.
+    """
+    command = [sys.executable, "-m", __spec__.name, "--port", "0", *arguments]
+    with subprocess.Popen(command, cwd=stages.ROOT, stderr=subprocess.PIPE, encoding="utf-8") as program:
+        assert program.stderr is not None
+        try:
+            first = program.stderr.readline()
+            if " at http://" not in first:
+                raise RuntimeError(f"The mock did not start: {first}{program.stderr.read()}")
+            yield first.split()[-1]
+        finally:
+            program.kill()
+
+
+def parser() -> cli.Parser:
+    found = cli.Parser(
+        "stage07_loadtest.mock",
+        "A server without a model whose latencies are known, to check a load test with. It fails and freezes if it is told to.",
+        "  python -m stage07_loadtest.mock --ttft 0.1 --itl 0.02\n"
+        "  python -m stage07_loadtest.mock --slots 4                     four at a time, the others wait in line\n"
+        "  python -m stage07_loadtest.mock --stall 1 --stall-every 5     frozen for one second of five\n"
+        "  python -m stage07_loadtest.mock --fault cut --fault-every 10  each tenth answer ends in the middle",
+    )
+    seconds, many = cli.number(0, 86_400), cli.whole_number(1, 100_000)
+    found.add_argument("--host", default="127.0.0.1", help="address to listen on; default %(default)s")
+    found.add_argument("--port", type=cli.whole_number(0, 65_535), default=8000, help="0 takes a free one; default %(default)s")
+    found.add_argument("--api-key", metavar="KEY", help="clients must send it; none by default")
+    group = found.add_argument_group("what it does")
+    group.add_argument("--ttft", type=seconds, default=0.1, metavar="S", help="seconds to the first token; default %(default)g")
+    group.add_argument("--itl", type=seconds, default=0.02, metavar="S", help="seconds between tokens; default %(default)g")
+    group.add_argument("--slots", type=many, metavar="N", help="answers that grow at a time; default is all that come")
+    group.add_argument("--chunk-tokens", type=many, default=1, metavar="N", help="tokens in one event; default %(default)s")
+    group.add_argument("--stall", type=seconds, default=0.0, metavar="S", help="seconds for which it freezes")
+    group.add_argument("--stall-every", type=seconds, default=0.0, metavar="S", help="seconds from one freeze to the next")
+    group.add_argument("--fault", choices=FAULTS, help="; ".join(f"{name}: {about}" for name, about in FAULTS.items()))
+    group.add_argument("--fault-every", type=many, default=1, metavar="N", help="each N-th request has the fault; default all")
+    return found
+
+
+async def serve(behaviour: Behaviour, host: str, port: int) -> None:
+    """Serve until the program is stopped."""
+    async with serving(behaviour, host, port) as mock:
+        print(f"The mock serves {MODEL} at {mock.url}", file=sys.stderr, flush=True)
+        await asyncio.Event().wait()
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = vars(parser().parse_args(argv))
+    host, port = options.pop("host"), options.pop("port")
+    asyncio.run(serve(Behaviour(**options), host, port))
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

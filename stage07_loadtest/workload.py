@@ -1,0 +1,140 @@
+"""What is asked: prompts as token ids, so that their lengths are exact with any tokenizer, and how many tokens are wanted."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import UserError
+
+LENGTHS = {"short": 8, "medium": 32, "long": 64}  # tokens of the prompt
+WORKLOADS = (*LENGTHS, "mixed", "shared")
+ANSWER = 50  # tokens
+# Lognormal lengths, as those of people are: median, spread of the logarithm, least and most.
+MIXED_PROMPT = 64, 0.8, 4, 384
+MIXED_ANSWER = 40, 0.8, 4, 200
+SYSTEM = 256  # tokens that all prompts of "shared" begin with
+QUESTION = 8, 32  # least and most behind them
+VOCABULARY = 256  # any tokenizer has so many
+CONTEXT = 1024
+MOST_TRACE_BYTES = 2**28
+MOST_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. `at` only in a trace: seconds after the start."""
+
+    prompt: list[int] | str
+    max_tokens: int
+    at: float | None = None
+
+
+def make(name: str, count: int, seed: int | str, *, vocab: int = VOCABULARY, longest: int = CONTEXT) -> list[Ask]:
+    """`count` requests of a workload, the same ones for the same seed.
+
+    No two prompts are alike, so that no cache answers for the model; those of "shared" have their beginning in common, because
+    a prefix cache is what they are for. Ids are from 0 to `vocab` - 1, and prompt and answer fit in `longest` tokens together.
+
+    Raises UserError for an unknown name, or a workload that does not fit.
+    """
+    if name not in WORKLOADS:
+        raise UserError(f"There is no workload '{name}': choose one of {', '.join(WORKLOADS)}.")
+    need = _most(name)
+    if need > longest:
+        raise UserError(f"The workload '{name}' takes {need} tokens, and the model's context is {longest}: choose another one.")
+    chance = random.Random(f"{name} {seed}")
+    system = [chance.randrange(vocab) for _ in range(SYSTEM)] if name == "shared" else []
+    asks: list[Ask] = []
+    known: set[tuple[int, ...]] = set()
+    while len(asks) < count:
+        prompt, answer = _lengths(name, chance)
+        ids = [chance.randrange(vocab) for _ in range(prompt)]
+        if tuple(ids) not in known:
+            known.add(tuple(ids))
+            asks.append(Ask(system + ids, answer))
+    return asks
+
+
+def _most(name: str) -> int:
+    """Tokens that a prompt and its answer have together at most."""
+    if name == "mixed":
+        return MIXED_PROMPT[-1] + MIXED_ANSWER[-1]
+    return (SYSTEM + QUESTION[-1] if name == "shared" else LENGTHS[name]) + ANSWER
+
+
+def _lengths(name: str, chance: random.Random) -> tuple[int, int]:
+    """Tokens of one prompt, without what all have in common, and of its answer."""
+    if name == "mixed":
+        return _lognormal(chance, *MIXED_PROMPT), _lognormal(chance, *MIXED_ANSWER)
+    return (chance.randint(*QUESTION) if name == "shared" else LENGTHS[name]), ANSWER
+
+
+def _lognormal(chance: random.Random, median: float, spread: float, least: int, most: int) -> int:
+    return min(max(round(chance.lognormvariate(math.log(median), spread)), least), most)
+
+
+def load_trace(path: Path, seed: int = 0, *, vocab: int = VOCABULARY) -> list[Ask]:
+    """The requests of a JSONL file, in the order of their times: {"prompt": "Once", "max_tokens": 9, "at": 0.5} a line.
+
+    A prompt is a text or a list of token ids; "prompt_tokens": n stands for n random ones, for traces that keep lengths only.
+    Raises UserError, with the file and the line, for everything else.
+    """
+    try:
+        if path.stat().st_size > MOST_TRACE_BYTES:
+            raise UserError(f"The trace {path} is over {MOST_TRACE_BYTES // 2**20} MiB: split it.")
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"The trace {path} cannot be read ({error.strerror}): name a JSONL file.") from None
+    chance = random.Random(f"trace {seed}")
+    asks = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            asks.append(_ask(json.loads(line), lambda count: [chance.randrange(vocab) for _ in range(count)]))
+        except ValueError as error:  # of JSON and of UTF-8 as well
+            raise UserError(
+                f"{path}, line {number}: {_why(error)}. Write lines such as "
+                '{"prompt": "Once upon a time", "max_tokens": 50, "at": 0.5}.'
+            ) from None
+    if not asks:
+        raise UserError(f"The trace {path} is empty: write one request a line.")
+    return sorted(asks, key=lambda ask: ask.at or 0.0)
+
+
+def _ask(line: Any, make_ids: Callable[[int], list[int]]) -> Ask:
+    """Raises ValueError that says what is wrong."""
+    if not isinstance(line, dict):
+        raise ValueError("it is no JSON object")
+    if ("prompt" in line) == ("prompt_tokens" in line):
+        raise ValueError("it needs one of 'prompt' and 'prompt_tokens'")
+    at = line.get("at")
+    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < math.inf:
+        raise ValueError("'at' must be seconds after the start, 0 or more")
+    if "prompt_tokens" in line:
+        prompt: Any = make_ids(_count(line, "prompt_tokens"))
+    else:
+        prompt = line["prompt"]
+        ids = isinstance(prompt, list) and all(type(each) is int and each >= 0 for each in prompt)
+        if not prompt or not (ids or isinstance(prompt, str)):
+            raise ValueError("'prompt' must be a text or a list of token ids, and not empty")
+    return Ask(prompt, _count(line, "max_tokens"), float(at))
+
+
+def _count(line: Mapping[str, Any], name: str) -> int:
+    value = line.get(name)
+    if type(value) is not int or not 1 <= value <= MOST_TOKENS:
+        raise ValueError(f"'{name}' must be a whole number from 1 to {MOST_TOKENS}")
+    return value
+
+
+def _why(error: ValueError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return f"it is no JSON ({error})" if isinstance(error, json.JSONDecodeError) else str(error)
