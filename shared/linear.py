@@ -5,9 +5,10 @@ machines that library leaves half to two thirds of the processor unused. Two thi
 
 - oneDNN can lay the weight out once, at load (`pack`), and it computes a GELU on the way out for nothing.
 - One row is a special case: the product is then bound by reading the weight. As a batch of eight small products
-  (`one_row`) MKL reads at the full bandwidth of the memory in float32, which neither library does with one large one.
-  That needs the weight by rows as well, so it costs the memory of a second copy. In bfloat16 there is no such way, but
-  oneDNN is up to a third quicker with four rows than with one, so a single row gets three rows of zeros for company.
+  (`one_row`) MKL reads at the full bandwidth of an AMD machine's memory in float32, which neither library does with one
+  large one; on an Intel machine the large one was quicker (`F.linear`). Both need the weight by rows as well, so they
+  cost the memory of a second copy. In bfloat16 oneDNN is up to a third quicker with four rows than with one, so a single
+  row gets three rows of zeros for company.
 
 On other processors the plain layer may win, so `optimize` measures for a moment and keeps the fastest; where packing
 does not exist (CUDA, MPS, float64, a build without oneDNN) the plain layer stays. Only the order of the additions
@@ -16,6 +17,7 @@ differs: results agree to rounding (tested).
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -57,25 +59,38 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.baddbmm(bias.view(count, -1, 1), pieces, column).view(1, -1)
 
 
+# x (1, in), weight (out, in) by rows, bias -> (1, out)
+OneRow = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+ONE_ROW: tuple[OneRow, ...] = (one_row, F.linear)  # which is quicker, the machine decides
+
+
 class PackedLinear(nn.Module):
-    """`nn.Linear` with its weight packed once, and by rows as well if `by_rows`. The original may be freed.
+    """`nn.Linear` with its weight packed once, and after `by_rows` by rows as well. The original may be freed.
 
     `gelu` True applies GPT-2's GELU to the result.
     """
 
-    def __init__(self, plain: nn.Linear, by_rows: bool = False, gelu: bool = False) -> None:
+    def __init__(self, plain: nn.Linear, gelu: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features, self.gelu = plain.in_features, plain.out_features, gelu
         self.bias = plain.bias
         # No parameters and no buffers: state_dict cannot store the packed layout, and half a layer is no use to it.
         self.packed = pack(plain.weight)
-        self.rows = plain.weight.detach().contiguous() if by_rows and parts(self.out_features) else None
+        self.single: OneRow | None = None
+        self.rows: Tensor | None = None
+
+    def by_rows(self, weight: Tensor, single: OneRow) -> PackedLinear:
+        """This layer, packed weight shared, with `weight` (out, in) by rows and `single` for inputs of one row."""
+        layer = copy.copy(self)
+        if single is not one_row or parts(self.out_features):
+            layer.single, layer.rows = single, weight.detach().contiguous()
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         flat = x.reshape(-1, self.in_features)
-        if self.rows is not None and len(flat) == 1:
-            y = one_row(flat, self.rows, self.bias)
+        if self.single is not None and self.rows is not None and len(flat) == 1:
+            y = self.single(flat, self.rows, self.bias)
             y = F.gelu(y, approximate="tanh") if self.gelu else y
         else:
             y = self.by_packed(flat)
@@ -163,15 +178,16 @@ def optimize(model: nn.Module, mode: str = "auto") -> str:
             )
         return "plain"
     gelus = followed_by_gelu(model)
-    packed = {name: PackedLinear(layer, by_rows=True, gelu=name in gelus) for name, layer in layers.items()}
+    packed = {name: PackedLinear(layer, name in gelus) for name, layer in layers.items()}
     plain = [(layer.in_features, layer) for layer in layers.values()]
-    always_packed = [(layer.in_features, layer.by_packed) for layer in packed.values()]
-    one_row_by_rows = [(layer.in_features, layer) for layer in packed.values()]
-    if mode == "auto" and not faster(plain, always_packed, (1, 32), dtype):
+    best: Layers = [(layer.in_features, layer.by_packed) for layer in packed.values()]
+    if mode == "auto" and not faster(plain, best, (1, 32), dtype):
         return "plain"
-    if not faster(always_packed, one_row_by_rows, (1,), dtype):
-        for layer in packed.values():
-            layer.rows = None
+    for single in ONE_ROW:
+        tried = {name: packed[name].by_rows(layer.weight, single) for name, layer in layers.items()}
+        layers_tried = [(layer.in_features, layer) for layer in tried.values()]
+        if faster(best, layers_tried, (1,), dtype):
+            packed, best = tried, layers_tried
     for name, layer in packed.items():
         model.set_submodule(name, layer)
         if name in gelus:

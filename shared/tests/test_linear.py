@@ -20,18 +20,19 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
 @needs_packing
 @pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("single", [None, *linear.ONE_ROW])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("shape", [(7,), (1, 7), (3, 7), (2, 3, 7), (1, 1, 7), (33, 7)], ids=str)
 @torch.inference_mode()
-def test_packed_is_plain_to_rounding(shape, dtype, bias, by_rows, gelu):
+def test_packed_is_plain_to_rounding(shape, dtype, bias, single, gelu):
     torch.manual_seed(0)
     plain = nn.Linear(7, 24, bias=bias).to(dtype)
     x = torch.randn(shape).to(dtype)
     expected = nn.functional.linear(x.float(), plain.weight.float(), plain.bias.float() if bias else None)
     expected = nn.functional.gelu(expected, approximate="tanh") if gelu else expected
-    got = linear.PackedLinear(plain, by_rows, gelu)(x)
+    layer = linear.PackedLinear(plain, gelu)
+    got = (layer.by_rows(plain.weight, single) if single else layer)(x)
     assert got.shape == expected.shape
     assert (got.float() - expected).abs().max() <= BOUNDS[dtype]
 
