@@ -174,6 +174,8 @@ def test_tokens_through_the_model_are_those_of_the_records(sequences, budget, ma
     assert max(tokens for tokens, _ in ran) <= budget
     assert max(each.rows for each in engine.steps) == sequences
     for record in engine.steps:
+        counts = [each.prefill_tokens + each.decode_tokens for each in record.sequences]
+        assert counts == sorted(counts)  # who can attend together lies together
         if record.waiting:
             assert record.rows == sequences or record.prefill_tokens + record.decode_tokens == budget
     ends = [each.finish_reason for record in engine.steps for each in record.sequences if each.finish_reason]
@@ -334,6 +336,18 @@ def test_blocks_of_an_errored_request_are_not_found_again(size, model):
     assert beside.output.token_ids == naive(model, 8, 20)
 
 
+@pytest.mark.parametrize("length", [5, 13], ids=["row before", "row behind"])
+def test_a_row_that_is_sick_leaves_the_others_theirs(length, model):
+    """Rows lie by length, so the sick one is the first or the last of a pass."""
+    engine = engine_of(model, prefix_caching=False)
+    sick, healthy = ask(engine, length, 8), ask(engine, 9, 8)
+    engine.step()
+    engine.cache.kv[:, :, :, engine.scheduler.tables[sick].blocks] = torch.nan
+    finish(engine)
+    assert (sick.output.finish_reason, len(sick.output.token_ids)) == ("error", 1)
+    assert healthy.output.token_ids == naive(model, 9, 8)
+
+
 # ---- copy-on-write --------------------------------------------------------------------------------------------------
 
 
@@ -436,7 +450,7 @@ def test_samples_are_taken_all_or_none(prompt, sampling, message, model):
 
 def test_forks_that_cannot_be(model):
     engine = engine_of(model, 8)
-    parent = ask(engine, 9, 6, "parent")
+    parent = engine.add(Request(prompt_of(9), words(6), "parent", priority=2))
     for _ in range(3):
         engine.step()
     for id, sampling, fork_id, message in (
@@ -450,7 +464,7 @@ def test_forks_that_cannot_be(model):
             engine.fork(id, sampling, fork_id)
         assert list(engine.requests) == ["parent"] and engine.scheduler.unfinished == 1
     twin = engine.fork("parent")
-    assert (twin.sampling, twin.output.token_ids) == (parent.sampling, parent.output.token_ids)
+    assert (twin.sampling, twin.priority, twin.output.token_ids) == (parent.sampling, 2, parent.output.token_ids)
     assert twin.output.token_ids is not parent.output.token_ids
     finish(engine)
     assert twin.output.token_ids == parent.output.token_ids == naive(model, 9, 6)
@@ -548,6 +562,8 @@ def test_preemption_never_repeats_or_loses_a_streamed_token(swap_blocks, model):
     assert (
         counts.preemptions > 2 and (counts.swapped_out > 0) == (swap_blocks > 0) and (counts.recomputed > 0) == (swap_blocks < 3)
     )
+    assert any(record.swapped for record in engine.steps) == (swap_blocks > 0)
+    assert all(record.swapped <= record.waiting for record in engine.steps)
     assert nothing_is_held(engine)
 
 
