@@ -47,7 +47,7 @@ class Plan:
     model: str = "gpt2"
     dtype: str = "float32"
     device: str = "cpu"
-    requests: int = 24
+    requests: int = 16
     prompts: tuple[int, int] = (8, 64)
     answers: tuple[int, int] = (8, 96)
     rounds: int = 2
