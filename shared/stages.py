@@ -37,6 +37,19 @@ def load_model(checkpoint: Any, **options: Any) -> Any:
     return importlib.import_module(f"{discover()[0]}.model").load_model(checkpoint, **options)
 
 
+def engine_in(name: str, model: Any, contexts: int) -> Any:
+    """The engine of a stage with memory for `contexts` whole contexts, and as many sequences at a time as it can have in that."""
+    made = engines()[name]
+    if name == "stage03_batching":
+        return made(model, max_batch=contexts)
+    if name == "stage04_continuous":
+        return made(model, scheduler=importlib.import_module(f"{name}.scheduler").Scheduler(contexts))
+    if name == "stage05_paged":
+        pool = importlib.import_module(f"{name}.blocks").BlockPool(contexts * model.config.n_positions // 16, 16)
+        return made(model, scheduler=importlib.import_module(f"{name}.scheduler").Scheduler(pool))
+    return made(model)  # one sequence at a time
+
+
 def run_all(engine: Any, prompts: Sequence[list[int]], sampling: Sequence[Any]) -> Iterator[tuple[int, int]]:
     """Answer all `prompts` as fast as the engine of any stage can: together where it takes several, else one after the other.
     Yields (place of the prompt, token id), as soon as each token is there."""

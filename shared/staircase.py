@@ -1,9 +1,9 @@
 """One workload through every stage, and through `transformers`: `python -m shared.staircase`.
 
 Some requests, all there at the start, with prompts and answers of different lengths. Each stage works through them in a process
-of its own, as a user of it would have to: one prompt after the other where it takes one, all together where it can; the server
-over HTTP. The processes run in turn, several rounds of them. Every token is compared with stage 01's, and nothing is written if
-one differs without a near tie.
+of its own, as a user of it would have to: one prompt after the other where it takes one, as many together as it can in the same
+memory where it takes several; the server over HTTP. The processes run in turn, several rounds of them. Every token is compared
+with stage 01's, and nothing is written if one differs without a near tie.
 
 Writes reports/<machine>/staircase.json; `python -m shared.report` draws the chart that the main README opens with.
 """
@@ -47,13 +47,14 @@ class Plan:
     model: str = "gpt2"
     dtype: str = "float32"
     device: str = "cpu"
-    requests: int = 16
+    requests: int = 24
     prompts: tuple[int, int] = (8, 64)
-    answers: tuple[int, int] = (8, 96)
+    answers: tuple[int, int] = (8, 64)
+    contexts: int = 8  # memory for keys and values: so many whole contexts, where a stage takes several sequences at a time
     rounds: int = 2
 
 
-QUICK = Plan(requests=8, answers=(4, 32), rounds=1)
+QUICK = Plan(requests=8, answers=(4, 32), contexts=2, rounds=1)
 
 
 def read_plan(fields: Mapping[str, Any]) -> Plan:
@@ -106,7 +107,7 @@ def work(job: Job) -> Run:
     model = stages.load_model(weights, dtype=dtype, device=device)
     weights.tensors.clear()
     optimize(model)
-    engine = stages.engines()[job.variant](model)
+    engine = stages.engine_in(job.variant, model, job.plan.contexts)
     params = stages.sampling_params()
     for _ in stages.run_all(engine, prompts[:2], [params(max_tokens=2, ignore_eos=True)] * 2):
         pass
@@ -144,7 +145,10 @@ async def over_http(job: Job, prompts: Sequence[list[int]], counts: Sequence[int
     plan = job.plan
     weights = [] if plan.model == "stories" else ["--random-weights"]
     options = ["--model", plan.model, *weights, "--dtype", plan.dtype, "--device", plan.device, "--threads", str(job.threads)]
-    with own_server([*options, "--max-queue", str(plan.requests)], quiet=True) as server:
+    config = PRESETS[plan.model]
+    memory = plan.contexts * config.n_positions * config.kv_bytes_per_token(getattr(torch, plan.dtype))
+    options += ["--kv-memory", str(memory), "--max-sequences", str(plan.requests)]
+    with own_server(options, quiet=True) as server:
         run = await ask_all(server.url, prompts, counts)
         run.server_bytes = measure.peak_so_far(server.pid)
         return run
@@ -304,9 +308,11 @@ def workload_table(results: dict[str, Any]) -> str:
     plan = plan_of(results)
     prompts, counts = workload(plan)
     return (
-        "| model | dtype | requests | prompt tokens | answer tokens | rounds |\n|---|---|--:|--:|--:|--:|\n"
+        "| model | dtype | requests | prompt tokens | answer tokens | memory, whole contexts | rounds |\n"
+        "|---|---|--:|--:|--:|--:|--:|\n"
         f"| {plan.model}, random weights | {plan.dtype} | {plan.requests} | {sum(map(len, prompts))}: {plan.prompts[0]} to "
-        f"{plan.prompts[1]} each | {sum(counts)}: {plan.answers[0]} to {plan.answers[1]} each | {plan.rounds} |"
+        f"{plan.prompts[1]} each | {sum(counts)}: {plan.answers[0]} to {plan.answers[1]} each | {plan.contexts} "
+        f"| {plan.rounds} |"
     )
 
 
