@@ -130,7 +130,7 @@ def bars(
     limits: Mapping[str, float] | None = None,
     digits: int = 1,
 ) -> Figure:
-    """Lying bars in `groups` from top to bottom: each bar with its value, and in the first group with its name.
+    """Lying bars in `groups` from top to bottom: each bar with its value, and the first one of a series with its name.
 
     series: name -> a value for each group, at most five names; NaN leaves a bar out. spread: name -> (low, high) for each
     group, as a whisker. limits: name -> a value that nothing can pass, as an upright line. ValueError if a length is wrong
@@ -151,6 +151,7 @@ def bars(
                 at, values, thick * 0.9, color=COLOURS[number], hatch=HATCHES[number], edgecolor=INK if light else "white"
             )
             drawn[0].set_label(name)
+            first = next((group for group, value in enumerate(values) if value == value), -1)
             for group, value in enumerate(values):
                 if value != value:
                     continue
@@ -160,7 +161,7 @@ def bars(
                     axes.plot([low, high], [at[group]] * 2, color="white", linewidth=3.2, solid_capstyle="butt")
                     axes.plot([low, high], [at[group]] * 2, color=INK, linewidth=1.2, solid_capstyle="butt")
                     end = max(end, high)
-                text = f"{value:,.{digits}f}" + (f"  {name}" if group == 0 and len(series) > 1 else "")
+                text = f"{value:,.{digits}f}" + (f"  {name}" if group == first and len(series) > 1 else "")
                 axes.annotate(text, (end, at[group]), (5, 0), textcoords="offset points", va="center", fontsize=9)
         for name, value in (limits or {}).items():
             axes.axvline(value, color=INK, linewidth=1.0, linestyle=(0, (8, 3)))
