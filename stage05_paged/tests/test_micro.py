@@ -1,0 +1,132 @@
+"""The small steps that every token pays for, timed: `python -m pytest -m micro`. A default run leaves them out.
+
+They are for whoever changes one of them, to see before and after on one machine; the README says how two runs are compared. The
+figures of the reports are the benchmarks'. All steps are those of a decode pass in the middle of its work: ROWS sequences with
+CONTEXT tokens each. None of them changes what the next round of its own finds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shared import checkpoint, stages
+from shared.checkpoint import PRESETS
+from shared.linear import optimize
+from shared.parity import random_prompt
+from stage01_forward.generation import Token
+from stage01_forward.model import GPT2
+from stage01_forward.sampling import SamplingParams, sample
+from stage04_continuous.request import Request
+from stage05_paged.blocks import BlockPool, BlockTable
+from stage05_paged.cache import PagedAttention, PagedCache
+from stage05_paged.scheduler import Scheduler
+
+pytestmark = pytest.mark.micro
+
+CONFIG = PRESETS["stories"]
+ROWS, CONTEXT, BLOCK = 16, 256, 16
+BLOCKS = ROWS * (CONTEXT // BLOCK + 1)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2:
+    found: GPT2 = stages.load_model(checkpoint.load("stories"))
+    optimize(found)
+    return found
+
+
+@pytest.fixture
+def attention() -> PagedAttention:
+    """A pass of one new token for each row, whose blocks lie as far apart as in a pool that has been in use."""
+    cache = PagedCache(CONFIG, BLOCKS, BLOCK)
+    cache.kv.normal_(generator=torch.Generator().manual_seed(0))
+    return cache.extend([(list(range(row, BLOCKS, ROWS)), CONTEXT, 1) for row in range(ROWS)])
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    return [random_prompt(CONTEXT, CONFIG, row) for row in range(ROWS)]
+
+
+def test_forward_pass(benchmark: Any, model: GPT2, attention: PagedAttention) -> None:
+    tokens = torch.arange(ROWS)
+
+    @torch.inference_mode()
+    def forward() -> torch.Tensor:
+        return model.logits(model(tokens, attention.positions, attention.attend))
+
+    logits = benchmark(forward)
+    assert logits.shape == (ROWS, CONFIG.vocab_size) and bool(logits.isfinite().all())
+
+
+def test_attend(benchmark: Any, attention: PagedAttention) -> None:
+    """One layer: write the new keys and values, gather all, attend."""
+    q, k, v = torch.randn(3, ROWS, CONFIG.n_head, CONFIG.head_dim, generator=torch.Generator().manual_seed(1))
+    out = benchmark(torch.inference_mode()(attention.attend), 0, q, k, v)
+    assert out.shape == q.shape and bool(out.isfinite().all())
+
+
+def test_extend(benchmark: Any, attention: PagedAttention) -> None:
+    """What is worked out once a pass: where to write, what to gather, what is visible."""
+    shares = [(list(range(row, BLOCKS, ROWS)), CONTEXT, 1) for row in range(ROWS)]
+    found = benchmark(PagedAttention, attention.kv, shares)
+    assert torch.equal(found.slots, attention.slots)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.95, "seed": 0}], ids=["greedy", "top-p"])
+def test_sample(benchmark: Any, prompts: list[list[int]], options: dict[str, Any]) -> None:
+    logits = torch.randn(ROWS, CONFIG.vocab_size, generator=torch.Generator().manual_seed(2))
+    params = [SamplingParams(max_tokens=9, **options)] * ROWS
+    generators = [torch.Generator().manual_seed(row) for row in range(ROWS)]
+    histories = [(prompt, list[int]()) for prompt in prompts]
+    tokens, _ = benchmark(sample, logits, params, histories, generators)
+    assert tokens.shape == (ROWS,) and (options or torch.equal(tokens, logits.argmax(-1)))
+
+
+@pytest.fixture
+def scheduler(prompts: list[list[int]]) -> Scheduler:
+    """All rows have computed their prompts, and said a token."""
+    found = Scheduler(BlockPool(BLOCKS, BLOCK), max_sequences=ROWS, token_budget=ROWS * CONTEXT)
+    for prompt in prompts:
+        found.add(Request(prompt, SamplingParams(max_tokens=9)))
+    for work in found.schedule():
+        work.request.computed += work.count
+        found.publish(work)
+        work.request.output.append(Token(0, None, None))
+    return found
+
+
+def test_schedule(benchmark: Any, scheduler: Scheduler) -> None:
+    work = benchmark(scheduler.schedule)
+    assert [(each.start, each.count, each.samples) for each in work] == [(CONTEXT, 1, True)] * ROWS
+
+
+def test_block_pool(benchmark: Any) -> None:
+    """A table takes its blocks and gives them back, in a pool that is full of what could be found again."""
+    pool = BlockPool(BLOCKS, BLOCK)
+    kept = [pool.take() for _ in range(BLOCKS)]
+    for block in kept:
+        pool.publish(block, str(block).encode())
+        pool.give_back(block)
+
+    def take_and_release() -> int:
+        table = BlockTable(pool)
+        table.grow(CONTEXT)
+        for block in table.blocks:
+            pool.publish(block, str(block).encode())
+        table.release()
+        return pool.evictions
+
+    assert benchmark(take_and_release) > 0 and pool.available == BLOCKS and not pool.free
+
+
+def test_find_a_prefix(benchmark: Any, scheduler: Scheduler, prompts: list[list[int]]) -> None:
+    """Hash the blocks of a prompt, and look them up."""
+
+    def find() -> list[int]:
+        return scheduler.pool.match(BlockTable(scheduler.pool).digest(prompts[-1]))
+
+    assert len(benchmark(find)) == CONTEXT // BLOCK
