@@ -232,11 +232,123 @@ def measure_all(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], measure.Lim
         for engine, name, users in turns:
             closed(servers[engine], name, users)
         capacity = max(
-            point.request_rate
-            for load in closed_loads(results)
-            if (load.server, load.name) == (PAGED, "short")
-            for point in load.points
+            each["request_rate"] for each in results["points"] if each["server"] == PAGED and each["workload"] == "short"
         )
+        for share in SHARES:
+            when = schedule.poisson(share * capacity, plan.open_requests, seed=round(100 * share))
+            point(servers[PAGED], "short", when, plan.open_requests, None)
+        size, every = plan.burst
+        point(servers[PAGED], "short", schedule.bursts(size, every, BURSTS * size), BURSTS * size, None)
+        for engine, users in extra:
+            name = f"{engine}, {plan.other_dtype}"
+            if name not in servers:
+                servers[name] = start(engine, str(plan.other_dtype))
+            closed(servers[name], "short", users)
+    return {"plan": asdict(plan)}, results, limits
+
+
+def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
+    """Measure everything: configuration, results, limits. `quick` leaves out what takes minutes."""
+    configuration, results, limits = measure_all(QUICK if quick else FULL)
+    return {"quick": quick, **configuration}, results, limits
+
+
+# ---- predictions ----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(plan: Mapping[str, Any], config: Config, engine: str, name: str, users: int) -> int:
+    """Sequences that can be in one pass: by the memory, by the settings, and by who is there."""
+    if alone(engine):
+        return 1
+    slots = plan["contexts"]
+    if engine.startswith(PAGED):
+        blocks = -(-(LENGTHS[name] + ANSWER) // BLOCK)
+        slots = plan["contexts"] * config.n_positions // (blocks * BLOCK)
+    return min(slots, plan["sequences"], users)
+
+
+def predicted(results: Mapping[str, Any], engine: str, name: str, users: int, dtype: str) -> float | None:
+    """Output tok/s if every pass took what its operations and bytes need, and nothing else took time. None for lengths that
+    vary."""
+    if name not in LENGTHS:
+        return None
+    plan, limits, kind = results["configuration"]["plan"], limits_of(results), getattr(torch, dtype)
+    config = PRESETS[plan["model"]]
+    rows = rows_of(plan, config, engine, name, users)
+    seconds = roofline.forward_cost(config, kind, LENGTHS[name], rows=rows).seconds(limits, kind)
+    for number in range(1, ANSWER):
+        seconds += roofline.forward_cost(config, kind, 1, LENGTHS[name] + number - 1, rows=rows).seconds(limits, kind)
+    return rows * ANSWER / seconds
+
+
+# ---- from results to tables and charts --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """All repeats of one point."""
+
+    server: str
+    points: list[Summary]
+
+    @property
+    def name(self) -> str:
+        return self.points[0].workload
+
+    def median(self, of: Callable[[Summary], float]) -> float:
+        return median([of(point) for point in self.points])
+
+    @property
+    def rate(self) -> float:
+        """Output tok/s."""
+        return self.median(lambda point: point.output_rate)
+
+    def rate_text(self) -> str:
+        rates = measure.summarize([point.output_rate for point in self.points])
+        return rates.show() if len(self.points) > 1 else f"{rates.median:,.1f}"
+
+    def ms(self, name: str, percent: int) -> str:
+        """A percentile of a latency, failures counted as infinite; the median of the repeats."""
+        values = [point.at(name, percent, adjusted=name != metrics.ITL) for point in self.points]
+        known = [value for value in values if value is not None]
+        return "" if not known else "inf" if math.isinf(median(known)) else f"{median(known) * 1e3:,.0f}"
+
+
+def loads_of(results: Mapping[str, Any], wanted: Callable[[Summary], bool]) -> list[Load]:
+    """The points that are `wanted`, repeats together, by server, workload and load."""
+    found: dict[tuple[str, str, float], list[Summary]] = {}
+    for each in results["results"]["points"]:
+        content = {key: value for key, value in each.items() if key != "server"}
+        point = from_json(content)
+        if wanted(point):
+            place = float(point.users if point.users is not None else point.rate or 0.0)
+            found.setdefault((each["server"], point.workload, place), []).append(point)
+    names = list(dict.fromkeys([*ENGINES, *(key[0] for key in found)]))
+    kinds = list(workload.WORKLOADS)
+    order = sorted(found, key=lambda key: (names.index(key[0]), kinds.index(key[1]), key[2]))
+    return [Load(key[0], found[key]) for key in order]
+
+
+def closed_loads(results: Mapping[str, Any]) -> list[Load]:
+    return loads_of(results, lambda point: point.users is not None)
+
+
+def rate_of(results: Mapping[str, Any], server: str, name: str, users: int) -> float:
+    """Output tok/s of a server. Raises KeyError if that was not measured."""
+    for load in closed_loads(results):
+        if (load.server, load.name, load.points[0].users) == (server, name, users):
+            return load.rate
+    raise KeyError((server, name, users))
+
+
+def sequential_rate(results: Mapping[str, Any], name: str) -> float:
+    """Of one request at a time, with the most users that were tried: whoever waits does not make it slower."""
+    users = max(load.points[0].users or 0 for load in closed_loads(results) if (load.server, load.name) == (SEQUENTIAL, name))
+    return rate_of(results, SEQUENTIAL, name, users)
+
+
+def load_table(results: dict[str, Any]) -> str:
+    """Every closed loop in the plan's dtype."""
     lines = [
         "| server | workload | users | requests | success | tok/s | predicted at most | x sequential | TTFT p50, ms | p95, ms "
         "| TPOT p50, ms | p95, ms | E2E p50, ms | p95, ms | goodput, req/s | client CPU |",
@@ -305,8 +417,12 @@ def split_table(results: dict[str, Any]) -> str:
 
 def open_table(results: dict[str, Any]) -> str:
     """Arrivals that do not wait for answers."""
-    capacity = max(load.median(lambda point: point.request_rate) for load in closed_loads(results)
-                   if (load.server, load.name) == (PAGED, "short"))  # fmt: skip
+    capacity = max(
+        point.request_rate
+        for load in closed_loads(results)
+        if (load.server, load.name) == (PAGED, "short")
+        for point in load.points
+    )
     lines = [
         "| arrivals | of capacity | requests | success | offered, req/s | answered, req/s | tok/s | TTFT p50, ms | p95, ms "
         "| TPOT p50, ms | E2E p50, ms | p95, ms | goodput, req/s |",
