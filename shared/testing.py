@@ -1,14 +1,23 @@
-"""The pytest plugin of the project: models that the tests of all stages share, and what a default run leaves out."""
+"""The pytest plugin of the project: models that the tests of all stages share, what a default run leaves out, and --mine.
+
+`pytest stage04_continuous --mine` runs the tests against the student's copy of that stage; see `shared/mine.py`. `-k task2`
+chooses the tests of task 2, with --mine or without.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
-from . import stages
+from . import mine, stages
 from .checkpoint import PRESETS, Checkpoint, Config, random_tensors
 from .parity import random_prompt
 
@@ -20,6 +29,11 @@ SHAPES = {
     "wide": Config(vocab_size=999, n_positions=100, n_embd=256, n_layer=2, n_head=8, name="wide"),
     "124M": PRESETS["gpt2"],
 }
+
+
+# Examples are slow where other work holds up the process, and that is no fault of theirs.
+settings.register_profile("staircase", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("staircase")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -62,3 +76,127 @@ def prompts() -> Callable[..., list[list[int]]]:
         return [random_prompt(1 + i * 7 % longest, config, i) for i in range(count)]
 
     return make
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """For tests that send SIGINT to processes of their own: a job in the background is deaf to it, and so are its children."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+# ---- --mine: the tests of a stage against the student's copy of it ----
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--mine", action="store_true", help="test your own copy of a stage, made by `python -m shared.exercise start`"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Lay the copies over their stages before anything imports these."""
+    given = early_config.known_args_namespace
+    if not given.mine:
+        return
+    wanted = _stages_of(given.file_or_dir or ["."], early_config.invocation_params.dir)
+    copies = [stage for stage in wanted if mine.folder(stage).is_dir()]
+    if not copies:
+        name = wanted[0] if len(wanted) == 1 else "stage01_forward"
+        raise pytest.UsageError(
+            f"--mine: there is no copy of {name if len(wanted) == 1 else 'a stage'} in {mine.HOME}: "
+            f"`python -m shared.exercise start {name[:7]}` makes one."
+        )
+    for stage in copies:
+        mine.overlay(stage)
+
+
+def _stages_of(arguments: Sequence[str], directory: Path) -> list[str]:
+    """The stages that some arguments of pytest lie in."""
+    known, found = stages.discover(), []
+    for argument in arguments:
+        path = (directory / argument.split("::")[0]).resolve()
+        if path == stages.ROOT:
+            return known
+        if path.is_relative_to(stages.ROOT):
+            found.append(path.relative_to(stages.ROOT).parts[0])
+    return [stage for stage in known if stage in found]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("mine"):
+        config.pluginmanager.register(_Mine())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let -k choose tests by task."""
+    for item in items:
+        item.extra_keyword_matches.update(f"task{task.number}" for task in _tasks_of(item.nodeid))
+
+
+def _tasks_of(nodeid: str) -> list[mine.Task]:
+    """The tasks that a test judges."""
+    stage, _, test = nodeid.partition("/")
+    return [task for task in mine.tasks(stage) if task.judged_by(test)]
+
+
+class _Mine:
+    """The plugin that --mine adds. The copies are laid over their stages before it is made."""
+
+    def __init__(self) -> None:
+        self.collected: list[str] = []  # ids of the tests of the copies, those too that are not chosen
+        self.passed: dict[str, bool] = {}  # of those that were run, by id
+        self._patch = pytest.MonkeyPatch()
+
+    def pytest_sessionstart(self) -> None:
+        """Skip what starts Python anew: it would run the reference, which says nothing about a copy."""
+        start = subprocess.Popen.__init__
+
+        def begin(popen: Any, args: Any, *rest: Any, **options: Any) -> None:
+            if not isinstance(args, (str, bytes)) and str(next(iter(args), "")) == sys.executable:
+                pytest.skip("it starts a process, and that would run the reference")
+            start(popen, args, *rest, **options)
+
+        self._patch.setattr(subprocess.Popen, "__init__", begin)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out the tests of other stages."""
+        others = [item for item in items if item.nodeid.partition("/")[0] not in mine.ACTIVE]
+        if others:
+            config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.nodeid.partition("/")[0] in mine.ACTIVE]
+        self.collected = [item.nodeid for item in items]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """What is still open says so in the tests that judge it, and in no fixture: others may share that."""
+        judged = mine.ACTIVE[item.nodeid.partition("/")[0]].judged
+        judged.update(task.number for task in _tasks_of(item.nodeid))
+        try:
+            return (yield)
+        finally:
+            judged.clear()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.passed[report.nodeid] = self.passed.get(report.nodeid, True) and not report.failed
+
+    def pytest_sessionfinish(self) -> None:
+        """Keep what came of the tasks of which all tests were run, for `python -m shared.exercise status`."""
+        self._patch.undo()
+        for stage in mine.ACTIVE:
+            results = {}
+            for task in mine.tasks(stage):
+                ids = [each for each in self.collected if each.startswith(f"{stage}/") and task in _tasks_of(each)]
+                known = {each.partition("/")[2].partition("[")[0] for each in ids}
+                whole = all(each in known or any(name.startswith(f"{each}::") for name in known) for each in task.tests)
+                if any(not self.passed.get(each, True) for each in ids):
+                    results[task.number] = False
+                elif whole and all(each in self.passed for each in ids):
+                    results[task.number] = True
+            mine.record(stage, results)

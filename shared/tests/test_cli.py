@@ -330,7 +330,7 @@ def test_a_bug_keeps_its_traceback_and_a_status_is_passed_on(run: Run) -> None:
         cli.run(lambda _: open("no such file"))  # type: ignore[arg-type, return-value]  # noqa: SIM115
 
 
-def test_real_processes(folder: Path) -> None:
+def test_real_processes(folder: Path, interruptible: None) -> None:
     """What only a process of its own can show: pipes, encodings, signals. All at once, as each takes seconds to start."""
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
     model = ("--model", str(folder), "--max-tokens", "5")

@@ -1,0 +1,132 @@
+"""The tasks of this stage, for `python -m shared.exercise`: what to write, hints, points, and the tests that judge it."""
+
+from __future__ import annotations
+
+from shared.mine import Task
+
+TASKS = (
+    Task(
+        number=1,
+        file="numpy_gpt2.py",
+        functions=("layer_norm", "gelu", "softmax"),
+        title="three formulas",
+        text="Write layer_norm, gelu and softmax from their formulas. All three take arrays of any shape; layer_norm and "
+        "softmax work along the last axis. softmax must not overflow for large scores.",
+        points=10,
+        hints=(
+            "Mean, variance, maximum and sum run over the last axis, and keep it: keepdims=True.",
+            "gelu is 0.5 * x * (1 + tanh(...)), and in the tanh stands sqrt(2 / pi) * (x + 0.044715 * x^3). The variance is the "
+            "plain one, divided by n, and epsilon is added to it before the square root.",
+            "softmax: subtract the maximum of the row, take exp, divide by the sum of the row. A constant that is subtracted "
+            "cancels.",
+        ),
+        tests=("tests/test_model.py::test_numpy_page_matches_the_model",),
+    ),
+    Task(
+        number=2,
+        file="generation.py",
+        functions=("finish_reason",),
+        title="when a sequence ends",
+        text="Say why a sequence ends with its newest token: 'stop' for the end of text or a stop token, 'length' when "
+        "max_tokens or the context is reached, None if it goes on. 'stop' goes before 'length'; min_tokens and ignore_eos "
+        "must be heeded.",
+        points=10,
+        hints=(
+            "Only the newest token can end a sequence; the older ones have been looked at before.",
+            "A stop counts only once there are at least min_tokens tokens. ignore_eos is about the end of text, and not about "
+            "stop tokens.",
+            "Two tests of 'stop' under one condition come first; then one line compares the number of tokens with max_tokens, "
+            "and prompt and output together with n_positions, both with >=.",
+        ),
+        tests=(
+            "tests/test_engine.py::test_end_of_text_on_the_last_allowed_token_is_a_stop",
+            "tests/test_engine.py::test_stops_at_end_of_text_unless_told_to_ignore_it",
+            "tests/test_engine.py::test_stops_at_stop_token_ids",
+            "tests/test_engine.py::test_prompt_and_answer_fill_the_context_and_no_more",
+        ),
+    ),
+    Task(
+        number=3,
+        file="numpy_gpt2.py",
+        functions=("attention",),
+        title="causal attention by hand",
+        text="Write attention for a whole sequence: project x (T, C) to queries, keys and values, split them into heads, let "
+        "each token look at itself and those before it, put the heads together again, and project. `prefix` names the "
+        "weights.",
+        points=20,
+        hints=(
+            "The names are c_attn and c_proj behind the prefix, each with .weight and .bias. c_attn gives q, k and v side by "
+            "side: (T, 3C).",
+            "Bring heads to the front: (T, C) -> (T, H, D) -> (H, T, D). Scores are q times k transposed, over the square root "
+            "of D: (H, T, T). Row i may look at columns 0 to i.",
+            "np.where puts -inf where np.tril of ones is false; softmax; times v; swap the axes back and reshape to (T, C) "
+            "before c_proj.",
+        ),
+        tests=("tests/test_model.py::test_numpy_page_generates_what_transformers_generates",),
+    ),
+    Task(
+        number=4,
+        file="model.py",
+        functions=("Block.forward",),
+        title="one block, attention passed in",
+        text="Write a block: norm, projections, attention and the network, each added to what came in. Attention itself is the "
+        "argument `attend`, and x may have any leading shape: (T, C), (B, T, C) or packed (N, C).",
+        points=20,
+        hints=(
+            "Compare with `block` in numpy_gpt2.py: the same two lines, with attention lifted out.",
+            "self.attn.c_attn gives (..., 3C), and self.attn.split_heads makes q, k, v of it, each (..., H, D). attend wants "
+            "the number of the layer first.",
+            "What attend returns is (..., H, D): flatten the last two axes before self.attn.c_proj. Both halves are x + "
+            "something(norm(x)).",
+        ),
+        tests=(
+            "tests/test_engine.py::test_greedy_tokens_are_those_of_transformers",
+            "tests/test_model.py::test_leading_shape_is_the_callers_business",
+        ),
+    ),
+    Task(
+        number=5,
+        file="sampling.py",
+        functions=("_kth_largest",),
+        title="the k-th largest of each row",
+        text="Find the k-th largest weight of each row, each with its own k: weights (n, N) -> (n, 1). One sort of each row is "
+        "right; the reference is faster, because it looks into few blocks of the vocabulary.",
+        points=15,
+        hints=(
+            "Begin with a sort: descending, and column k - 1 of each row is what is asked for.",
+            "Each row has its own k: gather with an index tensor (n, 1) takes another column from each row. `ks` may hold "
+            "floats.",
+            "To be fast: one topk of the largest k serves all rows. For less still: the k largest lie in the k blocks of BLOCK "
+            "weights with the largest maxima.",
+        ),
+        tests=(
+            "tests/test_sampling.py::test_logprobs_of_the_likeliest_when_nearly_all_tie",
+            "tests/test_sampling.py::test_logprobs_are_those_of_the_unmodified_logits",
+            "tests/test_sampling.py::test_tokens_of_equal_weight_stay_together",
+            "tests/test_sampling.py::test_top_p_judges_what_top_k_left",
+            "tests/test_sampling.py::test_alone_and_in_a_crowd_the_same",
+        ),
+    ),
+    Task(
+        number=6,
+        file="engine.py",
+        functions=("Engine._tokens",),
+        title="the naive engine's loop",
+        text="Write the generator that continues one prompt: until there is a finish reason, run the whole sequence again, "
+        "sample the next token, note the pass in self.steps, and yield a Token.",
+        points=25,
+        hints=(
+            "Each round is: self._forward over prompt and output, sample, finish_reason, a StepRecord, yield.",
+            "sample works on rows: logits[None], and lists of one for the options, the history (prompt, output so far) and the "
+            "generator, which is made once, before the loop.",
+            "StepRecord(rows, prefill tokens, decode tokens, seconds): 1 row, the prompt, and the output that was computed "
+            "again (all but the new token). The last Token carries the reason, and the others None.",
+        ),
+        tests=(
+            "tests/test_engine.py::test_every_pass_computes_everything_again",
+            "tests/test_engine.py::test_stream_is_generate_token_by_token",
+            "tests/test_engine.py::test_one_sampling_for_all_or_one_each",
+            "tests/test_engine.py::test_logprobs_come_one_a_token_and_only_on_request",
+        ),
+    ),
+)

@@ -1,0 +1,95 @@
+"""The tasks of this stage, for `python -m shared.exercise`: what to write, hints, points, and the tests that judge it."""
+
+from __future__ import annotations
+
+from shared.mine import Task
+
+TASKS = (
+    Task(
+        number=1,
+        file="cache.py",
+        functions=("KVCache.crop", "KVCache.extend"),
+        title="take slots, and forget them",
+        text="Write the bookkeeping of the cache. `extend` takes the next slots and returns the attention of the pass that "
+        "fills them; `crop` forgets all tokens from a position on and erases nothing. Both raise ValueError for what "
+        "cannot be, and then nothing has changed.",
+        points=20,
+        hints=(
+            "One number is all the state there is: self.length.",
+            "Check first, change afterwards. extend refuses fewer than 1 token and more than the capacity; crop refuses a "
+            "length below 0 or above what the cache holds. The messages tell both numbers.",
+            "CachedAttention wants the tensor, where the pass starts and where it ends: the old length and the new one.",
+        ),
+        tests=(
+            "tests/test_cache.py::test_the_cache_refuses_more_than_it_holds",
+            "tests/test_cache.py::test_positions_go_on_where_the_cache_ends",
+            "tests/test_cache.py::test_cropped_slots_are_never_read_again",
+        ),
+    ),
+    Task(
+        number=2,
+        file="cache.py",
+        functions=("CachedAttention.__init__",),
+        title="what a pass writes and sees",
+        text="Work out what is the same in every layer of a pass over positions start..end-1: the views `new` and `seen`, the "
+        "`positions`, whether the pass is `square`, the `mask` where one is needed, and `widen` (see its use in attend).",
+        points=30,
+        hints=(
+            "kv is (layers, 2, H, capacity, D), and slicing makes views: `new` is where this pass writes, `seen` all that it "
+            "reads.",
+            "A pass from position 0 is square, and is_causal does it. A single token sees everything and needs no mask. What is "
+            "left is a chunk behind others: row i sees start + i + 1 columns.",
+            "The mask is a comparison of two ranges, columns against positions as a column, (T, end). widen: one token, on a "
+            "CPU, in bfloat16.",
+        ),
+        tests=(
+            "tests/test_cache.py::test_a_chunk_sees_all_before_it_and_nothing_after",
+            "tests/test_cache.py::test_attention_reads_the_cache_in_place",
+            "tests/test_cache.py::test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass",
+        ),
+    ),
+    Task(
+        number=3,
+        file="cache.py",
+        functions=("CachedAttention.attend",),
+        title="write, then attend",
+        text="Write the keys and values of the new tokens into the cache, and return the attention of their queries over all "
+        "keys seen. q, k, v and the result are (T, H, D); the cache has heads first. Use the kernel, or scores, mask, "
+        "softmax and sum by hand.",
+        points=25,
+        hints=(
+            "Write before you read: a token sees itself.",
+            "self.new[layer, 0] takes the keys and [layer, 1] the values, with T and H exchanged. self.seen[layer] holds both.",
+            "scaled_dot_product_attention wants four axes, (1, H, T, D), and gets self.mask and self.square. By hand, a square "
+            "pass has no mask yet: build one.",
+        ),
+        tests=(
+            "tests/test_cache.py::test_one_decode_step_is_explicit_attention_over_all_keys",
+            "tests/test_engine.py::test_nothing_of_the_request_before_is_visible",
+            "tests/test_engine.py::test_greedy_tokens_are_those_of_transformers",
+        ),
+    ),
+    Task(
+        number=4,
+        file="engine.py",
+        functions=("Engine._tokens",),
+        title="prefill once, then one a pass",
+        text="Write the loop of stage 01 for a cache: the first pass runs the prompt, each later one only the newest token. The "
+        "cache is used again by every request, so it begins empty; a stream whose cache another request has taken raises "
+        "RuntimeError.",
+        points=25,
+        hints=(
+            "Compare with stage01_forward/engine.py: what goes into self._forward is what the cache has not seen yet.",
+            "Before the loop: empty the cache, and make yourself its owner (self._owner, any new object). In the loop, look "
+            "whether you still are before each pass.",
+            "After sampling, what is fresh is the new token alone. The record counts the prompt as prefill in the first pass "
+            "and 1 decode token in each later one.",
+        ),
+        tests=(
+            "tests/test_engine.py::test_one_prefill_then_one_token_a_pass",
+            "tests/test_engine.py::test_a_prompt_of_one_token_is_a_prefill_too",
+            "tests/test_engine.py::test_prompt_and_answer_fill_the_context_and_no_more",
+            "tests/test_engine.py::test_two_streams_at_once_are_an_error_not_a_wrong_text",
+        ),
+    ),
+)
