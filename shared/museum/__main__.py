@@ -81,6 +81,10 @@ def check(options: argparse.Namespace) -> int:
     if state is None or state.number != exhibit.number or not path.is_file():
         raise UserError(f"Exhibit {exhibit.name} is not planted: `python -m shared.museum plant {exhibit.name}` does it.")
     source = planting.read(path)
+    try:
+        mine.parse(source)
+    except SyntaxError as error:
+        raise UserError(f"{path} is no Python in line {error.lineno or 1} ({error.msg}): mend that first.") from None
     job = {"stage": exhibit.stage, "files": {exhibit.file: source}, "tests": exhibit.tests}
     same = planting.edit(source, exhibit.new, exhibit.old) is not None
     verdict = "The bug is still there" if same else "What was planted has been changed, and it is not right yet"

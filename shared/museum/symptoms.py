@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib
+import logging
 import math
 import textwrap
 import time
@@ -387,6 +388,8 @@ def is_it_alive() -> None:
 
 def half_an_answer() -> None:
     """A client of stage 06 reads a stream of 30 tokens as OpenAI's own client does, and the engine fails at the ninth pass."""
+
+    logging.disable()  # the server's log is for its owner
 
     async def script(inside: Inside) -> None:
         forward, passes = inside.engine._forward, 0

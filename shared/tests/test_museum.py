@@ -219,6 +219,9 @@ def test_a_visit(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert visit("hint", "3") == (0, exhibit.hint)
     status, said = visit("check", "03")
     assert status == 1 and said.startswith("The bug is still there: ") and "test_cache.py::test_one_decode_step" in said
+    mine.write(planting.place(exhibit), "x = 1\ndef (:\n")
+    with pytest.raises(UserError, match="no Python in line 2"):
+        main(["check", "03"])
     mine.write(planting.place(exhibit), reference(exhibit))
     status, said = visit("check", "03")
     assert status == 0 and said.startswith("It is gone")
