@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from shared import measure, report, stages
+from shared import measure, report, staircase, stages
 from shared.errors import UserError
 
 FIRST, SECOND = "stage01_first", "stage02_second"
@@ -274,7 +274,7 @@ def test_a_repository_without_results_is_not_stale(tmp_path: Path, capsys: pytes
 
 def test_every_benchmark_of_this_repository_has_tables_and_charts() -> None:
     modules = report.benchmarks()
-    assert set(modules) <= set(stages.discover())
+    assert set(modules) <= {*stages.discover(), staircase.KIND}
     assert all(callable(module.tables) and callable(module.charts) for module in modules.values())
 
 
