@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from shared import measure, report, staircase, stages
+from shared import measure, report, stages, staircase
 from shared.errors import UserError
 
 FIRST, SECOND = "stage01_first", "stage02_second"
