@@ -63,12 +63,10 @@ def say(text: str, indent: str = "") -> None:
         print(textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=indent), flush=True)
 
 
-def bars(values: Iterable[tuple[str, float]], unit: str, most: int = 48) -> None:
-    """A bar for each named value."""
-    rows = list(values)
-    top = max((value for _, value in rows), default=0) or 1
-    for name, value in rows:
-        print(f"{name:>16} {'#' * round(most * value / top)} {value:g} {unit}", flush=True)
+def bars(values: Iterable[tuple[str, float]], unit: str, scale: float = 1.0) -> None:
+    """A bar for each named value, of so many signs a unit: the two sides of a symptom must be to one scale."""
+    for name, value in values:
+        print(f"{name:>16} {'#' * min(60, round(scale * value))} {value:g} {unit}", flush=True)
 
 
 def tell(prompts: Sequence[str], outputs: Sequence[Any]) -> None:
@@ -435,14 +433,14 @@ def in_hand() -> None:
 
     point, server = asyncio.run(script())
     seen = point.in_flight[:: max(1, len(point.in_flight) // 10)]
-    bars([(f"{at * 1e3:.0f} ms", count) for at, count in seen], "requests", most=8)
+    bars([(f"{at * 1e3:.0f} ms", count) for at, count in seen], "in hand")
     say(f"at most {server.most_running} at once; {len(point.records) / point.duration:.0f} requests/s")
 
 
 def lengths() -> None:
     """Stage 07's workload "mixed", as it is drawn: 24 requests, and how many tokens each asks for."""
     asks = load("stage07_loadtest.workload").make("mixed", 24, 0)
-    bars([(f"request {number}", ask.max_tokens) for number, ask in enumerate(asks, 1)], "tokens")
+    bars([(f"request {number}", ask.max_tokens) for number, ask in enumerate(asks, 1)], "tokens", 0.3)
 
 
 def a_frozen_client() -> None:
@@ -468,7 +466,7 @@ def a_frozen_client() -> None:
 
     found = metrics.summarize(asyncio.run(script()), metrics.Slo())
     shown = [(f"p{percent}", (found.at(metrics.TTFT_INTENDED, percent) or 0) * 1e3) for percent in (50, 90, 95)]
-    bars([(name, round(value)) for name, value in shown], "ms")
+    bars([(name, round(value)) for name, value in shown], "ms", 0.1)
     notes = [flag for flag in found.flags if not flag.startswith("short")]
     say(f"not to be trusted: {'; '.join(notes)}" if notes else "no reason for distrust")
 
