@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -142,6 +143,10 @@ def serve(settings: Settings, template: ChatTemplate | None, listening: socket.s
     )  # fmt: skip
     server = Server(config, app, settings.grace)
     sys.setswitchinterval(SWITCH)
+    # The garbage collector would look at all that the libraries have made, again and again: a third of a second, in which nobody
+    # else gets on. It stays anyway.
+    gc.collect()
+    gc.freeze()
     asyncio.run(server.serve(sockets=[listening]))
 
 

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +35,7 @@ from .service import Answer, Choice, Piece, Service, number, tenant, usage
 from .settings import Settings
 from .sse import DONE, EventStream, event
 
+VERSION = "staircase stage06"
 LARGEST_BODY = 2**20  # bytes
 SLOWEST_BODY = 30  # seconds: who sends a byte now and then would hold a connection for ever
 OPEN = ("/health", "/")  # paths that need no key: the page asks for one
@@ -63,7 +63,8 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        key = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        key = key if scheme.lower() == b"bearer" else b""
         scope["tenant"] = tenant(key.decode("latin-1")) if self.digests else b""
         error = None
         if self.digests and scope["path"] not in OPEN and not self._known(key):
@@ -184,7 +185,7 @@ class Api:
         """Send `choices`, which the engine has, as one body or as a stream of `chunks` and, behind them, the `last` ones;
         all by `deadline` (the loop's time)."""
         if streams:
-            return EventStream(self._events(choices, deadline, chunks, last), lambda: self._release(choices))
+            return EventStream(self._events(choices, deadline, chunks, last), lambda: self._release(choices), deadline)
 
         async def answer() -> Response:
             answers = [Answer() for _ in choices]
@@ -333,7 +334,7 @@ class Api:
                 yield event({**head, "choices": [], "usage": used})
             yield DONE
 
-        return EventStream(events(), lambda: None)
+        return EventStream(events(), lambda: None, deadline)
 
     def _logprobs(self, scored: Sequence[tuple[int, Logprobs | None]], offset: int) -> tuple[dict[str, list[Any]], int]:
         """Tokens with their log-probabilities, as completions have them; and the offset of the text that comes next."""
@@ -431,7 +432,10 @@ def create_app(
         await running.drain(0)
         await running.stop()
 
-    app = FastAPI(title="Staircase", version=version("torch"), lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS)
+    app = FastAPI(
+        title="Staircase", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS,
+        redirect_slashes=False,  # a redirect would name the host that the client has written
+    )  # fmt: skip
     app.add_middleware(Guard, keys=settings.keys)
     state: Any = app.state
 
@@ -487,7 +491,7 @@ def create_app(
         service.check_model(body.model)
         tokens = await service.encode(body.prompt)
         found = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
-        return found | ({"token_strs": [service.token_text(each) for each in tokens]} if body.return_token_strs else {})
+        return found | ({"token_strs": await service.token_texts(tokens)} if body.return_token_strs else {})
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
@@ -504,7 +508,7 @@ def create_app(
 
     @app.get("/version")
     async def versions() -> dict[str, str]:
-        return {"version": "staircase stage06", "torch": torch.__version__}
+        return {"version": VERSION, "torch": torch.__version__}
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

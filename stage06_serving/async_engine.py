@@ -140,6 +140,7 @@ class AsyncEngine:
         self._running: Future[Any] | None = None
         self._loop = asyncio.get_running_loop()
         self._held = 0  # places of `place`
+        self._calls: set[asyncio.Future[Any]] = set()  # of `call`, while somebody waits for them
         self._named = 0
         self._requests: dict[str, Request] = {}  # the thread's own: all that it has not yet told the end of
 
@@ -170,7 +171,7 @@ class AsyncEngine:
 
     @contextlib.contextmanager
     def place(self, count: int) -> Iterator[None]:
-        """Hold as many places as `count` sequences would take, for work of the engine's that is none. Raises as `submit` does."""
+        """Hold as many places as `count` sequences would take, for a `call` that is as much work. Raises as `submit` does."""
         self._need_life()
         self._need_room(count)
         self._held += count
@@ -220,9 +221,11 @@ class AsyncEngine:
         if not self.alive:
             raise EngineDead(DEAD)
         future = self._loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
 
         def settle(result: Any, error: Exception | None) -> None:
-            if future.done():  # whoever asked has left
+            if future.done():  # whoever asked has left, or has been told already
                 return
             if error is None:
                 future.set_result(result)
@@ -237,11 +240,14 @@ class AsyncEngine:
         `hurry` says so."""
         self.draining = True
         end = self._loop.time() + grace
-        while self.in_flight and not hurry() and self._loop.time() < end:
+        while (self.in_flight or self._held) and not hurry() and self._loop.time() < end:
             await asyncio.sleep(min(DRAIN, end - self._loop.time()))
         for name in self.in_flight:
             self._command(partial(self._abort, name))
         self._deliver(Step(ended=[(name, "error", CLOSING) for name in self.in_flight]))
+        for future in self._calls:
+            if not future.done():
+                future.set_exception(EngineDead(CLOSING))
 
     async def stop(self) -> None:
         """Let the thread end, once its step is done; it is not waited for for ever."""
@@ -347,8 +353,8 @@ class AsyncEngine:
     def _add(self, prompt: Sequence[int], sampling: Sequence[SamplingParams], salt: bytes, ids: Sequence[str]) -> None:
         try:
             added = self.engine.add_samples(prompt, sampling, salt, ids)
-        except UserError as error:  # `submit` has checked, so this is a defect; still nobody may wait for ever
-            self._loop.call_soon_threadsafe(self._deliver, Step(ended=[(name, "error", str(error)) for name in ids]))
+        except Exception:  # `submit` has checked, so this is a defect; still nobody may wait for ever
+            self._loop.call_soon_threadsafe(self._deliver, Step(ended=[(name, "error", BROKEN) for name in ids]))
             raise
         self._requests |= {request.id: request for request in added}
 

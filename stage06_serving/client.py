@@ -44,6 +44,10 @@ def stream(address: str, body: dict[str, Any], key: str = "", timeout: float = 6
         raise UserError(
             f"{address} cannot be reached ({error}): start the server with python -m stage06_serving, or give --url."
         ) from None
+    except ValueError:
+        raise UserError(
+            f"{address} answers with something that is no completion: give the address of a server with --url."
+        ) from None
     raise UserError("The answer stopped without an end: the server may have been killed.")
 
 

@@ -99,8 +99,9 @@ class Adapter:
         raise NotImplementedError
 
     def fail(self, error: UserError) -> list[Request]:
-        """To be called when `step` has raised: nobody's memory is to be trusted, and all requests end with `error`."""
-        failed = list(self.requests.values())
+        """To be called when `step` has raised: those that run end with `error`, and the others go on; but if nobody ran, it was
+        not the pass that failed, and all of them end."""
+        failed = list(self.scheduler.running) or list(self.requests.values())
         for request in failed:
             self.abort(request.id)
             request.output.fail(error)
@@ -279,11 +280,13 @@ class Slots(Adapter):
 
     def step(self) -> list[tuple[str, Token]]:
         before = self.engine.steps[-1] if self.engine.steps else None
-        said = self.engine.step()
+        try:
+            said = self.engine.step()
+        finally:
+            self._look()  # who was in a pass that failed, too
         record = self.engine.steps[-1] if self.engine.steps else None
         if record is not None and record is not before:
             self.steps.append(in_blocks(record))
-        self._look()
         return said
 
     def _look(self) -> None:

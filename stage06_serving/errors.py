@@ -13,7 +13,7 @@ TYPES = {
     504: "TimeoutError",
 }  # fmt: skip
 
-# What these take is one of several kinds, and pydantic says only why a value is not the first of them.
+# Where these may be of several kinds, pydantic says only why a value is not the first of them.
 KINDS = {
     "prompt": f"send some text, or token ids, or a list of at most {MOST_PROMPTS} of either, none of them empty",
     "stop": f"send a text, or a list of at most {MOST_STOPS}, each of 1 to {LONGEST_STOP} characters",
@@ -40,12 +40,13 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 
 def validation_message(errors: list[Any]) -> tuple[str, str | None]:
     """One sentence on the first thing that is wrong with a body, and the field; never what the client had written there."""
-    first = min(errors, key=lambda error: -len(error["loc"])) if errors else {"loc": (), "msg": "it cannot be read"}
+    first = max(errors, key=lambda error: len(error["loc"])) if errors else {"loc": (), "msg": "it cannot be read"}
     field = next((str(part) for part in first["loc"][1:] if isinstance(part, str)), None)
     if first.get("type") == "json_invalid":
         return "The body is not JSON: send a JSON object, with the header Content-Type: application/json.", None
     what = f"'{field[:64]}'" if field else "The body"
     if any(error.get("type") == NOT_UNICODE for error in errors):
         return f"{what}: it has half of a surrogate pair, which is no character: send whole ones.", field
-    reason = KINDS.get(field or "") or str(first["msg"]).removeprefix("Value error, ")
+    kinds = KINDS.get(field or "") if len(first["loc"]) > 2 else None  # behind the field, the kind that was tried
+    reason = kinds or str(first["msg"]).removeprefix("Value error, ")
     return f"{what}: {reason}." if field else f"{what} is not what this endpoint takes: {reason}.", field

@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from stage05_paged.blockmap import blockmap
 
-from .async_engine import AsyncEngine, EngineDead, Step, Ticket
+from .async_engine import AsyncEngine, EngineDead, Overloaded, Step, Ticket
 from .engines import AnyEngine, Line
 from .sse import event
 
@@ -21,6 +21,7 @@ FRAMES = 8  # a second, at most
 PULSE = 1.0  # seconds between two frames, at most: so a page can tell a server that is idle from one that is gone
 STEPS = 256  # of the newest steps in one frame, at most
 MOST_BLOCKS = 2**16  # on the map
+MOST_WATCHERS = 16  # pages: each costs the loop a frame FRAMES times a second
 RECENT = 3.0  # seconds that the rate of tokens is taken over
 
 
@@ -93,6 +94,9 @@ class Live:
         engine.listeners.append(self._listen)
 
     def watch(self) -> Watcher:
+        """Raises Overloaded if too many are open."""
+        if len(self.watchers) >= MOST_WATCHERS:
+            raise Overloaded(f"{MOST_WATCHERS} pages watch the engine already: close one, or try again later.")
         watcher = Watcher(asyncio.Event())
         self.watchers.add(watcher)
         return watcher

@@ -24,7 +24,7 @@ from .errors import ApiError
 from .protocol import DEFAULT_TOKENS, ChatBody, CompletionBody, GenerateBody, SamplingBody
 from .text import TextStream
 
-LONG_TEXT = 65_536  # characters: a longer text is cut into tokens off the event loop
+LONG_TEXT = 65_536  # characters or tokens: a longer text is cut into tokens, and put together, off the event loop
 LONGEST_TOKEN = 128  # characters of GPT-2's longest token: a longer prompt cannot fit, and need not be cut to know it
 MOST_SCORES = 50_000  # log-probabilities in one body
 NO_NUMBER = -9999.0  # in place of minus infinity, which JSON does not have
@@ -252,6 +252,12 @@ class Service:
 
     def token_text(self, token_id: int) -> str:
         return self.loaded.tokenizer.decode([token_id])
+
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Of each by itself."""
+        if len(ids) > LONG_TEXT:
+            return await asyncio.to_thread(list, map(self.token_text, ids))
+        return [self.token_text(each) for each in ids]
 
     def token_bytes(self, token_id: int) -> list[int]:
         return list(self.loaded.tokenizer.decode_bytes([token_id]))

@@ -108,8 +108,8 @@ async def client_loop(client: httpx2.AsyncClient, chance: random.Random, until: 
             counts["left"] += 1
 
 
-def judge(before: State, after: State, rates: list[float], window: float) -> list[Check]:
-    """Compare what was there before the load with what is there after it."""
+def judge(before: State, after: State, rates: list[float], window: float, refused: int) -> list[Check]:
+    """Compare what was there before the load with what is there after it. There was room for all, so none may be refused."""
     growth = after.memory - before.memory
     checks = [
         Check("memory, MiB", f"{before.memory / 2**20:.1f}", f"{after.memory / 2**20:.1f}",
@@ -117,6 +117,7 @@ def judge(before: State, after: State, rates: list[float], window: float) -> lis
         Check("tasks", str(before.tasks), str(after.tasks), after.tasks <= before.tasks),
         Check("open files", str(before.files), str(after.files), after.files <= before.files),
         Check("blocks owned", f"{before.blocks:.0%}", f"{after.blocks:.0%}", after.blocks == 0),
+        Check("refused requests", "0", str(refused), not refused),
     ]  # fmt: skip
     if window >= LONG_ENOUGH:
         good = rates[-1] >= SLOWEST * rates[0]
@@ -156,7 +157,7 @@ async def soak(url: str, pid: int, seconds: float, clients: int, seed: int) -> l
                 flush=True,
             )
         await working
-        return judge(before, await settled(client, pid), rates, window)
+        return judge(before, await settled(client, pid), rates, window, counts["refused"])
 
 
 def main(argv: list[str] | None = None) -> int:

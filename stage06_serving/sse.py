@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -10,6 +12,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 DONE = "data: [DONE]\n\n"
+STALLED = 5.0  # seconds after its deadline, until which a stream may be read to its end
 
 
 def event(data: dict[str, Any]) -> str:
@@ -18,16 +21,23 @@ def event(data: dict[str, Any]) -> str:
 
 
 class EventStream(StreamingResponse):
-    """An answer made of events. However it ends, even before it has begun, `release` is called."""
+    """An answer made of events. However it ends, even before it has begun, `release` is called.
+
+    deadline: by when (the loop's time) the events are made. Who has not read them STALLED seconds later is cut off: nobody can be
+        told anything who does not read, and a stream that stands still would be kept for ever.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], release: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[str], release: Callable[[], None], deadline: float | None = None) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.release = release
+        self.until = None if deadline is None else deadline + STALLED
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self.until):
+                    await super().__call__(scope, receive, send)
         finally:
             self.release()

@@ -28,11 +28,13 @@ from stage06_serving.settings import PREFIX
 
 ALWAYS = ("--port", "0", "--sanitize", "--linear", "plain")
 PROGRAM = ("-m", "stage06_serving")
+HOUSE = ("-m", "stage06_serving.tests.house")
 FEW_BLOCKS = ("--kv-memory", "8MiB")  # of the embedded model: after every step the sanitizer looks at all of them
-STARTING = 60.0  # seconds: two cores may have other work
+STARTING = 180.0  # seconds: the machine may have other work
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 Serve = Callable[..., AbstractContextManager["Running"]]
+House = Callable[..., "Running"]
 
 
 @dataclass
@@ -41,7 +43,8 @@ class Running:
 
     process: subprocess.Popen[bytes]
     url: str
-    log: Path  # its standard error
+    log: Path  # its standard error, and
+    begins: int = 0  # the byte at which its own words begin
 
     @property
     def port(self) -> int:
@@ -49,7 +52,7 @@ class Running:
 
     def stderr(self) -> str:
         """What it has written to standard error so far."""
-        return self.log.read_text(encoding="utf-8")
+        return self.log.read_bytes()[self.begins :].decode()
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:
         """Send a signal and wait for the end; the exit code. Raises subprocess.TimeoutExpired."""
@@ -69,14 +72,20 @@ def serving(*arguments: str, env: Mapping[str, str] | None = None, program: Sequ
 
     program: what Python shall run, for a server with a planted fault. Raises RuntimeError with its words if it does not start.
     """
-    with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as log:
-        process = subprocess.Popen(
-            [sys.executable, *program, *ALWAYS, *arguments], cwd=ROOT, env=environment(env), stdout=log, stderr=log
-        )
-    running = Running(process, "", Path(log.name))
-    try:
+    with _process([*program, *ALWAYS, *arguments], environment(env)) as running:
         running.url = _address(running)
         yield running
+
+
+@contextmanager
+def _process(arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[Running]:
+    """Python with these arguments, for as long as the block lasts; it has no address yet."""
+    with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as log:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=log, stderr=log
+        )
+    try:
+        yield Running(process, "", Path(log.name))
     finally:
         process.terminate()
         try:
@@ -84,20 +93,22 @@ def serving(*arguments: str, env: Mapping[str, str] | None = None, program: Sequ
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        running.log.unlink()
+        if process.stdin is not None:
+            process.stdin.close()
+        Path(log.name).unlink()
 
 
 def _address(running: Running) -> str:
     deadline = time.monotonic() + STARTING
     while time.monotonic() < deadline:
         said = running.stderr()
-        if running.process.poll() is not None:
+        if running.process.poll() is not None or said.startswith("error: "):
             raise RuntimeError(f"The server ended with {running.process.returncode}: {said}")
         lines = [line for line in said.splitlines(keepends=True) if line.startswith("Staircase serves ") and line.endswith("\n")]
         if lines:
             url = lines[0].split()[-1]
             try:
-                if httpx2.get(f"{url}/health", trust_env=False, verify=False).status_code == 200:
+                if httpx2.get(f"{url}/health", trust_env=False, timeout=60, verify=False).status_code == 200:
                     return url
             except httpx2.TransportError:
                 pass
@@ -108,14 +119,14 @@ def _address(running: Running) -> str:
 def read_metrics(url: str) -> dict[str, float]:
     """The server's numbers, by name and labels as Prometheus writes them; the label of the model is left out."""
     found = {}
-    for family in text_string_to_metric_families(httpx2.get(f"{url}/metrics", trust_env=False, verify=False).text):
+    for family in text_string_to_metric_families(httpx2.get(f"{url}/metrics", trust_env=False, timeout=60, verify=False).text):
         for sample in family.samples:
             labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items() if name != "model_name")
             found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
     return found
 
 
-def until_idle(url: str, timeout: float = 10) -> dict[str, float]:
+def until_idle(url: str, timeout: float = 60) -> dict[str, float]:
     """Wait until nothing runs or waits and no block is owned; the server's numbers then. Fails after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
@@ -131,6 +142,35 @@ def until_idle(url: str, timeout: float = 10) -> dict[str, float]:
 def serve() -> Serve:
     """`with serve(*arguments, env=..., program=...) as running`: a server for as long as the block lasts."""
     return serving
+
+
+@pytest.fixture(scope="session")
+def house() -> Iterator[House]:
+    """house(*arguments, env=...): a server that shares its process with others and lasts as long as they: quick to start. For
+    tests that neither stop it nor look at the process. It can be made to fail: see faulty_server.py."""
+    with ExitStack() as stack:
+        begun: list[Running] = []
+
+        def start(*arguments: str, env: Mapping[str, str] | None = None) -> Running:
+            if not begun:  # when the first one is asked for
+                begun.append(stack.enter_context(_process(HOUSE, environment())))
+            process, log = begun[0].process, begun[0].log
+            running = Running(process, "", log, log.stat().st_size)
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([[*ALWAYS, *arguments], dict(env or {})]).encode() + b"\n")
+            process.stdin.flush()
+            running.url = _address(running)
+            return running
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def locked(tiny_folder: Path) -> Iterator[Running]:
+    """A server with three keys, and without a chat template."""
+    key = {f"{PREFIX}API_KEY": "first-key, second-key, zweiter-schlüssel"}
+    with serving("--model", str(tiny_folder), "--kv-memory", "64KiB", "--chat-template", "none", env=key) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
@@ -163,7 +203,7 @@ def metrics() -> Callable[[str], dict[str, float]]:
 
 @pytest.fixture(scope="session")
 def wait_idle() -> Callable[..., dict[str, float]]:
-    """wait_idle(url, timeout=10): until /metrics says 0 running, 0 waiting and 0 cache usage; the numbers then."""
+    """wait_idle(url, timeout=60): until /metrics says 0 running, 0 waiting and 0 cache usage; the numbers then."""
     return until_idle
 
 

@@ -70,13 +70,14 @@ class Faulty:
 
 
 def make_engine(settings: Settings, make: Callable[..., tuple[Any, Any]] = program.make_engine) -> tuple[Engine, Any]:
-    """As the program's own, with the fault."""
+    """As the program's own, with the fault if there is to be one."""
     engine, loaded = make(settings)
-    engine._forward = Faulty(engine._forward, Fault(Path(os.environ[VARIABLE])))
+    if VARIABLE in os.environ:
+        engine._forward = Faulty(engine._forward, Fault(Path(os.environ[VARIABLE])))
     return engine, loaded
 
 
-def until(condition: Callable[[], object], timeout: float = 10) -> None:
+def until(condition: Callable[[], object], timeout: float = 60) -> None:
     """Wait until `condition` holds. Fails after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -18,7 +18,7 @@ from stage05_paged.engine import Engine
 from stage05_paged.scheduler import Scheduler
 from stage06_serving.async_engine import BROKEN, CLOSING, DEAD, AsyncEngine, Broken, EngineDead, Overloaded, Ticket
 
-HANG = 30.0  # seconds: nothing here takes a tenth of that
+HANG = 60.0  # seconds: nothing here takes a tenth of that
 
 
 class Gate:
@@ -430,7 +430,53 @@ def test_who_is_in_a_hurry_ends_the_grace(gated, tiny):
     assert is_empty(made) and len(made.steps) <= 3
 
 
+@pytest.mark.parametrize("ends", [True, False], ids=["it ends", "the grace ends"])
+def test_draining_waits_for_other_work_too(engine, ends):
+    """A prompt that is scored is no sequence, and its client waits all the same: for the scores, or for the word."""
+    made, goes_on = engine(), threading.Event()
+
+    async def script(running):
+        async def work():
+            with running.place(1):
+                return await running.call(lambda engine: goes_on.wait(HANG))
+
+        working = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        drained = asyncio.create_task(running.drain(100 * HANG if ends else 0.02))
+        if ends:
+            await asyncio.sleep(0.2)  # several looks
+            assert not drained.done()
+            goes_on.set()
+            assert await working is True
+        else:
+            with pytest.raises(EngineDead, match="shutting down"):
+                await working
+            goes_on.set()
+        await drained
+
+    run(made, script)
+
+
 # ---- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_defect_in_taking_in_ends_the_request_and_nothing_else(engine, monkeypatch, expected, tiny):
+    """Nobody waits for ever for a sequence that the engine does not know; its place is free again."""
+    made = engine()
+    add, prompt = made.add_samples, prompt_of(4, tiny)
+
+    def broken(prompt, sampling, salt, ids):
+        monkeypatch.setattr(made, "add_samples", add)
+        raise RuntimeError("a planted fault")
+
+    monkeypatch.setattr(made, "add_samples", broken)
+
+    async def script(running):
+        assert await error_of(running, submit(running, prompt, 5)) == BROKEN
+        assert not running.in_flight
+        return await said(running, submit(running, prompt, 5))
+
+    assert run(made, script) == expected(prompt, 5)
 
 
 def test_a_failing_step_ends_only_its_requests(failing, expected, tiny):

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,9 +36,23 @@ LIMITS = measure.Limits("cpu", 1, 30.0, {"float32": 100.0, "bfloat16": 200.0})
 WATCHED = [benchmark.watched_name(SWITCH), benchmark.watched_name(TINY.switches[0])]
 
 
-@pytest.fixture(scope="module")
-def measured() -> tuple[dict[str, Any], int]:
-    """The results, as they will be read back, and how far the progress bar came."""
+class Near(Helper):
+    """A helper whose work is done by a thread of this process: it starts at once."""
+
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        self.thread = threading.Thread(target=target, args=(theirs, *arguments), daemon=True)
+        self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()  # that ends it
+        self.thread.join()
+
+
+@pytest.fixture(scope="module", params=[Near, pytest.param(Helper, marks=pytest.mark.slow)], ids=["threads", "processes"])
+def measured(request: pytest.FixtureRequest) -> tuple[dict[str, Any], int]:
+    """The results, as they will be read back, and how far the progress bar came. The server is a process of its own, as always;
+    engine and client are, as in a real run, in the slow form."""
     bars: list[Any] = []
 
     class Counting(benchmark.tqdm):
@@ -47,6 +64,7 @@ def measured() -> tuple[dict[str, Any], int]:
     torch.set_num_threads(1)  # the teams of four processes on a few cores would mostly wait for each other
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(benchmark, "Helper", request.param)
         patch.setattr(benchmark, "FULL", TINY)
         patch.setattr(benchmark, "tqdm", Counting)
         patch.setattr(measure, "limits", lambda **_: LIMITS)
@@ -218,8 +236,9 @@ def test_a_process_that_ends_stops_the_benchmark() -> None:
         helper.answer()
 
 
-def test_a_server_that_does_not_start_says_why() -> None:
-    with pytest.raises(RuntimeError, match="did not start: error: --port"), benchmark.serving(["--port", "99999"]):
+def test_a_server_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "STAGE", "stage06_nothing")
+    with pytest.raises(RuntimeError, match="did not start: .*No module named stage06_nothing"), benchmark.serving([]):
         pass
 
 

@@ -278,17 +278,42 @@ def test_the_view_shows_who_has_a_slot(make, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_a_failure_the_engine_works_again(make, kind):
+def test_a_failure_ends_those_who_run_and_the_others_go_on(make, kind):
     engine = make(kind)
     made = [ask(engine, name, 5, 30) for name in "abcd"]
     engine.step()
+    rows = 1 if kind in ALONE else ROWS
     failed = engine.fail(UserError("it broke"))
-    assert made[0] in failed and all(request.output.error == "it broke" for request in failed)
+    assert failed == made[:rows] and all(request.output.error == "it broke" for request in failed)
     assert all(request.output.finish_reason == "error" and request.id not in engine.requests for request in failed)
     assert not engine.scheduler.running and engine.scheduler.pool.owned == 0
-    again = ask(engine, "e", 7, 6)
+    made.append(ask(engine, "e", 7, 6))
     finish(engine)
-    assert again.output.token_ids == answer(engine, again) and nothing_is_held(engine)
+    for request in made[rows:]:
+        assert request.output.token_ids == answer(engine, request) and request.output.finish_reason == "length"
+    assert nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_nobody_ran_a_failure_ends_all(make, kind):
+    """Else the next step would fail in the same way, and the one after it."""
+    engine = make(kind)
+    made = [ask(engine, name, 5, 30) for name in "ab"]
+    assert engine.fail(UserError("it broke")) == made and nothing_is_held(engine)
+
+
+def test_who_was_let_in_by_a_pass_that_failed_ends_with_it(make, monkeypatch):
+    """Stage 04 lets requests in at the beginning of a step: the line must know of it though the step raises."""
+    engine = make("continuous")
+    made = [ask(engine, name, 5, 30) for name in "abcd"]
+
+    def faulty(work: Any) -> Any:
+        raise RuntimeError("a planted fault")
+
+    monkeypatch.setattr(engine.engine, "_forward", faulty)
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert engine.fail(UserError("it broke")) == made[:ROWS] and list(engine.requests) == ["d"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -414,24 +439,24 @@ def test_what_is_for_blocks_is_refused(tiny_folder, kind, option):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_server_with_it(serve, wait_idle, tiny_folder, kind):
+def test_a_server_with_it(house, wait_idle, tiny_folder, kind):
     """A crowd gets the tokens of stage 01; samples, log-probabilities of the prompt, and the page's frames are there too."""
     oracle = naive(str(tiny_folder))
     made = requests(300, 14, 60)
     options = ("--dtype", "float64", "--kv-memory", str(8 * CONTEXT), "--max-sequences", "6", "--no-sanitize")  # 4 contexts
-    with serve("--model", str(tiny_folder), "--engine", kind, *options) as running:
-        rows = 1 if kind in ALONE else 4
-        assert f"\n  engine  {kind}\n" in running.stderr() and f" in {rows} blocks of 256 tokens" in running.stderr()
-        found = crowd(running.url, "tiny", made)
-        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
-            extra = {"return_token_ids": True}
-            prompt = [5, 6, 7, 8]
-            samples: Any = client.completions.create(
-                model="tiny", prompt=prompt, n=3, seed=40, max_tokens=10, echo=True, logprobs=1, extra_body=extra
-            )
-        numbers = wait_idle(running.url)
-        with httpx2.stream("GET", f"{running.url}/live", timeout=10, trust_env=False) as live:
-            frame = json.loads(next(each for each in live.iter_lines() if each).removeprefix("data: "))
+    running = house("--model", str(tiny_folder), "--engine", kind, *options)
+    rows = 1 if kind in ALONE else 4
+    assert f"\n  engine  {kind}\n" in running.stderr() and f" in {rows} blocks of 256 tokens" in running.stderr()
+    found = crowd(running.url, "tiny", made)
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        extra = {"return_token_ids": True}
+        prompt = [5, 6, 7, 8]
+        samples: Any = client.completions.create(
+            model="tiny", prompt=prompt, n=3, seed=40, max_tokens=10, echo=True, logprobs=1, extra_body=extra
+        )
+    numbers = wait_idle(running.url)
+    with httpx2.stream("GET", f"{running.url}/live", timeout=60, trust_env=False) as live:
+        frame = json.loads(next(each for each in live.iter_lines() if each).removeprefix("data: "))
     for (tokens, reason), (ids, fields) in zip(found, made, strict=True):
         expected = alone(oracle, ids, fields)
         assert (tokens, reason) == (expected.token_ids, expected.finish_reason), fields

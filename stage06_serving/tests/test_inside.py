@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from shared.museum.inside import Inside
+from shared.museum.inside import Asking, Inside
+from stage06_serving import sse
+from stage06_serving.live import MOST_WATCHERS
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
 SHORT = {"prompt": "Once upon a time", "max_tokens": 3, "temperature": 0}
@@ -59,6 +61,61 @@ def test_a_late_answer_ends_in_the_engine_too():
         assert len(inside.engine.steps) < 900
 
     Inside.run(script, request_timeout=0.1)
+
+
+def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
+    """Catches a deadline that is looked at only between two tokens: who does not read would be kept for ever."""
+
+    async def full(asking: Asking, message: dict[str, Any]) -> None:
+        """As a socket whose other end does not read."""
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(Asking, "_send", full)
+    monkeypatch.setattr(sse, "STALLED", 0.1)
+
+    async def script(inside: Inside) -> None:
+        async with asyncio.timeout(30):
+            await inside.ask("/v1/completions", LONG | {"stream": True})
+        await idle(inside)
+
+    Inside.run(script, request_timeout=0.1)
+
+
+def test_pages_that_watch_are_few():
+    """Catches a server that draws for whoever asks: a hundred clients at /live kept the loop from all other work."""
+
+    async def script(inside: Inside) -> None:
+        watching = [inside.begin("/live") for _ in range(MOST_WATCHERS)]
+        while not all(each.heard.status == 200 for each in watching):
+            await asyncio.sleep(0.005)
+        refused = await inside.ask("/live")
+        assert refused.status == 503 and refused.headers["retry-after"] and "watch" in refused.json()["error"]["message"]
+        watching[0].leave()
+        await watching[0].answer()
+        watching[0] = inside.begin("/live")  # there is room again
+        while watching[0].heard.status is None:
+            await asyncio.sleep(0.005)
+        assert watching[0].heard.status == 200
+        for each in watching:
+            each.leave()
+            await each.answer()
+
+    Inside.run(script)
+
+
+def test_a_server_whose_engine_is_dead_can_be_stopped():
+    """Catches a shutdown that waits for answers which nobody will make."""
+
+    async def script(inside: Inside) -> None:
+        def failing(work: Any) -> Any:
+            raise SystemExit
+
+        inside.engine._forward = failing
+        assert (await inside.ask("/v1/completions", SHORT)).status == 503
+        assert (await inside.ask("/health")).status == 503
+
+    Inside.run(script)  # which gives up after a while
 
 
 def test_a_stream_that_fails_says_so():

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from shared import cli
 from shared.errors import UserError
-from shared.stages import ROOT
 from stage05_paged.engine import Engine
 from stage06_serving import __main__ as stage
 from stage06_serving.settings import PREFIX, Settings, parse
-from stage06_serving.tests.conftest import Running, Serve, environment
+from stage06_serving.tests.conftest import Running
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 2, "temperature": 0}
-KEY = {"Authorization": "Bearer first"}
+KEY = {"Authorization": "Bearer first-key"}
 OPEN = ("/", "/health")
 
 
@@ -172,13 +170,27 @@ def test_a_start_that_fails_gives_the_port_back(tmp_path, monkeypatch):
     assert [each.fileno() for each in opened] == [-1]  # closed
 
 
-def test_a_model_that_is_not_there_stops_the_start():
-    found = subprocess.run(
-        [sys.executable, "-m", "stage06_serving", "--port", "0", "--model", "./nothing-here"],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert found.returncode == 2 and found.stderr.startswith("error: ") and "nothing-here" in found.stderr
-    assert "Traceback" not in found.stderr and "serves" not in found.stderr and not found.stdout
+def test_a_model_that_is_not_there_stops_the_start(capsys):
+    status, said = ended(capsys, "--port", "0", "--model", "./nothing-here")
+    assert status == 2 and said.startswith("error: ") and "nothing-here" in said and "serves" not in said
+
+
+def test_what_the_libraries_have_made_is_no_garbage(tiny_folder, monkeypatch):
+    """A body of many small lists made the collector look at all of PyTorch several times: half a second on the event loop."""
+    frozen = []
+
+    def run(serving: Any) -> None:
+        serving.close()
+        frozen.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(stage.asyncio, "run", run)
+    interval = sys.getswitchinterval()
+    try:
+        stage.main(["--port", "0", "--model", str(tiny_folder), "--linear", "plain", "--kv-memory", "64KiB"])
+        assert frozen[0] > 100_000 and len(gc.get_objects()) < frozen[0] / 10
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize(("memory", "words"), [("lots", "no amount of memory"), ("1KiB", "block"), ("100TB", "free")])
@@ -206,8 +218,8 @@ def test_the_engine_is_as_the_settings_say(tiny_folder):
 # ---- a server that is open to others --------------------------------------------------------------------------------
 
 
-def test_start_and_end_of_an_open_server(serve, tiny_folder, tmp_path):
-    """From the environment alone; the plan, the warning, a template from a file, and the end at SIGTERM."""
+def test_start_and_end_of_an_open_server(interruptible, serve, tiny_folder, tmp_path):
+    """From the environment alone; the plan, the warning, a template from a file, and the end at Ctrl-C."""
     path = tmp_path / "chat.json"
     path.write_text(json.dumps({"roles": {"user": "<{content}>"}, "start": "=", "stops": ["aaa"]}), encoding="utf-8")
     values = {
@@ -227,47 +239,35 @@ def test_start_and_end_of_an_open_server(serve, tiny_folder, tmp_path):
             f"\n  try     curl -N http://0.0.0.0:{running.port}/v1/completions -H 'Content-Type: application/json' -d '" in said
         )
         url = f"http://127.0.0.1:{running.port}/v1"
-        assert httpx2.get(f"{url}/models", trust_env=False, verify=False).json()["data"][0]["id"] == "mine"
+        assert httpx2.get(f"{url}/models", trust_env=False, timeout=60, verify=False).json()["data"][0]["id"] == "mine"
         bias = {str(ord("a")): 100}  # the model says nothing else
         chat = {"messages": [{"role": "user", "content": "hi"}], "logit_bias": bias, "max_tokens": 9}
-        spoken = httpx2.post(f"{url}/chat/completions", json=chat, trust_env=False, verify=False).json()
+        spoken = httpx2.post(f"{url}/chat/completions", json=chat, trust_env=False, timeout=60, verify=False).json()
         assert spoken["choices"][0]["message"]["content"] == "" and spoken["choices"][0]["stop_reason"] == "aaa"
         assert spoken["usage"] == {"prompt_tokens": len("<hi>="), "completion_tokens": 3, "total_tokens": 8}
         chat["messages"] = [{"role": "user", "content": "hi"}, {"role": "critic", "content": "no"}]
-        spoken = httpx2.post(f"{url}/chat/completions", json=chat | {"stop": "aa"}, trust_env=False, verify=False).json()
+        spoken = httpx2.post(
+            f"{url}/chat/completions", json=chat | {"stop": "aa"}, trust_env=False, timeout=60, verify=False
+        ).json()
         assert spoken["choices"][0]["stop_reason"] == "aa" and spoken["usage"]["prompt_tokens"] == len("<hi>Critic: no\n=")
-        assert running.stop() == -signal.SIGTERM  # uvicorn hands the signal on once it is done
-        assert running.stderr() == said  # nothing was said of any prompt, and nothing went wrong
+        assert not psutil.Process(running.process.pid).children(recursive=True)  # nobody is left if it is killed
+        assert running.stop(signal.SIGINT) == 130
+        assert running.stderr().strip() == said.strip()  # nothing was said of any prompt, and nothing went wrong
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def locked(serve: Serve, tiny_folder: Path) -> Iterator[Running]:
-    """A server with two keys, and without a chat template."""
-    key = {f"{PREFIX}API_KEY": "first, zweiter-schlüssel"}
-    with serve("--model", str(tiny_folder), "--kv-memory", "64KiB", "--chat-template", "none", env=key) as running:
-        yield running
-
-
 def test_a_server_without_a_template_has_no_chats(locked):
     chat = {"messages": [{"role": "user", "content": "hi"}]}
-    answer = httpx2.post(f"{locked.url}/v1/chat/completions", json=chat, headers=KEY, trust_env=False, verify=False)
+    answer = httpx2.post(f"{locked.url}/v1/chat/completions", json=chat, headers=KEY, trust_env=False, timeout=60, verify=False)
     assert answer.status_code == 400 and "no chat template" in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == "messages"
 
 
-def raw(running: Running, text: bytes) -> bytes:
-    """The first line of the answer to a request as it stands."""
-    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
-        connection.sendall(text)
-        return connection.makefile("rb").readline()
-
-
 def routes(running: Running) -> list[tuple[str, str]]:
     """All operations that the server tells of, and some that it does not."""
-    paths = httpx2.get(f"{running.url}/openapi.json", headers=KEY, trust_env=False, verify=False).json()["paths"]
+    paths = httpx2.get(f"{running.url}/openapi.json", headers=KEY, trust_env=False, timeout=60, verify=False).json()["paths"]
     told = [(method.upper(), path.replace("{model_id}", "tiny")) for path, methods in paths.items() for method in methods]
     assert len(told) >= 11
     hidden = ["/openapi.json", "/docs", "/redoc", "/nothing", "/health/", "/healthz", "//health", "/v1"]
@@ -288,7 +288,7 @@ def test_every_route_but_two_needs_a_key(locked):
     assert ("GET", "/live") in asked and ("POST", "/generate") in asked and ("GET", "/metrics") in asked
     for method, path in asked:
         wanted = path not in OPEN
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer first,"}):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer first-key,"}):
             assert (status(locked, method, path, headers) == 401) == wanted, (method, path, headers)
         assert status(locked, method, path, KEY) != 401, (method, path)
     assert status(locked, "GET", "/v1/models", {"Authorization": "Bearer zweiter-schlüssel".encode()}) == 200
@@ -296,32 +296,7 @@ def test_every_route_but_two_needs_a_key(locked):
 
 
 def test_without_a_key_nothing_is_told(locked):
-    answer = httpx2.post(f"{locked.url}/v1/completions", json={"model": "secret-name"}, trust_env=False, verify=False)
+    answer = httpx2.post(f"{locked.url}/v1/completions", json={"model": "secret-name"}, trust_env=False, timeout=60, verify=False)
     assert answer.status_code == 401 and "secret-name" not in answer.text and "first" not in answer.text
     assert answer.json()["error"]["type"] == "AuthenticationError"
     assert "first" not in locked.stderr() and '-H "Authorization: Bearer $STAIRCASE_API_KEY"' in locked.stderr()
-
-
-@pytest.mark.parametrize(
-    "request_line, host",
-    [
-        (b"GET /v1/models HTTP/1.1", b"x/health?"),
-        (b"GET /v1/models HTTP/1.1", b"x/health#"),
-        (b"GET /v1/models HTTP/1.1", b"127.0.0.1/health?x="),
-        (b"GET /v1/models?/health HTTP/1.1", b"x"),
-        (b"GET /v1/models?path=/health HTTP/1.1", b"x"),
-        (b"GET /health/../v1/models HTTP/1.1", b"x"),
-        (b"GET /health%2f..%2fv1/models HTTP/1.1", b"x"),
-        (b"GET //v1/models HTTP/1.1", b"x"),
-        (b"GET http://x/health HTTP/1.1", b"x"),
-        (b"GET /HEALTH HTTP/1.1", b"x"),
-    ],
-)
-def test_a_host_header_is_no_key(locked, request_line, host):
-    """CVE-2026-48710 and CVE-2026-48746: the path was put together from the Host header, which the client chooses."""
-    assert raw(locked, request_line + b"\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n").split()[1] == b"401"
-
-
-def test_with_a_key_any_host_is_served(locked):
-    text = b"GET /v1/models HTTP/1.1\r\nHost: x/health?\r\nAuthorization: Bearer first\r\nConnection: close\r\n\r\n"
-    assert raw(locked, text).split()[1] == b"200"

@@ -6,7 +6,7 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from stage06_serving.tests.faulty_server import PROGRAM, VARIABLE, Fault, until
+from stage06_serving.tests.faulty_server import VARIABLE, Fault, until
 
 # What vLLM's dashboards ask for, by the names of the families.
 NAMES = {
@@ -35,12 +35,12 @@ IDS = list(range(10, 50))  # 40 tokens: two whole blocks and a half
 
 
 def families(url):
-    return list(text_string_to_metric_families(httpx2.get(f"{url}/metrics", trust_env=False).text))
+    return list(text_string_to_metric_families(httpx2.get(f"{url}/metrics", trust_env=False, timeout=60).text))
 
 
 def complete(running, prompt=IDS, status=200, **fields):
     body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, **fields}
-    answer = httpx2.post(f"{running.url}/v1/completions", json=body, trust_env=False, timeout=30)
+    answer = httpx2.post(f"{running.url}/v1/completions", json=body, trust_env=False, timeout=60)
     assert answer.status_code == status, answer.text
     return answer.json()
 
@@ -51,12 +51,11 @@ def success(numbers):
 
 
 @pytest.fixture(scope="module")
-def faulty(serve, tiny_folder, tmp_path_factory):
+def faulty(house, tiny_folder, tmp_path_factory):
     """A server on the tiny model that takes in three sequences, and its fault."""
     fault = Fault(tmp_path_factory.mktemp("faults") / "fault")
     arguments = ("--model", str(tiny_folder), "--max-sequences", "2", "--max-queue", "1")
-    with serve(*arguments, env={VARIABLE: str(fault.file)}, program=PROGRAM) as running:
-        yield running, fault
+    return house(*arguments, env={VARIABLE: str(fault.file)}), fault
 
 
 def test_the_counters_are_exact(faulty, wait_idle):
@@ -116,7 +115,7 @@ def test_the_gauges_tell_what_is_in_hand(faulty, metrics, wait_idle):
 def test_the_names_are_those_of_vllm(server):
     found = {family.name: family.type for family in families(server.url)}
     assert {name: kind for name, kind in found.items() if name in NAMES} == NAMES
-    header = httpx2.get(f"{server.url}/metrics", trust_env=False).headers["content-type"]
+    header = httpx2.get(f"{server.url}/metrics", trust_env=False, timeout=60).headers["content-type"]
     assert header.startswith("text/plain") and "version=" in header
     assert all(family.documentation for family in families(server.url))
 

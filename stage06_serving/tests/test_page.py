@@ -32,23 +32,14 @@ from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import Engine
 from stage05_paged.scheduler import Scheduler
 from stage06_serving.live import look
-from stage06_serving.tests.conftest import Running, Serve, until_idle
+from stage06_serving.tests.conftest import House, Running, Serve, until_idle
+from stage06_serving.tests.faulty_server import PROGRAM, VARIABLE, Fault
 
 SAID = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'> & \u201cBen\u201d \N{FOX FACE} ran home.\n"
 BYTES = SAID.encode()
 POSITIONS = 1024
-# Every pass takes a little longer, so that there is something to see of a model that is as small as this one.
-SLOW = """
-import sys, time
-from stage05_paged.engine import Engine
-from stage06_serving.__main__ import main
-forward = Engine._forward
-def later(engine, work):
-    time.sleep(0.01)
-    return forward(engine, work)
-Engine._forward = later
-sys.exit(main())
-"""
+FEW_BLOCKS = ("--kv-memory", "1MiB")  # 128: after every step the sanitizer looks at all of them
+PACE = "0.01"  # seconds more for each pass, so that there is something to see of a model that is as small as this one
 OWNED, SHARED, CACHED, FREE = range(4)  # in the words under the map
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -76,11 +67,19 @@ def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(serve: Serve, reciter: Path) -> Iterator[Running]:
+def slowly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variable that makes a server slow."""
+    fault = Fault(tmp_path_factory.mktemp("pace") / "fault")
+    fault.plant(PACE)
+    return {VARIABLE: str(fault.file)}
+
+
+@pytest.fixture(scope="module")
+def served(house: House, reciter: Path, slowly: dict[str, str]) -> Iterator[Running]:
     """A slow server, for all tests that break nothing."""
-    with serve("--model", str(reciter), "--max-sequences", "8", program=("-c", SLOW)) as running:
-        yield running
-        assert running.process.poll() is None and "Traceback" not in running.stderr(), running.stderr()
+    running = house("--model", str(reciter), *FEW_BLOCKS, "--max-sequences", "8", env=slowly)
+    yield running
+    assert running.process.poll() is None and "Traceback" not in running.stderr(), running.stderr()
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +108,7 @@ class Page:
     def run(self, script: str) -> Any:
         return self.browser.execute_script(script)
 
-    def until(self, holds: Callable[[], Any], what: str, seconds: float = 20) -> Any:
+    def until(self, holds: Callable[[], Any], what: str, seconds: float = 60) -> Any:
         deadline = time.monotonic() + seconds
         while not (found := holds()):
             assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}; the status is {self['status'].text!r}"
@@ -174,8 +173,8 @@ def expected(tokens: int) -> str:
 
 def frames(url: str) -> Iterator[dict[str, Any]]:
     """What /live sends, for so long as a test may take."""
-    deadline = time.monotonic() + 20
-    with httpx2.stream("GET", f"{url}/live", timeout=10, trust_env=False) as answer:
+    deadline = time.monotonic() + 60
+    with httpx2.stream("GET", f"{url}/live", timeout=60, trust_env=False) as answer:
         for line in answer.iter_lines():
             assert time.monotonic() < deadline, "the frame that the test waits for does not come"
             if line.startswith("data: "):
@@ -451,35 +450,37 @@ def test_nothing_comes_from_another_host(page: Page, served: Running) -> None:
 
 @needs_browser
 def test_a_key_is_asked_for_when_the_server_wants_one_and_large_pools_are_drawn(
-    browser: webdriver.Chrome, serve: Serve, reciter: Path
+    browser: webdriver.Chrome, house: House, reciter: Path
 ) -> None:
     """70,000 blocks are more than a frame has: the page says so."""
     many = ("--block-size", "1", "--kv-memory", f"{70_000 * 512}", "--no-sanitize")  # which would look at all of them
-    with serve("--model", str(reciter), "--api-key", "open-sesame", *many) as running:
-        page = Page(browser, running.url)
-        page.link("Waiting for a key")
-        assert page["key-form"].is_displayed() and "API key is missing or wrong" in page["key-why"].text
-        page.start(prompt="x", max_tokens="4", temperature="0")
-        page.until(lambda: page["error"].text, "the server refuses")
-        assert "API key is missing or wrong" in page["error"].text
-        page["key"].send_keys("wrong", Keys.ENTER)
-        page.until(lambda: page["key-form"].is_displayed(), "it asks again")
-        page["key"].send_keys("open-sesame", Keys.ENTER)
-        page.link("Live")
-        assert not page["key-form"].is_displayed()
-        page["start"].click()
-        page.done()
-        assert page.texts() == [expected(4)]
-        page.until(lambda: page.blocks()[CACHED] == 4, "the blocks are on the map")
-        assert page["map-size"].text == "the first 65,536 of 70,000 blocks of 1 tokens" and sum(page.blocks()) == 65_536
-        assert page.run("return [localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
-        assert all("status of 401" in each for each in page.errors())
-        browser.get("about:blank")
+    running = house("--model", str(reciter), "--api-key", "open-sesame", *many)
+    page = Page(browser, running.url)
+    page.link("Waiting for a key")
+    assert page["key-form"].is_displayed() and "API key is missing or wrong" in page["key-why"].text
+    page.start(prompt="x", max_tokens="4", temperature="0")
+    page.until(lambda: page["error"].text, "the server refuses")
+    assert "API key is missing or wrong" in page["error"].text
+    page["key"].send_keys("wrong", Keys.ENTER)
+    page.until(lambda: page["key-form"].is_displayed(), "it asks again")
+    page["key"].send_keys("open-sesame", Keys.ENTER)
+    page.link("Live")
+    assert not page["key-form"].is_displayed()
+    page["start"].click()
+    page.done()
+    assert page.texts() == [expected(4)]
+    page.until(lambda: page.blocks()[CACHED] == 4, "the blocks are on the map")
+    assert page["map-size"].text == "the first 65,536 of 70,000 blocks of 1 tokens" and sum(page.blocks()) == 65_536
+    assert page.run("return [localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+    assert all("status of 401" in each for each in page.errors())
+    browser.get("about:blank")
 
 
 @needs_browser
-def test_the_page_says_when_the_server_is_gone_and_finds_it_again(browser: webdriver.Chrome, serve: Serve, reciter: Path) -> None:
-    with serve("--model", str(reciter), "--grace", "0", program=("-c", SLOW)) as running:
+def test_the_page_says_when_the_server_is_gone_and_finds_it_again(
+    browser: webdriver.Chrome, serve: Serve, house: House, reciter: Path, slowly: dict[str, str]
+) -> None:
+    with serve("--model", str(reciter), *FEW_BLOCKS, "--grace", "0", env=slowly, program=PROGRAM) as running:
         page = Page(browser, running.url)
         page.link("Live")
         page.start(prompt="x", max_tokens="900", temperature="0")
@@ -490,12 +491,12 @@ def test_the_page_says_when_the_server_is_gone_and_finds_it_again(browser: webdr
         page["start"].click()
         page.until(lambda: "cannot be reached" in page["error"].text, "the page says why nothing comes")
         assert "Traceback" not in running.stderr() and "ERROR" not in running.stderr(), running.stderr()
-        with serve("--model", str(reciter), "--port", str(running.port)):
-            page.link("Live")
-            page.until(lambda: page["steps"].text == "0" and page.blocks()[FREE], "it is the new server's life")
-            assert page.blocks()[:FREE] == [0, 0, 0]
-            page.start(max_tokens="20")
-            page.done()
-            assert page.texts() == [expected(20)]
-            browser.get("about:blank")
+        house("--model", str(reciter), *FEW_BLOCKS, "--port", str(running.port))
+        page.link("Live")
+        page.until(lambda: page["steps"].text == "0" and page.blocks()[FREE], "it is the new server's life")
+        assert page.blocks()[:FREE] == [0, 0, 0]
+        page.start(max_tokens="20")
+        page.done()
+        assert page.texts() == [expected(20)]
+        browser.get("about:blank")
     browser.get_log("browser")

@@ -85,15 +85,15 @@ def crowd(url: str, model: str, made: list[tuple[list[int], dict[str, Any]]]) ->
 
 
 @pytest.mark.parametrize("preemption", ["recompute", pytest.param("swap", marks=pytest.mark.slow)])
-def test_a_crowd_with_hardly_any_memory(serve, metrics, tiny_folder, preemption):
+def test_a_crowd_with_hardly_any_memory(house, metrics, tiny_folder, preemption):
     """Blocks of 4 tokens for 2 whole contexts, and 8 answers at a time: prompts share blocks, and requests lose theirs."""
     engine = naive(str(tiny_folder))
     made = requests(300, 45, 60)
     options = ("--model", str(tiny_folder), "--dtype", "float64", "--block-size", "4", "--kv-memory", "72KiB")
     swap = ("--preemption", preemption, "--swap-memory", "1MiB") if preemption == "swap" else ("--preemption", preemption)
-    with serve(*options, *swap, "--max-sequences", "8", "--token-budget", "48") as running:
-        found = crowd(running.url, "tiny", made)
-        numbers = metrics(running.url)
+    running = house(*options, *swap, "--max-sequences", "8", "--token-budget", "48")
+    found = crowd(running.url, "tiny", made)
+    numbers = metrics(running.url)
     for (tokens, reason), (prompt, fields) in zip(found, made, strict=True):
         expected = alone(engine, prompt, fields)
         assert (tokens, reason) == (expected.token_ids, expected.finish_reason), fields
@@ -101,20 +101,20 @@ def test_a_crowd_with_hardly_any_memory(serve, metrics, tiny_folder, preemption)
     assert {reason for _, reason in found} == {"stop", "length"}
 
 
-def test_the_embedded_model(serve):
+def test_the_embedded_model(house):
     """Text in, text out; samples of one prompt, which share its blocks, are what as many seeds would say."""
     engine = naive("stories")
     loaded = checkpoint.load("stories")
-    with serve("--dtype", "float64", "--kv-memory", "6MiB", "--max-sequences", "6") as running:
-        made = [(prompt, fields) for prompt, fields in requests(loaded.config.vocab_size, 9, 40)]
-        for _, fields in made:
-            fields["max_tokens"] = 10
-        found = crowd(running.url, "stories", made)
-        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-            prompt = [5, 6, 7, 8, 9, 10] * 4
-            samples: Any = client.completions.create(
-                model="stories", prompt=prompt, n=3, seed=40, max_tokens=10, extra_body={"return_token_ids": True}
-            )
+    running = house("--dtype", "float64", "--kv-memory", "6MiB", "--max-sequences", "6")
+    made = requests(loaded.config.vocab_size, 9, 40)
+    for _, fields in made:
+        fields["max_tokens"] = 10
+    found = crowd(running.url, "stories", made)
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        prompt = [5, 6, 7, 8, 9, 10] * 4
+        samples: Any = client.completions.create(
+            model="stories", prompt=prompt, n=3, seed=40, max_tokens=10, extra_body={"return_token_ids": True}
+        )
     for (tokens, reason), (ids, fields) in zip(found, made, strict=True):
         expected = alone(engine, ids, fields)
         assert (tokens, reason) == (expected.token_ids, expected.finish_reason), fields

@@ -272,6 +272,8 @@ def test_the_message_names_the_field_and_what_to_send():
     assert validation_message(refused(CompletionBody))[1] == "prompt"
     message, field = validation_message(refused(CompletionBody, prompt=5))
     assert field == "prompt" and "at most 32" in message
+    for kind in (GenerateBody, TokenizeBody):  # there it can be nothing but text
+        assert validation_message(refused(kind, prompt=["a"])) == ("'prompt': Input should be a valid string.", "prompt")
     message, field = validation_message(refused(CompletionBody, prompt="a", stream_options={"include_usage": True}))
     assert field is None and "'stream_options' needs 'stream': true" in message
     assert validation_message([{"type": "json_invalid", "loc": ("body", 1), "msg": "..."}])[0].startswith("The body is not JSON")

@@ -12,16 +12,15 @@ import socket
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import httpx2
 import openai
-import psutil
 import pytest
 
 from stage06_serving.tests.faulty_server import PROGRAM, VARIABLE, Fault, until
 
-HANG = 30.0  # seconds: what takes longer has been forgotten
+HANG = 60.0  # seconds: what takes longer has been forgotten
 IDS = [10, 20, 30, 40]
 LONG = {"prompt": IDS, "temperature": 0, "ignore_eos": True, "max_tokens": 200}
 SHORT = LONG | {"max_tokens": 8}
@@ -44,49 +43,56 @@ def mended(faults):
 
 
 @pytest.fixture(scope="module")
-def begin(serve, tiny_folder, tmp_path_factory, faults):
-    """begin(*arguments): a server on the tiny model whose passes can be made to fail, and its fault, for as long as the block."""
+def new_fault(tmp_path_factory, faults):
+    """new_fault(): a fault, and the variable by which a server is told of it."""
 
-    @contextmanager
-    def begin(*arguments):
-        fault = Fault(tmp_path_factory.mktemp("faults") / "fault")
-        faults.append(fault)
-        arguments = ("--model", str(tiny_folder), *arguments)
-        with serve(*arguments, env={VARIABLE: str(fault.file)}, program=PROGRAM) as running:
-            yield running, fault
+    def new():
+        faults.append(Fault(tmp_path_factory.mktemp("faults") / "fault"))
+        return faults[-1], {VARIABLE: str(faults[-1].file)}
 
-    return begin
+    return new
+
+
+@pytest.fixture(scope="module")
+def lodge(house, tiny_folder, new_fault):
+    """lodge(*arguments): a server on the tiny model whose passes can be made to fail, and its fault. Nobody may stop it."""
+
+    def lodge(*arguments):
+        fault, env = new_fault()
+        return house("--model", str(tiny_folder), *arguments, env=env), fault
+
+    return lodge
 
 
 @pytest.fixture
-def start(begin):
-    """start(*arguments): a server for one test, and its fault."""
+def start(serve, tiny_folder, new_fault):
+    """start(*arguments): the same in a process of its own, which ends with the test."""
     with ExitStack() as stack:
-        yield lambda *arguments: stack.enter_context(begin(*arguments))
 
+        def start(*arguments):
+            fault, env = new_fault()
+            running = stack.enter_context(serve("--model", str(tiny_folder), *arguments, env=env, program=PROGRAM))
+            return running, fault
 
-# A server takes seconds to start, so those that outlive a test serve several.
+        yield start
 
 
 @pytest.fixture(scope="module")
-def few(begin):
+def few(lodge):
     """Two run and three wait."""
-    with begin("--max-sequences", "2", "--max-queue", "3") as found:
-        yield found
+    return lodge("--max-sequences", "2", "--max-queue", "3")
 
 
 @pytest.fixture(scope="module")
-def many(begin):
+def many(lodge):
     """Room for a crowd."""
-    with begin("--max-sequences", "24", "--max-queue", "300") as found:
-        yield found
+    return lodge("--max-sequences", "24", "--max-queue", "300", "--kv-memory", "1MiB")
 
 
 @pytest.fixture(scope="module")
-def hasty(begin):
+def hasty(lodge):
     """A request has one second."""
-    with begin("--request-timeout", "1") as found:
-        yield found
+    return lodge("--request-timeout", "1", "--max-sequences", "4")
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +173,7 @@ def test_a_client_that_leaves_gives_its_blocks_back(few, http, metrics, wait_idl
     with socket.create_connection(("127.0.0.1", running.port)) as connection:
         connection.sendall(post_bytes(LONG | {"stream": streams}))
         until(lambda: since(before, metrics(running.url))["tokens"] >= 3)
-    found = since(before, wait_idle(running.url, timeout=5))
+    found = since(before, wait_idle(running.url))
     assert (found["abort"], found["length"]) == (1, 0) and found["tokens"] < 100
     fault.mend()
     assert post(http, running).status_code == 200
@@ -217,7 +223,7 @@ def test_a_storm_of_clients_that_leave(many, http, wait_idle):
     """Two hundred, streaming and not, each gone at another moment. Nothing of them is left."""
     running, _ = many
     expected = text_of(post(http, running))
-    before = wait_idle(running.url)
+    before, said = wait_idle(running.url), running.stderr()
     chance = random.Random(0)
     clients = [(PHASES[number % len(PHASES)], number // len(PHASES) % 2 == 0) for number in range(200)]
 
@@ -235,7 +241,7 @@ def test_a_storm_of_clients_that_leave(many, http, wait_idle):
     assert found["length"] >= clients.count(("last", True)) + clients.count(("last", False))
     assert found["error"] == 0
     assert text_of(post(http, running)) == expected
-    assert "Traceback" not in running.stderr(), running.stderr()
+    assert "Traceback" not in running.stderr().removeprefix(said), running.stderr()
 
 
 # ---- overload -------------------------------------------------------------------------------------------------------
@@ -331,7 +337,7 @@ def test_a_late_request_is_aborted_and_answered_504(hasty, http, wait_idle, pace
     assert answer.headers["x-should-retry"] == "false"  # a client that tries again makes it worse
     if pace == "block":
         fault.mend()
-    found = since(before, wait_idle(running.url, timeout=5))
+    found = since(before, wait_idle(running.url))
     assert found["abort"] == n and found["tokens"] < 100 * n
     fault.mend()
     assert post(http, running).status_code == 200
@@ -365,7 +371,7 @@ def test_a_late_stream_says_so(hasty, wait_idle):
                     model=model.id, prompt=IDS, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
                 )
             )
-    assert since(before, wait_idle(running.url, timeout=5))["abort"] == 1
+    assert since(before, wait_idle(running.url))["abort"] == 1
 
 
 def test_health_answers_while_the_engine_computes(few, http, at_once, metrics):
@@ -375,8 +381,8 @@ def test_health_answers_while_the_engine_computes(few, http, at_once, metrics):
     answer = at_once(running.url, SHORT)
     until(lambda: in_hand(metrics(running.url)) == 1)
     for _ in range(20):
-        assert http.get(f"{running.url}/health", timeout=5).json() == {"status": "ok"}
-    assert http.post(f"{running.url}/tokenize", json={"prompt": "abc"}, timeout=5).json()["count"] == 3
+        assert http.get(f"{running.url}/health").json() == {"status": "ok"}
+    assert http.post(f"{running.url}/tokenize", json={"prompt": "abc"}).json()["count"] == 3
     assert not answer.done()
     fault.mend()
     assert answer.result().status_code == 200
@@ -406,14 +412,14 @@ def test_a_failing_pass_fails_only_its_requests(few, http, at_once, metrics, wai
 
 
 @pytest.mark.parametrize("what", ["always", "exit"])
-def test_a_dead_engine_says_so_and_nobody_hangs(start, http, at_once, metrics, what):
+def test_a_dead_engine_says_so_and_nobody_hangs(lodge, http, at_once, metrics, what):
     """/health is what a supervisor looks at: it must see that only a restart helps."""
-    running, fault = start("--max-sequences", "2")
+    running, fault = lodge("--max-sequences", "2")
     fault.plant("block")
     answers = [at_once(running.url, SHORT | {"stream": number % 2 == 0}) for number in range(8)]
     until(lambda: in_hand(metrics(running.url)) == 8)
     fault.plant(what)
-    until(lambda: http.get(f"{running.url}/health").status_code == 503, timeout=5)
+    until(lambda: http.get(f"{running.url}/health").status_code == 503)
     for number, answer in enumerate(answers):
         found = answer.result()
         error = error_of(found) if number % 2 else events(found.text.splitlines())[-1]["error"]
@@ -423,7 +429,6 @@ def test_a_dead_engine_says_so_and_nobody_hangs(start, http, at_once, metrics, w
         answer = post(http, running, body)
         assert answer.status_code == 503 and "restart" in error_of(answer)["message"]
     assert error_of(http.get(f"{running.url}/health"))["code"] == 503
-    assert running.stop() == -signal.SIGTERM  # and it can be stopped
 
 
 @pytest.mark.parametrize("status", [500, 504], ids=["a pass fails", "too late"])
@@ -434,7 +439,7 @@ def test_a_stream_never_just_ends(few, hasty, http, status):
     body = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True, "stream": True, "n": 2}
     with http.stream("POST", f"{running.url}/v1/chat/completions", json=body) as stream:
         lines = stream.iter_lines()
-        begun = read(lines, 4)
+        begun = read(lines, 1)
         if status == 500:
             fault.plant("once")
         *chunks, last = events([*begun, *lines])
@@ -450,11 +455,11 @@ def test_a_reader_that_stalls_holds_up_nobody(many, http, at_once, wait_idle):
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.connect(("127.0.0.1", running.port))
         stalled.settimeout(HANG)
-        body = LONG | {"max_tokens": 250, "prompt": [[index] for index in range(12)], "logprobs": 20, "stream": True}
+        body = LONG | {"max_tokens": 190, "prompt": [[index] for index in range(12)], "logprobs": 20, "stream": True}
         stalled.sendall(post_bytes(body))
         answers = [at_once(running.url, SHORT) for _ in range(8)]
         assert [text_of(answer.result()) for answer in answers] == [expected] * 8
-        wait_idle(running.url, timeout=2 * HANG)
+        wait_idle(running.url)
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
         received = bytearray()
         while not received.endswith(b"0\r\n\r\n"):
@@ -478,23 +483,6 @@ def test_connections_that_say_nothing_hold_up_nobody(many, http, at_once):
 # ---- the end --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_in_hand_ends_before_the_server_does(start, http):
-    running, fault = start("--grace", "30")
-    fault.plant("0.02")
-    with http.stream("GET", f"{running.url}/live") as page:  # somebody looks on: nobody waits for that
-        assert page.status_code == 200
-        with http.stream("POST", f"{running.url}/v1/completions", json=LONG | {"max_tokens": 40, "stream": True}) as stream:
-            lines = stream.iter_lines()
-            begun = read(lines, 3)
-            running.process.terminate()
-            until(lambda: http.get(f"{running.url}/health").json() == {"status": "draining"})
-            refused = post(http, running)
-            assert refused.status_code == 503 and refused.headers["retry-after"] and "shutting down" in refused.text
-            chunks = events([*begun, *lines])
-    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-    assert running.process.wait(HANG) == -signal.SIGTERM
-
-
 def test_what_does_not_end_within_the_grace_is_told(start, http, at_once, metrics):
     running, fault = start("--grace", "0.3", "--max-sequences", "2")
     fault.plant("0.1")
@@ -509,26 +497,27 @@ def test_what_does_not_end_within_the_grace_is_told(start, http, at_once, metric
     assert running.process.wait(HANG) == -signal.SIGTERM
 
 
-def test_ctrl_c_stops_an_idle_server(interruptible, start, http):
-    running, _ = start()
-    assert post(http, running).status_code == 200
-    assert not psutil.Process(running.process.pid).children(recursive=True)  # nobody is left if it is killed
-    assert running.stop(signal.SIGINT, timeout=HANG) == 130
-    assert "Traceback" not in running.stderr(), running.stderr()
-
-
-def test_a_second_ctrl_c_ends_the_grace(interruptible, start, http):
-    """The first lets an answer go on that would take ten seconds more; with the second somebody has lost patience."""
+def test_what_is_in_hand_ends_before_the_server_does_and_a_second_ctrl_c_ends_what_is_left(interruptible, start, http):
+    """The first Ctrl-C lets both answers go on, and one of them ends; with the second somebody has lost patience."""
     running, fault = start("--grace", "3600")
     fault.plant(PASS)
-    with http.stream("POST", f"{running.url}/v1/completions", json=LONG | {"stream": True}) as stream:
-        lines = stream.iter_lines()
-        begun = read(lines, 3)
+    with ExitStack() as stack:
+
+        def ask(**fields):
+            body = LONG | {"stream": True, **fields}
+            return stack.enter_context(http.stream("POST", f"{running.url}/v1/completions", json=body)).iter_lines()
+
+        page = stack.enter_context(http.stream("GET", f"{running.url}/live"))  # somebody looks on: nobody waits for that
+        assert page.status_code == 200
+        ends, lasts = ask(max_tokens=20), ask()
+        begun = read(ends, 3)
         running.process.send_signal(signal.SIGINT)
         until(lambda: http.get(f"{running.url}/health").json() == {"status": "draining"})
-        begun += read(lines, 3)
+        refused = post(http, running)
+        assert refused.status_code == 503 and refused.headers["retry-after"] and "shutting down" in refused.text
+        assert events([*begun, *ends])[-1]["choices"][0]["finish_reason"] == "length"
         running.process.send_signal(signal.SIGINT)
-        *chunks, last = events([*begun, *lines])
+        *chunks, last = events(lasts)
     assert last["error"]["code"] == 503 and "shutting down" in last["error"]["message"]
     assert 6 <= len(chunks) < 200 and not any("error" in chunk for chunk in chunks)
     assert running.process.wait(HANG) == 130

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import pickle
 import secrets
 import socket
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import psutil
@@ -15,6 +17,7 @@ import pytest
 from fastapi import FastAPI
 
 from shared.errors import UserError
+from stage05_paged.blocks import chain
 from stage06_serving.__main__ import make_engine
 from stage06_serving.app import LARGEST_BODY, Guard
 from stage06_serving.chat import SIMPLE
@@ -54,13 +57,13 @@ def chat(http, **fields):
 
 def send_raw(server, data, most=2**16):
     """What the server says to these bytes, until it closes or is silent."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         received = b""
         try:
             connection.sendall(data)
-            connection.settimeout(1)
             while len(received) < most and (more := connection.recv(2**16)):
                 received += more
+                connection.settimeout(1)
         except (TimeoutError, ConnectionError):
             pass
         return received
@@ -289,6 +292,32 @@ def test_a_body_in_chunks_that_also_tells_its_length_is_read_once(server):
     assert answer.count(b"HTTP/1.1 ") == 1 and answer.split(b" ")[1] in (b"200", b"400")
 
 
+def test_no_redirect_names_the_host_that_a_client_has_written(server):
+    """It would come from the Host header, like the path in CVE-2026-48710: a cache in between would send others there."""
+    answer = send_raw(server, b"GET /health/ HTTP/1.1\r\nHost: elsewhere.example\r\nConnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 404") and b"elsewhere" not in answer and b"location" not in answer.lower()
+
+
+def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch):
+    """A byte now and then would hold a connection, and what has come of the body, for ever."""
+    monkeypatch.setattr("stage06_serving.app.SLOWEST_BODY", 0.05)
+    said: list[Any] = []
+
+    async def receive():
+        if not said:
+            said.append("the first byte")
+            return {"type": "http.request", "body": b"{", "more_body": True}
+        await asyncio.Event().wait()
+
+    async def send(message):
+        said.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [(b"content-type", b"application/json")]}
+    asyncio.run(asyncio.wait_for(Guard(FastAPI())(scope, receive, send), 30))
+    _, start, body = said
+    assert start["status"] == 408 and json.loads(body["body"])["error"]["code"] == 408
+
+
 def test_only_json_is_read_and_no_origin_is_allowed(http):
     """A page on another site may post a form or plain text to a server on the reader's machine, without asking it first."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", "application/jsonx", ""):
@@ -302,13 +331,9 @@ def test_only_json_is_read_and_no_origin_is_allowed(http):
 # ---- keys -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def locked(serve, tiny_folder):
-    with serve("--model", str(tiny_folder), "--api-key", "first-key,second-key") as running:
-        yield running
-
-
-@pytest.mark.parametrize("host", ["x/health?", "x/?", "127.0.0.1/health#", "x/health/../", "health", "", "a@b/health?"])
+@pytest.mark.parametrize(
+    "host", ["x/health?", "x/?", "127.0.0.1/health#", "127.0.0.1/health?x=", "x/health/../", "health", "", "a@b/health?"]
+)
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/openapi.json", "/live"])
 def test_the_host_header_opens_nothing(locked, host, path):
     """CVE-2026-48710, CVE-2026-48746 ("BadHost"): the path that was checked was put together from the Host header."""
@@ -320,7 +345,7 @@ def test_the_host_header_opens_nothing(locked, host, path):
     "target",
     [
         "//v1/models", "/health/../v1/models", "/health/..%2fv1/models", "/%2e/v1/models", "/v1/models?/health",
-        "/v1/models#/health", "/v1/models;/health",
+        "/v1/models#/health", "/v1/models;/health", "/v1/models?path=/health", "/health%2f..%2fv1/models", "/HEALTH", "/health/",
         "/%76%31/models", "http://x/health", "/health%00/v1/models", "/v1/models/", "/HEALTH/../v1/models",
         "*",
     ],
@@ -330,12 +355,17 @@ def test_no_way_of_writing_a_path_opens_it(locked, target):
     assert answer.split(b" ")[1] in (b"401", b"400"), answer
 
 
+def test_with_a_key_any_host_is_served(locked):
+    text = b"GET /v1/models HTTP/1.1\r\nHost: x/health?\r\nAuthorization: Bearer first-key\r\nConnection: close\r\n\r\n"
+    assert send_raw(locked, text).split(b" ")[1] == b"200"
+
+
 def test_a_key_opens_everything_and_nothing_else_does(locked):
     def status(path, key=None, method="GET"):
         header = b"" if key is None else b"Authorization: " + key + b"\r\n"
         return send_raw(locked, f"{method} {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n".encode() + header + b"\r\n")
 
-    for right in (b"Bearer first-key", b"Bearer second-key"):
+    for right in (b"Bearer first-key", b"bearer second-key", b"BEARER " + "zweiter-schlüssel".encode()):
         assert status("/v1/models", right).split(b" ")[1] == b"200"
     wrong = [
         None,
@@ -346,6 +376,7 @@ def test_a_key_opens_everything_and_nothing_else_does(locked):
         b"Bearer first-ke",
         b"Bearer first-keyx",
         b"Bearer \xff",
+        b"first-key",
     ]
     for key in [*wrong, b"bearer first-key x", b"Basic first-key", b"Bearer " + b"x" * 8000]:
         answer = status("/v1/models", key)
@@ -380,7 +411,9 @@ def test_keys_do_not_share_a_prefix(locked):
 
     def hits(key):
         def found():
-            text = httpx2.get(f"{locked.url}/metrics", headers={"Authorization": "Bearer first-key"}, trust_env=False).text
+            text = httpx2.get(
+                f"{locked.url}/metrics", headers={"Authorization": "Bearer first-key"}, trust_env=False, timeout=60
+            ).text
             (line,) = [line for line in text.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
             return float(line.split()[-1])
 
@@ -392,6 +425,13 @@ def test_keys_do_not_share_a_prefix(locked):
         return found() - before
 
     assert [hits(key) for key in ("first-key", "first-key", "second-key", "second-key")] == [0, 32, 0, 32]
+
+
+def test_no_two_prompts_are_known_by_the_same_number():
+    """CVE-2025-25183: blocks were found by Python's `hash`, and prompts can be written whose hashes are equal."""
+    assert hash((-1,)) == hash((-2,))  # for instance
+    digests = [chain(parent, tokens) for parent in (b"", b"somebody's salt") for tokens in ([1, 2], [2, 1], [1], [1, 2, 0])]
+    assert len({*digests}) == len(digests) and {len(digest) for digest in digests} == {hashlib.sha256().digest_size}
 
 
 # ---- what clients may not bring -------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from shared.checkpoint import STORIES
 from shared.tokenizer import AnyTokenizer, Tokenizer
+from stage06_serving.service import Service
 from stage06_serving.text import TextStream, overlap
 
 REAL = Tokenizer.from_folder(STORIES)
@@ -200,10 +203,41 @@ def test_stop_strings_wait_for_min_tokens(ids, stops, keep, least):
     assert stop is None or len(pieces) >= least  # so many tokens there are at least
 
 
+def test_long_texts_are_cut_and_put_together_off_the_loop(monkeypatch):
+    """A megabyte into tokens, and each of these into text again, took the event loop two seconds."""
+    threads: list[str] = []
+
+    class Watched(Tokenizer):
+        def encode(self, text: str) -> list[int]:
+            threads.append(threading.current_thread().name)
+            return super().encode(text)
+
+        def decode(self, ids: Iterable[int]) -> str:
+            threads.append(threading.current_thread().name)
+            return super().decode(ids)
+
+    unused: Any = None
+    loaded: Any = SimpleNamespace(tokenizer=Watched.from_folder(STORIES))
+    service = Service(unused, loaded, "", None, 1.0)
+    monkeypatch.setattr("stage06_serving.service.LONG_TEXT", 20)
+
+    def seen(text: str) -> tuple[bool, bool]:
+        """Whether the loop's own thread has done the cutting, and the putting together."""
+        threads.clear()
+        ids = asyncio.run(service.encode(text))
+        cutting, *_ = threads
+        assert asyncio.run(service.token_texts(ids)) == [REAL.decode([each]) for each in ids] and ids == REAL.encode(text)
+        return cutting == threading.current_thread().name, set(threads[1:]) == {threading.current_thread().name}
+
+    assert seen("once") == (True, True)
+    assert seen("once upon a time " * 2) == (False, True)
+    assert seen("once upon a time " * 20) == (False, False)
+
+
 # ---- over HTTP ------------------------------------------------------------------------------------------------------
 
 
-def test_streams_say_what_whole_answers_say(serve, tiny_folder):
+def test_streams_say_what_whole_answers_say(house, tiny_folder):
     """300 prompts with emoji and CJK, each answered at once and as a stream, a third of them with a stop string cut out of the
     answer. The model has random weights and bytes for tokens, and is pushed to say parts of emoji and CJK characters.
 
@@ -213,7 +247,7 @@ def test_streams_say_what_whole_answers_say(serve, tiny_folder):
     bias = {str(each): 5.0 for each in {*"😀日é中 ok\n".encode()}}
 
     fields: dict[str, Any] = {
-        "model": "tiny", "max_tokens": 12, "temperature": 1, "logit_bias": bias, "return_token_ids": True,
+        "model": "tiny", "max_tokens": 9, "temperature": 1, "logit_bias": bias, "return_token_ids": True,
     }  # fmt: skip
 
     async def talk(url: str) -> list[tuple[Any, Any, list[Any]]]:
@@ -241,8 +275,7 @@ def test_streams_say_what_whole_answers_say(serve, tiny_folder):
             return await asyncio.gather(*(one(*each) for each in enumerate(plain)))
 
     options = ("--dtype", "float64", "--kv-memory", "1MiB", "--no-sanitize")  # memory is not what is tested here
-    with serve("--model", str(tiny_folder), *options) as running:
-        found = asyncio.run(talk(running.url))
+    found = asyncio.run(talk(house("--model", str(tiny_folder), *options).url))
     broken = multibyte = 0
     assert len(found) == 300
     for plain, whole, choices in found:
