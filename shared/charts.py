@@ -59,9 +59,10 @@ Spread = Mapping[str, Sequence[tuple[float, float]]]
 def new_figure(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (7.2, 4.2)) -> tuple[Figure, Any]:
     """A figure of `size` inches with one pair of axes, in the house style; a title that says the finding reads best.
 
-    For charts that `lines` and `bars` do not cover. Texts added later need a size of at least 9.
+    For charts that `lines` and `bars` do not cover: draw them with `matplotlib.rc_context(style())`. Texts added later need a
+    size of at least 9.
     """
-    with matplotlib.rc_context(_style()):
+    with matplotlib.rc_context(style()):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         axes.set_title(title)
@@ -91,7 +92,7 @@ def lines(
     """
     _check(series, len(x), spread)
     figure, axes = new_figure(title, xlabel, ylabel)
-    with matplotlib.rc_context(_style()):
+    with matplotlib.rc_context(style()):
         if log_x:
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(x), [f"{value:g}" for value in x])
@@ -143,7 +144,7 @@ def bars(
     most = max(value for values in series.values() for value in values if value == value)
     if spread:
         most = max(most, *(high for pairs in spread.values() for _, high in pairs if high == high))
-    with matplotlib.rc_context(_style()):
+    with matplotlib.rc_context(style()):
         for number, (name, values) in enumerate(series.items()):
             light = number > 2  # the hatching must show on dark bars and on light ones
             at = [group - 0.4 + (number + 0.5) * thick for group in range(len(groups))]
@@ -198,7 +199,7 @@ def roofline(
     ridges = [peak / bandwidth for peak in peaks.values()]
     places = ridges + [at for each in points.values() for at, _, _ in each]
     left, right = min(places) / 3, max(places) * 1.5
-    with matplotlib.rc_context(_style()):
+    with matplotlib.rc_context(style()):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -233,7 +234,7 @@ def roofline(
 def render(figure: Figure) -> bytes:
     """The figure as SVG: the same bytes for the same figure and the same version of matplotlib."""
     target = io.BytesIO()
-    with matplotlib.rc_context(_style()):
+    with matplotlib.rc_context(style()):
         title = figure.axes[0].get_title(loc="left") if figure.axes else ""  # what a screen reader says
         figure.savefig(target, format="svg", bbox_inches="tight", metadata={"Date": None, "Title": title})
     # matplotlib leaves blanks at the ends of lines, which git complains about.
@@ -246,7 +247,7 @@ def save(figure: Figure, path: Path) -> None:
     path.write_bytes(render(figure))
 
 
-def _style() -> dict[str, Any]:
+def style() -> dict[str, Any]:
     """The whole style: matplotlib's defaults with ours, whatever the user's own matplotlibrc says."""
     return {key: value for key, value in matplotlib.rcParamsDefault.items() if not key.startswith("backend")} | STYLE
 

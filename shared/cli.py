@@ -407,7 +407,9 @@ def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None =
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         status = EXIT_ERROR
-    except (MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError, of a GPU, is a RuntimeError
+        if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "tried to allocate" in str(error)):
+            raise
         print("error: The memory is not enough for this: use a smaller --model, or --dtype bfloat16.", file=sys.stderr)
         status = EXIT_ERROR
     except KeyboardInterrupt:

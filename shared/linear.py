@@ -73,17 +73,17 @@ class PackedLinear(nn.Module):
     def __init__(self, plain: nn.Linear, gelu: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features, self.gelu = plain.in_features, plain.out_features, gelu
-        self.bias = plain.bias
         # No parameters and no buffers: state_dict cannot store the packed layout, and half a layer is no use to it.
-        self.packed = pack(plain.weight)
+        self.bias = None if plain.bias is None else plain.bias.detach()
+        self.packed = pack(plain.weight.detach())
         self.single: OneRow | None = None
         self.rows: Tensor | None = None
 
-    def by_rows(self, weight: Tensor, single: OneRow) -> PackedLinear:
-        """This layer, packed weight shared, with `weight` (out, in) by rows and `single` for inputs of one row."""
+    def by_rows(self, rows: Tensor, single: OneRow) -> PackedLinear:
+        """This layer, packed weight shared, with the weight (out, in) in memory by rows and `single` for inputs of one row."""
         layer = copy.copy(self)
         if single is not one_row or parts(self.out_features):
-            layer.single, layer.rows = single, weight.detach().contiguous()
+            layer.single, layer.rows = single, rows
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,15 +179,16 @@ def optimize(model: nn.Module, mode: str = "auto") -> str:
         return "plain"
     gelus = followed_by_gelu(model)
     packed = {name: PackedLinear(layer, name in gelus) for name, layer in layers.items()}
-    plain = [(layer.in_features, layer) for layer in layers.values()]
     best: Layers = [(layer.in_features, layer.by_packed) for layer in packed.values()]
-    if mode == "auto" and not faster(plain, best, (1, 32), dtype):
-        return "plain"
+    rows = {name: layer.weight.detach().contiguous() for name, layer in layers.items()}  # copied once for all ways
     for single in ONE_ROW:
-        tried = {name: packed[name].by_rows(layer.weight, single) for name, layer in layers.items()}
+        tried = {name: layer.by_rows(rows[name], single) for name, layer in packed.items()}
         layers_tried = [(layer.in_features, layer) for layer in tried.values()]
         if faster(best, layers_tried, (1,), dtype):
             packed, best = tried, layers_tried
+    plain = [(layer.in_features, layer) for layer in layers.values()]
+    if mode == "auto" and not faster(plain, best, (1, 32), dtype):
+        return "plain"
     for name, layer in packed.items():
         model.set_submodule(name, layer)
         if name in gelus:

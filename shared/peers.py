@@ -13,18 +13,21 @@ PAGE = 32  # tokens; transformers' cache is taken a page at a time
 
 
 def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-    """`transformers`' GPT2LMHeadModel with the weights of `checkpoint`; `attention` is "sdpa" or "eager"."""
+    """`transformers`' GPT2LMHeadModel with the weights of `checkpoint`, uncopied where they have the dtype already;
+    `attention` is "sdpa" or "eager"."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = checkpoint.config
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=config.vocab_size, n_positions=config.n_positions, n_embd=config.n_embd, n_layer=config.n_layer,
-            n_head=config.n_head, layer_norm_epsilon=config.layer_norm_epsilon, bos_token_id=None, eos_token_id=None,
-            attn_implementation=attention,
-        )
-    )  # fmt: skip
-    model.transformer.load_state_dict(checkpoint.tensors)
+    with torch.device("meta"):  # no time for random weights that are thrown away at once
+        model = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=config.vocab_size, n_positions=config.n_positions, n_embd=config.n_embd, n_layer=config.n_layer,
+                n_head=config.n_head, layer_norm_epsilon=config.layer_norm_epsilon, bos_token_id=None, eos_token_id=None,
+                attn_implementation=attention,
+            )
+        )  # fmt: skip
+    model.transformer.load_state_dict(checkpoint.tensors, assign=True)
+    model.tie_weights()
     return model.to(dtype).eval()
 
 

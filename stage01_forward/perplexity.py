@@ -62,7 +62,7 @@ def perplexity(
 def read_text(name: str) -> str:
     """The file's text. Raises UserError if it cannot be read as UTF-8."""
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return Path(name).read_text(encoding="utf-8-sig")  # PowerShell puts a byte order mark first
     except UnicodeDecodeError:
         raise UserError(f"{name} is not UTF-8 text: save or convert it as UTF-8.") from None
     except (OSError, ValueError) as error:

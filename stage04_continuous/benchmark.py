@@ -664,7 +664,7 @@ def occupancy_chart(results: dict[str, Any]) -> Any:
     row = results["results"]["win"][0]
     slots, gap = row["slots"], row["slots"] * 0.45
     figure, axes = draw.new_figure("Places that compute for somebody, and places that do not", "forward pass", "rows in use")
-    with matplotlib.rc_context(draw.STYLE):
+    with matplotlib.rc_context(draw.style()):
         ticks: dict[float, str] = {}
         for number, name in enumerate((OURS, STATIC)):
             floor, passes = number * (slots + gap), row["passes"][name]

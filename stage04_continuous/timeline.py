@@ -70,7 +70,7 @@ def gantt(steps: Sequence[SlotsRecord], title: str, slots: int | None = None) ->
     tenants = bars(steps)
     rows = max(slots or 0, 1 + max((bar.slot for bar in tenants), default=0))
     figure, axes = charts.new_figure(title, "step", "slot", size=(7.2, min(12, 1.8 + 0.3 * rows)))
-    with matplotlib.rc_context(charts.STYLE):
+    with matplotlib.rc_context(charts.style()):
         for slot in range(rows):
             mine = [bar for bar in tenants if bar.slot == slot]
             for kind, look in LOOKS.items():

@@ -304,6 +304,11 @@ def test_apple_gpus_have_no_float64() -> None:
 # ---- how a program ends -----------------------------------------------------------------------------------------
 
 
+def test_a_model_that_no_memory_can_hold(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"n_positions": 10**12}), encoding="utf-8")
+    refuses(run(MAINS["stage01_forward"], "hello", "--model", str(tmp_path), "--random-weights"), "memory is not enough")
+
+
 @pytest.mark.parametrize(
     ("raised", "status", "words"),
     [
@@ -311,6 +316,7 @@ def test_apple_gpus_have_no_float64() -> None:
         (KeyboardInterrupt(), 130, "\n"),
         (MemoryError(), 2, "error: The memory is not enough"),
         (torch.OutOfMemoryError(), 2, "error: The memory is not enough"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."), 2, "error: The memory is"),
     ],
 )
 def test_exit_status(run: Run, raised: BaseException, status: int, words: str) -> None:
@@ -326,6 +332,8 @@ def test_a_bug_keeps_its_traceback_and_a_status_is_passed_on(run: Run) -> None:
     assert run(lambda _: None)[0] == 0
     with pytest.raises(ZeroDivisionError):
         cli.run(lambda _: 1 // 0)
+    with pytest.raises(RuntimeError, match="size"):
+        cli.run(lambda _: torch.ones(2) @ torch.ones(3))  # type: ignore[arg-type, return-value]
     with pytest.raises(FileNotFoundError):
         cli.run(lambda _: open("no such file"))  # type: ignore[arg-type, return-value]  # noqa: SIM115
 
@@ -345,23 +353,25 @@ def test_real_processes(folder: Path, interruptible: None) -> None:
                 subprocess.Popen(command, cwd=stages.ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
             )
 
-        piped = start("stage01_forward", *model)
         offline = start("stage02_kv_cache", "hello", "--model", "gpt2")
         reader_gone = start("stage02_kv_cache", "hello", *model)
         assert reader_gone.stdout is not None and reader_gone.stderr is not None
         reader_gone.stdout.close()
-        endless = None
-        if sys.platform != "win32":  # there Ctrl-C goes to a whole console, this test's own process included
-            endless = start("stage01_forward", "hello", "--model", str(long), "--random-weights", "--max-tokens", "1000000")
-            assert endless.stdout is not None and endless.stdout.read(1) == b"h"  # it speaks: the loading is over
+        endless = start("stage01_forward", "--model", str(long), "--random-weights", "--max-tokens", "1000000")
+        assert endless.stdin is not None and endless.stdout is not None
+        prompt = "Ein schöner Tag".encode()
+        endless.stdin.write(prompt + b"\n")
+        endless.stdin.close()
+        endless.stdin = None  # or communicate would flush it
+        assert endless.stdout.read(len(prompt)) == prompt  # it speaks: the loading is over
+        if sys.platform == "win32":  # there Ctrl-C goes to a whole console, this test's own process included
+            endless.kill()
+        else:
             endless.send_signal(signal.SIGINT)
+            _, err = endless.communicate(timeout=120)
+            assert (endless.returncode, err) == (130, b"\n")
 
-        out, err = piped.communicate("Ein schöner Tag\n".encode(), timeout=120)
-        assert piped.returncode == 0 and out.decode().startswith("Ein schöner Tag"), err
         out, err = offline.communicate(timeout=120)
         assert (offline.returncode, out) == (2, b"") and err.startswith(b"error: gpt2 cannot be downloaded"), err
         assert err.count(b"\n") == 1
         assert reader_gone.wait(120) == 141 and b"Traceback" not in reader_gone.stderr.read()
-        if endless is not None:
-            _, err = endless.communicate(timeout=120)
-            assert (endless.returncode, err) == (130, b"\n")

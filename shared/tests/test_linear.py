@@ -57,6 +57,29 @@ def test_a_whole_model_says_the_same_packed():
         assert (plain.logits(hidden[0]) - packed.logits(hidden[1])).abs().max() < 1e-4
 
 
+@needs_packing
+def test_plain_layers_must_beat_the_best_of_the_packed_ways(monkeypatch):
+    """A single row may make all the difference, so the way for it is chosen first; and its weight is copied once for all ways."""
+    asked = []
+
+    def faster(first, second, rows, dtype):
+        asked.append((first, second, rows))
+        return True
+
+    monkeypatch.setattr(linear, "faster", faster)
+    assert linear.optimize(load_model(random_checkpoint(SHAPES["wide"])), "auto") == "packed"
+    *ways, (plain, best, rows) = asked
+    assert rows == (1, 32) and all(isinstance(layer, nn.Linear) for _, layer in plain)
+    assert {layer.single for _, layer in best} == {linear.ONE_ROW[-1]}
+    first, last = ([layer.rows for _, layer in tried if layer.rows is not None] for _, tried, _ in ways)
+    assert {each.data_ptr() for each in first} <= {each.data_ptr() for each in last}
+
+
+@needs_packing
+def test_a_packed_layer_has_nothing_to_save():
+    assert not linear.PackedLinear(nn.Linear(7, 24)).state_dict()
+
+
 @pytest.mark.parametrize("mode", ["auto", "plain"])
 def test_float64_stays_plain_to_the_last_bit(mode, tiny):
     model = load_model(tiny, dtype=torch.float64)

@@ -87,11 +87,14 @@ def test_real_rates_are_positive_in_both_dtypes() -> None:
         assert linear.can_pack(torch.device("cpu"), dtype) in (True, False)
 
 
+# It lingers: on a busy machine, who watches it may not come to look for a while.
 PROGRAM = """
-import sys
+import sys, time
 block = bytearray(int(sys.argv[1]) * 2**20)
 block[::4096] = b"x" * len(block[::4096])
+time.sleep(0.1)
 del block
+time.sleep(0.3)
 print("done", sys.argv[1])
 """
 

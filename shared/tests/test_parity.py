@@ -13,6 +13,7 @@ from shared import checkpoint, parity, stages
 from shared.peers import transformers_greedy
 from shared.testing import random_checkpoint
 from shared.tokenizer import load_tokenizer
+from stage02_kv_cache.benchmark import prove
 
 ENGINES = stages.engines()
 NAMES = [entry.name for entry in parity.scenarios(parity.Config(101, 64, 24, 3, 2))]
@@ -26,16 +27,30 @@ def test_every_scenario_in_float64(stage, scenario, tiny_model):
     assert found.near_ties == []
 
 
-@pytest.mark.parametrize("stage", list(ENGINES)[1:])
-def test_200_prompts_by_64_tokens_in_float64(stage, prompts):
+@pytest.fixture(scope="module")
+def longer():
+    """A model in float64 with room for prompts of 30 tokens and answers of 64."""
     checkpoint = random_checkpoint(parity.Config(101, 96, 24, 3, 2, name="longer"))
-    model = stages.load_model(checkpoint, dtype=torch.float64)
-    params = stages.sampling_params()(max_tokens=64)
-    many = prompts(model.config, 200, 30)
-    expected = stages.oracle(model).generate(many, params)
-    got = ENGINES[stage](model).generate(many, params)
-    assert [o.token_ids for o in got] == [o.token_ids for o in expected]
-    assert sum(len(o.token_ids) for o in got) == 200 * 64
+    return stages.load_model(checkpoint, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("stage", list(ENGINES)[1:])
+def test_200_prompts_by_64_tokens_in_float64(stage, longer, prompts):
+    """The oracle makes a pass over all that there is for each token: 12,800 passes. One pass over prompt and answer has in its
+    rows what each of these would say, so 200 passes tell whether every token is the oracle's."""
+    many = prompts(longer.config, 200, 30)
+    outputs = ENGINES[stage](longer).generate(many, stages.sampling_params()(max_tokens=64))
+    assert [output.prompt_ids for output in outputs] == many
+    for output in outputs:
+        assert prove(longer, output.prompt_ids, output.token_ids) == {"tokens": 64, "near_ties": 0, "widest_gap": 0.0}
+
+
+def test_one_pass_over_an_answer_has_what_the_oracle_says_token_by_token(longer, prompts):
+    for output in stages.oracle(longer).generate(prompts(longer.config, 12, 30), stages.sampling_params()(max_tokens=64)):
+        assert prove(longer, output.prompt_ids, output.token_ids) == {"tokens": 64, "near_ties": 0, "widest_gap": 0.0}
+        wrong = [*output.token_ids[:-1], (output.token_ids[-1] + 1) % 101]
+        with pytest.raises(AssertionError, match="below the best"):
+            prove(longer, output.prompt_ids, wrong)
 
 
 @pytest.mark.parametrize("stage", list(ENGINES)[1:])

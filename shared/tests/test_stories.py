@@ -164,9 +164,9 @@ def test_transformers_opens_the_folder_and_agrees_token_for_token(loaded, storie
 
 
 def test_sampled_stories_stay_straight(loaded):
-    """The full count, 200 stories, is in the card; 8 of them here, through the cached engine."""
+    """The full count, 200 stories, is in the card; 8 of them here, as one static batch."""
     tokenizer = Tokenizer.from_folder(checkpoint.STORIES)
-    engine = list(stages.engines().values())[1](stages.load_model(loaded, dtype=torch.float32))
+    engine = stages.engines()["stage03_batching"](stages.load_model(loaded, dtype=torch.float32))
     params = [stages.sampling_params()(max_tokens=600, temperature=0.8, seed=seed) for seed in range(8)]
     outputs = engine.generate([[tokenizer.eos_id]] * 8, params)
     texts = [tokenizer.decode(output.token_ids[:-1]) for output in outputs]

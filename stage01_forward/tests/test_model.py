@@ -36,11 +36,13 @@ def test_hidden_states_of_every_layer_match_transformers(shape, dtype):
     # At the 124M shape weights as wide as 4 fresh ones make activations of 10^4, where float32 has no 1e-4 to give.
     checkpoint = random_checkpoint(config, spread=1.0 if shape == "124M" else 4.0)
     ids = random_prompt(min(config.n_positions, 40), config, "model")
+    checkpoint.tensors = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors.items()}  # once for both: GPT-2 is large
     ours = load_model(checkpoint, dtype=dtype)
     theirs = transformers_model(checkpoint, dtype, "eager")(torch.tensor([ids]), output_hidden_states=True)
     states = hidden_states(ours, ids)
     assert len(states) == len(theirs.hidden_states) == config.n_layer + 1
     for layer, (mine, reference) in enumerate(zip(states, theirs.hidden_states, strict=True)):
+        assert mine.dtype == reference.dtype == dtype
         assert (mine - reference[0]).abs().max() <= BOUNDS[dtype], f"layer {layer}"
     assert (ours.logits(states[-1]) - theirs.logits[0]).abs().max() <= BOUNDS[dtype]
 

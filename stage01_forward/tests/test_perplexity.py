@@ -83,7 +83,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = {"model_type": "gpt2", "vocab_size": 256, "n_positions": 24, "n_embd": 16, "n_layer": 1, "n_head": 2}
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     text, latin, short = tmp_path / "text.txt", tmp_path / "latin.txt", tmp_path / "short.txt"
-    text.write_text("Once upon a time there was a café. " * 3, encoding="utf-8")
+    text.write_text("Once upon a time there was a café. " * 3, encoding="utf-8-sig")  # the mark is none of the text
     latin.write_bytes("café au lait".encode("latin-1"))
     short.write_text("a", encoding="utf-8")
     model = ["--model", str(tmp_path), "--random-weights", "--dtype", "float64"]

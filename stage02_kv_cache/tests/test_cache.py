@@ -82,6 +82,22 @@ def test_one_decode_step_is_explicit_attention_over_all_keys(cache):
     assert torch.allclose(last[0], explicit[:, 5], rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@torch.inference_mode()
+def test_bfloat16_is_explicit_attention_within_its_rounding(count, tiny_model):
+    """A single row attends over widened keys and values, several do not; both give back what the model computes in."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 9, 2, 12, generator=generator).bfloat16()  # (T, H, D) each
+    cache = KVCache(tiny_model.config, dtype=torch.bfloat16)
+    cache.extend(9 - count).attend(1, q[:-count], k[:-count], v[:-count])
+    attention = cache.extend(count)
+    last = attention.attend(1, q[-count:], k[-count:], v[-count:])
+    explicit = explicit_attention(*(each.double().transpose(0, 1) for each in (q, k, v))).transpose(0, 1)
+    assert attention.widen == (count == 1) and last.dtype == torch.bfloat16
+    # Query, scores, weights and result are rounded, by half of what neighbouring numbers of about 1 lie apart.
+    assert torch.allclose(last.double(), explicit[-count:], rtol=0, atol=4 * torch.finfo(torch.bfloat16).eps / 2)
+
+
 def test_the_cache_refuses_more_than_it_holds(cache):
     cache.extend(60)
     with pytest.raises(ValueError, match="60 of 64 slots"):

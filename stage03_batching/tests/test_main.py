@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,15 +131,15 @@ def test_the_view_has_a_line_for_each_prompt_and_fits(tiny_model, height, shown)
     assert "ended: length" in stage.view(engine, texts, 40, 24)[1].plain
 
 
-def test_the_real_command_tells_the_built_in_stories():
-    """A process of its own, with the embedded model and no prompt at all."""
-    command = [sys.executable, "-m", "stage03_batching", "--max-tokens", "12", "--dtype", "float64", "--threads", "1"]
-    done = subprocess.run(command, cwd=stages.ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=True)
-    told = answers(done.stdout.decode().replace("\r\n", "\n"))
-    assert len(told) == len(stage.PROMPTS) and b"[wasted: " in done.stderr
-    loaded = cli.load_model_from(
-        cli.generation_parser("stage03_batching", "").parse_args(["--dtype", "float64"]), stages.load_model
-    )
+def test_without_a_prompt_the_built_in_stories_are_told(monkeypatch, capsys):
+    """The embedded model, and nothing on standard input."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO())))
+    options = ["--max-tokens", "12", "--dtype", "float64"]
+    assert stage.main(options) == 0
+    out, err = capsys.readouterr()
+    told = answers(out)
+    assert len(told) == len(stage.PROMPTS) and "[wasted: " in err
+    loaded = cli.load_model_from(cli.generation_parser("stage03_batching", "").parse_args(options), stages.load_model)
     naive = Naive(loaded.model)
     for prompt, text in zip(stage.PROMPTS, told.values(), strict=True):
         ids = loaded.tokenizer.encode(prompt)

@@ -3,8 +3,10 @@ where they count passes."""
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +31,15 @@ TINY = Plan(
     gantt_slots=2, gantt_steps=12,
 )  # fmt: skip
 LIMITS = measure.Limits("cpu", 1, 30.0, {"float32": 100.0, "bfloat16": 200.0})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """`transformers` collects garbage at the end of each batching, among all that a process full of tests has loaded: a second
+    each time. What is there already need not be looked at."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -268,10 +269,11 @@ def test_help_explains_the_options(call):
     assert status == 0 and own <= set(re.findall(r"--[a-z-]+", out)) and "python -m stage04_continuous --slots 2" in out
 
 
-def test_the_real_command_tells_the_built_in_stories():
-    """A process of its own, with the embedded model and no prompt at all."""
-    command = [sys.executable, "-m", "stage04_continuous", "--max-tokens", "15", "--threads", "1"]
-    done = subprocess.run(command, cwd=stages.ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=True)
-    told = answers(done.stdout.decode().replace("\r\n", "\n"))
-    assert sorted(told) == list(range(1, 11)) and re.search(rb"\[4 slots, \d+\.\d % in use\]", done.stderr)
+def test_without_a_prompt_the_built_in_stories_are_told(monkeypatch, capsys):
+    """The embedded model, and nothing on standard input. The real terminal above shows that the command runs as a process."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO())))
+    assert stage.main(["--max-tokens", "15", "--linear", "plain"]) == 0
+    out, err = capsys.readouterr()
+    told = answers(out)
+    assert sorted(told) == list(range(1, 11)) and re.search(r"\[4 slots, \d+\.\d % in use\]", err)
     assert all(told[number].startswith(text) for number, (text, _) in enumerate(stage.PROMPTS, 1))

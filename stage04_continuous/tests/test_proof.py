@@ -15,8 +15,10 @@ from shared import stages
 from shared.checkpoint import Config
 from shared.parity import random_prompt
 from shared.testing import random_checkpoint
+from stage01_forward.attention import Recompute
 from stage01_forward.engine import Engine as Naive
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.sampling import SamplingParams, sample
+from stage03_batching.engine import Engine as Static
 from stage04_continuous.engine import Engine
 from stage04_continuous.request import Request
 from stage04_continuous.scheduler import POLICIES, Scheduler
@@ -44,8 +46,32 @@ def model():
 
 @pytest.fixture(scope="module")
 def pool(model, prompts):
-    """200 outputs of the naive engine: prompts of 1 to 30 tokens, and the 64 tokens that it says to each."""
-    return Naive(model).generate(prompts(model.config, 200, 30), GREEDY)
+    """200 prompts of 1 to 30 tokens, and the 64 tokens that the naive engine says to each.
+
+    It takes a pass over everything for each token, 12,800 of them. So a static batch answers, and then one pass over each prompt
+    and its answer, whose rows are what the naive engine would see, must choose the same tokens; its log-probabilities are kept.
+    """
+    entries = Static(model, max_batch=200).generate(prompts(model.config, 200, 30), GREEDY)
+    for entry in entries:
+        tokens, entry.logprobs = in_one_pass(model, entry.prompt_ids, entry.token_ids)
+        assert tokens == entry.token_ids
+    return entries
+
+
+@torch.inference_mode()
+def in_one_pass(model, prompt, answer):
+    """What the naive engine would say at each place of `answer`, given all before it: tokens and log-probabilities."""
+    ids = torch.tensor(prompt + answer[:-1])
+    hidden = model(ids, torch.arange(len(ids)), Recompute().attend)[len(prompt) - 1 :]
+    count = len(answer)
+    tokens, logprobs = sample(model.logits(hidden), [GREEDY] * count, [((), ())] * count, [None] * count)
+    return tokens.tolist(), logprobs
+
+
+def test_one_pass_over_an_answer_is_the_naive_engine(model, pool):
+    for entry, naive in zip(pool, Naive(model).generate([entry.prompt_ids for entry in pool[:5]], GREEDY), strict=False):
+        assert entry.token_ids == naive.token_ids
+        assert_close(entry.logprobs, naive.logprobs)
 
 
 def engine_of(model, slots, budget=None, **options):
