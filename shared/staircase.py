@@ -155,7 +155,14 @@ async def over_http(job: Job, prompts: Sequence[list[int]], counts: Sequence[int
 
 
 async def ask_all(url: str, prompts: Sequence[list[int]], counts: Sequence[int]) -> Run:
-    """Raises UserError if the server does not answer."""
+    """Raises UserError if the server does not answer, or not as OpenAI's does."""
+    try:
+        return await _ask_all(url, prompts, counts)
+    except (aiohttp.ClientError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise UserError(f"{url} does not serve completions ({type(error).__name__}: {error}): ask it by hand first.") from None
+
+
+async def _ask_all(url: str, prompts: Sequence[list[int]], counts: Sequence[int]) -> Run:
     run = Run(ends=[0.0] * len(prompts), tokens=[[] for _ in prompts])
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         async with session.get(f"{url}/v1/models") as response:
@@ -167,9 +174,9 @@ async def ask_all(url: str, prompts: Sequence[list[int]], counts: Sequence[int])
                 "return_token_ids": True,
             }  # fmt: skip
             async with session.post(f"{url}/v1/completions", json=body) as response:
+                if response.status != 200:
+                    raise UserError(f"{url} answered {response.status}: {(await response.text())[:300]}")
                 answer = await response.json()
-            if response.status != 200:
-                raise UserError(f"{url} answered {response.status}: {str(answer)[:300]}")
             run.ends[place] = time.perf_counter() - started
             run.tokens[place] = answer["choices"][0].get("token_ids") or []
             if answer["usage"]["completion_tokens"] != count:
@@ -202,7 +209,10 @@ class Peer:
 
 
 def measure_all(plan: Plan, peers: Sequence[Peer] = ()) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
-    """Configuration, results, limits. Raises ParityError for a token that differs, UserError for a run that fails."""
+    """Configuration, results, limits. Raises ParityError for a token that differs, UserError for a run that fails, and for a peer
+    that does not answer before anything is measured."""
+    for each in peers:
+        asyncio.run(ask_all(each.url, [[1, 2, 3]], [2]))
     limits = measure.limits(plan.device, refresh=True)
     names = variants(plan)
     urls = {peer.name: peer.url for peer in peers}
@@ -213,7 +223,10 @@ def measure_all(plan: Plan, peers: Sequence[Peer] = ()) -> tuple[dict[str, Any],
         for name in (name for each in order for name in each):
             bar.set_postfix_str(name)
             job = Job(name, plan, torch.get_num_threads(), urls.get(name, ""))
-            fresh = measure.run_fresh(f"shared.{KIND}", ["--job", json.dumps(asdict(job))])
+            try:
+                fresh = measure.run_fresh(f"shared.{KIND}", ["--job", json.dumps(asdict(job))])
+            except RuntimeError as error:
+                raise UserError(f"{name} could not be measured: {error}") from None
             run = Run(**json.loads(fresh.output.splitlines()[-1]))
             runs[name].append({"seconds": run.seconds, "ends": run.ends, "bytes": run.server_bytes or fresh.peak_bytes})
             tokens.setdefault(name, run.tokens)

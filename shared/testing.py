@@ -6,6 +6,7 @@ chooses the tests of task 2, with --mine or without.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -34,6 +35,19 @@ SHAPES = {
 # Examples are slow where other work holds up the process, and that is no fault of theirs.
 settings.register_profile("staircase", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("staircase")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes share the tests: two for the default run of everything, none for a part of it.
+
+    Each process imports PyTorch anew, which is more than a single stage's tests are worth; and -m slow, -m micro and --mine
+    need the machine, or the process, for themselves. Two, and not one a core: the tests' own servers want some cores too.
+    """
+    chosen = config.option
+    marks_of_own = chosen.markexpr not in config.getini("addopts")
+    part = chosen.file_or_dir or chosen.keyword or chosen.mine or marks_of_own
+    return 0 if part or (os.cpu_count() or 1) < 2 else 2
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -128,6 +142,8 @@ def _stages_of(arguments: Sequence[str], directory: Path) -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # one of two processes: teams of threads as wide as the machine would wait for each other
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     if config.getoption("mine"):
         config.pluginmanager.register(_Mine())
 

@@ -25,14 +25,14 @@ from .client import HTTP_OTHER, PROTOCOL, REFUSED, Record, Target, open_session,
 from .load import Point, run_point
 from .metrics import Slo, Summary
 from .schedule import Schedule
-from .workload import Ask
 
 MODULE = "stage07_loadtest"
 USERS = (1, 2, 4, 8, 16)
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the measured capacity, for --rates auto
 LEAST_REQUESTS, REQUESTS_A_USER = 20, 4  # of a closed loop, if nobody says
 OPEN_REQUESTS = 50  # of an open loop
-MOST_A_SECOND = 20  # requests of one user, for loops that end by time
+MOST_REQUESTS = 1_000_000  # of one point
+MOST_A_SECOND, MOST_MADE = 20, 250_000  # requests of one user, and of all, in loops that end by time: they are made beforehand
 WARMUP = 8  # requests before an open loop
 QUEUE = 64  # places in line that our server has at least
 WORKLOADS = (
@@ -50,7 +50,7 @@ class Plan:
     rates: tuple[float, ...]
     auto: bool  # rates from the capacity that the closed loops have shown
     bursts: tuple[tuple[int, float], ...]  # size, seconds between two
-    trace: list[Ask] | None
+    trace: Path | None
     workload: str
     requests: int | None
     seconds: float | None
@@ -63,19 +63,28 @@ class Plan:
         if self.requests is not None:
             count = max(users, self.requests)
         elif self.seconds is not None:
-            count = math.ceil(users * (1 + self.seconds * MOST_A_SECOND))
+            count = max(users, min(MOST_MADE, math.ceil(users * (1 + self.seconds * MOST_A_SECOND))))
         else:
             count = max(LEAST_REQUESTS, REQUESTS_A_USER * users)
         return schedule.closed(users, count), count
 
     def poisson(self, rate: float) -> tuple[Schedule, int]:
         count = self.requests or (max(1, round(rate * self.seconds)) if self.seconds is not None else OPEN_REQUESTS)
-        return schedule.poisson(rate, count, self.seed), count
+        return schedule.poisson(rate, bounded(count), self.seed), count
 
     def burst(self, size: int, every: float) -> tuple[Schedule, int]:
         times = OPEN_REQUESTS / size if self.seconds is None else self.seconds / every
         count = self.requests or size * max(1, math.ceil(times))
-        return schedule.bursts(size, every, count), count
+        return schedule.bursts(size, every, bounded(count)), count
+
+    def check(self) -> None:
+        """Raises UserError for a trace that cannot be read, and for more requests than a point may have."""
+        for rate in self.rates:
+            self.poisson(rate)
+        for each in self.bursts:
+            self.burst(*each)
+        if self.trace is not None:
+            workload.load_trace(self.trace)
 
     def schedules(self, points: Sequence[Point]) -> Iterator[tuple[Schedule, int]]:
         """One after the other, in rounds that each begin with another one, closed loops first: the rates of `auto` come from the
@@ -84,12 +93,20 @@ class Plan:
         rates = [share * capacity(points) for share in SHARES] if self.auto else self.rates
         opened = [self.poisson(rate) for rate in rates] + [self.burst(*each) for each in self.bursts]
         if self.trace is not None:
-            opened.append((schedule.trace(self.trace), len(self.trace)))
+            asks = workload.load_trace(self.trace)
+            opened.append((schedule.trace(asks), len(asks)))
         yield from self._rounds(opened)
 
     def _rounds(self, points: Sequence[tuple[Schedule, int]]) -> Iterator[tuple[Schedule, int]]:
         for start in range(self.repeats):
             yield from (points[(start + place) % len(points)] for place in range(len(points)))
+
+
+def bounded(count: int) -> int:
+    """`count` requests of an open loop. Raises UserError if they are too many."""
+    if count > MOST_REQUESTS:
+        raise UserError(f"{count:,} requests are too many for one point, which has {MOST_REQUESTS:,} at most: shorten --seconds.")
+    return count
 
 
 def capacity(points: Sequence[Point]) -> float:
@@ -118,14 +135,15 @@ async def measure(target: Target, plan: Plan, told: Callable[[Point], object]) -
         check(target, await send(session, target, first, 0.0, asyncio.get_running_loop().time))
     for number, (when, count) in enumerate(plan.schedules(points), 1):
         warmup = plan.warmup if plan.warmup is not None else when.users or WARMUP
-        traced = plan.trace if when.kind == "trace" else None
-        made = workload.make(
-            plan.workload, warmup + (0 if traced else count), f"{plan.seed} {number}", longest=longest
-        )  # other prompts for each point: a prefix cache would know those of the last one
+        seed = f"{plan.seed} {number}"  # other prompts for each point: a prefix cache would know those of the last one
+        traced = workload.load_trace(plan.trace, seed) if plan.trace and when.kind == "trace" else []
+        made = workload.make(plan.workload, warmup + (0 if traced else count), seed, longest=longest)
         point = await run_point(
-            target, made + (traced or []), when, workload="trace" if traced else plan.workload, warmup=warmup,
-            seconds=plan.seconds, progress=True,
+            target, made + traced, when, workload="trace" if traced else plan.workload, warmup=warmup, seconds=plan.seconds,
+            progress=True,
         )  # fmt: skip
+        if when.users and plan.seconds and not plan.requests and len(point.records) == count:
+            print(f"note: {when}: all {count} requests that were made for it were sent before the time was up", file=sys.stderr)
         if point.records:
             points.append(point)
             told(point)
@@ -215,10 +233,21 @@ def slo(text: str) -> Slo:
 
 def address(text: str) -> str:
     """An argparse type: a server's address, without the path of the API."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # no port, or no IPv6 address
+        good = False
+    if not good or parts.username is not None or parts.query or parts.fragment:
         raise argparse.ArgumentTypeError(f"'{text[:80]}' is no address: write it as http://127.0.0.1:8000")
     return text.rstrip("/").removesuffix("/v1")
+
+
+def key(text: str) -> str:
+    """An argparse type: what a header can carry."""
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError("the key has a line end or another control character in it: leave that out")
+    return text
 
 
 def parser() -> cli.Parser:
@@ -238,6 +267,7 @@ def parser() -> cli.Parser:
     )
     who.add_argument(
         "--api-key",
+        type=key,
         default=os.environ.get("STAIRCASE_API_KEY", ""),
         metavar="KEY",
         help="default is the variable STAIRCASE_API_KEY",
@@ -260,7 +290,10 @@ def parser() -> cli.Parser:
     when.add_argument(
         "--bursts", type=several(burst), default=(), metavar="NxS,...", help="open loops: N requests at once every S seconds"
     )
-    when.add_argument("--trace", type=Path, metavar="FILE", help="an open loop: the requests of a JSONL file at their times")
+    when.add_argument(
+        "--trace", type=Path, metavar="FILE",
+        help="an open loop: the requests of a JSONL file at their times; a repeat sends its prompts again",
+    )  # fmt: skip
     when.add_argument(
         "--requests", type=cli.whole_number(1, 1_000_000), metavar="N",
         help=f"of each point; default {REQUESTS_A_USER} a user and {LEAST_REQUESTS} at least, {OPEN_REQUESTS} in open loops",
@@ -290,14 +323,16 @@ def parser() -> cli.Parser:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Raises UserError for a trace that cannot be read."""
+    """Raises UserError as `Plan.check` does."""
     auto = options.rates == "auto"
-    other = options.rates and not auto or options.bursts or options.trace
-    return Plan(
-        users=options.users or (() if other else USERS), rates=() if auto else options.rates, auto=auto, bursts=options.bursts,
-        trace=workload.load_trace(options.trace, options.seed) if options.trace else None, workload=options.workload,
-        requests=options.requests, seconds=options.seconds, warmup=options.warmup, repeats=options.repeats, seed=options.seed,
+    opened = options.rates or options.bursts or options.trace
+    plan = Plan(
+        users=options.users or (USERS if auto or not opened else ()), rates=() if auto else options.rates, auto=auto,
+        bursts=options.bursts, trace=options.trace, workload=options.workload, requests=options.requests,
+        seconds=options.seconds, warmup=options.warmup, repeats=options.repeats, seed=options.seed,
     )  # fmt: skip
+    plan.check()
+    return plan
 
 
 def server_options(options: argparse.Namespace, plan: Plan, given: Sequence[str]) -> list[str]:
@@ -313,6 +348,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.url and given:
         raise UserError("There are options for our server behind --, and a --url of another one: leave one of them out.")
     plan = plan_of(options)
+    if plan.trace and plan.repeats > 1:
+        print("note: what a trace says word for word is sent again in each repeat, and a prefix cache knows it", file=sys.stderr)
     behind = None if options.url else server_options(options, plan, given)
     writer = None
     if options.out:

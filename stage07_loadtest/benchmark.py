@@ -1,6 +1,7 @@
 """Every engine of the staircase behind the same HTTP, under the same load: `python -m stage07_loadtest.benchmark`.
 
-Writes reports/<machine>/stage07_loadtest.json; `python -m shared.report` turns it into tables and charts. The servers are
+Writes reports/<machine>/stage07_loadtest.json, and every request beside it in stage07_loadtest.requests.jsonl.gz;
+`python -m shared.report` turns the first into tables and charts. The servers are
 `python -m stage06_serving --engine ...`, all started at the beginning and loaded in turn, with the same weights, dtype, threads
 and memory for keys and values. Answers have the same number of tokens everywhere.
 
@@ -10,6 +11,7 @@ Before anything is measured, each server must say what stage 01's engine says, f
 from __future__ import annotations
 
 import asyncio
+import gzip
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +32,12 @@ from shared.server import own_server
 from shared.tables import limits_of, limits_table, median
 
 from . import charts as curves
-from . import metrics, schedule, workload
+from . import metrics, mock, schedule, workload
 from .__main__ import MOST_A_SECOND, SHARES
 from .client import Target, open_session
 from .load import run_point
 from .metrics import Slo, Summary
-from .results import from_json, to_json
+from .results import from_json, request_lines, to_json
 from .workload import ANSWER, LENGTHS, Ask
 
 STAGE = "stage07_loadtest"
@@ -49,6 +51,8 @@ BROUGHT = {
 BURSTS = 3
 BLOCK = 16  # tokens, stage 05's default
 WARM_TOKENS = 2  # of each answer while warming up
+RULER_TTFT, RULER_ITL = 0.2, 0.05  # seconds that the mock takes, by which the ruler is checked
+RULER_USERS, RULER_ROUNDS = 8, 4
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,11 @@ class Plan:
     sequences: int = 64  # at a time, where the memory allows it
     users: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None  # engine -> workload -> users; None is FULL_USERS
     main_users: int = 64  # where the engines are compared
-    rounds: int = 2  # of the comparison; all else is measured once
-    seconds: float = 20.0
+    rounds: int = 3  # of the comparison; all else is measured once
+    seconds: float = 30.0
     a_user: int = 2  # requests, where that is more than one
     open_requests: int = 100
-    burst: tuple[int, float] = (32, 8.0)
+    burst: tuple[int, float] = (40, 8.0)
     other_dtype: str | None = "bfloat16"  # of SEQUENTIAL and PAGED, alone and at main_users
     prove_prompts: int = 3  # of each length
 
@@ -158,6 +162,16 @@ class Oracle:
         return asdict(found)
 
 
+def check_ruler() -> dict[str, Any]:
+    """What the load test measures of a server whose latencies are known: both in seconds, and the client's share of a core."""
+    known = {metrics.TTFT: RULER_TTFT, metrics.ITL: RULER_ITL, metrics.E2E: RULER_TTFT + (ANSWER - 1) * RULER_ITL}
+    asks = workload.make("short", RULER_USERS * (1 + RULER_ROUNDS), "ruler")
+    when = schedule.closed(RULER_USERS, RULER_USERS * RULER_ROUNDS)
+    with mock.process("--ttft", str(RULER_TTFT), "--itl", str(RULER_ITL)) as url:
+        found = metrics.summarize(asyncio.run(run_point(Target(url), asks, when, warmup=RULER_USERS)), Slo())
+    return {"known": known, "measured": {name: found.at(name, 50) for name in known}, "client_cpu": found.client_cpu}
+
+
 # ---- measuring ------------------------------------------------------------------------------------------------------------
 
 
@@ -180,8 +194,9 @@ def comparison(plan: Plan) -> list[tuple[str, str, int]]:
     return [(engine, name, users) for engine in ENGINES for name, users in plan.loads(engine) if users == plan.main_users]
 
 
-def measure_all(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
-    """Configuration, results, limits. Raises UserError for a server that does not start, ParityError for one that is wrong."""
+def measure_all(plan: Plan, keep: Callable[[str], object]) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
+    """Configuration, results, limits; `keep` is given the requests of each point, a line of JSON each. Raises UserError for a
+    server that does not start, ParityError for one that is wrong."""
     limits = measure.limits(refresh=True)
     config = PRESETS[plan.model]
     main = comparison(plan)
@@ -189,7 +204,7 @@ def measure_all(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], measure.Lim
     turns = [turn for number in range(plan.rounds) for turn in main[number % len(main) :] + main[: number % len(main)]] + others
     extra = [(SEQUENTIAL, 1), (PAGED, 1), (PAGED, plan.main_users)] if plan.other_dtype else []
     proofs = 3 * plan.prove_prompts * (2 if plan.other_dtype else 1)
-    results: dict[str, Any] = {"points": [], "proof": {}}
+    results: dict[str, Any] = {"points": [], "proof": {}, "ruler": check_ruler()}
     with tqdm(total=proofs + len(turns) + len(extra) + len(SHARES) + 1, unit="point") as bar, ExitStack() as stack:
 
         def tell(text: str) -> None:
@@ -217,6 +232,7 @@ def measure_all(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], measure.Lim
             if found.interrupted:
                 raise KeyboardInterrupt
             summary = metrics.summarize(found, SLO)
+            keep(request_lines(number, found.records))
             results["points"].append({"server": server.name} | to_json(summary))
             tell(f"{server.name}, {name}, {when}: {summary.output_rate:.0f} tok/s")
 
@@ -248,8 +264,14 @@ def measure_all(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], measure.Lim
 
 
 def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
-    """Measure everything: configuration, results, limits. `quick` leaves out what takes minutes."""
-    configuration, results, limits = measure_all(QUICK if quick else FULL)
+    """Measure everything: configuration, results, limits. `quick` leaves out what takes minutes; else every request is written
+    down beside the results."""
+    requests: list[str] = []
+    configuration, results, limits = measure_all(QUICK if quick else FULL, requests.append)
+    if not quick:
+        path = measure.results_file(STAGE).with_suffix(".requests.jsonl.gz")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress("".join(requests).encode(), mtime=0))
     return {"quick": quick, **configuration}, results, limits
 
 
@@ -307,6 +329,13 @@ class Load:
         rates = measure.summarize([point.output_rate for point in self.points])
         return rates.show() if len(self.points) > 1 else f"{rates.median:,.1f}"
 
+    @property
+    def requests(self) -> int:
+        return sum(point.requests for point in self.points)
+
+    def success_text(self) -> str:
+        return f"{sum(point.succeeded for point in self.points) / self.requests:.1%}"
+
     def ms(self, name: str, percent: int) -> str:
         """A percentile of a latency, failures counted as infinite; the median of the repeats."""
         values = [point.at(name, percent, adjusted=name != metrics.ITL) for point in self.points]
@@ -316,35 +345,21 @@ class Load:
 
 def loads_of(results: Mapping[str, Any], wanted: Callable[[Summary], bool]) -> list[Load]:
     """The points that are `wanted`, repeats together, by server, workload and load."""
-    found: dict[tuple[str, str, float], list[Summary]] = {}
+    found: dict[tuple[str, str, float, str], list[Summary]] = {}
     for each in results["results"]["points"]:
         content = {key: value for key, value in each.items() if key != "server"}
         point = from_json(content)
         if wanted(point):
-            place = float(point.users if point.users is not None else point.rate or 0.0)
-            found.setdefault((each["server"], point.workload, place), []).append(point)
+            size = float(point.users if point.users is not None else point.rate or 0.0)
+            found.setdefault((each["server"], point.workload, size, point.kind), []).append(point)
     names = list(dict.fromkeys([*ENGINES, *(key[0] for key in found)]))
     kinds = list(workload.WORKLOADS)
-    order = sorted(found, key=lambda key: (names.index(key[0]), kinds.index(key[1]), key[2]))
+    order = sorted(found, key=lambda key: (names.index(key[0]), kinds.index(key[1]), *key[2:]))
     return [Load(key[0], found[key]) for key in order]
 
 
 def closed_loads(results: Mapping[str, Any]) -> list[Load]:
     return loads_of(results, lambda point: point.users is not None)
-
-
-def rate_of(results: Mapping[str, Any], server: str, name: str, users: int) -> float:
-    """Output tok/s of a server. Raises KeyError if that was not measured."""
-    for load in closed_loads(results):
-        if (load.server, load.name, load.points[0].users) == (server, name, users):
-            return load.rate
-    raise KeyError((server, name, users))
-
-
-def sequential_rate(results: Mapping[str, Any], name: str) -> float:
-    """Of one request at a time, with the most users that were tried: whoever waits does not make it slower."""
-    users = max(load.points[0].users or 0 for load in closed_loads(results) if (load.server, load.name) == (SEQUENTIAL, name))
-    return rate_of(results, SEQUENTIAL, name, users)
 
 
 def load_table(results: dict[str, Any]) -> str:
@@ -355,19 +370,17 @@ def load_table(results: dict[str, Any]) -> str:
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     dtype = results["configuration"]["plan"]["dtype"]
-    for load in closed_loads(results):
-        if load.server not in ENGINES:
-            continue
+    loads = [load for load in closed_loads(results) if load.server in ENGINES]
+    # With the most users that were tried, who come last: whoever waits does not make one request at a time slower.
+    sequential = {load.name: load.rate for load in loads if load.server == SEQUENTIAL}
+    for load in loads:
         users = load.points[0].users or 0
         most = predicted(results, load.server, load.name, users, dtype)
-        try:
-            ratio = f"{load.rate / sequential_rate(results, load.name):.1f}x"
-        except ValueError:  # no sequential server had this workload
-            ratio = ""
-        requests, good = (sum(values) for values in zip(*((p.requests, p.succeeded) for p in load.points), strict=True))
+        base = sequential.get(load.name)
         cells = [
-            load.server, load.name, str(users), str(requests), f"{good / requests:.1%}", load.rate_text(),
-            f"{most:,.0f}" if most else "", ratio, load.ms(metrics.TTFT_INTENDED, 50), load.ms(metrics.TTFT_INTENDED, 95),
+            load.server, load.name, str(users), str(load.requests), load.success_text(), load.rate_text(),
+            f"{most:,.0f}" if most else "", f"{load.rate / base:.1f}x" if base else "",
+            load.ms(metrics.TTFT_INTENDED, 50), load.ms(metrics.TTFT_INTENDED, 95),
             load.ms(metrics.TPOT, 50), load.ms(metrics.TPOT, 95), load.ms(metrics.E2E_INTENDED, 50),
             load.ms(metrics.E2E_INTENDED, 95), f"{load.median(lambda point: point.goodput):.2f}",
             f"{load.median(lambda point: point.client_cpu):.0%}",
@@ -380,19 +393,16 @@ def split(results: Mapping[str, Any], name: str) -> list[tuple[str, float]]:
     """Engine and tok/s, in the order of the staircase, with the plan's main number of users; those that work alone with the most
     they had."""
     users = results["configuration"]["plan"]["main_users"]
-    found = []
-    for engine in ENGINES:
-        measured = [
-            load for load in closed_loads(results)
-            if (load.server, load.name) == (engine, name) and (alone(engine) or load.points[0].users == users)
-        ]  # fmt: skip
-        if measured:
-            found.append((engine, measured[-1].rate))
-    return found
+    measured = {
+        load.server: load.rate for load in closed_loads(results)
+        if load.server in ENGINES and load.name == name and (alone(load.server) or load.points[0].users == users)
+    }  # fmt: skip
+    return list(measured.items())
 
 
 def split_table(results: dict[str, Any]) -> str:
-    """What each step brings, where all are asked by as many users."""
+    """What each step brings, where all are asked by as many users. transformers has a cache too, so it is the cache's peer and
+    no step."""
     naive = results["results"]["naive"]
     lines = [
         "| workload | server | what it brings | tok/s | over the line before | over sequential |",
@@ -403,15 +413,14 @@ def split_table(results: dict[str, Any]) -> str:
         base = dict(found).get(SEQUENTIAL)
         before = None
         if name == "short" and base:
-            lines.append(f"| {name} | none: stage 01, offline | nothing | {naive:,.1f} | | {naive / base:.2f}x |")
+            before = naive
+            lines.append(f"| {name} | none: stage 01, offline | nothing | {naive:,.1f} |  | {naive / base:.2f}x |")
         for engine, rate in found:
-            # What came before the cache is stage 01; transformers has one too, so it is the cache's peer and no step.
-            step = f"{rate / (naive if engine == SEQUENTIAL and name == 'short' else before):.2f}x" if before else ""
-            if engine == TRANSFORMERS:
-                step = ""
+            step = f"{rate / before:.2f}x" if before and engine != TRANSFORMERS else ""
             over = f"{rate / base:.2f}x" if base else ""
             lines.append(f"| {name} | {engine} | {BROUGHT[engine]} | {rate:,.1f} | {step} | {over} |")
-            before = rate
+            if engine != TRANSFORMERS:
+                before = rate
     return "\n".join(lines)
 
 
@@ -445,8 +454,8 @@ def dtype_table(results: dict[str, Any]) -> str:
     """The other dtype beside the plan's."""
     plan = results["configuration"]["plan"]
     lines = [
-        "| server | users | tok/s | predicted at most | TTFT p50, ms | TPOT p50, ms | E2E p50, ms |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| server | users | success | tok/s | predicted at most | TTFT p50, ms | TPOT p50, ms | E2E p50, ms |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for load in closed_loads(results):
         engine, _, dtype = load.server.partition(", ")
@@ -455,19 +464,42 @@ def dtype_table(results: dict[str, Any]) -> str:
             continue
         most = predicted(results, engine, "short", users, dtype or plan["dtype"])
         cells = [
-            f"{engine}, {dtype or plan['dtype']}", str(users), load.rate_text(), f"{most:,.0f}",
+            f"{engine}, {dtype or plan['dtype']}", str(users), load.success_text(), load.rate_text(), f"{most:,.0f}",
             *(load.ms(each, 50) for each in (metrics.TTFT_INTENDED, metrics.TPOT, metrics.E2E_INTENDED)),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def span(values: Sequence[float], digits: int) -> str:
+    """From the least to the most, and of how many points."""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}, {len(values)} points" if values else "0 points"
+
+
+def ruler_lines(results: Mapping[str, Any]) -> list[str]:
+    """Known latencies beside what was measured of them; nothing in results that are older than this check."""
+    found = results["results"].get("ruler")
+    if found is None:
+        return []
+    pairs = [
+        f"{name.upper()} {known * 1e3:,.0f} ms: {found['measured'][name] * 1e3:,.1f}" for name, known in found["known"].items()
+    ]
+    return [f"| a server of known latencies, as measured (p50) | {'; '.join(pairs)}; client CPU {found['client_cpu']:.0%} |"]
+
+
 def trust_table(results: dict[str, Any]) -> str:
     """How far the ruler is to be trusted, over all points."""
-    points = [point for load in loads_of(results, lambda point: True) for point in load.points]
+    measured = [(load, point) for load in loads_of(results, lambda point: True) for point in load.points]
+    points = [point for _, point in measured]
     ratios = [point.little.ratio for point in points if point.little is not None]
-    flags = [f"{load.server}, {load.name}, {point.load}: {flag}" for load in loads_of(results, lambda point: True)
-             for point in load.points for flag in point.flags]  # fmt: skip
+    flags = [(load, point, flag) for load, point in measured for flag in point.flags]
+    short = sum(flag.startswith(metrics.SHORT) for _, _, flag in flags)
+    marks = [f"{short} are short: fewer than {metrics.LEAST_REQUESTS} requests, in less than {metrics.LEAST_SECONDS:.0f} s"]
+    marks += [
+        f"{load.server}, {load.name}, {point.load}: {flag}"
+        for load, point, flag in flags if not flag.startswith(metrics.SHORT)
+    ]  # fmt: skip
+    steady = [point.steady.output_rate / point.output_rate for point in points if point.steady and point.output_rate]
     proofs = results["results"]["proof"].values()
     ties = sum(len(each["near_ties"]) for each in proofs)
     tokens = sum(each["tokens"] for each in proofs)
@@ -475,13 +507,15 @@ def trust_table(results: dict[str, Any]) -> str:
     lines = [
         "| what | found |",
         "|---|---|",
+        *ruler_lines(results),
         f"| tokens proved against stage 01 | {tokens:,}, of {len(proofs)} servers; answers that parted at a near tie: {ties} |",
         f"| requests, and those that failed | {requests:,}; {failed} |",
         f"| client CPU, share of a core, at most | {max(point.client_cpu for point in points):.0%} |",
-        f"| Little's law, L over lambda W | {min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} points |",
+        f"| Little's law, L over lambda W | {span(ratios, 3)} |",
         f"| tokens received = tokens the server counts | {sum(p.tokens_match is True for p in points)} of {len(points)} points |",
         f"| blocks back to zero | {sum(p.blocks_back is True for p in points)} of {len(points)} points |",
-        f"| points with a mark against them | {len(flags)}{': ' + '; '.join(flags) if flags else ''} |",
+        f"| tok/s of the steady part, over that of the whole point | {span(steady, 2)} |",
+        f"| points with a mark against them | {sum(bool(point.flags) for point in points)}; {'; '.join(marks)} |",
     ]
     return "\n".join(lines)
 
@@ -522,8 +556,7 @@ def charts(results: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     short = servers_of(results, lambda load: load.name == "short" and load.server in ENGINES)
     several = {name: points for name, points in short.items() if len({p.users for p in points if p.users is not None}) > 1}
     paged = {PAGED: short[PAGED]}
-    some = {point.load: point for point in short[PAGED] if point.users in (1, 8, 16, 32, 64, 128)}
-    spread = dict(list(some.items())[:2] + list(some.items())[-3:])
+    spread = {point.load: point for point in short[PAGED] if point.users in (1, 8, 32, 64, 128)}
     found: dict[str, Callable[[], Any]] = {
         "split": partial(split_chart, results),
         "throughput": partial(curves.throughput, several or short, "Short prompts: throughput against users"),

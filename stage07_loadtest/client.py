@@ -50,7 +50,7 @@ class Record:
     sent: float | None = None  # when it was handed to the connection; None if it never was
     status: int | None = None  # of HTTP; None without an answer
     chunks: list[float] = field(default_factory=list)  # when each chunk arrived that brought text, tokens or a finish reason
-    chunk_tokens: list[int] = field(default_factory=list)  # tokens in each: as many as were told, else 1
+    chunk_tokens: list[int] = field(default_factory=list)  # tokens in each: as many as were told, else 1 if it has text
     end: float = 0.0  # when the last byte had arrived, or the failure was seen
     prompt_tokens: int | None = None  # of `usage`, as is the next one
     completion_tokens: int | None = None
@@ -98,8 +98,8 @@ async def send(
 ) -> Record:
     """Ask, read to the end, and return what happened, good or bad. Only a cancellation comes through.
 
-    `clock` gives seconds since the start. While the answer comes, only the time of each piece is taken: what is in it is looked
-    at afterwards, so that the stamps of a hundred streams do not wait for each other's JSON.
+    `clock` gives seconds since the start. While the answer comes, only the time of each piece is taken. What is in it is
+    looked at once, when the answer is whole: else the stamps of a hundred streams would wait for each chunk's JSON.
     """
     record = Record(index, intended, ask.max_tokens)
     body = body_of(target, ask)
@@ -185,7 +185,7 @@ def _take(record: Record, at: float, event: dict[str, Any]) -> str | None:
         reason = choice.get("finish_reason")
         if ids or choice["text"] or reason is not None:
             record.chunks.append(at)
-            record.chunk_tokens.append(1 if ids is None else len(ids))
+            record.chunk_tokens.append(len(ids) if ids is not None else 1 if choice["text"] else 0)
             record.finish_reason = reason or record.finish_reason
     return None
 
@@ -204,4 +204,5 @@ def told(body: bytes) -> str:
 
 
 def short(data: bytes) -> str:
-    return data[:LONGEST].decode("utf-8", "replace")
+    """The beginning, on one line."""
+    return " ".join(data[:LONGEST].decode("utf-8", "replace").split())

@@ -19,20 +19,8 @@ SAMPLING = 0.01  # seconds between two looks at how many requests are in flight
 
 
 @dataclass(frozen=True)
-class ServerDelta:
-    """What the server's own counters say of the measured part, warm-up left out, and its state afterwards."""
-
-    prompt_tokens: int  # counters: after minus before
-    generation_tokens: int
-    success: int
-    running: int  # state, after waiting for it to become zero
-    waiting: int
-    kv_cache_usage: float
-
-    @property
-    def idle(self) -> bool:
-        """Whether everything came back: nothing runs, nothing waits, no block is owned."""
-        return not (self.running or self.waiting or self.kv_cache_usage)
+class ServerDelta(Counters):
+    """What the server says of the measured part, without the warm-up: of totals the difference, of states the last."""
 
 
 @dataclass
@@ -63,7 +51,7 @@ async def run_point(
     """Measure one point: the first `warmup` requests at once and for nobody, the others as scheduled.
 
     No request starts later than `seconds` after the start; those that have are waited for. Cancelled, it returns what was
-    measured so far, and says so. Raises ValueError if there are fewer requests than the schedule has starts.
+    measured so far, and says so. Raises ValueError if an open loop has not one request for each of its starts.
     """
     measured = asks[warmup:]
     if schedule.starts is not None and len(measured) != len(schedule.starts):

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from .client import HTTP_503, REFUSED, Record
 from .load import Point
+from .schedule import in_words
 
 PERCENTILES = (50, 90, 95, 99)
 P99_SAMPLES = 1000  # fewer say nothing of the slowest hundredth: it would be less than ten of them
@@ -23,6 +24,7 @@ CURVE = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)  # percentiles that a distribu
 MOST_CPU = 0.7  # of one core, by the client
 MOST_OFF = 0.05  # by which Little's law may miss
 LEAST_REQUESTS, LEAST_SECONDS = 100, 30.0  # one of the two
+SHORT = "short"  # how the mark of a point that has neither begins
 LATE = 0.005, 0.05  # seconds, and share of the median TTFT, by which the client may send late: more than both is too much
 LEAST_SAMPLES, SAMPLES_A_STAY = 100, 4  # of the requests in flight, in all and during a mean request
 
@@ -41,6 +43,7 @@ tokens after the first chunk | mean gap between an answer's tokens |
 | ITL | every gap between chunks, of all answers together | the same | | ICL, inter-chunk latency | |
 | E2E | last chunk - sent | the same, E2EL | request latency, to the end of the request | request latency | \
 last token - scheduled |
+| E2E, intended | last chunk - intended | E2EL with the client's queue | scheduled latency | | the only one |
 | client queue | sent - intended | client queue time | dispatch delay | | in every latency |
 | tokens | as `usage` says | `usage`; else tokenized again | `usage`; else tokenized again | | |
 | failures | by kind; infinite in the adjusted percentiles | counted; in no latency | by status | \
@@ -285,9 +288,7 @@ class Summary:
     @property
     def load(self) -> str:
         """In words."""
-        if self.users is not None:
-            return f"{self.users} user{'' if self.users == 1 else 's'}"
-        return self.kind if self.rate is None else f"{self.kind}, {self.rate:.3g}/s"
+        return in_words(self.kind, self.users, self.rate)
 
     def at(self, name: str, percent: int, adjusted: bool = False) -> float | None:
         """A percentile of PERCENTILES of a latency, in seconds; None if there is none."""
@@ -366,7 +367,7 @@ def _flags(point: Summary, interrupted: bool) -> Iterator[str]:
     if point.blocks_back is False:
         yield "server not idle afterwards"
     if point.requests < LEAST_REQUESTS and point.seconds < LEAST_SECONDS:
-        yield f"short: {point.requests} requests in {point.seconds:,.0f} s"
+        yield f"{SHORT}: {point.requests} requests in {point.seconds:,.0f} s"
 
 
 # ---- several points -------------------------------------------------------------------------------------------------

@@ -239,7 +239,8 @@ class Mock:
             return response
         finally:
             self.running -= 1
-            self.held -= held * (answer.fault != "leak")
+            if answer.fault != "leak":
+                self.held -= held
             self._ended.labels(MODEL, reason).inc()
 
     async def _whole(self, answer: Answer) -> web.Response:

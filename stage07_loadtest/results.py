@@ -11,8 +11,9 @@ import math
 import os
 import shlex
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -40,13 +41,17 @@ class Writer:
         line that is written down. UserError if the folder holds a run, or cannot be made."""
         self.folder, self.slo = folder, slo
         self.summaries: list[Summary] = []
-        for name in (REQUESTS, SUMMARY):
-            if (folder / name).exists():
-                raise UserError(f"{folder} holds a run already: name another folder with --out, or move that one.")
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            taken = any((folder / name).exists() for name in (REQUESTS, SUMMARY))
         except OSError as error:
-            raise UserError(f"The folder {folder} cannot be made ({error.strerror}): name another one with --out.") from None
+            raise UserError(
+                f"The folder {folder} cannot be made or read ({error.strerror}): name another one with --out."
+            ) from None
+        if taken:
+            raise UserError(f"{folder} holds a run already: name another folder with --out, or move that one.")
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"{folder} cannot be written: name another folder with --out.")
         commit, dirty = measure.git_state()
         self.about = {
             "schema": measure.SCHEMA,
@@ -64,13 +69,12 @@ class Writer:
         """Write one more point; returns its summary as it was written, so that charts of it are charts of the file. UserError if
         it cannot be written; what was written before stays."""
         summary, number = from_json(to_json(summarize(point, self.slo))), len(self.summaries)
-        lines = [json.dumps({"point": number} | encode(asdict(record)), allow_nan=False) for record in point.records]
         points = [*self.summaries, summary]
         text = json.dumps(self.about | {"results": [to_json(each) for each in points]}, indent=1, allow_nan=False) + "\n"
         part = self.folder / f"{SUMMARY}.{os.getpid()}.part"
         try:
             with (self.folder / REQUESTS).open("a", encoding="utf-8", newline="\n") as file:
-                file.write("".join(f"{line}\n" for line in lines))
+                file.write(request_lines(number, point.records))
             part.write_text(text, encoding="utf-8", newline="\n")
             part.replace(self.folder / SUMMARY)
         except OSError as error:
@@ -81,11 +85,19 @@ class Writer:
         return summary
 
 
+def request_lines(number: int, records: Sequence[Record]) -> str:
+    """The requests of one point, a line of JSON each."""
+    return "".join(json.dumps({"point": number} | encode(asdict(record)), allow_nan=False) + "\n" for record in records)
+
+
 def without(secret: str, command: str) -> str:
     """A command line that does not tell the key that was in it."""
-    hides = [bool(secret) and (word == secret or word.endswith(f"={secret}")) for word in shlex.split(command)]
-    words = zip(shlex.split(command), hides, strict=True)
-    return shlex.join(word.removesuffix(secret) + "hidden" if hide else word for word, hide in words)
+    if not secret:
+        return command
+    words = shlex.split(command)
+    return shlex.join(
+        word.removesuffix(secret) + "hidden" if word == secret or word.endswith(f"={secret}") else word for word in words
+    )
 
 
 def to_json(summary: Summary) -> dict[str, Any]:
@@ -173,7 +185,7 @@ def decode(kind: Any, value: Any, where: str) -> Any:
         names = [each.name for each in fields(kind)]
         for name in sorted({*names} ^ {*value}):
             raise ValueError(f"{where}.{name} is {'missing' if name in names else 'unknown'}")
-        hints = get_type_hints(kind)
+        hints = types_of(kind)  # type: ignore[arg-type]
         return kind(**{name: decode(hints[name], value[name], f"{where}.{name}") for name in names})  # type: ignore[operator]
     if origin is list:
         _check(isinstance(value, list), where, "no list")
@@ -186,6 +198,12 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     plain = isinstance(value, int | float if kind is float else kind)
     _check(plain and (kind is bool or not isinstance(value, bool)), where, f"no {kind.__name__}")
     return float(value) if kind is float else value
+
+
+@cache
+def types_of(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields: read from the source once, for that takes longer than all else here."""
+    return get_type_hints(kind)
 
 
 def _check(good: bool, where: str, problem: str) -> None:

@@ -27,9 +27,14 @@ class Schedule:
     rate: float | None = None  # requests/s that an open loop offers
 
     def __str__(self) -> str:
-        if self.users is not None:
-            return f"{self.users} user{'' if self.users == 1 else 's'}"
-        return self.kind if self.rate is None else f"{self.kind}, {self.rate:.3g}/s"
+        return in_words(self.kind, self.users, self.rate)
+
+
+def in_words(kind: str, users: int | None, rate: float | None) -> str:
+    """The load in a few words: "4 users", "poisson, 2/s", "trace"."""
+    if users is not None:
+        return f"{users} user{'' if users == 1 else 's'}"
+    return kind if rate is None else f"{kind}, {rate:.3g}/s"
 
 
 def closed(users: int, count: int) -> Schedule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ NAMES = {
 
 
 def parse(text: str) -> Counters | None:
-    """The counters in what /metrics answered; None if one of them is missing, or it is no such text."""
+    """The counters in what /metrics answered; None if one of them is missing or not finite, or it is no such text."""
     found: dict[str, float] = {}
     try:
         for family in text_string_to_metric_families(text):
@@ -52,7 +53,7 @@ def parse(text: str) -> Counters | None:
                 found[sample.name] = found.get(sample.name, 0.0) + sample.value
     except ValueError:
         return None
-    if not all(name in found for name in NAMES.values()):
+    if not all(math.isfinite(found.get(name, math.nan)) for name in NAMES.values()):
         return None
     values = {field: found[name] for field, name in NAMES.items()}
     return Counters(**{field: value if field == "kv_cache_usage" else int(value) for field, value in values.items()})  # type: ignore[arg-type]

@@ -79,10 +79,11 @@ def _lognormal(chance: random.Random, median: float, spread: float, least: int, 
     return min(max(round(chance.lognormvariate(math.log(median), spread)), least), most)
 
 
-def load_trace(path: Path, seed: int = 0, *, vocab: int = VOCABULARY) -> list[Ask]:
+def load_trace(path: Path, seed: int | str = 0, *, vocab: int = VOCABULARY) -> list[Ask]:
     """The requests of a JSONL file, in the order of their times: {"prompt": "Once", "max_tokens": 9, "at": 0.5} a line.
 
-    A prompt is a text or a list of token ids; "prompt_tokens": n stands for n random ones, for traces that keep lengths only.
+    A prompt is a text or a list of token ids; "prompt_tokens": n stands for n random ones, for traces that keep lengths only,
+    and the seed says which.
     Raises UserError, with the file and the line, for everything else.
     """
     try:

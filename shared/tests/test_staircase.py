@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import math
+import socket
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 
 from shared import charts, checkpoint, measure, parity, stages, staircase
 from shared.checkpoint import PRESETS
@@ -129,18 +131,60 @@ def ask(behaviour: Behaviour, prompts: list[list[int]], counts: list[int]) -> tu
 
 def test_a_peer_is_asked_all_at_once_over_http() -> None:
     prompts, counts = staircase.workload(TINY)
-    run, server = ask(Behaviour(ttft=0.2, itl=0.001), prompts, counts)
+    run, server = ask(Behaviour(ttft=0.6, itl=0.001), prompts, counts)
     measured = list(server.bodies)[2:]  # two were to warm up
     assert server.most_running == TINY.requests
     assert sorted((body["prompt"], body["max_tokens"]) for body in measured) == sorted(zip(prompts, counts, strict=True))
     assert {body["model"] for body in measured} == {mock.MODEL}
-    assert len(run.ends) == TINY.requests and 0.2 <= min(run.ends) <= max(run.ends) <= run.seconds
+    assert len(run.ends) == TINY.requests and 0.6 <= min(run.ends) <= max(run.ends) <= run.seconds
 
 
-@pytest.mark.parametrize(("fault", "words"), [("503", "answered 503"), ("wrong_count", "tokens, and 2 were asked for")])
+@pytest.mark.parametrize(
+    ("fault", "words"), [("503", "answered 503: .*no room"), ("wrong_count", "tokens, and 2 were asked for")]
+)
 def test_a_peer_that_does_not_answer_stops_everything(fault: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         ask(Behaviour(ttft=0, itl=0, fault=fault), [[1], [2], [3]], [2, 2, 2])
+
+
+@pytest.mark.parametrize("answer", ["<html>", "{}", '{"data": []}', '{"data": [{"id": "m"}]}'])
+def test_a_peer_that_is_no_such_server_is_said(answer: str) -> None:
+    async def handle(_: web.Request) -> web.Response:
+        return web.Response(text=answer, content_type="text/html" if answer.startswith("<") else "application/json")
+
+    async def talk() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", handle)
+        app.router.add_post("/v1/completions", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            await staircase.ask_all("http://{}:{}".format(*runner.addresses[0][:2]), [[1]], [2])
+        finally:
+            await runner.cleanup()
+
+    with pytest.raises(UserError, match="does not serve completions .*: ask it by hand first"):
+        asyncio.run(talk())
+
+
+def test_a_peer_that_is_not_there_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "limits", lambda *_, **__: pytest.fail("something was measured"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match="does not serve completions"):
+            staircase.measure_all(TINY, [Peer("peer", url, "run it")])
+
+
+def test_a_run_that_fails_is_said_by_name(in_process: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_fresh(module: str, arguments: list[str]) -> measure.FreshRun:
+        raise RuntimeError("-m shared.staircase ended with status 1: no room")
+
+    monkeypatch.setattr(measure, "run_fresh", run_fresh)
+    with pytest.raises(UserError, match=f"{FIRST} could not be measured: .* no room"):
+        staircase.measure_all(TINY)
 
 
 def test_a_peer_is_a_name_an_address_and_how_it_was_started() -> None:

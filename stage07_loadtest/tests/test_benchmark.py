@@ -4,9 +4,12 @@ tables, charts and predictions, is what they say."""
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 from shared import benchmarks, charts, measure, parity
 from shared.checkpoint import PRESETS
 from shared.errors import UserError
+from shared.server import OwnServer, own_server
 from stage07_loadtest import benchmark, mock, workload
 from stage07_loadtest.__main__ import SHARES
 from stage07_loadtest.benchmark import CONTINUOUS, ENGINES, FULL, PAGED, SEQUENTIAL, STATIC, TRANSFORMERS, Oracle, Plan, Said
@@ -23,45 +27,84 @@ from stage07_loadtest.metrics import summarize
 from stage07_loadtest.mock import Behaviour
 from stage07_loadtest.results import from_json, to_json
 from stage07_loadtest.schedule import Schedule
+from stage07_loadtest.tests.test_main import mocked
 from stage07_loadtest.tests.test_metrics import record, refused
-from stage07_loadtest.workload import ANSWER, LENGTHS, Ask
+from stage07_loadtest.workload import LENGTHS, Ask
 
 TINY = Plan(
     model="stories", contexts=2, sequences=4, users={SEQUENTIAL: {"short": (1, 2)}, PAGED: {"short": (1, 2), "mixed": (2,)}},
     main_users=2, rounds=2, seconds=0.2, open_requests=4, burst=(2, 0.2), other_dtype=None, prove_prompts=1,
 )  # fmt: skip
+WORDS = 8  # tokens of an answer of the real run
+RULER = {"known": {"ttft": 0.2, "itl": 0.05}, "measured": {"ttft": 0.2041, "itl": 0.05}, "client_cpu": 0.04}
 LIMITS = measure.Limits("cpu", 1, 40.0, {"float32": 200.0, "bfloat16": 400.0})  # the round machine of the lessons
 
 
 # ---- a real run --------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Measured:
+    """What a run gave: its results, as they will be read back, and what was seen on the way."""
+
+    results: dict[str, Any]
+    requests: list[dict[str, Any]]  # as they were written down
+    bar: Any
+    oracle: Oracle
+    started: list[Sequence[str]]  # the options of each server
+
+
 @pytest.fixture(scope="module")
-def measured() -> tuple[dict[str, Any], Any]:
-    """The results of two servers, as they will be read back, and the progress bar."""
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """One real server stands for both engines: which options each is started with is looked at, and what they are good for is
+    tested in stage 06."""
     bars: list[Any] = []
+    oracles: list[Oracle] = []
+    started: list[Sequence[str]] = []
 
     class Counting(benchmark.tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             bars.append(self)
 
+    class Kept(Oracle):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            oracles.append(self)
+
+    @contextmanager
+    def start(arguments: Sequence[str], quiet: bool) -> Iterator[OwnServer]:
+        started.append(arguments)
+        yield server
+
+    file = tmp_path_factory.mktemp("reports") / "machine" / f"{benchmark.STAGE}.json"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the teams of three processes on a few cores would mostly wait for each other
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark, "FULL", TINY)
-        patch.setattr(benchmark, "ENGINES", (SEQUENTIAL, PAGED))  # each more is a start of some seconds more
-        patch.setattr(benchmark, "tqdm", Counting)
-        patch.setattr(measure, "limits", lambda **_: LIMITS)
         patch.setenv("STAIRCASE_MAX_SEQUENCES", "1")  # somebody's own settings are not what is measured
-        results = benchmarks.unsaved(*benchmark.run(quick=False))
+        with own_server(benchmark.options(TINY, PAGED, "float32", PRESETS[TINY.model])) as server:
+            patch.setattr(benchmark, "own_server", start)
+            patch.setattr(benchmark, "FULL", TINY)
+            patch.setattr(benchmark, "ENGINES", (SEQUENTIAL, PAGED))
+            patch.setattr(benchmark, "tqdm", Counting)
+            patch.setattr(benchmark, "Oracle", Kept)
+            patch.setattr(benchmark, "check_ruler", lambda: RULER)
+            patch.setattr(benchmark, "ANSWER", WORDS)
+            patch.setattr(workload, "ANSWER", WORDS)
+            patch.setattr(workload, "MIXED_ANSWER", (WORDS, 0.8, 4, 12))
+            patch.setattr(measure, "limits", lambda **_: LIMITS)
+            patch.setattr(measure, "results_file", lambda stage: file)
+            results = benchmarks.unsaved(*benchmark.run(quick=False))
     torch.set_num_threads(threads)
-    return json.loads(json.dumps(results, allow_nan=False)), bars[0]
+    lines = gzip.decompress((file.parent / f"{benchmark.STAGE}.requests.jsonl.gz").read_bytes()).decode().splitlines()
+    return Measured(
+        json.loads(json.dumps(results, allow_nan=False)), [json.loads(line) for line in lines], bars[0], oracles[0], started
+    )
 
 
 @pytest.fixture(scope="module")
-def real(measured: tuple[dict[str, Any], Any]) -> dict[str, Any]:
-    return measured[0]
+def real(measured: Measured) -> dict[str, Any]:
+    return measured.results
 
 
 def points(results: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -93,24 +136,53 @@ def test_nothing_failed_and_both_sides_have_counted_the_same_tokens(real: dict[s
         assert point.succeeded == point.requests > 0, (server, point.load)
         assert point.tokens_match and point.blocks_back, (server, point.load)
         if point.workload != "mixed":
-            assert point.completion_tokens == ANSWER * point.requests
+            assert point.completion_tokens == WORDS * point.requests
 
 
 def test_each_server_was_proved_first(real: dict[str, Any]) -> None:
     proofs = real["results"]["proof"]
     assert list(proofs) == [SEQUENTIAL, PAGED] and real["results"]["naive"] > 0
     for proof in proofs.values():
-        assert (proof["sequences"], proof["tokens"]) == (len(LENGTHS), len(LENGTHS) * ANSWER)
+        assert (proof["sequences"], proof["tokens"]) == (len(LENGTHS), len(LENGTHS) * WORDS)
 
 
-def test_the_progress_bar_knows_how_many_points_there_are(measured: tuple[dict[str, Any], Any]) -> None:
-    assert measured[1].n == measured[1].total
+def test_each_engine_is_started_once_with_its_own_options(measured: Measured) -> None:
+    config = PRESETS[TINY.model]
+    assert measured.started == [benchmark.options(TINY, engine, "float32", config) for engine in (SEQUENTIAL, PAGED)]
+
+
+def test_every_request_is_written_down_beside_the_results(measured: Measured) -> None:
+    counted = Counter(each["point"] for each in measured.requests)
+    assert [counted[number] for number in range(len(counted))] == [point.requests for _, point in points(measured.results)]
+    assert all(sum(each["chunk_tokens"]) == each["completion_tokens"] for each in measured.requests)
+
+
+def test_the_progress_bar_knows_how_many_points_there_are(measured: Measured) -> None:
+    assert measured.bar.n == measured.bar.total
+
+
+def test_the_ruler_is_held_against_a_server_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def process(*arguments: str) -> Iterator[str]:
+        told.extend(arguments)
+        with mocked(ttft=0.02, itl=0.001) as running:
+            yield running.url
+
+    for name, value in {"TTFT": 0.02, "ITL": 0.001, "USERS": 2, "ROUNDS": 1}.items():
+        monkeypatch.setattr(benchmark, f"RULER_{name}", value)
+    monkeypatch.setattr(mock, "process", process)
+    found = benchmark.check_ruler()
+    assert told == ["--ttft", "0.02", "--itl", "0.001"]
+    assert found["known"] == {"ttft": 0.02, "itl": 0.001, "e2e": pytest.approx(0.069)}
+    assert found["measured"].keys() == found["known"].keys() and found["client_cpu"] > 0
+    assert found["measured"]["ttft"] >= 0.02 and found["measured"]["e2e"] >= 0.069  # the mock sends nothing earlier
 
 
 def test_a_real_run_has_tables_charts_and_a_headline(real: dict[str, Any]) -> None:
     whole(benchmark.tables(real))
-    for draw in benchmark.charts(real).values():
-        assert charts.render(draw()).endswith(b"</svg>\n")
+    assert all(draw().axes for draw in benchmark.charts(real).values())
     assert f"and 0 of {sum(point.requests for _, point in points(real))} requests failed (stories" in benchmark.headline(real)
 
 
@@ -118,8 +190,8 @@ def test_a_real_run_has_tables_charts_and_a_headline(real: dict[str, Any]) -> No
 
 
 @pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle(TINY, lambda _: None)
+def oracle(measured: Measured) -> Oracle:
+    return measured.oracle
 
 
 def said(oracle: Oracle) -> list[Said]:
@@ -276,8 +348,8 @@ def test_arrivals_stand_beside_their_share_of_the_capacity(known: dict[str, Any]
 
 
 def test_the_other_dtype_stands_beside_the_first(known: dict[str, Any]) -> None:
-    found = {(row[0], row[1]): row[2] for row in rows(benchmark.dtype_table(known))}
-    assert found[f"{PAGED}, float32", "64"] == "84.0" and found[f"{PAGED}, bfloat16", "64"] == "160.0"
+    found = {(row[0], row[1]): tuple(row[2:4]) for row in rows(benchmark.dtype_table(known))}
+    assert found[f"{PAGED}, float32", "64"] == ("100.0%", "84.0") and found[f"{PAGED}, bfloat16", "64"] == ("100.0%", "160.0")
     assert len(found) == 7 and not any(engine.startswith(STATIC) for engine, _ in found)
 
 
@@ -288,7 +360,26 @@ def test_trust_is_told_for_all_points_together(known: dict[str, Any]) -> None:
     assert found["client CPU, share of a core, at most"] == "16%"
     assert found["Little's law, L over lambda W"] == "1.000 to 1.000, 2 points"
     assert found["tokens received = tokens the server counts"] == found["blocks back to zero"] == "22 of 22 points"
-    assert found["points with a mark against them"].startswith("22: transformers, short, 1 user: short: 10 requests in 4 s; ")
+    assert found["points with a mark against them"] == "22; 22 are short: fewer than 100 requests, in less than 30 s"
+    assert "a server of known latencies" not in " ".join(found)  # nobody has measured it
+
+
+def test_marks_other_than_shortness_are_told_one_by_one(known: dict[str, Any]) -> None:
+    marked = json.loads(json.dumps(known))
+    marked["results"]["points"][3]["flags"].append("client took 83% of a core")
+    marked["results"]["ruler"] = RULER
+    found = dict(rows(benchmark.trust_table(marked)))
+    assert found["points with a mark against them"].startswith("22; 22 are short: ")
+    assert found["points with a mark against them"].endswith("; sequential, short, 64 users: client took 83% of a core")
+    ruler = found["a server of known latencies, as measured (p50)"]
+    assert ruler == "TTFT 200 ms: 204.1; ITL 50 ms: 50.0; client CPU 4%"
+
+
+def test_a_burst_is_no_repeat_of_other_arrivals_at_its_rate(known: dict[str, Any]) -> None:
+    same = json.loads(json.dumps(known))
+    same["results"]["points"].append(made(PAGED, 30, offered=11.25, kind="bursts"))
+    found = [row[0] for row in rows(benchmark.open_table(same))]
+    assert found == ["bursts", "bursts", "poisson", "poisson", "poisson"]
 
 
 def test_the_headline_has_the_number_and_the_failures(known: dict[str, Any]) -> None:

@@ -84,14 +84,18 @@ def marked(figure: Figure, fill: str) -> list[float]:
 # ---- a stored run
 
 
-def test_a_stored_run_is_drawn_whole(tmp_path: Path) -> None:
+def test_a_stored_run_is_drawn_whole_and_the_same_again(tmp_path: Path) -> None:
     paths = charts.draw(results.load(SMALL_RUN).points, tmp_path)
     assert {path.stem for path in paths} == STEMS and sorted(paths) == sorted(tmp_path.iterdir())
     for path in paths:
         ElementTree.fromstring(path.read_bytes())
         assert path.stat().st_size < 150_000
+    again = charts.figures(results.load(SMALL_RUN).points)
+    for stem in ("offered_load", "itl_distribution"):  # all of them in the next test
+        assert (tmp_path / f"{stem}.svg").read_bytes() == render(again[stem]())
 
 
+@pytest.mark.slow  # a short form is in test_main.py: a process whose charts are drawn again
 def test_the_same_run_has_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     program = (
         "from pathlib import Path; from stage07_loadtest import charts, results;"

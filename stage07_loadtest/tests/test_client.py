@@ -153,16 +153,17 @@ def test_a_stream_reads_the_same_wherever_it_is_cut(newline: bytes):
         read(record, [(0.0, stream[:place]), (0.0, stream[place:])])
         records.append(record)
     assert all(record == records[0] for record in records)
-    assert records[0].failure is None and records[0].chunk_tokens == [1, 2, 1] and records[0].done
+    assert records[0].failure is None and records[0].chunk_tokens == [1, 2, 0] and records[0].done
 
 
 def test_tokens_of_a_chunk_by_ids_or_logprobs_or_else_one():
+    """One if there is text. A chunk that brings a finish reason and no more, as many servers send it, brings no token."""
     record = Record(0, 0.0, 6)
-    empty, told = chunk(), chunk("", token_ids=[9])  # the first brings nothing at all, the second a token without text
+    empty, told = chunk(), chunk("", token_ids=[9])  # nothing at all, and a token without text
     scored = chunk("ab", logprobs={"tokens": ["a", "b"]})
     read(record, [(1.0, sse(empty)), (2.0, sse(told)), (3.0, sse(scored)), (4.0, sse(chunk("c"), END, USAGE, DONE))])
     assert record.failure is None
-    assert list(zip(record.chunks, record.chunk_tokens, strict=True)) == [(2.0, 1), (3.0, 2), (4.0, 1), (4.0, 1)]
+    assert list(zip(record.chunks, record.chunk_tokens, strict=True)) == [(2.0, 1), (3.0, 2), (4.0, 1), (4.0, 0)]
 
 
 def test_usage_in_every_chunk_is_read_to_the_last():
@@ -183,7 +184,7 @@ def test_usage_in_every_chunk_is_read_to_the_last():
         ("503", HTTP_503, "503: A planted fault: no room"),
         ("504", HTTP_504, "504: A planted fault: too late"),
         ("reset", RESET, ""),
-        ("hang", TIMEOUT, "0.3 s"),
+        ("hang", TIMEOUT, "1 s"),
         ("cut", CUT, "without a finish reason"),
         ("no_finish", CUT, "without a finish reason"),
         ("no_done", CUT, "without [DONE]"),
@@ -194,7 +195,7 @@ def test_usage_in_every_chunk_is_read_to_the_last():
     ],
 )
 def test_failures_of_every_kind(fault: str, failure: str, words: str):
-    patience = 0.3 if fault == "hang" else 10.0
+    patience = 1.0 if fault == "hang" else 10.0
     (record,), server = ask_mock(fault=fault, target={"timeout": patience})
     assert record.failure == failure and record.detail is not None and words in record.detail
     assert record.sent is not None and record.end >= record.sent
@@ -250,13 +251,14 @@ def test_servers_that_are_none(answer: bytes, failure: str):
 def test_what_an_error_says_is_kept():
     assert ask_raw(http(json.dumps(ERROR).encode(), status="500 Internal Server Error")).detail == "500: out of luck"
     assert ask_raw(http(b"no place", status="503 Service Unavailable")).detail == "503: no place"
+    assert ask_raw(http(b"<html>\n <b>no\n", "text/html", "404 Not Found")).detail == "404: <html> <b>no"
     assert ask_raw(http(sse(ERROR, DONE))).detail == "out of luck"
 
 
 @pytest.mark.parametrize("answer", [b"", http(sse(chunk("a")) * 9)[:-300]])
 def test_silence_is_a_timeout_before_and_in_the_answer(answer: bytes):
-    record = ask_raw(answer, close=False, timeout=0.2)
-    assert record.failure == TIMEOUT and record.end >= 0.2
+    record = ask_raw(answer, close=False, timeout=1.0)
+    assert record.failure == TIMEOUT and record.end >= 1.0
     assert bool(record.chunks) == bool(answer)
 
 

@@ -14,6 +14,7 @@ from stage07_loadtest.client import Record
 from stage07_loadtest.mock import Behaviour
 from stage07_loadtest.workload import ANSWER, LENGTHS
 
+REPORT = (Path(__file__).parents[1] / "REPORT.md").read_text(encoding="utf-8")
 LESSON = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 SERVER = Behaviour(ttft=50, itl=0, stall=600, stall_every=1000)  # its seconds are the trace's milliseconds: all exact
 END, EVERY, COLUMN = 2000, 200, 50
@@ -136,3 +137,4 @@ def test_the_prediction_is_what_the_roofline_gives() -> None:
         f"{735 / 50:.1f} requests a second",
     ):
         assert words in LESSON
+    assert all(f"{rate} tok/s" in REPORT for rate in (81, 583, 735))

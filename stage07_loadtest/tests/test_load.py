@@ -16,6 +16,7 @@ from stage07_loadtest.load import Point, ServerDelta, delta, run_point
 from stage07_loadtest.mock import Behaviour, Mock
 from stage07_loadtest.schedule import Schedule
 from stage07_loadtest.server import Counters
+from stage07_loadtest.tests import virtual
 from stage07_loadtest.tests.test_client import whole, with_server
 from stage07_loadtest.workload import Ask, make
 
@@ -32,7 +33,9 @@ def point(when: Schedule, what: list[Ask], behaviour: dict[str, Any] | None = No
             target = Target(server.url, timeout=options.pop("timeout", 20))
             return await run_point(target, what, when, **options), server
 
-    return asyncio.run(run())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "time", virtual.TIME)
+        return virtual.run(run())
 
 
 # ---- closed loops -------------------------------------------------------------------------------------------------------
@@ -115,7 +118,7 @@ def test_warming_up_is_sent_and_counted_nowhere():
         prompt_tokens=18, generation_tokens=30, success=6, running=0, waiting=0, kv_cache_usage=0.0
     )
     assert found.server.idle
-    assert min(record.sent or -1.0 for record in found.records) >= 0
+    assert all(record.sent is not None and record.sent >= 0 for record in found.records)
 
 
 def test_failures_are_counted_and_not_repeated():

@@ -23,7 +23,7 @@ import pytest
 from shared import cli
 from shared.stages import ROOT
 from stage07_loadtest import __main__ as program
-from stage07_loadtest import mock, results
+from stage07_loadtest import charts, mock, results
 from stage07_loadtest.__main__ import Plan, plan_of, server_options
 from stage07_loadtest.metrics import Slo
 from stage07_loadtest.mock import Behaviour, Mock
@@ -145,6 +145,28 @@ def test_a_trace_is_replayed(capsys, tmp_path):
     assert bodies == [(50, "mock"), (50, "mock"), (2, "mock"), (3, "mock")]  # the first one, one to warm up, and the trace
 
 
+def test_a_trace_of_lengths_has_other_prompts_in_each_repeat(capsys, tmp_path):
+    """Catches a replay that a prefix cache answers. What the trace says word for word cannot be changed, so it is said."""
+    file = tmp_path / "trace.jsonl"
+    lines = [{"prompt": "Once", "max_tokens": 3, "at": 0}, {"prompt_tokens": 5, "max_tokens": 2, "at": 0}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    with mocked() as running:
+        arguments = ("--url", running.url, "--trace", str(file), "--warmup", "0", "--repeats", "2")
+        status, _, err = ended(capsys, *arguments)
+        prompts = [body["prompt"] for body in list(running.bodies)[1:]]
+    words, ids = ([each for each in prompts if isinstance(each, kind)] for kind in (str, list))
+    assert status == 0 and words == ["Once", "Once"] and "sent again in each repeat" in err
+    assert [len(each) for each in ids] == [5, 5] and ids[0] != ids[1]
+
+
+def test_a_loop_that_ran_out_of_requests_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(program, "MOST_A_SECOND", 0.1)  # 3 for twenty seconds; an answer takes a thirtieth of one
+    with mocked() as running:
+        arguments = ("--url", running.url, "--users", "1", "--seconds", "20", "--warmup", "0")
+        status, out, err = ended(capsys, *arguments)
+    assert status == 0 and rows(out)[0][1] == "3" and "1 user: all 3 requests" in err
+
+
 def test_no_prompt_comes_twice_in_a_run(capsys):
     """What a point has asked, the prefix cache of a server knows at the next one."""
     with mocked() as running:
@@ -178,9 +200,11 @@ INTERRUPTIBLE = (  # a program that was started in the background of a shell ign
 def test_control_c_keeps_what_was_measured(tmp_path):
     with mocked() as running:
         load = ("--url", running.url, "--users", "2", "--requests", "100000", "--out", str(tmp_path))
+        environment = os.environ | {"PYTHONHASHSEED": "7"}  # the order of a set must not show in the charts
         with subprocess.Popen(
-            [sys.executable, "-c", INTERRUPTIBLE, *load], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
+            [sys.executable, "-c", INTERRUPTIBLE, *load], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment,
+        ) as process:  # fmt: skip
             try:
                 while running.requests < 30 and process.poll() is None:
                     time.sleep(0.05)
@@ -191,7 +215,9 @@ def test_control_c_keeps_what_was_measured(tmp_path):
     assert process.returncode == cli.EXIT_INTERRUPTED and "Traceback" not in err
     (point,) = results.load(tmp_path).points
     assert 10 <= point.requests < 100_000 and point.succeeded == point.requests
-    assert "interrupted" in point.flags and "2 users: interrupted" in out and list(tmp_path.glob("*.svg"))
+    assert "interrupted" in point.flags and "2 users: interrupted" in out
+    again = charts.draw([point], tmp_path / "again")
+    assert again and all(path.read_bytes() == (tmp_path / path.name).read_bytes() for path in again)
 
 
 # ---- plans --------------------------------------------------------------------------------------------------------------
@@ -204,6 +230,7 @@ def planned(*arguments: str) -> tuple[Plan, argparse.Namespace]:
 
 def test_what_is_measured_if_nobody_says():
     assert planned()[0].users == program.USERS and planned("--rates", "auto")[0].users == program.USERS
+    assert planned("--rates", "auto", "--bursts", "8x2")[0].users == program.USERS  # they are what the rates are taken from
     for load in (("--rates", "2,4"), ("--bursts", "8x2")):
         plan, _ = planned(*load)
         assert plan.users == ()
@@ -219,6 +246,7 @@ def test_how_many_requests_there_are():
     assert counts() == [20, 128, 50, 56]
     assert counts("--requests", "10") == [10, 32, 10, 10]
     assert counts("--seconds", "10") == [201, 32 * 201, 30, 40]
+    assert counts("--seconds", "86400")[:2] == [program.MOST_MADE] * 2  # not a list of 55 million prompts
 
 
 def test_rounds_begin_with_another_point_each():
@@ -254,6 +282,12 @@ def test_our_server_has_room_for_all_users():
         (("--slo", "ttft=-1"), "'-1' is not a number above 0"),
         (("--url", "localhost:8000"), "write it as http://127.0.0.1:8000"),
         (("--url", "http://127.0.0.1:8000?x=1"), "write it as http"),
+        (("--url", "http://127.0.0.1:99999"), "write it as http"),
+        (("--url", "http://[::1"), "write it as http"),
+        (("--url", "http://me:secret@127.0.0.1"), "write it as http"),
+        (("--api-key", "secret\n"), "a line end or another control character"),
+        (("--rates", "1000", "--seconds", "86400"), "86,400,000 requests are too many for one point"),
+        (("--bursts", "100x0.1", "--seconds", "86400"), "are too many for one point"),
         (("--workload", "huge"), "invalid choice"),
         (("--trace", "absent.jsonl"), "The trace absent.jsonl cannot be read"),
         (("--url", "http://127.0.0.1:1", "--", "--threads", "1"), "leave one of them out"),

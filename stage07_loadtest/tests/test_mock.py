@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import selectors
-import subprocess
-import sys
+import socket
 from typing import Any
 
 import aiohttp
@@ -17,10 +15,10 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared import stages
 from shared.errors import UserError
 from stage07_loadtest import mock
 from stage07_loadtest.mock import FAULTS, MODEL, Answer, Behaviour, Mock
+from stage07_loadtest.tests import virtual
 
 QUICK: dict[str, Any] = {"ttft": 0.002, "itl": 0.001}
 BODY = {
@@ -59,7 +57,7 @@ def with_mock(behaviour: Behaviour, use: Any) -> Any:
         async with mock.serving(behaviour) as server, aiohttp.ClientSession() as session:
             return await use(session, server)
 
-    return asyncio.run(run())
+    return virtual.run(run())
 
 
 # ---- when ---------------------------------------------------------------------------------------------------------
@@ -99,24 +97,9 @@ def test_the_end_of_work_is_where_a_count_of_the_seconds_finds_it():
             assert behaviour.due(start, work) == counted(start, work), (start, work)
 
 
-class LateSelector(selectors.SelectSelector):
-    """Turns the clock of its loop as far as is slept, and `late` seconds further."""
-
-    def __init__(self, late: float) -> None:
-        super().__init__()
-        self.now, self.late = 0.0, late
-
-    def select(self, timeout: float | None = None) -> Any:
-        if timeout:
-            self.now += timeout + self.late
-        return super().select(0)
-
-
 def paced(behaviour: Behaviour, count: int, late: float = 0.0) -> list[tuple[float, int]]:
     """(moment, tokens) of each chunk of an answer that begins at 0, on a machine that is always `late` seconds late."""
-    selector = LateSelector(late)
-    loop = asyncio.SelectorEventLoop(selector)
-    loop.time = lambda: selector.now  # type: ignore[method-assign]
+    loop = virtual.new_loop(late)
 
     async def run() -> list[tuple[float, int]]:
         server = Mock(behaviour)
@@ -389,14 +372,10 @@ def test_options_that_cannot_be_are_refused_with_a_hint(arguments, hint):
 
 
 def test_a_port_that_is_taken_is_said_and_the_program_ends():
-    async def use(session: aiohttp.ClientSession, server: Mock) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "stage07_loadtest.mock", "--port", server.url.rsplit(":", 1)[1]]
-        return await asyncio.to_thread(
-            subprocess.run, command, cwd=stages.ROOT, capture_output=True, encoding="utf-8", timeout=60
-        )
-
-    ended = with_mock(Behaviour(), use)
-    assert ended.returncode == 2 and ended.stderr.startswith("error: Port ") and "--port" in ended.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"Port {port} on 127.0.0.1 cannot be opened .*: choose another --port"):
+            mock.main(["--port", str(port)])
 
 
 def test_all_faults_are_explained():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -79,8 +80,17 @@ def test_a_run_is_never_written_over(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(UserError, match="cannot be made .* name another one with --out"):
-        Writer(tmp_path / "file" / "run", {}, slo=SLO, seed=0)
+    for folder in (tmp_path / "file" / "run", tmp_path / "file"):
+        with pytest.raises(UserError, match="cannot be made .* name another one with --out"):
+            Writer(folder, {}, slo=SLO, seed=0)
+
+
+def test_a_folder_that_nobody_may_write_to_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(UserError, match="cannot be written: name another folder with --out"):
+        Writer(tmp_path, {}, slo=SLO, seed=0)
 
 
 def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:

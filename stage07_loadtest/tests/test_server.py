@@ -15,6 +15,7 @@ from stage07_loadtest import mock
 from stage07_loadtest.client import Target, open_session, send
 from stage07_loadtest.mock import MODEL, Behaviour
 from stage07_loadtest.server import Counters, describe, parse, scrape, settled
+from stage07_loadtest.tests import virtual
 from stage07_loadtest.workload import Ask
 
 METRICS = """\
@@ -38,6 +39,12 @@ vllm:kv_cache_usage_perc{model_name="a"} 0.125
 
 def test_counters_are_added_up_over_labels():
     assert parse(METRICS) == Counters(15, 1_000_000, 7, 1, 0, 0.125)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf"])
+def test_a_counter_that_is_no_number_is_none_of_ours(value: str):
+    for number in ("1e+06", "0.125"):
+        assert parse(METRICS.replace(number, value)) is None
 
 
 @pytest.mark.parametrize("text", ["", "<html>no</html>", METRICS.replace("vllm:", "tgi:"), METRICS.replace("usage", "use")])
@@ -116,7 +123,7 @@ def test_settled_waits_for_what_is_in_hand():
                 await asking
                 return before, after
 
-    before, after = asyncio.run(run())
+    before, after = virtual.run(run())
     assert before is not None and before.running == 1 and before.kv_cache_usage > 0 and not before.idle
     assert after is not None and after.idle and (after.generation_tokens, after.success) == (5, 1)
 
