@@ -865,7 +865,7 @@ def capacity_chart(results: dict[str, Any]) -> Any:
     row = win_row(results)
     title = f"In the memory of {row['slots']} whole contexts, up to {most_rows(row, OURS)} sequences"
     figure, axes = draw.new_figure(title, "forward pass", "sequences in it")
-    with matplotlib.rc_context(draw.STYLE):
+    with matplotlib.rc_context(draw.style()):
         for name, colour in ((OURS, draw.COLOURS[3]), (CONTINUOUS, draw.COLOURS[0])):
             rows = [count for count, _ in row["rows"][name]]
             edges = [0, *accumulate(times for _, times in row["rows"][name])]

@@ -113,7 +113,7 @@ def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
     grid = grid[: used[-1] + 1 if len(used) else 1]
     boxes = _boxes(grid)
     figure, axes = charts.new_figure(title, "pass", f"block, of {count}", size=(7.2, min(9, 1.8 + 0.145 * len(grid))))
-    with rc_context(charts.STYLE):
+    with rc_context(charts.style()):
         for state in sorted(boxes):
             corners = [
                 [(start, block - 0.5), (end, block - 0.5), (end, block + 0.5), (start, block + 0.5)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -159,15 +159,19 @@ class Engine:
         blocks. Raises as `add` does."""
         if not sampling:
             raise UserError("There are no samples to make: ask for at least 1.")
-        first, *others = [Request(prompt, each, name) for each, name in zip(sampling, ids or [""] * len(sampling), strict=True)]
-        for request in others:  # all or none
+        requests = [Request(prompt, each, name) for each, name in zip(sampling, ids or [""] * len(sampling), strict=True)]
+        for request in requests:  # all or none
             self.check(request)
-        self.add(first, salt)
-        for request in others:
             self._name(request)
+        for name, count in Counter(request.id for request in requests).items():
+            if count > 1:
+                raise UserError(f"Two samples have the id '{name}': give each an id of its own.")
+        first, *others = requests
+        self.scheduler.add(first, salt)
+        for request in others:
             self.scheduler.add_sample(first, request)
-            self.requests[request.id] = request
-        return [first, *others]
+        self.requests |= {request.id: request for request in requests}
+        return requests
 
     def fork(self, request_id: str, sampling: SamplingParams | None = None, fork_id: str = "") -> Request:
         """A request that has the same prompt and answer so far as another one, and goes on by itself: with `sampling`, or with
@@ -362,7 +366,8 @@ class Engine:
         positions = torch.arange(count, device=self.model.device)
         flops = forward_cost(config, self.model.dtype, count, sampled=0).flops
         seconds = min(measure.seconds(lambda: self.model(tokens, positions, Recompute().attend)) for _ in range(3))
-        many = min(self.cache.blocks, self.cache.swapped.shape[3])
+        context = self.scheduler.pool.blocks_for(config.n_positions)  # no sequence has more, and a pool may be all of memory
+        many = min(context, self.cache.blocks, self.cache.swapped.shape[3])
         times = {}
         for blocks in (1, many):
             moves = [Move(kind, block, block) for kind in ("out", "in") for block in range(blocks)]

@@ -390,7 +390,7 @@ def test_other_salts_find_nothing():
 # ---- any calls in any order -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
     """Tables that grow, share, copy and let go. Who holds a block is counted from the tables alone, and what it holds is kept

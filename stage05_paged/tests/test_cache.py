@@ -326,7 +326,7 @@ def any_move():
     return st.sampled_from(["wipe", "copy", "out", "in"]).flatmap(pair)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(any_move(), max_size=12))
 def test_moves_are_done_as_if_one_after_the_other(moves):
     cache = cache_with_content()

@@ -448,6 +448,27 @@ def test_samples_are_taken_all_or_none(prompt, sampling, message, model):
     assert request.output.token_ids == naive(model, 9, 3)
 
 
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (["taken", "new"], "request 'taken' in the engine already"),
+        (["new", "taken"], "request 'taken' in the engine already"),
+        (["new", "new"], "Two samples have the id 'new'"),
+        (["", "request-1"], "Two samples have the id 'request-1'"),  # which is given to the first one
+    ],
+    ids=str,
+)
+def test_samples_whose_names_are_unfit_leave_no_trace(names, message, model):
+    """Catches: the first one is in line already when the name of the second turns out to be taken."""
+    engine = engine_of(model)
+    ask(engine, 9, 3, "taken")
+    with pytest.raises(UserError, match=message):
+        engine.add_samples(prompt_of(5), [words(3)] * 2, ids=names)
+    assert list(engine.requests) == ["taken"] and engine.scheduler.unfinished == 1
+    finish(engine)
+    assert nothing_is_held(engine)
+
+
 def test_forks_that_cannot_be(model):
     engine = engine_of(model, 8)
     parent = engine.add(Request(prompt_of(9), words(6), "parent", priority=2))
@@ -591,6 +612,20 @@ def test_costs_are_measured_on_this_engine_and_leave_no_trace(swap_blocks, model
     request = ask(engine, 9, 6)
     finish(engine)
     assert request.output.token_ids == naive(model, 9, 6)
+
+
+def test_no_more_blocks_are_moved_on_trial_than_a_sequence_can_have(model, monkeypatch):
+    """Catches: a start that copies all memory there is, several times, and needs as much again to do so."""
+    engine = engine_of(model, 500, 4, 400, "auto")
+    most, move = [0], engine.cache.move
+
+    def count(moves):
+        most[0] = max(most[0], len(moves))
+        move(moves)
+
+    monkeypatch.setattr(engine.cache, "move", count)
+    engine.measure_cost()
+    assert most == [2 * 64 // 4]  # out and in, for the 64 positions of the model
 
 
 @pytest.mark.parametrize("flops, bandwidth, cheaper", [(1.0, 1e30, "swap"), (1e30, 1.0, "recompute")])

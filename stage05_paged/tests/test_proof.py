@@ -6,6 +6,7 @@ Every engine here is watched by the sanitizer.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -28,10 +29,11 @@ from stage05_paged.scheduler import Scheduler
 
 SIZES = (1, 3, 16, 128)
 SMALL = (1, 3, 16)  # where a short answer crosses borders
-GREEDY = SamplingParams(max_tokens=18, logprobs=0)  # with the numbers behind each token: they move before a token does
+SLOW = pytest.mark.slow  # combinations of what a default run tries one by one: all of them take minutes
+GREEDY = SamplingParams(max_tokens=12, logprobs=0)  # with the numbers behind each token: they move before a token does
 # Drawn tokens part a fork from its sibling at once. Of the penalties, only this one means the same to a fork, whose first tokens
 # are an answer, as to the naive engine, which is given them as a prompt.
-DRAWN = SamplingParams(max_tokens=18, temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=11, logprobs=3)
+DRAWN = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=11, logprobs=3)
 
 
 class Oracle:
@@ -167,8 +169,10 @@ def evict(engine, count):
 # ---- parity ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size, prefix_caching",
+    [(size, True) for size in SIZES] + [(3, False), (128, False)] + [pytest.param(size, False, marks=SLOW) for size in (1, 16)],
+)
 def test_all_scenarios(size, prefix_caching, tiny_model, tiny_oracle):
     """With the prefix cache each of them twice: the second time, what was said is found again."""
     blocks = 3 * blocks_for(tiny_model.config.n_positions, size)
@@ -193,14 +197,17 @@ def test_all_scenarios_in_memory_for_one(size, tiny_model, tiny_oracle):
 
 def test_the_answers_are_worth_comparing(oracle):
     """Answers of one word repeated would be the same whatever was wrong."""
-    answers = [oracle.answer(prompt_of(length), GREEDY).token_ids for length in (1, 5, 9, 15, 16, 17, 23, 26)]
-    answers += [oracle.answer(prompt_of(5), replace(DRAWN, seed=seed)).token_ids for seed in range(8)]
+    lengths = (1, 5, 9, 15, 16, 17, 23, 26)
+    answers = [oracle.answer(prompt_of(length), replace(GREEDY, max_tokens=18)).token_ids for length in lengths]
+    answers += [oracle.answer(prompt_of(5), replace(DRAWN, max_tokens=18, seed=seed)).token_ids for seed in range(8)]
     assert sum(len(set(answer)) for answer in answers) > 10 * len(answers)
     assert len({tuple(answer[-8:]) for answer in answers}) == len(answers)
 
 
-@pytest.mark.parametrize("max_chunk", [None, 7])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size, max_chunk",
+    [(size, None) for size in SIZES] + [(3, 7), (128, 7)] + [pytest.param(size, 7, marks=SLOW) for size in (1, 16)],
+)
 def test_lengths_around_a_block_border(size, max_chunk, model, oracle):
     """Prompts of 1, B - 1, B, B + 1 and 2B tokens, alone and together, then all of them again; the answers cross borders."""
     lengths = sorted({1, size - 1, size, size + 1, 2 * size} - {0})
@@ -236,7 +243,7 @@ def test_a_block_is_taken_for_the_token_that_needs_it_and_not_before(size, model
 def test_alone_in_the_smallest_pool_that_it_fits(size, model, oracle):
     """The last token of an answer is never computed, so it needs no place."""
     for length in (size, size + 1, 2 * size - 1):
-        request = Request(prompt_of(length), replace(GREEDY, max_tokens=size + 1))
+        request = Request(prompt_of(length), replace(GREEDY, max_tokens=min(size, 16) + 1))
         engine = engine_of(model, fits(size, request), size)
         engine.add(request)
         finish(engine)
@@ -323,7 +330,7 @@ def test_a_cache_smaller_than_what_it_could_keep(size, model, oracle):
     """Requests with a few beginnings in common go through a pool that evicts all the time."""
     rng = random.Random(f"evictions {size}")
     engine = engine_of(model, blocks_for(80, size), size, token_budget=max(64, blocks_for(80, size)))
-    for _ in range(40):
+    for _ in range(25):
         sampling = replace(rng.choice([GREEDY, DRAWN]), max_tokens=10)
         request = ask(engine, rng.choice((7, 16, 20, 33, 48)), sampling)
         if rng.random() < 0.5:
@@ -359,7 +366,7 @@ def test_samples_share_the_prompt_and_nothing_else(size, length, model, oracle):
 def test_fork_at_any_moment(size, who, model, oracle):
     """The same request again and again, forked before another step each time; then `who` leaves at once."""
     found = set()
-    for moment in range(0, 27, 1 if who == "nobody" else 4):
+    for moment in range(0, 27, 1 if who == "nobody" and size > 1 else 4):
         engine = engine_of(model, blocks_for(130, size), size, max_chunk=5, max_sequences=3)
         others = [ask(engine, 4, replace(DRAWN, max_tokens=4)), ask(engine, 9, replace(GREEDY, max_tokens=12))]
         hurdle = ask(engine, 7, replace(GREEDY, max_tokens=3))
@@ -409,7 +416,7 @@ def test_fork_of_a_fork(size, first, model, oracle):
         assert_told(oracle, both, said)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+@pytest.mark.parametrize("victim", [0, 1, pytest.param(2, marks=SLOW), 3])
 @pytest.mark.parametrize("size", SMALL)
 def test_abort_of_a_sample_at_any_moment(size, victim, model, oracle):
     """Whoever leaves, the first that computes the prompt too, the others get their answers."""
@@ -440,7 +447,7 @@ def test_samples_and_forks_with_hardly_any_memory(size, model, oracle):
             engine.step()
         parent = samples[steps % 5]
         if parent.id in engine.requests:
-            forks.append((len(parent.output.token_ids), engine.fork(parent.id, replace(DRAWN, seed=50 + steps))))
+            forks.append((len(parent.output.token_ids), engine.fork(parent.id, replace(DRAWN, max_tokens=18, seed=50 + steps))))
     finish(engine)
     for request in samples:
         assert_told(oracle, request)
@@ -475,7 +482,7 @@ def random_engine(model, rng):
     )
 
 
-CROWDS = [*range(8), *(pytest.param(crowd, marks=pytest.mark.slow) for crowd in range(8, 300))]
+CROWDS = [*range(4), *(pytest.param(crowd, marks=SLOW) for crowd in range(4, 300))]
 
 
 @pytest.mark.parametrize("crowd", CROWDS)
@@ -570,17 +577,17 @@ def test_everybody_sick_ends_everybody_and_the_engine_lives(model, oracle):
 # ---- memory runs out ------------------------------------------------------------------------------------------------
 
 
-SHORT = replace(GREEDY, max_tokens=14)
 STORMS = {"recompute": ("recompute", 0.0), "swap": ("swap", 1.0), "mixed": ("swap", 0.02)}  # the last with hardly room to swap
 
 
 def storm(size, policy="fcfs"):
     """64 requests that need a block more on their way, and how many blocks they need together."""
     rng = random.Random(f"storm {size}")
-    lengths = [1 + i * 7 % 30 if size < 128 else 118 + i % 10 for i in range(64)]
+    lengths = [1 + i * 7 % 30 if size < 128 else 122 + i % 6 for i in range(64)]
+    sampling = replace(GREEDY, max_tokens=14 if size < 128 else 8)
     priorities = [rng.randint(-3, 3) if policy == "priority" else 0 for _ in lengths]
     prompts = [prompt_of(length, i) for i, length in enumerate(lengths)]
-    requests = [Request(prompt, SHORT, priority=each) for prompt, each in zip(prompts, priorities, strict=True)]
+    requests = [Request(prompt, sampling, priority=each) for prompt, each in zip(prompts, priorities, strict=True)]
     return requests, fits(size, *requests)
 
 
@@ -597,9 +604,17 @@ def ideal(model):
     return steps
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix cache", "no prefix cache"])
-@pytest.mark.parametrize("how", STORMS)
-@pytest.mark.parametrize("size", SIZES)
+USUAL = {(size, how, True) for size in SIZES for how in ("recompute", "swap")}
+USUAL |= {(3, "mixed", True), (128, "mixed", True), (1, "recompute", False), (16, "swap", False), (3, "mixed", False)}
+
+
+@pytest.mark.parametrize(
+    "size, how, prefix_caching",
+    [
+        pytest.param(*each, id=f"{each[0]}-{each[1]}-{'' if each[2] else 'no '}prefix cache", marks=() if each in USUAL else SLOW)
+        for each in itertools.product(SIZES, STORMS, (True, False))
+    ],
+)
 def test_storm_of_64_requests_on_a_tenth_of_their_blocks(size, how, prefix_caching, model, oracle, ideal):
     requests, needed = storm(size)
     preemption, room = STORMS[how]
@@ -622,8 +637,11 @@ def tokens_of(record, id):
     return sum(each.prefill_tokens + each.decode_tokens for each in record.sequences if each.request_id == id)
 
 
-@pytest.mark.parametrize("how", ["recompute", "mixed"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size, how",
+    [(1, "mixed"), (3, "recompute"), (16, "mixed"), (128, "recompute")]
+    + [pytest.param(*each, marks=SLOW) for each in ((1, "recompute"), (3, "mixed"), (16, "recompute"), (128, "mixed"))],
+)
 def test_storm_with_priorities_ends_too(size, how, model, oracle, ideal):
     """The most urgent is never preempted, and nobody waits for ever, though patience lets in whom priority throws out."""
     requests, needed = storm(size, "priority")
@@ -658,9 +676,11 @@ def test_storm_with_aborts(model, oracle):
     assert sum(request.output.finish_reason == "abort" for request in requests) > 10
 
 
-@pytest.mark.parametrize("max_chunk", [None, 7])
+@pytest.mark.parametrize(
+    "size, max_chunk",
+    [(1, 7), (3, None), (3, 7), (16, None), pytest.param(1, None, marks=SLOW), pytest.param(16, 7, marks=SLOW)],
+)
 @pytest.mark.parametrize("how", STORMS)
-@pytest.mark.parametrize("size", SMALL)
 def test_preempted_again_and_again(size, how, max_chunk, model, oracle):
     """Catches: a request that has an answer is taken for a decode, although its prompt must be computed again; and one that
     draws differently the second time."""
@@ -668,7 +688,7 @@ def test_preempted_again_and_again(size, how, max_chunk, model, oracle):
     swap_blocks = {"recompute": 0, "swap": blocks_for(90, size), "mixed": blocks_for(28, size)}[how]
     for moment in (1, 5):
         engine = engine_of(model, blocks_for(150, size), size, swap_blocks, preemption, max_chunk=max_chunk)
-        neighbour, greedy, drawn = ask(engine, 30), ask(engine, 7), ask(engine, 26, DRAWN)
+        neighbour, greedy, drawn = ask(engine, 30), ask(engine, 7), ask(engine, 26, replace(DRAWN, max_tokens=18))
         for _ in range(3):
             for _ in range(moment):
                 engine.step()

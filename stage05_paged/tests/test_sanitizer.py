@@ -313,6 +313,20 @@ def test_what_is_still_in_use_at_idle_is_named(aborted, tiny_model, monkeypatch)
     assert said == message(engine, found)
 
 
+def test_a_wrong_name_is_seen_even_if_its_request_ends_in_that_step(tiny_model, monkeypatch):
+    """Then no table is left that holds the block, and yet everybody can find it from now on."""
+    engine = engine_of(tiny_model)
+    ask(engine, 5, 1, "last")
+
+    def misname(engine):
+        table(engine, "last").digests[0] = b"what somebody else holds"
+        return Found("it is found under other tokens than those it holds", table(engine, "last").blocks[0], ("last",))
+
+    said, found = step_that_breaks(engine, monkeypatch, "forward", misname)
+    assert engine.scheduler.unfinished == 0
+    assert said == message(engine, found)
+
+
 # ---- freed blocks show, and a healthy engine is left alone ----------------------------------------------------------
 
 

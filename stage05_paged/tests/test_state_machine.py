@@ -280,7 +280,7 @@ def live(examples):
 
 def test_lives_of_fifty_calls():
     """A few of those of the next test, which takes minutes."""
-    live(60)
+    live(45)
     assert Life.seen["lives of 50 calls"] >= 15
     assert not [event for event in EVENTS if not Life.seen[event]]  # how often varies with what else Hypothesis has read
 
