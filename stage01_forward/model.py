@@ -67,8 +67,9 @@ class GPT2(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        # from_pretrained: to draw random weights, even on "meta", PyTorch would load 800 modules that nothing else needs.
+        self.wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd))
+        self.wpe = nn.Embedding.from_pretrained(torch.empty(config.n_positions, config.n_embd))
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)

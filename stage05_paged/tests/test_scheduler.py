@@ -95,7 +95,7 @@ def blocks_of(scheduler):
         ({"preemption": "swap"}, "no memory to swap to"),
         ({"swap_pool": BlockPool(4, 8)}, "Blocks to swap to hold 8 tokens, and the others 16"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_settings_that_cannot_work(options, message):
     with pytest.raises(UserError, match=message):
