@@ -16,6 +16,8 @@ from pathlib import Path
 
 from . import cli, grading, mine, proof, stages
 from .errors import UserError
+from .museum import planting
+from .museum.exhibits import find
 
 WIDTH = 100
 EXAMPLES = """  python -m shared.exercise start stage04
@@ -39,8 +41,26 @@ def state(stage: str, task: mine.Task) -> str:
     return "written" if passed is None else "passes" if passed else "fails"
 
 
+def _exhibit_in(stage: str) -> str:
+    """A sentence if a bug of the museum is planted in the copy of a stage, and else ""."""
+    planted = planting.planted()
+    if planted is None or find(planted.number).stage != stage:
+        return ""
+    return (
+        f"Exhibit {planted.number:02} of the museum is planted in your copy of {stage}: `python -m shared.museum clear` takes it "
+        "out and puts everything back as it was."
+    )
+
+
+def _without_exhibit(stage: str) -> None:
+    """Raises UserError if a bug of the museum is planted: nobody should take that file for the student's work."""
+    if said := _exhibit_in(stage):
+        raise UserError(said)
+
+
 def start(options: argparse.Namespace) -> None:
     stage = mine.find_stage(options.stage)
+    _without_exhibit(stage)
     folder = mine.start(stage)
     print(f"{folder} is yours to write in. Everything works but these:\n")
     _list_tasks(stage)
@@ -69,6 +89,8 @@ def status(options: argparse.Namespace) -> None:
         print(f"{stage:20} {row[0]:5} {row[1]:9} {row[2]:8} {row[3]:5} {row[4]:3} of {row[5]:3}{started}")
     print(f"{'all':20} {totals[0]:5} {totals[1]:9} {totals[2]:8} {totals[3]:5} {totals[4]:3} of {totals[5]:3}")
     print("\nWhat passes is what passed in the last run of pytest --mine, if the copy is still the same.")
+    for said in filter(None, map(_exhibit_in, stages.discover())):
+        print(textwrap.fill(said, WIDTH))
 
 
 def _list_tasks(stage: str) -> None:
@@ -84,6 +106,8 @@ def hint(options: argparse.Namespace) -> None:
         raise UserError(f"{mine.label(stage, task)} has {len(task.hints)} hints: --step is from 1 to {len(task.hints)}.")
     print(f"{mine.label(stage, task)}: {task.title} ({task.points} points)\n{task.file}: {', '.join(task.functions)}\n")
     print(textwrap.fill(task.text, WIDTH) + "\n")
+    if errors := mine.errors(stage, task):
+        print("Errors, in these words:\n" + "\n".join(f"  {each}" for each in errors) + "\n")
     for number, text in enumerate(task.hints[: options.step], 1):
         print(textwrap.fill(f"Hint {number} of {len(task.hints)}: {text}", WIDTH) + "\n")
     print("Judged by\n" + "\n".join(f"  {stage}/{test}" for test in task.tests))
@@ -100,7 +124,7 @@ def diff(options: argparse.Namespace) -> None:
     same = True
     for name in names:
         path, reference = folder / name, stages.ROOT / stage / name
-        own = mine.read(path).splitlines(keepends=True) if path.is_file() else []
+        own = planting.read(path).splitlines(keepends=True) if path.is_file() else []
         lines = difflib.unified_diff(
             own, mine.read(reference).splitlines(keepends=True), f"mine/{stage}/{name}", f"{stage}/{name}"
         )
@@ -117,6 +141,7 @@ def reset(options: argparse.Namespace) -> None:
     what = f"the copy of {stage}" if task is None else mine.label(stage, task)
     if not mine.folder(stage).is_dir():
         raise UserError(f"There is no copy of {stage} to reset: `python -m shared.exercise start {stage[:7]}` makes one.")
+    _without_exhibit(stage)
     if not options.yes and not _confirmed(f"Begin again with {what}? A backup is kept. [y/N] "):
         print("Nothing was changed.")
         return
@@ -141,6 +166,9 @@ def grade(options: argparse.Namespace) -> None:
         chosen = [stage for stage in stages.discover() if mine.tasks(stage) and (submission / stage).is_dir()]
     if not chosen:
         raise UserError(f"{submission} holds no stage: name the stages, or the folder of the submission with --submission.")
+    if options.submission is None:
+        for stage in chosen:
+            _without_exhibit(stage)
     verdicts = []
     for each in grading.grade(chosen, submission, grading.Limits(options.seconds, options.memory)):
         verdicts.append(each)

@@ -9,14 +9,16 @@ it takes from the submission only the one file that a task is about. Every proce
  - must report that the tests passed, and that one which cannot pass did not, with a word that it was told before the submission
    was loaded. No report, or half a report, is a failed task.
 
-Not defended: whoever looks for it on purpose can find that word in the memory of the process, or go around Python's hooks with
-ctypes or an extension module; the solutions are in the project for everybody to read; the processor and the network card are
-those of this machine. Where submissions may be hostile in earnest, run this in a container without network, one for each
-submission. All copies are made from one that is taken at the start, and grading stops if that has changed.
+Not defended: the submission shares a process with the tests. Whoever sets out to can find that word in its memory, teach pytest
+to pass all tests but the one that cannot pass, or go around Python's hooks with ctypes or an extension module; the solutions are
+in the project for everybody to read; the processor and the network card are those of this machine. Where submissions may be
+hostile in earnest, run this in a container without network, one for each submission. All copies are made from one that is taken
+at the start, and grading stops if that has changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -142,13 +144,17 @@ def _judge(stage: str, task: mine.Task, folder: Path | None, trusted: Path, limi
         return f"There is no {task.file} in the submission."
     if path.is_symlink() or path.stat().st_size > MOST_BYTES:
         return f"{task.file} is a link, or larger than {MOST_BYTES // 1024} KiB."
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        return f"{task.file} cannot be read: {error.strerror}."
     with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
         base = Path(temporary).resolve()
         project, scratch, copy = base / "project", base / "scratch", base / "submission"
         shutil.copytree(trusted, project)
         for each in (scratch, copy):
             each.mkdir()
-        (copy / task.file).write_bytes(path.read_bytes())
+        (copy / task.file).write_bytes(source)
         word = secrets.token_hex(16)
         job = {"word": word, "stage": stage, "task": task.number, "folder": str(copy), "scratch": str(scratch)}
         ended, report, output = _run(job, project, scratch, limits)
@@ -258,12 +264,12 @@ def _watch(process: subprocess.Popen[bytes], scratch: Path, limits: Limits, tree
 
 
 def _size(folder: Path) -> int:
+    """Bytes in a folder that somebody writes to meanwhile: what has gone, folders too, counts as nothing."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # gone meanwhile
-            continue
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(where, name)).st_size
     return total
 
 
@@ -320,7 +326,7 @@ def _verdict(stage: str, task: mine.Task, ended: str, report: dict[str, Any] | N
     failed = {name: why for name, why in outcomes.items() if why}
     if not failed:
         return ""
-    shown = [f"{name.partition('/')[2]}\n    {_plain(why, 300)}" for name, why in list(failed.items())[:5]]
+    shown = [f"{_plain(name.partition('/')[2], 300)}\n    {_plain(why, 300)}" for name, why in list(failed.items())[:5]]
     return f"{len(failed)} of {len(outcomes)} tests failed:\n" + "\n".join(shown) + said
 
 
@@ -428,7 +434,7 @@ def _child() -> None:
         report = {"error": f"{task.file} cannot be imported: {type(error).__name__}: {error}"}
     else:
         tests = [f"{job['stage']}/{each}" for each in task.tests]
-        options = ["--capture=no", "-p", "no:cacheprovider", "-p", "no:terminal"]
+        options = ["--capture=no", "-p", "no:cacheprovider", "-p", "no:terminal", "-p", "xdist.plugin", "-n", "0"]
         pytest.main([*options, *tests, CANARY], plugins=[recorder])
     line = word + json.dumps(report).encode() + b"\n"
     while line:

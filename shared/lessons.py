@@ -103,7 +103,7 @@ def check(block: Block, address: str = "") -> list[str]:
     if block.kind == "sh":
         return [each for line in block.lines for each in _check_options(line)]
     if block.kind == "python" and SERVER in block.words:
-        code, said = _run([sys.executable, "-c", "\n".join(block.lines).replace(ADDRESS, address)])
+        code, said = run([sys.executable, "-c", "\n".join(block.lines).replace(ADDRESS, address)])
         return [f"the program ended with {code}:\n{said}"] if code else []
     if block.kind == "python":
         return _check_quote(block)
@@ -165,23 +165,23 @@ def _check_command(command: str, shown: list[str], address: str) -> list[str]:
     words = arguments(command.replace(ADDRESS, address) if address else command)
     if not shutil.which(words[0]):
         return []  # some systems have no curl
-    code, said = _run(words)
+    code, said = run(words)
     said = said.replace(address, ADDRESS) if address else said
     if matches(shown, said.splitlines()):
         return []
     return ["\n".join([f"$ {command}", "-- shown:", *shown, f"-- printed, with exit status {code}:", *said.splitlines()])]
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Offline, and as wide and as plain everywhere."""
     return os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1", "PYTHONUTF8": "1"}
 
 
-def _run(words: list[str]) -> tuple[int, str]:
+def run(words: list[str]) -> tuple[int, str]:
     """Exit status and output of a command, run as a reader would."""
     try:
         done = subprocess.run(
-            words, cwd=stages.ROOT, env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            words, cwd=stages.ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, timeout=LIMIT,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -194,7 +194,7 @@ def serving() -> Iterator[str]:
     """A server of stage 06, as its lesson starts it; yields its address. RuntimeError with its words if it does not start."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "stage06_serving", "--port", "0"], cwd=stages.ROOT, env=_environment(), stdout=log, stderr=log
+            [sys.executable, "-m", "stage06_serving", "--port", "0"], cwd=stages.ROOT, env=environment(), stdout=log, stderr=log
         )
         try:
             deadline = time.monotonic() + STARTING

@@ -101,6 +101,17 @@ def message(stage: str, task: Task) -> str:
     return f"{label(stage, task)}: {task.title}; python -m shared.exercise hint {stage[:7]} {task.number}"
 
 
+def errors(stage: str, task: Task) -> list[str]:
+    """The errors that the reference raises in the task's functions, with their words: the tests may look for these words."""
+    tree = parse(read(stages.ROOT / stage / task.file))
+    found: list[str] = []
+    for node in filter(None, (find_function(tree, name) for name in task.functions)):
+        raised = [each.exc for each in ast.walk(node) if isinstance(each, ast.Raise) and isinstance(each.exc, ast.Call)]
+        worded = [each for each in raised if each.args and isinstance(each.args[0], (ast.Constant, ast.JoinedStr))]
+        found += [ast.unparse(each) for each in sorted(worded, key=lambda each: each.lineno)]
+    return found
+
+
 # ---- copies ----
 
 
@@ -252,12 +263,12 @@ def emptied(source: str, stage: str, task: Task) -> str:
             raise LookupError(f"there is no {name}")
         lines = source.split("\n")
         body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+        if lines[node.body[0].lineno - 1][: node.body[0].col_offset].strip():
+            raise LookupError(f"{name} has its body on the line of its signature")
         # Lines are counted from 1. Comments above the first statement would tell too much, so they go too.
-        first = body[0].lineno if body else (node.end_lineno or 0) + 1
+        first = _first_line(body[0]) if body else (node.end_lineno or 0) + 1
         while lines[first - 2].strip() == "" or lines[first - 2].lstrip().startswith("#"):
             first -= 1
-        if first <= node.lineno:
-            raise LookupError(f"{name} has its body on the line of its signature")
         ending = "\r" if lines[node.lineno - 1].endswith("\r") else ""
         indent = " " * (node.col_offset + 4)
         stub = f'{indent}raise NotImplementedError("{message(stage, task)}"){ending}'
@@ -266,6 +277,12 @@ def emptied(source: str, stage: str, task: Task) -> str:
         lines[first - 1 : node.end_lineno] = [stub]
         source = "\n".join(lines)
     return source
+
+
+def _first_line(statement: ast.stmt) -> int:
+    """Where a statement begins. A function or class that is decorated begins with its decorators."""
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(each.lineno for each in decorators)])
 
 
 def is_open(source: str, stage: str, task: Task) -> bool:

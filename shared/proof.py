@@ -23,6 +23,7 @@ from tqdm import tqdm
 from . import mine, stages
 
 LONGEST_LINE = 130
+QUICK = ("-p", "no:cacheprovider", "--assert=plain", "--tb=native")  # of a failed test only the exception is looked at
 LONGEST_TEST = 120.0  # seconds, start included, that the tests of a task may run with a body that does nothing
 Copies = Mapping[str, Mapping[str, str]]  # stage -> file -> its source
 Outcomes = dict[tuple[str, str], str]  # (stage, pytest id within it) -> "" for passed or skipped, and else what was said
@@ -125,7 +126,7 @@ def laid_out(given: Copies) -> Iterator[Path]:
 
 def _pytest(home: Path, tests: Sequence[str], *options: str, seconds: float | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "--mine", "-q", "-p", "no:cacheprovider", *options, *tests],
+        [sys.executable, "-m", "pytest", "--mine", "-q", *QUICK, *options, *tests],
         cwd=stages.ROOT,
         env=os.environ | {"STAIRCASE_MINE": str(home / "mine"), "HYPOTHESIS_STORAGE_DIRECTORY": str(home / "hypothesis")},
         stdin=subprocess.DEVNULL,

@@ -58,7 +58,7 @@ def plant(options: argparse.Namespace) -> None:
     path, state = planting.place(exhibit), planting.planted()
     print(wrapped(f"Exhibit {exhibit.name}: {exhibit.title}.") + "\n")
     print(wrapped(" ".join((exhibit.symptom.__doc__ or "").split())) + "\n", flush=True)
-    right, wrong = show(exhibit, path.parent)
+    right, wrong = show(exhibit, [None, path.parent])
     print(f"With the reference:\n\n{textwrap.indent(right.rstrip(), '  ')}\n")
     print(f"With your copy:\n\n{textwrap.indent(wrong.rstrip(), '  ')}\n")
     whose = "in your own work" if state is not None and state.own else "which is the reference's but for one place"
@@ -84,7 +84,7 @@ def check(options: argparse.Namespace) -> int:
     try:
         mine.parse(source)
     except SyntaxError as error:
-        raise UserError(f"{path} is no Python in line {error.lineno or 1} ({error.msg}): mend that first.") from None
+        raise UserError(f"{shown(path)} is no Python in line {error.lineno or 1} ({error.msg}): mend that first.") from None
     job = {"stage": exhibit.stage, "files": {exhibit.file: source}, "tests": exhibit.tests}
     same = planting.edit(source, exhibit.new, exhibit.old) is not None
     verdict = "The bug is still there" if same else "What was planted has been changed, and it is not right yet"
@@ -102,7 +102,8 @@ def check(options: argparse.Namespace) -> int:
         print(f"  {name}")
         if "::" not in name:  # the file cannot be loaded; what a test says is for those who ask, as it tells much
             print(textwrap.indent(said, "    "))
-    print(f"\nWhy they do: python -m pytest {exhibit.stage} --mine")
+    first = next(iter(failed), exhibit.stage)
+    print(f"\nWhy they do: python -m pytest {first.partition('::')[0]} --mine")
     return 1
 
 

@@ -61,11 +61,11 @@ EXHIBITS = (
         hint="The first new word is right, and all later ones are not. What does the second pass read that the first one did "
         "not?",
         bug="the decode step attends to the newest token alone",
-        story="A project announced that its KV cache made it fifteen times as fast. In the code of its article, the decode "
-        "step wrote the new key and value into the cache and then attended to those alone: it had forgotten the past. A step "
-        "that reads nothing is very fast, so the number looked like success. And the text was no alarm: a small model goes on "
-        "with words that sound like language even if it sees one token only. Whoever compares the tokens with those of the "
-        "engine without a cache sees it at once, and nobody had.",
+        story="A project announced fifteen times the speed of its naive baseline. In its decode step the cache of the prompt "
+        "never reached the attention: each new token saw itself and nothing before it. A step that reads nothing is very fast, "
+        "so the number looked like success. And the text was no alarm: a model goes on with words that sound like language even "
+        "if it sees one token only. The author found it later, and the README tells what the mending cost: some 460 tok/s "
+        "became 80. Whoever compares the tokens with those of the engine without a cache sees it at once.",
         seen="aman-singh315/LLM-Inference-Engine, at the commit of its article",
         tests=(
             "tests/test_cache.py::test_one_decode_step_is_explicit_attention_over_all_keys",
@@ -104,9 +104,10 @@ EXHIBITS = (
         bug="is_causal, which is drawn for as many queries as keys, is used for a single query over many keys",
         story="PyTorch's is_causal=True draws its triangle from the first row and the first column. Where queries and keys are "
         "the same tokens, that is the causal mask. On a decode step there is one query, and it is the last token: the "
-        "triangle's first row lets it see the first key and nothing else. A vision-language model in pure PyTorch had this "
-        "when its KV cache came in: the flag that had been right for the whole sequence stayed on. No shape is wrong and "
-        "nothing is raised; the documentation says where the triangle begins, in one sentence.",
+        "triangle's first row lets it see the first key and nothing else. The pull request that brought a KV cache to a "
+        "vision-language model in pure PyTorch names this flag as one of two things that had to be got right: what had been "
+        "correct for the whole sequence must go off for a single query. No shape is wrong and nothing is raised; the "
+        "documentation says where the triangle begins, in one sentence.",
         seen="nanoVLM, pull request 69",
         tests=(
             "tests/test_cache.py::test_one_decode_step_is_explicit_attention_over_all_keys",
@@ -163,11 +164,13 @@ EXHIBITS = (
         symptom=symptoms.a_batch,
         hint="The first word of every answer is right. What did the pass that made it have, and the later ones not?",
         bug="the padding mask is applied at prefill and dropped on decode steps",
-        story="On a decode step every row has one query, which may see all that came before it, so causality needs no mask; "
-        "and with the causal mask the padding mask is dropped too. From then on a short row attends to its padding. That is a "
-        "few keys of a meaningless token among many good ones, so the answer is not broken, only a little off, and more so the "
-        "shorter its prompt is. Two projects found it only when somebody compared a batch with the same prompts one at a time.",
-        seen="OpenNMT-py, issue 2532; mlx-lm, issue 1906",
+        story="On a decode step every row has one query, which may see all that came before it, so causality needs no mask; and "
+        "with the causal mask the padding mask is dropped too. From then on a short row attends to its padding. That is a few "
+        "keys of a meaningless token among many good ones, so the answer is not broken, only a little off, and more so the "
+        "shorter its prompt is. One project had the mask at the first step only, and noticed that its answers were worse for "
+        "batches of unlike prompts. In another the mask never reached the attention of one of its models: the same prompt, "
+        "alone and in a batch, gave different scores.",
+        seen="OpenNMT-py, pull request 2532; of the same kind mlx-lm, issue 1906",
         tests=(
             "tests/test_cache.py::test_every_pass_hides_the_padding",
             "tests/test_engine.py::test_a_batch_gives_the_tokens_of_one_at_a_time",
@@ -221,10 +224,10 @@ EXHIBITS = (
         hint="No test of the text can see this one. Look at how many rows a pass has, and at who is let in when.",
         bug="a request is let in only when nobody runs: it is called batching, and one is served after the other",
         story="Two projects that are called continuous batching had no batch at all. One made a forward pass for each request "
-        "in a loop, the other ran each request to its end before it looked at the next. Every answer was right, there was a "
-        "queue, a scheduler and a class named after batching; and the benchmark compared it with something slower still. What "
-        "proves a batch is not the text and not a name: it is the record of how many rows each forward pass had.",
-        seen="two engines that were read at their published versions, SuStackx0's and achi9629's",
+        "in a loop, the other ran each request to its end before it looked at the next. Every answer was right, and there was a "
+        "queue, a scheduler and a class named after batching. What proves a batch is not the text and not a name: it is the "
+        "record of how many rows each forward pass had.",
+        seen="SuStackx0/llm-serving-engine and achi9629/llm-inference-engine, at their published versions",
         tests=(
             "tests/test_engine.py::test_one_forward_pass_serves_all_rows",
             "tests/test_engine.py::test_the_whole_record_of_a_small_crowd",
@@ -265,8 +268,9 @@ EXHIBITS = (
         "that is always true, and so the code asks the one when it means the other. Then memory runs out, a request is "
         "preempted, and comes back with an answer and with nothing computed. It is taken for a decode, computes one token, and "
         "attends to memory that nobody has written. It needs a full machine to happen, and then looks like a model that has a "
-        "bad day.",
-        seen="nano-vllm, issue 144",
+        "bad day. One engine asked in this way when it packed a request for its other GPUs: with one GPU all was well, and with "
+        "several a request that came back arrived without its tokens.",
+        seen="nano-vllm, issue 144 and pull request 103",
         tests=("tests/test_request.py::test_remaining_is_what_there_is_less_what_is_computed",),
     ),
     Exhibit(
@@ -279,12 +283,14 @@ EXHIBITS = (
         symptom=symptoms.block_borders,
         hint="Count at the border: how many blocks do 7, 8 and 9 tokens need, if a block holds 8?",
         bug="a block is taken one token early: a full block counts as one that has no room, before anybody needs room",
-        story="'A new block every 16 tokens' can be written in four ways that differ by one, and which is right depends on "
+        story="'A new block every 16 tokens' can be written in several ways that differ by one, and which is right depends on "
         "whether the token that was just sampled already counts. Taken too late, the block's first token overwrites another's "
         "or falls off the table; taken too early, memory is wasted, requests are preempted that would have fitted, and a full "
-        "prompt is not let in. One small engine had four issues and four pull requests about this border, some of which moved "
-        "the error to the other side.",
-        seen="nano-vllm, issues 30, 91, 150 and 240, pull requests 65, 66, 71 and 152",
+        "prompt is not let in. One small engine asked for a free block as soon as the last one was full, a token early, and did "
+        "not ask when it needed one. Another engine has it right, and yet four of its readers opened issues, and others pull "
+        "requests, to say that it was wrong: they had counted that token at another moment. So say in the code at which moment "
+        "it is counted, and test the border itself.",
+        seen="MinivLLM, issue 75 and pull request 85; argued about, where it is right, in nano-vllm, issues 30, 91, 150 and 240",
         tests=(
             "tests/test_blocks.py::test_a_block_is_taken_exactly_when_the_last_one_is_full",
             "tests/test_blocks.py::test_a_table_takes_what_is_missing_and_no_more",
@@ -301,10 +307,10 @@ EXHIBITS = (
         hint="Everything that was asked is found in the cache. What is left to compute, and what is the next token sampled from?",
         bug="a prompt that is found as a whole leaves nothing to compute, and so nothing to sample from",
         story="A prefix cache that works too well. If every block of a prompt is found, zero tokens remain; but the next token "
-        "is sampled from the last token's hidden state, which nobody keeps. The engine makes a pass of length zero, or stops "
-        "in it, or waits for ever for a request that has nothing to do. It happens only to prompts whose length is a multiple "
-        "of the block size, asked a second time: one prompt in sixteen, so that it looks like chance.",
-        seen="nano-vllm, issues 144 and 199",
+        "is sampled from the last token's hidden state, which nobody keeps. The engine makes a pass of length zero, or stops in "
+        "it, or waits for ever for a request that has nothing to do. It happens only to prompts whose length is a multiple of "
+        "the block size, asked a second time: with blocks of 16 one prompt in sixteen, so that it looks like chance.",
+        seen="nano-vllm, issues 114 and 144, pull request 199",
         tests=(
             "tests/test_engine.py::test_a_whole_prompt_found_still_computes_its_last_token",
             "tests/test_scheduler.py::test_what_was_computed_is_found_by_whoever_begins_the_same",
@@ -321,10 +327,11 @@ EXHIBITS = (
         hint="Two things say which block holds what. Do both learn of it when a block is taken for other tokens?",
         bug="an evicted block can still be found under the name of what it held before",
         story="The prefix cache is a map from the digest of some tokens to a block, and each block knows its digest. When a "
-        "block is evicted and used for other tokens, both must forget. If only the block does, the map still leads to it, and "
-        "a request that begins as the old one did adopts memory full of another conversation. Nothing crashes. It needs a full "
+        "block is evicted and used for other tokens, both must forget. If only the block does, the map still leads to it, and a "
+        "request that begins as the old one did adopts memory full of another conversation. Nothing crashes. It needs a full "
         "cache and an old prompt that comes back, so it happens after hours and never in a test; and what leaks is another "
-        "user's text.",
+        "user's text. The engine of which it was reported had a second guard: before it adopts a block it compares the tokens "
+        "themselves, so that the old entries did no harm but to pile up.",
         seen="nano-vllm, issue 163",
         tests=("tests/test_blocks.py::test_an_evicted_block_is_no_longer_found",),
     ),
@@ -338,11 +345,13 @@ EXHIBITS = (
         symptom=symptoms.resumed,
         hint="Between being thrown out and coming back, what does the request believe that it has in memory?",
         bug="a preempted request keeps its old count of computed tokens, and resumes on fewer",
-        story="When a request is preempted its blocks go, and when it comes back some of them may still be in the prefix "
-        "cache. Then there are three numbers: what it had computed, what was found, and what it must compute now. An engine "
-        "kept the first where it needed the second: the request went on from a length that its memory did not have, with a "
-        "hole in between. It needs a preemption and a partial hit at once, which takes a full machine and a bit of bad luck.",
-        seen="nano-vllm, issue 211",
+        story="When a request is preempted its blocks go, and when it comes back some of them may still be in the prefix cache. "
+        "Then there are three numbers: what it had computed, what was found, and what it must compute now. One engine worked "
+        "out the third before it had looked for the second: the pass began behind what was found, was as long as if nothing had "
+        "been, and ended beyond the last token, with an IndexError under heavy load. Here the first stands where the second "
+        "should: the request goes on from a length that its memory does not have, with a hole in between. Both need a "
+        "preemption and a hit at once, which takes a full machine and a bit of bad luck.",
+        seen="nano-vllm, pull requests 211 and 233",
         tests=(
             "tests/test_engine.py::test_a_preempted_request_resumes_on_its_own_prefix",
             "tests/test_scheduler.py::test_a_recompute_that_resumes_on_a_hit_starts_where_the_hit_ends",
@@ -359,12 +368,14 @@ EXHIBITS = (
         symptom=symptoms.a_block_given_back,
         hint="A block can be free, cached or owned. In how many of these places is a block after its request has ended?",
         bug="a block is freed while the prefix cache still points at it",
-        story="A block that nobody holds may still be worth keeping: the prefix cache finds it. An engine put such blocks on "
-        "the free list and left them in its cache. The next request finds its beginning there, and the one after takes the "
-        "same block as a free one and writes over it, while the first still reads. Reference counts look right all the time, "
-        "because each of the two ways to get a block keeps its own books. Here the pool refuses to share what is free, so that "
-        "it fails loudly.",
-        seen="mini-sglang, issue 142",
+        story="A block may be wanted by several: by the tables of requests, and by the prefix cache, which finds it for the "
+        "next one. Whoever frees it must know of all of them. An engine that was about to cache a prefix, and saw that it was "
+        "cached already, freed the request's own copy of it, while the request's table still pointed there: its later steps "
+        "read memory that others might have taken. Here it is the cache that goes on pointing at a block on the free list: the "
+        "next request finds its beginning there, and the one after takes the same block as a free one. Reference counts look "
+        "right all the time, because each of the two ways to get a block keeps its own books. Here the pool refuses to share "
+        "what is free, so that it fails loudly.",
+        seen="mini-sglang, pull request 142",
         tests=(
             "tests/test_blocks.py::test_a_published_block_is_kept_when_nobody_holds_it_and_can_be_shared_again",
             "tests/test_scheduler.py::test_a_block_stays_while_anybody_holds_it",
@@ -381,9 +392,10 @@ EXHIBITS = (
         symptom=symptoms.a_loss_to_be_found,
         hint="Who has ever seen this check fail?",
         bug="the integrity check finds what is wrong, and says nothing",
-        story="An engine had a method that checks the integrity of its memory, and its body was `pass`. It was called after "
-        "every step, in all tests, and it never failed. A check that nobody has ever seen fail is a comment. So each rule of a "
-        "sanitizer needs a test that breaks the rule and demands to be told.",
+        story="An engine checks the integrity of its memory whenever it is idle. It added up the free pages and the cached "
+        "ones, and then asked the prefix cache to look at itself; and the body of that method was `pass`. It never failed. A "
+        "check that nobody has ever seen fail is a comment. So each rule of a sanitizer needs a test that breaks the rule and "
+        "demands to be told.",
         seen="mini-sglang, issue 149",
         tests=("tests/test_sanitizer.py::test_every_rule_when_broken_is_named",),
     ),
@@ -404,7 +416,7 @@ EXHIBITS = (
         "itself; with a temperature the second telling is another story. Nothing is wrong inside the engine, and its final "
         "output is whole: only who reads the stream can see it. What was said stays said: it becomes part of what is computed "
         "again.",
-        seen="SuStackx0's engine, the preemption of its scheduler",
+        seen="SuStackx0/llm-serving-engine, the preemption of its scheduler",
         tests=(
             "tests/test_engine.py::test_preemption_never_repeats_or_loses_a_streamed_token",
             "tests/test_scheduler.py::test_the_most_junior_gives_its_memory_back",
@@ -443,10 +455,11 @@ EXHIBITS = (
         story="Most answers are far shorter than they may be. Whoever reserves memory for the longest one lets in a few "
         "requests, leaves most of the memory empty, and keeps the others waiting: for ever, if the longest answer does not fit "
         "at all. Whoever reserves nothing must throw out running requests when memory is short, and if the wrong ones are "
-        "thrown out, they do it to each other and none gets on. One engine had the second problem and the first, an issue for "
-        "the one and a pull request for the other. What has proved itself: room for what there is now, a little to spare, and "
-        "an order in which whoever came first never gives way.",
-        seen="mini-sglang, issue 81 and pull request 97",
+        "thrown out, they do it to each other and none gets on. One engine had the first problem: a pull request showed what "
+        "its careful estimate cost in empty memory and in waiting, and another proposed a bolder estimate, and to take running "
+        "requests back where it fails. What has proved itself: room for what there is now, a little to spare, and an order in "
+        "which whoever came first never gives way.",
+        seen="mini-sglang, pull requests 81 and 97",
         tests=("tests/test_scheduler.py::test_a_request_is_let_in_with_blocks_for_what_it_has_and_not_for_what_may_come",),
     ),
     Exhibit(
@@ -461,9 +474,9 @@ EXHIBITS = (
         bug="every token is decoded by itself, though a character may be spread over several",
         story="GPT-2's tokens are pieces of bytes, and one letter in UTF-8 may be up to four of them. A server that streams "
         "decode([token]) for each token sends U+FFFD for each piece of a letter. In English it is never seen; the first emoji "
-        "shows it. Three servers had it. The whole answer at the end is right, since all tokens are decoded at once, so tests "
-        "that do not stream are green.",
-        seen="vllm-mlx, issue 109; exo, issue 1691; tt-inference-server, issue 2594",
+        "shows it. Three servers had it. Where the whole answer is decoded at once at its end, it is right, and tests that do "
+        "not stream are green.",
+        seen="vllm-mlx, pull request 109; exo, pull request 1691; tt-inference-server, issue 2586 and pull request 2594",
         tests=("tests/test_text.py::test_a_text_comes_out_as_it_is",),
     ),
     Exhibit(
@@ -476,11 +489,11 @@ EXHIBITS = (
         symptom=symptoms.no_stream,
         hint="There are three things that a client can say of a stream: true, false, and nothing.",
         bug='"stream": false is ignored: every answer is a stream',
-        story="A server was built for a page that shows words as they come, and so it always streamed. The official client "
-        "sends stream: false, or nothing at all, waits for a body of JSON, and gets a list of events that it cannot parse. "
-        "Everything had worked in the project's own page. A flag with three states, true, false and absent, is also where `if "
-        "flag is not None` slips in.",
-        seen="mini-sglang, issues 51 and 69",
+        story="A server answered every request with a stream, whatever it was asked for. The official client sends stream: "
+        "false, or nothing at all, waits for a body of JSON, and gets a list of events that it cannot parse. Whoever tries the "
+        "server with a client that streams sees nothing wrong. A flag with three states, true, false and absent, is also where "
+        "`if flag is not None` slips in.",
+        seen="mini-sglang, issue 51 and pull requests 69 and 125",
         tests=("tests/test_inside.py::test_an_answer_is_a_stream_only_where_one_was_asked_for",),
     ),
     Exhibit(
@@ -510,11 +523,10 @@ EXHIBITS = (
         symptom=symptoms.too_late,
         hint="The client has been told. Who else has to be?",
         bug="a request that is given up is ended for its reader, and the engine is never told",
-        story="A server sent 504 in time and went on to generate: the answer's task was cancelled, and the engine's loop, "
-        "which is another thread, knew nothing of it. Its slot was taken until the answer's natural end, and a client that "
-        "tried again, as good clients do, took the next one. A time limit thus made an overload worse. From outside all is "
-        "right: the status, the message, the time.",
-        seen="achi9629's server, in the versions that were read",
+        story="A server sent 504 in time and went on to generate: the waiting was given up, and nobody told the loop that "
+        "generates. Its slot was taken until the answer's natural end, and a client that tried again, as good clients do, took "
+        "the next one. A time limit thus made an overload worse. From outside all is right: the status, the message, the time.",
+        seen="achi9629/llm-inference-engine, in the versions that were read",
         tests=(
             "tests/test_async_engine.py::test_an_abort_is_heard_within_two_steps",
             "tests/test_inside.py::test_a_late_answer_ends_in_the_engine_too",
@@ -534,7 +546,7 @@ EXHIBITS = (
         story="An event loop serves everybody in turn, and whoever computes on it for 300 ms makes everybody wait for 300 ms: "
         "streams, new requests, and /health, after which an orchestrator may restart a server that is only busy. `async def` "
         "does not help; a forward pass does not await. It is hard to see with one user, since he waits for that pass anyway.",
-        seen="several servers",
+        seen="achi9629/llm-inference-engine, whose loop on the event loop runs each request to its end; several servers",
         tests=("tests/test_async_engine.py::test_a_call_is_made_on_the_thread_between_two_steps",),
     ),
     Exhibit(
@@ -569,7 +581,7 @@ EXHIBITS = (
         "time and the fast side all at once: the ratio was that of batching, which both could do. The same mistake has a "
         "quieter form, in the load generator: a pool with one connection, or users who wait for each other, and the batch that "
         "is to be measured never forms. So what was in hand at the server must be counted, and written beside the result.",
-        seen="achi9629's comparison, '11.1x'",
+        seen="achi9629/llm-inference-engine, its comparison '11.1x'",
         tests=("tests/test_load.py::test_a_closed_loop_has_as_many_requests_in_hand_as_users",),
     ),
     Exhibit(
@@ -586,7 +598,7 @@ EXHIBITS = (
         "tokens, so all rows of a batch ended in the same pass, and there was nothing to be gained by filling a slot that "
         "falls free early. The number was true, and said nothing about the engine. A workload must have what the optimization "
         "is for; and beside it, as a control, one that has not.",
-        seen="achi9629's benchmark",
+        seen="achi9629/llm-inference-engine, its benchmark of continuous batching",
         tests=("tests/test_workload.py::test_mixed_lengths_are_lognormal_and_bounded",),
     ),
     Exhibit(
@@ -620,7 +632,7 @@ EXHIBITS = (
         "tokens are sooner done: the shorter side wins every latency. It comes from a stop token that one side obeys, from a "
         "default limit, or from a failure that looks like an end, and nobody prints the counts. A load test must ask for an "
         "exact number, look at what came, and count all else as a failure.",
-        seen="SuStackx0's table",
+        seen="SuStackx0/llm-serving-engine, the table of its README",
         tests=("tests/test_ruler.py::test_pitfall_two_sides_that_say_different_numbers_of_tokens",),
     ),
 )

@@ -93,9 +93,10 @@ def plant(exhibit: Exhibit, reference: bool = False) -> list[str]:
         done.append(f"Your {exhibit.file} as it was is in {backup}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     source = with_bug(exhibit) if changed is None else changed
-    mine.write(path, source)
     state = Planted(exhibit.number, changed is not None, _digest(source), None if backup is None else str(backup))
+    # The note comes first: should this end in between, `clear` finds a note without a bug, and not a bug without a note.
     (mine.HOME / "museum.json").write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+    mine.write(path, source)
     return done
 
 
@@ -131,6 +132,7 @@ def clear() -> list[str]:
         if touched and source != mine.read(stages.ROOT / exhibit.stage / exhibit.file):
             done.append(f"{path} was not as it was planted: it is kept in {mine.backup(exhibit.stage)}.")
         if state.backup is not None and Path(state.backup).is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(Path(state.backup).read_bytes())
             done.append(f"Your own {exhibit.file} is back.")
         elif source is not None:

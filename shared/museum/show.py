@@ -1,4 +1,4 @@
-"""Symptoms in processes of their own: `show` runs one with the reference and with the student's copy, side by side.
+"""Symptoms in processes of their own: `show` runs one with the reference and with a copy, side by side.
 
 A bug may loop, fill the screen or end the process. So each side has a process, a limit for its time and one for its output.
 """
@@ -11,10 +11,12 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from shared import mine, stages
 
+from . import symptoms
 from .exhibits import Exhibit, find
 
 SECONDS = 20.0  # for a symptom, once everything is loaded
@@ -22,9 +24,12 @@ LOADING = 120.0  # for all that comes before, on a slow disk
 MOST = 4000  # characters that are shown
 
 
-def show(exhibit: Exhibit, folder: Path, seconds: float = SECONDS) -> tuple[str, str]:
-    """What the symptom prints with the reference, and with the exhibit's file in `folder`."""
-    sides = [_start(exhibit, where, seconds) for where in (None, folder)]
+def show(exhibit: Exhibit, folders: Sequence[Path | None], seconds: float = SECONDS) -> list[str]:
+    """What the symptom prints with the exhibit's file in each of these folders, all at once.
+
+    None is the reference, which takes the time that it needs.
+    """
+    sides = [_start(exhibit, folder, LOADING if folder is None else seconds) for folder in folders]
     said = []
     for side in sides:
         try:
@@ -34,7 +39,7 @@ def show(exhibit: Exhibit, folder: Path, seconds: float = SECONDS) -> tuple[str,
             output, _ = side.communicate()
             output += f"\n... and nothing more for {LOADING + seconds:g} s: stopped.\n"
         said.append(output if len(output) <= MOST else f"{output[:MOST]} ...\n")
-    return said[0], said[1]
+    return said
 
 
 def _start(exhibit: Exhibit, folder: Path | None, seconds: float) -> subprocess.Popen[str]:
@@ -62,6 +67,7 @@ def prepare(exhibit: Exhibit, folder: Path | None) -> None:
     if folder is not None:
         mine.overlay(exhibit.stage, folder, [exhibit.file])
     importlib.import_module(f"{exhibit.stage}.{exhibit.file.removesuffix('.py')}")
+    symptoms.stories()  # nearly all of them need the model, and to load it is no part of what they show
 
 
 def main() -> None:

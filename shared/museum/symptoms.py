@@ -166,7 +166,7 @@ def paged_engine(blocks: int, block_size: int = 16, sequences: int = 8, **option
 def paged(prompts: Sequence[str], count: int, **options: Any) -> Any:
     engine = paged_engine(**options)
     tell(prompts, engine.generate([encode(each) for each in prompts], greedy(count)))
-    say(f"{engine.scheduler.counts.preemptions} preemptions")
+    say(f"preemptions: {engine.scheduler.counts.preemptions}")
     return engine
 
 

@@ -59,6 +59,13 @@ class _Outcomes:
     def __init__(self) -> None:
         self.said: dict[str, str] = {}
 
+    def pytest_configure(self) -> None:
+        """Keep Hypothesis from looking for the smallest example that fails: that it fails is enough here, and soon said."""
+        from hypothesis import Phase, settings
+
+        settings.register_profile("trials", settings.get_profile("staircase"), phases=(Phase.explicit, Phase.generate))
+        settings.load_profile("trials")
+
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             self.said[report.nodeid] = _end(report)
@@ -75,20 +82,30 @@ def _end(report: Any) -> str:
     return "\n".join(str(report.longrepr).splitlines()[-LINES:]) or "failed"
 
 
-def run(job: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Run one job in this process. Modules of stages are forgotten before: each job must see its own copy."""
+def again(arguments: Sequence[str], home: Path, plugins: Sequence[object] = ()) -> int:
+    """Run `pytest --mine` in this process, against the copies in `home`, as if it were a new process; its exit status.
+
+    All modules of stages are forgotten before, so that it sees these copies and not those of the run before.
+    """
     import pytest
 
-    for name in [name for name in sys.modules if name.partition(".")[0] in stages.discover()]:
+    known = stages.discover()
+    for name in [name for name in sys.modules if name.partition(".")[0] in known]:
         del sys.modules[name]
     mine.ACTIVE.clear()
-    mine.HOME = folder
+    mine.HOME = home
+    # Plain asserts, since nobody reads what they say; and that plugin collects all garbage ten times a run.
+    quick = ("--assert=plain", "-p", "no:unraisableexception", "-p", "no:cacheprovider")
+    return int(pytest.main(["--mine", "-q", *quick, *arguments], plugins=list(plugins)))
+
+
+def run(job: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Run one job in this process."""
     (folder / job["stage"]).mkdir(parents=True)
     for name, source in job["files"].items():
         mine.write(folder / job["stage"] / name, source)
     found = _Outcomes()
-    tests = [f"{job['stage']}/{test}" for test in job["tests"]]
-    pytest.main(["--mine", "-q", "-p", "no:cacheprovider", *tests], plugins=[found])
+    again(["--tb=native", *(f"{job['stage']}/{test}" for test in job["tests"])], folder, [found])
     return found.said
 
 

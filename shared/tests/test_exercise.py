@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 from shared import exercise, mine, proof, stages
 from shared.errors import UserError
 from shared.mine import Task
+from shared.museum import planting
+from shared.museum.exhibits import find
 
 WITH_TASKS = [stage for stage in stages.discover() if mine.tasks(stage)]
 STAGE = "stage02_kv_cache"
@@ -47,17 +50,40 @@ def solve(stage: str, number: int) -> None:
     mine.write(path, reference)
 
 
-def pytest_mine(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`pytest --mine` as a student runs it."""
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "--mine", "-p", "no:cacheprovider", "-q", "-rA", "--tb=line", "--color=no", *arguments],
+END = "==== the run has ended with status "
+RUN_AGAIN = f"""
+import json, sys
+from pathlib import Path
+from shared.museum import trials
+for home, arguments in json.loads(sys.argv[1]):
+    status = trials.again(["-rA", "--tb=line", "--color=no", *arguments], Path(home))
+    print("{END}", status, flush=True)
+"""
+
+
+def pytest_mine(*runs: tuple[Path, list[str]]) -> list[tuple[int, str]]:
+    """`pytest --mine` as a student runs it, against the copies in each folder; exit statuses and outputs.
+
+    All in one process, which is what it takes most of the time to start.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_AGAIN, json.dumps([(str(home), arguments) for home, arguments in runs])],
         cwd=stages.ROOT,
-        env=os.environ | {"STAIRCASE_MINE": str(home)},
+        env=os.environ | {"PYTHONUTF8": "1"},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         encoding="utf-8",
     )
+    outputs = done.stdout.split(END)
+    assert len(outputs) == len(runs) + 1, done.stdout[-2000:]
+    return [(int(after.split()[0]), before) for before, after in itertools.pairwise(outputs)]
+
+
+def ran(output: str, outcome: str) -> set[str]:
+    """The tests that ended so, FAILED, ERROR or PASSED, by ids without parameters."""
+    return {line.split()[1].partition("[")[0] for line in output.splitlines() if line.startswith(f"{outcome} ")}
 
 
 # ---- the tasks ----
@@ -84,10 +110,9 @@ def test_every_task_is_judged_by_its_tests_and_by_no_others() -> None:
 @pytest.mark.parametrize("stage", WITH_TASKS)
 def test_with_all_tasks_open_all_other_tests_pass(stage: str, home: Path) -> None:
     mine.start(stage)
-    done = pytest_mine(home, stage)
-    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR "))]
-    tests = [each.partition("/")[2] for each in failed]
-    assert tests, done.stdout[-2000:]
+    ((_, output),) = pytest_mine((home, [stage]))
+    tests = [each.partition("/")[2] for each in ran(output, "FAILED") | ran(output, "ERROR")]
+    assert tests, output[-2000:]
     assert [test for test in tests if not any(task.judged_by(test) for task in mine.tasks(stage))] == []
 
 
@@ -127,42 +152,60 @@ def test_the_proof_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- pytest --mine ----
 
 
-def test_a_student_starts_fails_writes_and_passes(home: Path, say: Any) -> None:
+def test_a_student_starts_fails_writes_and_passes(tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def at(name: str) -> Path:
+        monkeypatch.setattr(mine, "HOME", tmp_path / name)
+        return tmp_path / name
+
+    def status() -> str:
+        return str(say("status", "2"))
+
+    fresh = at("fresh")
     mine.start(STAGE)
-    done = pytest_mine(home, STAGE)
-    lines = done.stdout.splitlines()
-    failed = {line.split()[1].partition("[")[0] for line in lines if line.startswith("FAILED")}
-    assert failed == {f"{STAGE}/{test}" for task in mine.tasks(STAGE) for test in task.tests}, done.stdout
-    assert any(line.startswith("PASSED") for line in lines)  # tests that no task has
-    for task in mine.tasks(STAGE):
-        assert mine.message(STAGE, task) in done.stdout
-    assert "to write" in say("status", "2") and "written" not in say("status", "2")
-
+    assert "to write" in status() and "written" not in status()
+    solved = at("solved")
+    mine.start(STAGE)
     solve(STAGE, 1)
-    assert "written" in say("status", "2")
-    done = pytest_mine(home, STAGE, "-k", "task1")
-    ran = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("PASSED")}
-    assert done.returncode == 0 and ran == {f"{STAGE}/{test}" for test in mine.find_task(STAGE, 1).tests}, done.stdout
-    assert "1  passes" in say("status", "2") and "  20 of 100" in say("status")
-
-    path = home / STAGE / "cache.py"
+    assert "1  written" in status()
+    spoilt = at("spoilt")
+    path = mine.start(STAGE) / "cache.py"
+    solve(STAGE, 1)
     mine.write(path, mine.read(path).replace("self.length = length", "pass"))
-    done = pytest_mine(home, STAGE, "-k", "task1", "-x")
-    assert done.returncode == 1
-    assert "1  fails" in say("status", "2")
-
-
-def test_what_starts_a_process_is_skipped_and_says_why(home: Path) -> None:
+    serving = at("serving")
     mine.start("stage06_serving")
-    done = pytest_mine(home, "stage06_serving/tests/test_text.py", "-k", "streams_say or overlap")
-    assert "1 failed, 1 skipped" in done.stdout and "it starts a process, and that would run the reference" in done.stdout, (
-        done.stdout
+
+    runs = pytest_mine(
+        (fresh, [STAGE]),
+        (solved, [STAGE, "-k", "task1"]),
+        (spoilt, [STAGE, "-k", "task1", "-x"]),
+        (serving, ["stage06_serving/tests/test_text.py", "-k", "streams_say or overlap"]),
+        (tmp_path / "none", [STAGE]),
     )
+    (failure, of_fresh), (success, of_solved), (spoilt_failure, _), (_, of_serving), (usage_error, of_none) = runs
 
+    assert failure == 1
+    assert ran(of_fresh, "FAILED") == {f"{STAGE}/{test}" for task in mine.tasks(STAGE) for test in task.tests}, of_fresh
+    assert ran(of_fresh, "PASSED")  # tests that no task has
+    for task in mine.tasks(STAGE):
+        assert mine.message(STAGE, task) in of_fresh
+    at("fresh")
+    assert "to write" in status() and "written" not in status() and "passes" not in status()
 
-def test_without_a_copy_there_is_nothing_to_test(home: Path) -> None:
-    done = pytest_mine(home, STAGE)
-    assert done.returncode == 4 and "python -m shared.exercise start stage02" in done.stderr
+    assert success == 0
+    assert ran(of_solved, "PASSED") == {f"{STAGE}/{test}" for test in mine.find_task(STAGE, 1).tests}, of_solved
+    at("solved")
+    assert "1  passes" in status() and "  20 of 100" in say("status")
+
+    assert spoilt_failure == 1
+    at("spoilt")
+    assert "1  fails" in status()
+
+    # What starts a process is skipped, and says why.
+    assert "1 failed, 1 skipped" in of_serving and "it starts a process, and that would run the reference" in of_serving, (
+        of_serving
+    )
+    # Without a copy there is nothing to test.
+    assert usage_error == 4 and "python -m shared.exercise start stage02" in of_none, of_none
 
 
 # ---- the commands ----
@@ -195,6 +238,14 @@ def test_hints_come_in_steps(say: Any) -> None:
     assert "Hint 1 of 3" in last and "Hint 3 of 3" in last and "--step" not in last
     with pytest.raises(UserError, match="--step is from 1 to 3"):
         say("hint", "2", "3", "--step", "4")
+
+
+def test_a_task_says_the_words_of_its_errors(say: Any) -> None:
+    """Some tests look for them, and nobody can guess them."""
+    said = say("hint", "2", "1")
+    assert "ValueError(f'cannot crop to {length}: the cache holds {self.length} tokens')" in said
+    assert "of {self.capacity} slots are taken')" in said
+    assert "Errors" not in say("hint", "6", "6")  # it raises an error that it was given
 
 
 def test_diff_shows_what_is_otherwise(home: Path, say: Any) -> None:
@@ -233,6 +284,25 @@ def test_reset_asks_first(home: Path, say: Any, monkeypatch: pytest.MonkeyPatch)
     say("reset", "2", "1", "--yes")
     states = [exercise.state(STAGE, mine.find_task(STAGE, number)) for number in (1, 2)]
     assert states == ["to write", "written"]
+
+
+def test_a_bug_of_the_museum_is_not_taken_for_work(home: Path, say: Any) -> None:
+    planting.plant(find(2))
+    before = mine.read(planting.place(find(2)))
+    for arguments in (["start", "2"], ["reset", "2", "--yes"], ["grade"], ["grade", "2"]):
+        with pytest.raises(UserError, match="Exhibit 02 .* shared.museum clear"):
+            say(*arguments)
+    assert mine.read(planting.place(find(2))) == before
+    assert "Exhibit 02 of the museum is planted" in say("status")
+    planting.clear()
+    say("start", "2")
+    assert "Exhibit" not in say("status")
+
+
+def test_diff_of_a_file_that_is_no_text(home: Path, say: Any) -> None:
+    (mine.start(STAGE) / "cache.py").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="cache.py is not UTF-8"):
+        say("diff", "2")
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -23,7 +25,14 @@ STAGE, FILE = "stage04_continuous", "request.py"
 TASK = mine.find_task(STAGE, 1)  # Request.tokens
 TEST = f"{STAGE}/{TASK.tests[0]}"
 REFERENCE = mine.read(stages.ROOT / STAGE / FILE)
-SHORT = Limits(seconds=60, memory=2048, disk=32)
+SHORT = Limits(seconds=300, memory=2048, disk=32)  # but for time, which a busy machine needs
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +180,27 @@ print(subprocess.check_output([sys.executable, "-c", {orphan!r}], text=True))
     started = time.monotonic()
     _, report, _ = child(code)
     pids = [int(word) for word in report.split()]
-    assert len(pids) == 2 and time.monotonic() - started < 30
+    assert len(pids) == 2 and time.monotonic() - started < 90
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def test_a_folder_is_measured_while_it_changes(tmp_path: Path) -> None:
+    """Whoever makes and removes folders without end must not bring the judge down."""
+    (tmp_path / "kept").write_bytes(bytes(1000))
+    done = threading.Event()
+
+    def change() -> None:
+        while not done.is_set():
+            (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+            shutil.rmtree(tmp_path / "a")
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        assert {grading._size(tmp_path) for _ in range(300)} == {1000}
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_a_process_gets_no_secrets(child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +280,7 @@ def test_a_submission_writes_to_its_scratch_folder_and_reaches_nothing_else(tmp_
     (outside / "kept.txt").write_text("kept", encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-c", GUARDED, str(scratch), str(outside)],
-        cwd=stages.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+        cwd=stages.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(found) >= 30, done.stderr
@@ -339,6 +367,10 @@ def test_a_file_that_is_missing_too_large_or_a_link_is_no_solution(tmp_path: Pat
     assert "no request.py" in judge()
     mine.write(tmp_path / FILE, "#" * (grading.MOST_BYTES + 1))
     assert "larger than" in judge()
+    mine.write(tmp_path / FILE, REFERENCE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_bytes", raising(PermissionError(13, "Permission denied")))
+        assert "cannot be read: Permission denied" in judge()
     (tmp_path / FILE).unlink()
     try:
         (tmp_path / FILE).symlink_to(stages.ROOT / STAGE / FILE)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from shared import lessons, links, mine, stages
+from shared import cli, lessons, links, mine, stages
 from shared.errors import UserError
 from shared.lessons import Block
 
@@ -30,11 +35,42 @@ def server() -> Iterator[str]:
         yield address
 
 
+def run_here(words: list[str]) -> tuple[int, str]:
+    """What `lessons.run` returns, but one of our programs is run in this process: to start one takes longer than to run most."""
+    if words[:2] != [sys.executable, "-m"] or not links.OURS.match(words[2]):
+        return in_a_process(words)
+    found = importlib.import_module(words[2])
+    program = importlib.import_module(f"{words[2]}.__main__") if hasattr(found, "__path__") else found
+    threads, said = torch.get_num_threads(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, open(os.devnull, encoding="utf-8") as nothing:
+        patch.setattr(sys, "stdin", nothing)
+        for name, value in lessons.environment().items():
+            patch.setenv(name, value)
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.raises(SystemExit) as end:
+            cli.run(program.main, words[3:])
+    torch.set_num_threads(threads)
+    assert isinstance(end.value.code, int)
+    return end.value.code, said.getvalue()
+
+
+in_a_process = lessons.run
+
+
 @pytest.mark.parametrize(
     "shown",
     [pytest.param(each, marks=[pytest.mark.slow] * (lessons.SLOW in each.words), id=str(each)) for each in lessons.checked()],
 )
-def test_a_lesson_shows_what_happens(shown: Block, request: pytest.FixtureRequest) -> None:
+def test_a_lesson_shows_what_happens(shown: Block, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lessons, "run", run_here)
+    address = request.getfixturevalue("server") if lessons.SERVER in shown.words else ""
+    found = lessons.check(shown, address)
+    assert not found, f"{shown}: " + "\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shown", [each for each in lessons.checked() if each.kind == "console"], ids=str)
+def test_a_lesson_shows_what_happens_to_a_reader(shown: Block, request: pytest.FixtureRequest) -> None:
+    """Each command in a process of its own."""
     address = request.getfixturevalue("server") if lessons.SERVER in shown.words else ""
     found = lessons.check(shown, address)
     assert not found, f"{shown}: " + "\n".join(found)

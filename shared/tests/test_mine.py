@@ -188,6 +188,14 @@ def test_a_function_that_cannot_be_emptied_is_named(name: str) -> None:
         mine.emptied(SOURCE, "stage04_continuous", a_task(name))
 
 
+def test_a_body_may_begin_with_a_decorated_function() -> None:
+    inner = "    @wrap\n    # why\n    def inner():\n        return 1\n\n    return inner\n"
+    empty = mine.emptied(f"def outer():\n    'Docstring.'\n\n{inner}", "stage04_continuous", a_task("outer"))
+    assert empty == f"def outer():\n    'Docstring.'\n    {STUB}\n"
+    with pytest.raises(LookupError, match="on the line of its signature"):
+        mine.emptied("def outer(): 'Docstring.'\n", "stage04_continuous", a_task("outer"))
+
+
 @pytest.mark.parametrize("source", ["def (:", "x = 1\0", "(" * 10_000])
 def test_what_is_no_python_is_a_syntax_error(source: str) -> None:
     with pytest.raises(SyntaxError):
