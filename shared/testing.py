@@ -143,7 +143,9 @@ def _stages_of(arguments: Sequence[str], directory: Path) -> list[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of two processes: teams of threads as wide as the machine would wait for each other
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+        threads = max(1, (os.cpu_count() or 1) // 2)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the programs that tests start
     if config.getoption("mine"):
         config.pluginmanager.register(_Mine())
 

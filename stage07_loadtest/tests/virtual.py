@@ -42,7 +42,7 @@ def new_loop(late: float = 0.0, grace: float = 0.0) -> asyncio.SelectorEventLoop
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` on such a clock, with time for sockets."""
-    with asyncio.Runner(loop_factory=lambda: new_loop(grace=0.005)) as runner:
+    with asyncio.Runner(loop_factory=lambda: new_loop(grace=0.01)) as runner:
         return runner.run(work)
 
 
