@@ -65,7 +65,7 @@ class Plan:
     sequences: int = 64  # at a time, where the memory allows it
     users: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None  # engine -> workload -> users; None is FULL_USERS
     main_users: int = 64  # where the engines are compared
-    rounds: int = 3  # of the comparison; all else is measured once
+    rounds: int = 2  # of the comparison; all else is measured once
     seconds: float = 30.0
     a_user: int = 2  # requests, where that is more than one
     open_requests: int = 100
