@@ -494,7 +494,9 @@ def trust_table(results: dict[str, Any]) -> str:
     ratios = [point.little.ratio for point in points if point.little is not None]
     flags = [(load, point, flag) for load, point in measured for flag in point.flags]
     short = sum(flag.startswith(metrics.SHORT) for _, _, flag in flags)
-    marks = [f"{short} are short: fewer than {metrics.LEAST_REQUESTS} requests, in less than {metrics.LEAST_SECONDS:.0f} s"]
+    marks = [str(sum(bool(point.flags) for point in points))]
+    if short:
+        marks += [f"{short} are short: fewer than {metrics.LEAST_REQUESTS} requests, in less than {metrics.LEAST_SECONDS:.0f} s"]
     marks += [
         f"{load.server}, {load.name}, {point.load}: {flag}"
         for load, point, flag in flags if not flag.startswith(metrics.SHORT)
@@ -515,7 +517,7 @@ def trust_table(results: dict[str, Any]) -> str:
         f"| tokens received = tokens the server counts | {sum(p.tokens_match is True for p in points)} of {len(points)} points |",
         f"| blocks back to zero | {sum(p.blocks_back is True for p in points)} of {len(points)} points |",
         f"| tok/s of the steady part, over that of the whole point | {span(steady, 2)} |",
-        f"| points with a mark against them | {sum(bool(point.flags) for point in points)}; {'; '.join(marks)} |",
+        f"| points with a mark against them | {'; '.join(marks)} |",
     ]
     return "\n".join(lines)
 
