@@ -8,6 +8,7 @@ import gc
 import logging
 import socket
 import sys
+from collections import deque
 
 import uvicorn
 from fastapi import FastAPI
@@ -31,6 +32,7 @@ from .settings import Settings, parse
 
 BUDGET = 256  # tokens in a step, if nobody says
 LARGEST_HEADERS = 16_384  # bytes
+RECORDS = 1_000  # of steps, that the engine keeps: whoever watches is told of each, and 100,000 take half a gigabyte
 SWITCH = 0.0002  # seconds: the engine, which has little to do in Python, need not wait for longer until the loop gives way
 CLOSE = 2  # seconds for connections to close once their answers have ended
 
@@ -127,6 +129,7 @@ def serve(settings: Settings, template: ChatTemplate | None, listening: socket.s
     """Answer on `listening` until the process is told to stop."""
     thread = EngineThread()
     engine, loaded = thread.run(lambda: make_engine(settings)).result()
+    engine.steps = deque(maxlen=RECORDS)
     app = create_app(engine, loaded, settings, template, thread)
     host, port = listening.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"

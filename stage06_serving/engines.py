@@ -266,6 +266,7 @@ class Slots(Adapter):
     def __init__(self, engine: ContinuousEngine) -> None:
         super().__init__(engine.model, len(engine.scheduler.free_slots))
         self.engine = engine
+        self.engine.steps = deque(maxlen=1)  # they are kept here
         self.requests = engine.requests
 
     def add(self, request: Request) -> Request:
