@@ -113,7 +113,8 @@ def test_as_many_requests_as_starts():
 def test_warming_up_is_sent_and_counted_nowhere():
     found, server = point(schedule.closed(2, 6), asks(9), warmup=3)
     assert server.requests == 9 and len(found.records) == 6 and found.records[0].index == 0
-    assert [body["prompt"][2] for body in server.bodies][:3] == [0, 1, 2]
+    first = [body["prompt"][2] for body in server.bodies][:3]
+    assert sorted(first) == [0, 1, 2]  # sent together, they may overtake each other
     assert found.server == ServerDelta(
         prompt_tokens=18, generation_tokens=30, success=6, running=0, waiting=0, kv_cache_usage=0.0
     )
