@@ -18,7 +18,11 @@ from . import cli, report, stages
 
 def commands(quick: bool, device: str) -> list[list[str]]:
     """What is run, in order, as words behind `python`."""
-    found = [["-m", f"{name}.benchmark"] for name in report.benchmarks() if name in stages.discover()] if device == "cpu" else []
+    found = (
+        [["-m", f"{name}.benchmark"] for name in report.benchmarks() if name in stages.discover()]
+        if device == "cpu"
+        else []
+    )
     found.append(["-m", "shared.staircase", "--device", device])
     found = [[*each, "--quick"] if quick else each for each in found]
     return found if quick else [*found, ["-m", "shared.report"]]
@@ -31,8 +35,14 @@ def main(argv: list[str] | None = None) -> int:
         "the machine alone meanwhile.",
         "  python -m shared.benchmark_all --quick\n  python -m shared.benchmark_all --device cuda",
     )
-    parser.add_argument("--quick", action="store_true", help="small grids, in about a quarter of an hour; nothing is kept")
-    parser.add_argument("--device", choices=("cpu", "cuda", "mps"), default="cpu", help="default cpu")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small grids, in about a quarter of an hour; nothing is kept",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda", "mps"), default="cpu", help="default cpu"
+    )
     options = parser.parse_args(argv)
     cli.choose_device(options.device)
     failed = []
@@ -40,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
         words = " ".join(["python", *command])
         print(f"\n=== {words}", flush=True)
         started = time.perf_counter()
-        if subprocess.run([sys.executable, *command], cwd=stages.ROOT, stdin=subprocess.DEVNULL).returncode:
+        if subprocess.run(
+            [sys.executable, *command], cwd=stages.ROOT, stdin=subprocess.DEVNULL
+        ).returncode:
             failed.append(words)  # the others are worth having all the same
         print(f"=== {time.perf_counter() - started:.0f} s", flush=True)
     for words in failed:

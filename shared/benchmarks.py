@@ -33,8 +33,16 @@ def main(
     `measure.load` returns, and gives markdown by name.
     """
     module = f"{stage}.benchmark"
-    parser = cli.Parser(module, about, f"  python -m {module} --quick\n  python -m {module} && python -m shared.report")
-    parser.add_argument("--quick", action="store_true", help="a smaller grid, in a minute or two; tables are shown and not kept")
+    parser = cli.Parser(
+        module,
+        about,
+        f"  python -m {module} --quick\n  python -m {module} && python -m shared.report",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a smaller grid, in a minute or two; tables are shown and not kept",
+    )
     quick = parser.parse_args(argv).quick
     configuration, results, limits = run(quick)
     if quick:
@@ -46,7 +54,9 @@ def main(
     print(f"Written: {path.relative_to(measure.ROOT).as_posix()}. Next: python -m shared.report")
 
 
-def unsaved(configuration: Mapping[str, Any], results: Mapping[str, Any], limits: measure.Limits) -> dict[str, Any]:
+def unsaved(
+    configuration: Mapping[str, Any], results: Mapping[str, Any], limits: measure.Limits
+) -> dict[str, Any]:
     """What `measure.save` would write of a run that is only shown, as far as tables need it."""
     return {
         "configuration": configuration,

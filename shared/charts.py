@@ -19,8 +19,20 @@ from matplotlib.ticker import LogLocator
 # From dark to light in even steps of lightness; the hues stay apart under the three kinds of colour-blindness (tested).
 COLOURS = ("#16213f", "#6f3f9a", "#c8501e", "#3aa6a0", "#e9b824")
 MARKERS = ("o", "s", "^", "D", "v")
-LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
-HATCHES = ("", "////", "|||", "\\\\\\\\", "xxxx")  # no dots: each would be an outline of its own, 200 kB in all
+LINES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (1, 1.2)),
+    (0, (6, 1.5, 1, 1.5)),
+    (0, (3, 1, 1, 1, 1, 1)),
+)
+HATCHES = (
+    "",
+    "////",
+    "|||",
+    "\\\\\\\\",
+    "xxxx",
+)  # no dots: each would be an outline of its own, 200 kB in all
 INK, FAINT = "#222222", "#d9d9d9"
 
 STYLE: dict[str, Any] = {
@@ -56,7 +68,9 @@ STYLE: dict[str, Any] = {
 Spread = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def new_figure(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (7.2, 4.2)) -> tuple[Figure, Any]:
+def new_figure(
+    title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (7.2, 4.2)
+) -> tuple[Figure, Any]:
     """A figure of `size` inches with one pair of axes, in the house style; a title that says the finding reads best.
 
     For charts that `lines` and `bars` do not cover: draw them with `matplotlib.rc_context(style())`. Texts added later need a
@@ -99,14 +113,23 @@ def lines(
             axes.minorticks_off()
         if log_y:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")  # powers of ten would set exponents too small to read
+            axes.yaxis.set_major_formatter(
+                "{x:g}"
+            )  # powers of ten would set exponents too small to read
         ends = []
         for number, (name, values) in enumerate(series.items()):
             colour = COLOURS[number]
             if name in dashed:
                 axes.plot(x, values, color=colour, linestyle=(0, (2, 2)), linewidth=1.2)
             else:
-                axes.plot(x, values, color=colour, linestyle=LINES[number], marker=MARKERS[number], markeredgecolor="white")
+                axes.plot(
+                    x,
+                    values,
+                    color=colour,
+                    linestyle=LINES[number],
+                    marker=MARKERS[number],
+                    markeredgecolor="white",
+                )
             if spread and name in spread:
                 low, high = zip(*spread[name], strict=True)
                 axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
@@ -114,7 +137,14 @@ def lines(
             ends.append((*drawn[-1], name, colour))
         for name, value in (limits or {}).items():
             axes.axhline(value, color=INK, linewidth=1.0, linestyle=(0, (8, 3)))
-            axes.annotate(name, (0, value), (4, 4), xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=9)
+            axes.annotate(
+                name,
+                (0, value),
+                (4, 4),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                fontsize=9,
+            )
         if not log_y:
             axes.set_ylim(bottom=0)
         _label_ends(figure, axes, ends)
@@ -149,7 +179,12 @@ def bars(
             light = number > 2  # the hatching must show on dark bars and on light ones
             at = [group - 0.4 + (number + 0.5) * thick for group in range(len(groups))]
             drawn = axes.barh(
-                at, values, thick * 0.9, color=COLOURS[number], hatch=HATCHES[number], edgecolor=INK if light else "white"
+                at,
+                values,
+                thick * 0.9,
+                color=COLOURS[number],
+                hatch=HATCHES[number],
+                edgecolor=INK if light else "white",
             )
             drawn[0].set_label(name)
             first = next((group for group, value in enumerate(values) if value == value), -1)
@@ -159,15 +194,42 @@ def bars(
                 end = value
                 if spread and name in spread:
                     low, high = spread[name][group]
-                    axes.plot([low, high], [at[group]] * 2, color="white", linewidth=3.2, solid_capstyle="butt")
-                    axes.plot([low, high], [at[group]] * 2, color=INK, linewidth=1.2, solid_capstyle="butt")
+                    axes.plot(
+                        [low, high],
+                        [at[group]] * 2,
+                        color="white",
+                        linewidth=3.2,
+                        solid_capstyle="butt",
+                    )
+                    axes.plot(
+                        [low, high],
+                        [at[group]] * 2,
+                        color=INK,
+                        linewidth=1.2,
+                        solid_capstyle="butt",
+                    )
                     end = max(end, high)
-                text = f"{value:,.{digits}f}" + (f"  {name}" if group == first and len(series) > 1 else "")
-                axes.annotate(text, (end, at[group]), (5, 0), textcoords="offset points", va="center", fontsize=9)
+                text = f"{value:,.{digits}f}" + (
+                    f"  {name}" if group == first and len(series) > 1 else ""
+                )
+                axes.annotate(
+                    text,
+                    (end, at[group]),
+                    (5, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=9,
+                )
         for name, value in (limits or {}).items():
             axes.axvline(value, color=INK, linewidth=1.0, linestyle=(0, (8, 3)))
             axes.annotate(
-                name, (value, 0), (-4, 4), xycoords=("data", "axes fraction"), textcoords="offset points", ha="right", fontsize=9
+                name,
+                (value, 0),
+                (-4, 4),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                ha="right",
+                fontsize=9,
             )
             most = max(most, value)
         axes.set_yticks(range(len(groups)), groups)
@@ -224,7 +286,12 @@ def roofline(
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # the roof may pass behind
                 )  # fmt: skip
         axes.annotate(
-            f"memory: {bandwidth:,.0f} GB/s", (left, left * bandwidth), (10, 0), textcoords="offset points", fontsize=9, va="top"
+            f"memory: {bandwidth:,.0f} GB/s",
+            (left, left * bandwidth),
+            (10, 0),
+            textcoords="offset points",
+            fontsize=9,
+            va="top",
         )
         axes.set_xlim(left, right)
         _label_ends(figure, axes, ends)
@@ -235,8 +302,12 @@ def render(figure: Figure) -> bytes:
     """The figure as SVG: the same bytes for the same figure and the same version of matplotlib."""
     target = io.BytesIO()
     with matplotlib.rc_context(style()):
-        title = figure.axes[0].get_title(loc="left") if figure.axes else ""  # what a screen reader says
-        figure.savefig(target, format="svg", bbox_inches="tight", metadata={"Date": None, "Title": title})
+        title = (
+            figure.axes[0].get_title(loc="left") if figure.axes else ""
+        )  # what a screen reader says
+        figure.savefig(
+            target, format="svg", bbox_inches="tight", metadata={"Date": None, "Title": title}
+        )
     # matplotlib leaves blanks at the ends of lines, which git complains about.
     return b"\n".join(line.rstrip() for line in target.getvalue().splitlines()) + b"\n"
 
@@ -249,12 +320,18 @@ def save(figure: Figure, path: Path) -> None:
 
 def style() -> dict[str, Any]:
     """The whole style: matplotlib's defaults with ours, whatever the user's own matplotlibrc says."""
-    return {key: value for key, value in matplotlib.rcParamsDefault.items() if not key.startswith("backend")} | STYLE
+    return {
+        key: value
+        for key, value in matplotlib.rcParamsDefault.items()
+        if not key.startswith("backend")
+    } | STYLE
 
 
 def _check(series: Mapping[str, Sequence[float]], length: int, spread: Spread | None) -> None:
     if not 1 <= len(series) <= len(COLOURS):
-        raise ValueError(f"{len(series)} series: one to {len(COLOURS)} can be told apart in one chart")
+        raise ValueError(
+            f"{len(series)} series: one to {len(COLOURS)} can be told apart in one chart"
+        )
     for name, values in [*series.items(), *(spread or {}).items()]:
         if len(values) != length:
             raise ValueError(f"{name!r} has {len(values)} values for {length} places")
@@ -273,7 +350,9 @@ def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, st
     heights: list[float] = []
     for height, _ in wanted:
         heights.append(max(height, heights[-1] + gap) if heights else height)
-    shift = sum(height - want[0] for height, want in zip(heights, wanted, strict=True)) / len(wanted)
+    shift = sum(height - want[0] for height, want in zip(heights, wanted, strict=True)) / len(
+        wanted
+    )
     shift = max(shift, heights[-1] - top + gap / 2)
     for height, (own, (x, y, name, colour)) in zip(heights, wanted, strict=True):
         start = axes.transData.transform((x, y))[0]

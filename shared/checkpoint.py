@@ -46,7 +46,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path} is missing: give a complete checkpoint folder.") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}): copy or download it again.") from None
+        raise UserError(
+            f"{path} cannot be read as JSON ({error}): copy or download it again."
+        ) from None
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no JSON object: copy or download it again.")
     return content
@@ -84,32 +86,50 @@ class Config:
         return cls.from_dict(read_json(path), name or Path(folder).resolve().name, str(path))
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any], name: str = "", source: str = "config.json") -> Config:
+    def from_dict(
+        cls, fields: Mapping[str, Any], name: str = "", source: str = "config.json"
+    ) -> Config:
         """Check the fields of a config.json. UserError for a wrong type or size, or for a model that is not our GPT-2."""
         for option, ours in FIXED_OPTIONS.items():
             if fields.get(option, ours) != ours:
-                raise UserError(f"{source} sets {option} to {fields[option]!r}; only {ours!r} works: choose another model.")
+                raise UserError(
+                    f"{source} sets {option} to {fields[option]!r}; only {ours!r} works: choose another model."
+                )
         if fields.get("activation_function", ACTIVATIONS[0]) not in ACTIVATIONS:
             activation = fields["activation_function"]
             known = " or ".join(ACTIVATIONS)
-            raise UserError(f"{source} sets activation_function to {activation!r}; only {known} works: choose another model.")
+            raise UserError(
+                f"{source} sets activation_function to {activation!r}; only {known} works: choose another model."
+            )
 
-        sizes: dict[str, Any] = {f: fields.get(f) for f in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")}
+        sizes: dict[str, Any] = {
+            f: fields.get(f) for f in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+        }
         for field, size in sizes.items():
             if type(size) is not int or size < 1:
-                raise UserError(f"{field} in {source} must be a whole number of at least 1, not {size!r}.")
+                raise UserError(
+                    f"{field} in {source} must be a whole number of at least 1, not {size!r}."
+                )
         width, heads = sizes["n_embd"], sizes["n_head"]
         if width % heads:
-            raise UserError(f"n_embd in {source} must be a multiple of n_head, which is {heads}, not {width}.")
+            raise UserError(
+                f"n_embd in {source} must be a multiple of n_head, which is {heads}, not {width}."
+            )
         if fields.get("n_inner") not in (None, 4 * width):
-            raise UserError(f"{source} sets n_inner to {fields['n_inner']!r}; only 4 * n_embd works: choose another model.")
+            raise UserError(
+                f"{source} sets n_inner to {fields['n_inner']!r}; only 4 * n_embd works: choose another model."
+            )
 
         epsilon = fields.get("layer_norm_epsilon", 1e-5)
         if type(epsilon) not in (int, float) or not 0 < epsilon < 1:
-            raise UserError(f"layer_norm_epsilon in {source} must be a number between 0 and 1, not {epsilon!r}.")
+            raise UserError(
+                f"layer_norm_epsilon in {source} must be a number between 0 and 1, not {epsilon!r}."
+            )
         eos = fields.get("eos_token_id")
         if eos is not None and (type(eos) is not int or not 0 <= eos < sizes["vocab_size"]):
-            raise UserError(f"eos_token_id in {source} must be a token id from 0 to {sizes['vocab_size'] - 1}, not {eos!r}.")
+            raise UserError(
+                f"eos_token_id in {source} must be a token id from 0 to {sizes['vocab_size'] - 1}, not {eos!r}."
+            )
         return cls(**sizes, layer_norm_epsilon=float(epsilon), eos_token_id=eos, name=name)
 
 
@@ -154,7 +174,10 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         block: dict[str, tuple[int, ...]] = {
             "ln_1.weight": (width,),
             "ln_1.bias": (width,),
-            "attn.c_attn.weight": (width, 3 * width),  # Conv1D: (in, out), the transpose of nn.Linear
+            "attn.c_attn.weight": (
+                width,
+                3 * width,
+            ),  # Conv1D: (in, out), the transpose of nn.Linear
             "attn.c_attn.bias": (3 * width,),
             "attn.c_proj.weight": (width, width),
             "attn.c_proj.bias": (width,),
@@ -169,7 +192,9 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
 
 
-def load(name: str, random_weights: bool = False, seed: int = 0, dtype: torch.dtype | None = None) -> Checkpoint:
+def load(
+    name: str, random_weights: bool = False, seed: int = 0, dtype: torch.dtype | None = None
+) -> Checkpoint:
     """Load a model by name: "stories" (embedded), a folder, or a hub name such as "gpt2" or "owner/name".
 
     The names in PRESETS mean the presets; write "./gpt2" for a folder of that name. With `random_weights` only the
@@ -201,7 +226,9 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
         )
     ours, theirs = tokenizer.eos_id, config.eos_token_id
     if None not in (ours, theirs) and ours != theirs:
-        raise UserError(f"The tokenizer ends a text with token {ours} and the model {config.name} with {theirs}: {remedy}")
+        raise UserError(
+            f"The tokenizer ends a text with token {ours} and the model {config.name} with {theirs}: {remedy}"
+        )
 
 
 # ---- where the files are ----------------------------------------------------------------------------------------
@@ -222,7 +249,11 @@ def _local_folder(name: str) -> Path | None:
         if path.is_dir():
             return path
         is_file = path.exists()
-    except (OSError, RuntimeError, ValueError):  # too long for a path, no such home, a NUL character
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ):  # too long for a path, no such home, a NUL character
         return None
     if is_file:
         raise UserError(f"{name} is a file: give the folder that holds config.json and {WEIGHTS}.")
@@ -235,7 +266,9 @@ def _find_folder(name: str) -> Path:
     if folder is not None:
         return folder
     if name == "tiny":
-        raise UserError("The model tiny exists only with random weights: add --random-weights, or choose another model.")
+        raise UserError(
+            "The model tiny exists only with random weights: add --random-weights, or choose another model."
+        )
     if name in PRESETS:
         return _download(name, f"openai-community/{name}")
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
@@ -246,7 +279,9 @@ def _find_folder(name: str) -> Path:
 def _unknown(name: str) -> UserError:
     known = ", ".join(dict.fromkeys(["stories", *PRESETS]))
     shown = repr(name if len(name) <= 100 else name[:100] + "...")
-    return UserError(f"No model and no folder is called {shown}: choose {known}, a checkpoint folder, or a hub name owner/name.")
+    return UserError(
+        f"No model and no folder is called {shown}: choose {known}, a checkpoint folder, or a hub name owner/name."
+    )
 
 
 def _download(name: str, repository: str) -> Path:
@@ -254,11 +289,20 @@ def _download(name: str, repository: str) -> Path:
     import huggingface_hub as hub  # here, because offline users should not pay for its import
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-    wanted = ["config.json", "model*.safetensors", INDEX, "vocab.json", "merges.txt", "tokenizer_config.json"]
+    wanted = [
+        "config.json",
+        "model*.safetensors",
+        INDEX,
+        "vocab.json",
+        "merges.txt",
+        "tokenizer_config.json",
+    ]
     try:
         return Path(hub.snapshot_download(repository, allow_patterns=wanted))
     except (HFValidationError, RepositoryNotFoundError):
-        raise UserError(f"Neither a folder nor a public model on the hub is called {name}: check the name.") from None
+        raise UserError(
+            f"Neither a folder nor a public model on the hub is called {name}: check the name."
+        ) from None
     except Exception as error:  # refused, gated, timed out, disk full: one sentence for whatever came between us and the hub
         raise UserError(
             f"{name} cannot be downloaded from the hub ({type(error).__name__}): connect to the network, "
@@ -275,25 +319,39 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         return _read_file(folder / WEIGHTS)
     if (folder / INDEX).is_file():
         return _read_shards(folder)
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_FORMATS) if folder.is_dir() else []
+    others = (
+        sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_FORMATS)
+        if folder.is_dir()
+        else []
+    )
     if others:
         raise UserError(
             f"{folder} has {others[0]} but no {WEIGHTS}, and pickles and other formats are not opened because they can run code "
             f"or hide their shapes: if you trust it, convert it with transformers (from_pretrained, then save_pretrained)."
         )
-    raise UserError(f"{folder} has no {WEIGHTS}: give a folder with weights, or add --random-weights.")
+    raise UserError(
+        f"{folder} has no {WEIGHTS}: give a folder with weights, or add --random-weights."
+    )
 
 
 def _read_shards(folder: Path) -> dict[str, torch.Tensor]:
     weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UserError(f"{folder / INDEX} has no weight_map from tensors to files: copy or download it again.")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise UserError(
+            f"{folder / INDEX} has no weight_map from tensors to files: copy or download it again."
+        )
     tensors: dict[str, torch.Tensor] = {}
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name or "\\" in name:  # an index must not reach out of its folder
-            raise UserError(f"{folder / INDEX} names {name!r}, which is not a file of its own folder: copy or download it again.")
+            raise UserError(
+                f"{folder / INDEX} names {name!r}, which is not a file of its own folder: copy or download it again."
+            )
         if not (folder / name).is_file():
-            raise UserError(f"{folder / name} is missing although {INDEX} names it: copy or download it again.")
+            raise UserError(
+                f"{folder / name} is missing although {INDEX} names it: copy or download it again."
+            )
         tensors |= _read_file(folder / name)
     return tensors
 
@@ -304,8 +362,14 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         with safe_open(str(path), framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file is not iterable)
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-        remedy = "it is a Git LFS pointer, so run git lfs pull." if _is_pointer(path) else "copy or download it again."
-        raise UserError(f"{path} is truncated, corrupt or not safetensors ({error}): {remedy}") from None
+        remedy = (
+            "it is a Git LFS pointer, so run git lfs pull."
+            if _is_pointer(path)
+            else "copy or download it again."
+        )
+        raise UserError(
+            f"{path} is truncated, corrupt or not safetensors ({error}): {remedy}"
+        ) from None
 
 
 def _is_pointer(path: Path) -> bool:
@@ -335,10 +399,17 @@ def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict
     names = {old: new for old in raw if (new := canonical_name(old)) is not None}
     doubled = [new for new, count in Counter(names.values()).items() if count > 1]
     if doubled:
-        raise UserError(f"The weights in {folder} hold {_some(doubled)} under two names: keep one of them.")
+        raise UserError(
+            f"The weights in {folder} hold {_some(doubled)} under two names: keep one of them."
+        )
     tensors = {new: raw[old] for old, new in names.items()}
     for old, new in names.items():
-        if old.startswith("model/") and old.endswith("/w") and tensors[new].ndim == 3 and tensors[new].shape[0] == 1:
+        if (
+            old.startswith("model/")
+            and old.endswith("/w")
+            and tensors[new].ndim == 3
+            and tensors[new].shape[0] == 1
+        ):
             tensors[new] = tensors[new][0]  # OpenAI's (1, in, out), a convolution of width 1
 
     head = tensors.pop("lm_head.weight", None)
@@ -349,23 +420,35 @@ def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict
     if unexpected := [name for name in tensors if name not in shapes]:
         problems.append(f"unexpected {_some(unexpected)}")
     present = {name: tensors[name] for name in shapes if name in tensors}
-    if misshapen := [name for name, tensor in present.items() if tuple(tensor.shape) != shapes[name]]:
-        listed = (f"{name} {tuple(tensors[name].shape)} instead of {shapes[name]}" for name in misshapen)
+    if misshapen := [
+        name for name, tensor in present.items() if tuple(tensor.shape) != shapes[name]
+    ]:
+        listed = (
+            f"{name} {tuple(tensors[name].shape)} instead of {shapes[name]}" for name in misshapen
+        )
         problems.append(f"misshapen {_some(listed)}")
     if odd := [name for name, tensor in present.items() if tensor.dtype not in DTYPES]:
-        problems.append(f"not of a floating-point type {_some(f'{name} ({tensors[name].dtype})' for name in odd)}")
+        problems.append(
+            f"not of a floating-point type {_some(f'{name} ({tensors[name].dtype})' for name in odd)}"
+        )
     if problems:
         said = "; ".join(problems)
-        raise UserError(f"The weights in {folder} do not fit its config.json: {said}; get both from the same checkpoint.")
+        raise UserError(
+            f"The weights in {folder} do not fit its config.json: {said}; get both from the same checkpoint."
+        )
     if head is not None and not torch.equal(head, tensors["wte.weight"]):
-        raise UserError(f"lm_head.weight in {folder} differs from wte.weight, but GPT-2 ties them: choose another checkpoint.")
+        raise UserError(
+            f"lm_head.weight in {folder} differs from wte.weight, but GPT-2 ties them: choose another checkpoint."
+        )
     return present
 
 
 def _some(names: Iterable[str], most: int = 3) -> str:
     """The first few, and how many more there are."""
     listed = list(names)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+    return ", ".join(listed[:most]) + (
+        f" and {len(listed) - most} more" if len(listed) > most else ""
+    )
 
 
 # ---- random weights ---------------------------------------------------------------------------------------------
@@ -380,10 +463,14 @@ def _random_checkpoint(name: str, seed: int, dtype: torch.dtype | None) -> Check
     else:
         raise _unknown(name)
     has_tokenizer = folder is not None and (folder / "vocab.json").exists()
-    return Checkpoint(config, random_tensors(config, seed, dtype), folder if has_tokenizer else None)
+    return Checkpoint(
+        config, random_tensors(config, seed, dtype), folder if has_tokenizer else None
+    )
 
 
-def random_tensors(config: Config, seed: int = 0, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def random_tensors(
+    config: Config, seed: int = 0, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
     """Weights as GPT-2's training begins: normal, biases 0, norms 1. The same seed gives the same weights.
 
     Drawn in float32 whatever the dtype, so that a float64 model is the float32 one in more digits.
@@ -397,7 +484,9 @@ def random_tensors(config: Config, seed: int = 0, dtype: torch.dtype | None = No
             tensor = torch.ones(shape)
         else:
             std = 0.01 if name == "wpe.weight" else 0.02
-            if name.endswith("c_proj.weight"):  # 2 n_layer of these are summed in the residual stream
+            if name.endswith(
+                "c_proj.weight"
+            ):  # 2 n_layer of these are summed in the residual stream
                 std /= math.sqrt(2 * config.n_layer)
             tensor = torch.empty(shape).normal_(0.0, std, generator=generator)
         tensors[name] = tensor if dtype is None else tensor.to(dtype)

@@ -23,12 +23,25 @@ from . import checkpoint, linear
 from .errors import UserError
 from .tokenizer import AnyTokenizer, IncrementalDecoder, load_tokenizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 MOST_TOKENS = 1_000_000
-MOST_THREADS = max(64, os.cpu_count() or 1)  # a few too many threads only wait for each other; thousands exhaust the system
-MOST_PROMPT_BYTES = 2**18  # GPT-2's longest token is 128 bytes, so 1,024 tokens never hold more than half of this
+MOST_THREADS = max(
+    64, os.cpu_count() or 1
+)  # a few too many threads only wait for each other; thousands exhaust the system
+MOST_PROMPT_BYTES = (
+    2**18
+)  # GPT-2's longest token is 128 bytes, so 1,024 tokens never hold more than half of this
 MOST_FILE_BYTES = 2**22  # of --prompts: thousands of prompts, and not a disk image named by mistake
-EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
+EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = (
+    2,
+    130,
+    141,
+)  # the last two as a shell reports SIGINT and SIGPIPE
 
 
 class Streaming(Protocol):
@@ -83,7 +96,9 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
         except ValueError:
             value = None
         if value is None or not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a whole number from {low} to {high}")
+            raise argparse.ArgumentTypeError(
+                f"'{text[:40]}' is not a whole number from {low} to {high}"
+            )
         return value
 
     return parse
@@ -98,7 +113,9 @@ def number(low: float, high: float, above: bool = False) -> Callable[[str], floa
         except ValueError:
             value = math.nan
         if not (low < value <= high if above else low <= value <= high):
-            raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a number {'above' if above else 'from'} {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(
+                f"'{text[:40]}' is not a number {'above' if above else 'from'} {low:g} to {high:g}"
+            )
         return value
 
     return parse
@@ -195,7 +212,11 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int = 400)
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
     """The positional prompt, which `read_prompt` reads."""
-    parser.add_argument("prompt", nargs="?", help="the text to continue, in quotes; '-' or nothing reads standard input")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        help="the text to continue, in quotes; '-' or nothing reads standard input",
+    )
 
 
 def add_prompts(parser: argparse._ActionsContainer) -> None:
@@ -226,7 +247,10 @@ def generation_parser(module: str, about: str, *examples: str) -> Parser:
 
 def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
     """The sampling options as fields of SamplingParams."""
-    return {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
+    return {
+        name: getattr(options, name)
+        for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")
+    }
 
 
 def read_prompt(options: argparse.Namespace) -> str:
@@ -239,15 +263,23 @@ def read_prompt(options: argparse.Namespace) -> str:
         data = options.prompt.encode("utf-8", "replace")
     elif sys.stdin is None or (options.prompt is None and sys.stdin.isatty()):
         # To wait in silence for a person who does not know that we wait is no way to say that the prompt is missing.
-        raise UserError('There is no prompt: give one in quotes, such as "Once upon a time", or pipe a text in.')
+        raise UserError(
+            'There is no prompt: give one in quotes, such as "Once upon a time", or pipe a text in.'
+        )
     else:
-        data = sys.stdin.buffer.read(MOST_PROMPT_BYTES + 1)  # bytes: the text layer of some systems is not UTF-8
+        data = sys.stdin.buffer.read(
+            MOST_PROMPT_BYTES + 1
+        )  # bytes: the text layer of some systems is not UTF-8
     if len(data) > MOST_PROMPT_BYTES:
-        raise UserError(f"The prompt is over {MOST_PROMPT_BYTES // 1024} KiB, more than any model here can read: shorten it.")
+        raise UserError(
+            f"The prompt is over {MOST_PROMPT_BYTES // 1024} KiB, more than any model here can read: shorten it."
+        )
     try:
         text = data.decode("utf-8-sig")  # PowerShell puts a byte order mark first
     except UnicodeDecodeError:
-        raise UserError("The prompt on standard input is not UTF-8 text: save or convert it as UTF-8.") from None
+        raise UserError(
+            "The prompt on standard input is not UTF-8 text: save or convert it as UTF-8."
+        ) from None
     if options.prompt in (None, "-"):
         text = text.removesuffix("\n").removesuffix("\r")
     if not text:
@@ -266,7 +298,9 @@ def read_prompts(options: argparse.Namespace) -> str | list[str] | None:
         if options.prompt is not None:
             raise UserError("There is both a prompt and --prompts: give one of them.")
         return _lines(options.prompts)
-    if options.prompt is None and (sys.stdin is None or sys.stdin.isatty() or not _more(sys.stdin.buffer)):
+    if options.prompt is None and (
+        sys.stdin is None or sys.stdin.isatty() or not _more(sys.stdin.buffer)
+    ):
         return None
     return read_prompt(options)
 
@@ -282,15 +316,21 @@ def _lines(name: str) -> list[str]:
             data = file.read(MOST_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(f"--prompts {name} cannot be read ({why}): name a text file with one prompt a line.") from None
+        raise UserError(
+            f"--prompts {name} cannot be read ({why}): name a text file with one prompt a line."
+        ) from None
     if len(data) > MOST_FILE_BYTES:
-        raise UserError(f"--prompts {name} is over {MOST_FILE_BYTES // 2**20} MiB: split it into several files.")
+        raise UserError(
+            f"--prompts {name} is over {MOST_FILE_BYTES // 2**20} MiB: split it into several files."
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise UserError(f"--prompts {name} is not UTF-8 text: save or convert it as UTF-8, one prompt a line.")
+        raise UserError(
+            f"--prompts {name} is not UTF-8 text: save or convert it as UTF-8, one prompt a line."
+        )
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     if not any(lines):
         raise UserError(f"--prompts {name} is empty: write one prompt a line.")
@@ -299,7 +339,11 @@ def _lines(name: str) -> list[str]:
 
 def sampling_of(sampling: Any, index: int) -> Any:
     """The sampling options for prompt `index`, from 0, of several: each has a seed of its own, so that equal prompts differ."""
-    return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + index) % 2**63)
+    return (
+        sampling
+        if sampling.seed is None
+        else replace(sampling, seed=(sampling.seed + index) % 2**63)
+    )
 
 
 def output_file(name: str, suffix: str) -> Path:
@@ -309,13 +353,21 @@ def output_file(name: str, suffix: str) -> Path:
     """
     path = Path(name)
     if path.is_dir():
-        raise UserError(f"{path} is a folder: name a file in it, such as {path / ('steps' + suffix)}.")
+        raise UserError(
+            f"{path} is a folder: name a file in it, such as {path / ('steps' + suffix)}."
+        )
     if path.suffix.lower() != suffix:
-        raise UserError(f"{path} would not be opened as what it is: give it a name that ends in {suffix}.")
+        raise UserError(
+            f"{path} would not be opened as what it is: give it a name that ends in {suffix}."
+        )
     if not path.parent.is_dir():
-        raise UserError(f"The folder {path.parent} does not exist: make it first, or name another one.")
+        raise UserError(
+            f"The folder {path.parent} does not exist: make it first, or name another one."
+        )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"{path} cannot be written: you lack the permission, so name another place.")
+        raise UserError(
+            f"{path} cannot be written: you lack the permission, so name another place."
+        )
     return path
 
 
@@ -326,9 +378,13 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         why = "finds no GPU that it can use" if built else "is a build without CUDA"
-        raise UserError(f"--device cuda was asked for, but this PyTorch {why}: use --device cpu, or install what is missing.")
+        raise UserError(
+            f"--device cuda was asked for, but this PyTorch {why}: use --device cpu, or install what is missing."
+        )
     if name == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device mps was asked for, but PyTorch finds no Apple GPU here: use --device cpu.")
+        raise UserError(
+            "--device mps was asked for, but PyTorch finds no Apple GPU here: use --device cpu."
+        )
     return torch.device(name)
 
 
@@ -348,12 +404,16 @@ def load_model_from(options: argparse.Namespace, load_model: Callable[..., Any])
     dtype = choose_dtype(options.dtype, device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    loaded = checkpoint.load(options.model, random_weights=options.random_weights, seed=options.seed or 0)
+    loaded = checkpoint.load(
+        options.model, random_weights=options.random_weights, seed=options.seed or 0
+    )
     tokenizer = load_tokenizer(loaded.folder)
     checkpoint.check_vocabulary(tokenizer, loaded.config)
     model = load_model(loaded, device=device, dtype=dtype)
     loaded.tensors.clear()  # the model holds what it needs; a second hold on the weights would keep them when they are packed
-    return Loaded(model, tokenizer, loaded.config, linear.optimize(model, options.linear), device, dtype)
+    return Loaded(
+        model, tokenizer, loaded.config, linear.optimize(model, options.linear), device, dtype
+    )
 
 
 def speak(engine: Streaming, loaded: Loaded, prompt: str, sampling: Any) -> None:
@@ -399,7 +459,9 @@ def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None =
     `... | head`, ends the program in silence.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # text must not fail to print because a system's pipes are not UTF-8
+        if hasattr(
+            stream, "reconfigure"
+        ):  # text must not fail to print because a system's pipes are not UTF-8
             stream.reconfigure(encoding="utf-8", errors="replace")
     try:
         status = main(argv) or 0
@@ -407,16 +469,28 @@ def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None =
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         status = EXIT_ERROR
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError, of a GPU, is a RuntimeError
-        if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "tried to allocate" in str(error)):
+    except (
+        MemoryError,
+        RuntimeError,
+    ) as error:  # torch.OutOfMemoryError, of a GPU, is a RuntimeError
+        if not (
+            isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            or "tried to allocate" in str(error)
+        ):
             raise
-        print("error: The memory is not enough for this: use a smaller --model, or --dtype bfloat16.", file=sys.stderr)
+        print(
+            "error: The memory is not enough for this: use a smaller --model, or --dtype bfloat16.",
+            file=sys.stderr,
+        )
         status = EXIT_ERROR
     except KeyboardInterrupt:
         print(file=sys.stderr)
         status = EXIT_INTERRUPTED
     except OSError as error:
-        if not (isinstance(error, BrokenPipeError) or (sys.platform == "win32" and error.errno == errno.EINVAL)):
+        if not (
+            isinstance(error, BrokenPipeError)
+            or (sys.platform == "win32" and error.errno == errno.EINVAL)
+        ):
             raise
         # What is still buffered would fail again, loudly, when Python closes the stream at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -29,10 +29,21 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)  # any from here on will do: many need a build of their own, for their GPU
-ENGINE_NEEDS = ("numpy", "torch", "safetensors", "tiktoken", "tqdm", "rich", "psutil")  # imported, not only looked up
+ENGINE_NEEDS = (
+    "numpy",
+    "torch",
+    "safetensors",
+    "tiktoken",
+    "tqdm",
+    "rich",
+    "psutil",
+)  # imported, not only looked up
 INSTALL = "python -m pip install -r requirements.txt"
 GIB = 2**30
-LEAST_MEMORY, ENOUGH_MEMORY = 1 * GIB, 4 * GIB  # for the embedded model; for tests and benchmarks with the shape of GPT-2 124M
+LEAST_MEMORY, ENOUGH_MEMORY = (
+    1 * GIB,
+    4 * GIB,
+)  # for the embedded model; for tests and benchmarks with the shape of GPT-2 124M
 LEAST_DISK, ENOUGH_DISK = 0.1 * GIB, 1 * GIB
 PROMPT, TOKENS = "Once upon a time", 40
 # Greedy, in float32. At each token the second best is more than 0.01 behind, hundreds of times what rounding can change.
@@ -58,7 +69,9 @@ def python() -> Finding:
     if sys.version_info[:2] < PYTHON:
         needed = ".".join(str(part) for part in PYTHON)
         return Finding(
-            WRONG, f"{version} is older than {needed}", f"install Python {needed} or newer, and make .venv anew with it"
+            WRONG,
+            f"{version} is older than {needed}",
+            f"install Python {needed} or newer, and make .venv anew with it",
         )
     if sys.prefix == sys.base_prefix:
         return Finding(OK, f"{version}, without a virtual environment")
@@ -70,7 +83,9 @@ def requirements(text: str) -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)==([\w.]+)\s*$", text, re.MULTILINE))
 
 
-def packages(pinned: dict[str, str], installed: Callable[[str], str] = importlib.metadata.version) -> Finding:
+def packages(
+    pinned: dict[str, str], installed: Callable[[str], str] = importlib.metadata.version
+) -> Finding:
     """Is every package there, at the version that was tested? `installed` gives a package's version, or raises."""
     missing, others = [], []
     for name, version in pinned.items():
@@ -92,7 +107,10 @@ def libraries() -> Finding:
     for name in ENGINE_NEEDS:
         try:
             importlib.import_module(name)
-        except (ImportError, OSError) as error:  # OSError: a library of the system's that the package needs is not there
+        except (
+            ImportError,
+            OSError,
+        ) as error:  # OSError: a library of the system's that the package needs is not there
             return Finding(WRONG, f"{name} cannot be imported: {error}", INSTALL)
     import torch
 
@@ -109,7 +127,11 @@ def threads() -> Finding:
 
     taken, there = torch.get_num_threads(), min(measure.cpus(), _cpu_quota())
     if taken > there:
-        return Finding(NOTE, f"{taken} threads on {_count(there)}: they wait for each other", f"set OMP_NUM_THREADS={there}")
+        return Finding(
+            NOTE,
+            f"{taken} threads on {_count(there)}: they wait for each other",
+            f"set OMP_NUM_THREADS={there}",
+        )
     return Finding(OK, f"{taken} on {_count(there)}")
 
 
@@ -120,7 +142,11 @@ def _count(cpus: int) -> str:
 def _cpu_quota() -> int:
     """The processors that a container may use at a time, which PyTorch does not ask for."""
     quota, _, period = _cgroup("cpu.max").partition(" ")
-    return max(1, round(int(quota) / int(period))) if quota.isdigit() and period.isdigit() else sys.maxsize
+    return (
+        max(1, round(int(quota) / int(period)))
+        if quota.isdigit() and period.isdigit()
+        else sys.maxsize
+    )
 
 
 def _cgroup(name: str) -> str:
@@ -138,7 +164,9 @@ def memory() -> Finding:
     free = min(psutil.virtual_memory().available, int(most) if most.isdigit() else sys.maxsize)
     text = f"{free / GIB:.1f} GiB free"
     if free < LEAST_MEMORY:
-        return Finding(WRONG, text, f"close other programs: {LEAST_MEMORY / GIB:g} GiB is the least")
+        return Finding(
+            WRONG, text, f"close other programs: {LEAST_MEMORY / GIB:g} GiB is the least"
+        )
     if free < ENOUGH_MEMORY:
         remedy = f"close other programs before benchmarks and tests with GPT-2 124M: they want {ENOUGH_MEMORY / GIB:g} GiB"
         return Finding(NOTE, f"{text}, enough for the lessons", remedy)
@@ -151,14 +179,24 @@ def disk(root: Path = ROOT) -> Finding:
         with tempfile.TemporaryFile(dir=root):
             pass
     except OSError as error:
-        return Finding(WRONG, f"{root} cannot be written ({error.strerror})", "move the project to a folder of your own")
+        return Finding(
+            WRONG,
+            f"{root} cannot be written ({error.strerror})",
+            "move the project to a folder of your own",
+        )
     free = shutil.disk_usage(root).free
     text = f"{free / GIB:.1f} GiB free"
     if free < LEAST_DISK:
-        return Finding(WRONG, text, "make room: your copies of the exercises and the results of benchmarks are written here")
+        return Finding(
+            WRONG,
+            text,
+            "make room: your copies of the exercises and the results of benchmarks are written here",
+        )
     if free < ENOUGH_DISK:
         return Finding(
-            NOTE, text, f"GPT-2's own weights would want {ENOUGH_DISK / GIB:g} GiB; the embedded model is here already"
+            NOTE,
+            text,
+            f"GPT-2's own weights would want {ENOUGH_DISK / GIB:g} GiB; the embedded model is here already",
         )
     return Finding(OK, text)
 
@@ -172,7 +210,9 @@ def code() -> Finding:
         return Finding(OK, "not a git checkout, so nothing to compare with")
     if changed:
         return Finding(
-            NOTE, f"some files differ from commit {commit[:7]}", "git status shows which, and git checkout puts them back"
+            NOTE,
+            f"some files differ from commit {commit[:7]}",
+            "git status shows which, and git checkout puts them back",
         )
     return Finding(OK, f"as in commit {commit[:7]}")
 
@@ -199,11 +239,16 @@ def device() -> Finding:
 def loopback() -> Finding:
     """Can a program here talk to another one? From stage 06 on they do, over HTTP."""
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=2):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=2),
+        ):
             pass
     except OSError as error:
         return Finding(
-            WRONG, f"127.0.0.1 does not answer ({error})", "allow connections to 127.0.0.1: stages 06 and 07 need them"
+            WRONG,
+            f"127.0.0.1 does not answer ({error})",
+            "allow connections to 127.0.0.1: stages 06 and 07 need them",
         )
     return Finding(OK, "127.0.0.1 answers; no other network is needed")
 
@@ -216,11 +261,17 @@ def model() -> Finding:
     loaded = checkpoint.load("stories")
     tokenizer = load_tokenizer(loaded.folder)
     engine = stages.oracle(stages.load_model(loaded))
-    output = engine.generate([tokenizer.encode(PROMPT)], stages.sampling_params()(max_tokens=TOKENS))[0]
+    output = engine.generate(
+        [tokenizer.encode(PROMPT)], stages.sampling_params()(max_tokens=TOKENS)
+    )[0]
     said = tokenizer.decode(output.token_ids)
     if said != STORY:
         remedy = "git status: put stage01_forward and shared back as they were, or clone again"
-        return Finding(WRONG, f"'{PROMPT}' goes on with '{said[:60]}...' and not with '{STORY[:60]}...'", remedy)
+        return Finding(
+            WRONG,
+            f"'{PROMPT}' goes on with '{said[:60]}...' and not with '{STORY[:60]}...'",
+            remedy,
+        )
     first = STORY.partition(".")[0]
     return Finding(OK, f"'{PROMPT}{first}. ...', the right {TOKENS} tokens")
 
@@ -251,9 +302,15 @@ def examine(name: str, check: Callable[[], Finding]) -> Finding:
     except ImportError as error:
         return Finding(WRONG, f"not looked at: {error}", INSTALL)
     except UserError as error:  # which says what to do about it
-        return Finding(WRONG, str(error), "git status: put the files back as they were, or clone again")
+        return Finding(
+            WRONG, str(error), "git status: put the files back as they were, or clone again"
+        )
     except Exception as error:  # a doctor must not fall over what it finds
-        return Finding(WRONG, f"{type(error).__name__}: {error}", f"report this, with all lines above: the check '{name}' failed")
+        return Finding(
+            WRONG,
+            f"{type(error).__name__}: {error}",
+            f"report this, with all lines above: the check '{name}' failed",
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -280,6 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if hasattr(sys.stdout, "reconfigure"):  # an error's words must not fail to print where the system's pipes are not UTF-8
+    if hasattr(
+        sys.stdout, "reconfigure"
+    ):  # an error's words must not fail to print where the system's pipes are not UTF-8
         sys.stdout.reconfigure(errors="replace")
     sys.exit(main())

@@ -45,7 +45,9 @@ from .errors import UserError
 CANARY = "canary_test.py::test_that_cannot_pass"
 CANARY_CODE = "def test_that_cannot_pass():\n    assert [1] == [2]\n"
 MOST_BYTES = 2**20  # of a submitted file
-MOST_OUTPUT = 2000  # characters of what a submission printed, and of a report's messages, that are shown
+MOST_OUTPUT = (
+    2000  # characters of what a submission printed, and of a report's messages, that are shown
+)
 MOST_REPORT = 2**20
 POLL = 0.1  # seconds
 LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "*.ipynb", "*.svg")
@@ -62,7 +64,9 @@ KEPT = (
     "LD_LIBRARY_PATH",
     "DYLD_LIBRARY_PATH",
 )
-MARK = "STAIRCASE_GRADING"  # a variable by which all processes of a task are known, their orphans too
+MARK = (
+    "STAIRCASE_GRADING"  # a variable by which all processes of a task are known, their orphans too
+)
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,18 @@ class Verdict:
 # ---- the parent ----
 
 
-def grade(chosen: Sequence[str], submission: Path, limits: Limits | None = None) -> Iterator[Verdict]:
+def grade(
+    chosen: Sequence[str], submission: Path, limits: Limits | None = None
+) -> Iterator[Verdict]:
     """Judge all tasks of some stages, one after the other.
 
     submission: a folder of stages, as mine/ is; or, if one stage is chosen, the folder with that stage's files.
     Raises UserError if nothing can be graded, or if a submission has reached the tests.
     """
     if not submission.is_dir():
-        raise UserError(f"There is no folder {submission}: name the one that holds the submission, such as mine.")
+        raise UserError(
+            f"There is no folder {submission}: name the one that holds the submission, such as mine."
+        )
     found = {stage: _submitted(submission, stage, alone=len(chosen) == 1) for stage in chosen}
     if not any(found.values()):
         raise UserError(
@@ -132,7 +140,9 @@ def _submitted(submission: Path, stage: str, alone: bool) -> Path | None:
     places = [submission / stage, submission / "mine" / stage, *([submission] if alone else [])]
     wanted, root = mine.files(stage), submission.resolve()
     for place in places:  # a link must not lead to the reference
-        if place.resolve().is_relative_to(root) and any((place / name).is_file() for name in wanted):
+        if place.resolve().is_relative_to(root) and any(
+            (place / name).is_file() for name in wanted
+        ):
             return place
     return None
 
@@ -156,7 +166,13 @@ def _judge(stage: str, task: mine.Task, folder: Path | None, trusted: Path, limi
             each.mkdir()
         (copy / task.file).write_bytes(source)
         word = secrets.token_hex(16)
-        job = {"word": word, "stage": stage, "task": task.number, "folder": str(copy), "scratch": str(scratch)}
+        job = {
+            "word": word,
+            "stage": stage,
+            "task": task.number,
+            "folder": str(copy),
+            "scratch": str(scratch),
+        }
         ended, report, output = _run(job, project, scratch, limits)
         return _verdict(stage, task, ended, _read_report(report, word), output)
 
@@ -179,7 +195,19 @@ def _fingerprint(project: Path) -> str:
 
 def _environment(scratch: Path, mark: str) -> dict[str, str]:
     place = str(scratch)
-    homes = dict.fromkeys(("HOME", "USERPROFILE", "TMPDIR", "TEMP", "TMP", "MPLCONFIGDIR", "XDG_CACHE_HOME", "HF_HOME"), place)
+    homes = dict.fromkeys(
+        (
+            "HOME",
+            "USERPROFILE",
+            "TMPDIR",
+            "TEMP",
+            "TMP",
+            "MPLCONFIGDIR",
+            "XDG_CACHE_HOME",
+            "HF_HOME",
+        ),
+        place,
+    )
     return {
         **{name: os.environ[name] for name in KEPT if name in os.environ},
         **homes,
@@ -213,7 +241,9 @@ class _Pipe:
         return bytes(self.kept)
 
 
-def _run(job: dict[str, Any], project: Path, scratch: Path, limits: Limits) -> tuple[str, bytes, str]:
+def _run(
+    job: dict[str, Any], project: Path, scratch: Path, limits: Limits
+) -> tuple[str, bytes, str]:
     """Run a job in a process; how it ended, its report, and what it printed."""
     mark = secrets.token_hex(16)
     process = subprocess.Popen(
@@ -240,7 +270,9 @@ def _run(job: dict[str, Any], project: Path, scratch: Path, limits: Limits) -> t
     return ended, report.end(), output.end().decode("utf-8", "replace")
 
 
-def _watch(process: subprocess.Popen[bytes], scratch: Path, limits: Limits, tree: dict[int, psutil.Process]) -> str:
+def _watch(
+    process: subprocess.Popen[bytes], scratch: Path, limits: Limits, tree: dict[int, psutil.Process]
+) -> str:
     """Wait until the process has ended or is at a limit; how it ended. All processes that it starts are noted in `tree`."""
     deadline = time.monotonic() + limits.seconds
     while process.poll() is None:
@@ -251,7 +283,9 @@ def _watch(process: subprocess.Popen[bytes], scratch: Path, limits: Limits, tree
             for each in (parent := psutil.Process(process.pid), *parent.children(recursive=True)):
                 tree[each.pid] = each
                 memory += each.memory_info().rss
-                if hasattr(each, "io_counters"):  # not on macOS; it counts files too that have no name
+                if hasattr(
+                    each, "io_counters"
+                ):  # not on macOS; it counts files too that have no name
                     written = max(written, each.io_counters().write_bytes)
         except psutil.Error:  # one has just ended
             pass
@@ -278,7 +312,11 @@ def _end(process: subprocess.Popen[bytes], tree: dict[int, psutil.Process], mark
     process.kill()
     for _ in range(20):
         marked = [each for each in psutil.process_iter() if _variable(each) == mark]
-        alive = [each for each in (*tree.values(), *marked) if each.pid != process.pid and each.is_running()]
+        alive = [
+            each
+            for each in (*tree.values(), *marked)
+            if each.pid != process.pid and each.is_running()
+        ]
         if not alive:
             break
         for each in alive:
@@ -307,7 +345,9 @@ def _read_report(data: bytes, word: str) -> dict[str, Any] | None:
     return report if isinstance(report, dict) else None
 
 
-def _verdict(stage: str, task: mine.Task, ended: str, report: dict[str, Any] | None, output: str) -> str:
+def _verdict(
+    stage: str, task: mine.Task, ended: str, report: dict[str, Any] | None, output: str
+) -> str:
     """Why the task is not solved; "" if it is. The report comes from a stranger's process: nothing in it is sure."""
     said = f"\n\nIt printed:\n{_plain(output)}" if output.strip() else ""
     if report is None:
@@ -315,18 +355,28 @@ def _verdict(stage: str, task: mine.Task, ended: str, report: dict[str, Any] | N
     if "error" in report:
         return _plain(str(report["error"]), MOST_OUTPUT) + said
     tests = report.get("tests")
-    outcomes = {str(name): str(why) for name, why in tests.items()} if isinstance(tests, dict) else {}
+    outcomes = (
+        {str(name): str(why) for name, why in tests.items()} if isinstance(tests, dict) else {}
+    )
     if CANARY not in outcomes:
         return "The tests were not run to their end." + said
     if not outcomes.pop(CANARY):
-        return "A test that cannot pass was reported as passed, so no report of this process counts." + said
-    missing = [each for each in task.tests if not any(_is_of(name, f"{stage}/{each}") for name in outcomes)]
+        return (
+            "A test that cannot pass was reported as passed, so no report of this process counts."
+            + said
+        )
+    missing = [
+        each for each in task.tests if not any(_is_of(name, f"{stage}/{each}") for name in outcomes)
+    ]
     if missing:
         return f"Not all tests were run: {', '.join(missing)} is missing." + said
     failed = {name: why for name, why in outcomes.items() if why}
     if not failed:
         return ""
-    shown = [f"{_plain(name.partition('/')[2], 300)}\n    {_plain(why, 300)}" for name, why in list(failed.items())[:5]]
+    shown = [
+        f"{_plain(name.partition('/')[2], 300)}\n    {_plain(why, 300)}"
+        for name, why in list(failed.items())[:5]
+    ]
     return f"{len(failed)} of {len(outcomes)} tests failed:\n" + "\n".join(shown) + said
 
 
@@ -377,7 +427,9 @@ def junit(verdicts: Iterable[Verdict]) -> str:
             errors="0", skipped="0", time=f"{sum(each.seconds for each in mine_):.1f}",
         )  # fmt: skip
         for each in mine_:
-            case = ET.SubElement(suite, "testcase", classname=stage, name=each.name, time=f"{each.seconds:.1f}")
+            case = ET.SubElement(
+                suite, "testcase", classname=stage, name=each.name, time=f"{each.seconds:.1f}"
+            )
             properties = ET.SubElement(case, "properties")
             ET.SubElement(properties, "property", name="points", value=str(each.points))
             ET.SubElement(properties, "property", name="max_points", value=str(each.task.points))
@@ -399,7 +451,10 @@ class _Recorder:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            self.outcomes[report.nodeid] = str(getattr(crash, "message", None) or report.longreprtext)[:MOST_OUTPUT] or "failed"
+            self.outcomes[report.nodeid] = (
+                str(getattr(crash, "message", None) or report.longreprtext)[:MOST_OUTPUT]
+                or "failed"
+            )
         elif report.skipped:
             self.outcomes.setdefault(report.nodeid, "skipped")
         elif report.when == "call":
@@ -434,7 +489,17 @@ def _child() -> None:
         report = {"error": f"{task.file} cannot be imported: {type(error).__name__}: {error}"}
     else:
         tests = [f"{job['stage']}/{each}" for each in task.tests]
-        options = ["--capture=no", "-p", "no:cacheprovider", "-p", "no:terminal", "-p", "xdist.plugin", "-n", "0"]
+        options = [
+            "--capture=no",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:terminal",
+            "-p",
+            "xdist.plugin",
+            "-n",
+            "0",
+        ]
         pytest.main([*options, *tests, CANARY], plugins=[recorder])
     line = word + json.dumps(report).encode() + b"\n"
     while line:
@@ -444,7 +509,13 @@ def _child() -> None:
 
 def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
     """A hook for `sys.addaudithook`, which cannot be taken out again: what a submission may not do raises PermissionError."""
-    realpath, isabs, isdir, fsdecode, devnull = os.path.realpath, os.path.isabs, os.path.isdir, os.fsdecode, os.devnull
+    realpath, isabs, isdir, fsdecode, devnull = (
+        os.path.realpath,
+        os.path.isabs,
+        os.path.isdir,
+        os.fsdecode,
+        os.devnull,
+    )
     separator = os.sep
     inside = realpath(scratch) + separator
     writing = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
@@ -465,15 +536,23 @@ def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
         if not isinstance(path, (str, bytes)) and not hasattr(path, "__fspath__"):
             return False  # a file that is open already
         name = fsdecode(path)
-        if folder != -1:  # a name in a folder that is open, and only those inside can be opened: see below
+        if (
+            folder != -1
+        ):  # a name in a folder that is open, and only those inside can be opened: see below
             return isabs(name) or ".." in name.replace("\\", "/").split("/")
         return name != devnull and not (realpath(name) + separator).startswith(inside)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             path, mode, flags = arguments
-            changing = any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool((flags or 0) & writing)
-            handle = mode is None and not isinstance(path, int) and isdir(path)  # os.open: of a folder, it serves to change files
+            changing = (
+                any(letter in mode for letter in "wax+")
+                if isinstance(mode, str)
+                else bool((flags or 0) & writing)
+            )
+            handle = (
+                mode is None and not isinstance(path, int) and isdir(path)
+            )  # os.open: of a folder, it serves to change files
             if (changing or handle) and outside(path):
                 raise PermissionError(f"a submission may not write to {path}")
         elif event in forbidden:

@@ -45,7 +45,9 @@ PROMPT, CONTINUED = "$ ", "\\"
 SLOW, SERVER = "slow", "server"
 ADDRESS = "127.0.0.1:8000"
 ANY = "..."
-NUMBER = re.compile(r" *~\d[\d,]*(?:\.\d+)? *")  # with the spaces around it: a column is as wide as its numbers
+NUMBER = re.compile(
+    r" *~\d[\d,]*(?:\.\d+)? *"
+)  # with the spaces around it: a column is as wide as its numbers
 LIMIT = 300  # seconds for one command
 STARTING = 120.0  # seconds for the server
 OPTION = re.compile(r"--[a-z][\w-]*")
@@ -90,7 +92,12 @@ def blocks(path: Path) -> list[Block]:
 
 def checked() -> list[Block]:
     """The blocks of all lessons that say something to check."""
-    return [block for path in lessons() for block in blocks(path) if block.kind in ("console", "sh", "python")]
+    return [
+        block
+        for path in lessons()
+        for block in blocks(path)
+        if block.kind in ("console", "sh", "python")
+    ]
 
 
 def check(block: Block, address: str = "") -> list[str]:
@@ -107,7 +114,11 @@ def check(block: Block, address: str = "") -> list[str]:
         return [f"the program ended with {code}:\n{said}"] if code else []
     if block.kind == "python":
         return _check_quote(block)
-    return [each for command, shown in commands(block) for each in _check_command(command, shown, address)]
+    return [
+        each
+        for command, shown in commands(block)
+        for each in _check_command(command, shown, address)
+    ]
 
 
 # ---- commands and their output ----------------------------------------------------------------------------------
@@ -134,8 +145,14 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
 def arguments(command: str) -> list[str]:
     """The command as a list for subprocess. UserError if it is none that can be run here."""
     words = shlex.split(command, comments=True)
-    if not words or words[0] not in ("python", "pytest", "curl") or {"|", ">", "<", "&", "&&", ";"} & set(words):
-        raise UserError(f"'{command}' is not python, pytest or curl alone: show it in a block of sh.")
+    if (
+        not words
+        or words[0] not in ("python", "pytest", "curl")
+        or {"|", ">", "<", "&", "&&", ";"} & set(words)
+    ):
+        raise UserError(
+            f"'{command}' is not python, pytest or curl alone: show it in a block of sh."
+        )
     if words[0] == "curl":
         return words
     return [sys.executable, *(["-m", "pytest"] if words[0] == "pytest" else []), *words[1:]]
@@ -143,7 +160,9 @@ def arguments(command: str) -> list[str]:
 
 def matches(shown: Sequence[str], said: Sequence[str]) -> bool:
     """Whether the lines `said` are what `shown` shows."""
-    pattern = "".join(r"(?:.*\n)*?" if line.strip() == ANY else _pattern(line) + r"\n" for line in _trimmed(shown))
+    pattern = "".join(
+        r"(?:.*\n)*?" if line.strip() == ANY else _pattern(line) + r"\n" for line in _trimmed(shown)
+    )
     return re.fullmatch(pattern, "".join(f"{line}\n" for line in _trimmed(said))) is not None
 
 
@@ -155,9 +174,14 @@ def _trimmed(lines: Sequence[str]) -> list[str]:
 def _pattern(line: str) -> str:
     """The regular expression of one shown line."""
     varying = NUMBER.findall(line)
-    fixed = [".*?".join(re.escape(part) for part in piece.split(ANY)) for piece in NUMBER.split(line)]
+    fixed = [
+        ".*?".join(re.escape(part) for part in piece.split(ANY)) for piece in NUMBER.split(line)
+    ]
     # Where the lesson shows a space beside the number, there is one or more; elsewhere none.
-    wild = [" +" * each.startswith(" ") + r"[-+]?\d[\d,]*(?:\.\d+)?" + " +" * each.endswith(" ") for each in varying]
+    wild = [
+        " +" * each.startswith(" ") + r"[-+]?\d[\d,]*(?:\.\d+)?" + " +" * each.endswith(" ")
+        for each in varying
+    ]
     return "".join(a + b for a, b in zip(fixed, [*wild, ""], strict=True))
 
 
@@ -169,12 +193,27 @@ def _check_command(command: str, shown: list[str], address: str) -> list[str]:
     said = said.replace(address, ADDRESS) if address else said
     if matches(shown, said.splitlines()):
         return []
-    return ["\n".join([f"$ {command}", "-- shown:", *shown, f"-- printed, with exit status {code}:", *said.splitlines()])]
+    return [
+        "\n".join(
+            [
+                f"$ {command}",
+                "-- shown:",
+                *shown,
+                f"-- printed, with exit status {code}:",
+                *said.splitlines(),
+            ]
+        )
+    ]
 
 
 def environment() -> dict[str, str]:
     """Offline, and as wide and as plain everywhere."""
-    return os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1", "PYTHONUTF8": "1"}
+    return os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "100",
+        "NO_COLOR": "1",
+        "PYTHONUTF8": "1",
+    }
 
 
 def run(words: list[str]) -> tuple[int, str]:
@@ -194,7 +233,11 @@ def serving() -> Iterator[str]:
     """A server of stage 06, as its lesson starts it; yields its address. RuntimeError with its words if it does not start."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "stage06_serving", "--port", "0"], cwd=stages.ROOT, env=environment(), stdout=log, stderr=log
+            [sys.executable, "-m", "stage06_serving", "--port", "0"],
+            cwd=stages.ROOT,
+            env=environment(),
+            stdout=log,
+            stderr=log,
         )
         try:
             deadline = time.monotonic() + STARTING
@@ -223,7 +266,11 @@ def _check_options(line: str) -> Iterator[str]:
         module = links.MODULE.search(command)
         if module and links.OURS.match(module[1]):
             known = set(OPTION.findall(_help(module[1], command[module.end() :].split())))
-            yield from (f"{module[0]} has no {option}" for option in OPTION.findall(command) if option not in known)
+            yield from (
+                f"{module[0]} has no {option}"
+                for option in OPTION.findall(command)
+                if option not in known
+            )
 
 
 def _help(module: str, words: list[str]) -> str:
@@ -258,8 +305,16 @@ def _quotes(parts: list[list[str]], source: list[str]) -> bool:
     place = 0
     for part in parts:
         wanted, count = _dedented(part), len(part)
-        starts = (at for at in range(place, len(source) - count + 1) if source[at].strip() == part[0].strip())
-        at = next((at for at in starts if _dedented(source[at : at + count]) == wanted), None) if part else place
+        starts = (
+            at
+            for at in range(place, len(source) - count + 1)
+            if source[at].strip() == part[0].strip()
+        )
+        at = (
+            next((at for at in starts if _dedented(source[at : at + count]) == wanted), None)
+            if part
+            else place
+        )
         if at is None:
             return False
         place = at + count
@@ -286,7 +341,9 @@ def with_tasks(path: Path) -> str:
     rows = ["| task | what to write | where | points |", "|--:|---|---|--:|"]
     for task in tasks:
         functions = ", ".join(f"`{function}`" for function in task.functions)
-        rows.append(f"| {task.number} | {task.title} | {functions} in [{task.file}]({task.file}) | {task.points} |")
+        rows.append(
+            f"| {task.number} | {task.title} | {functions} in [{task.file}]({task.file}) | {task.points} |"
+        )
     table = "\n".join(["<!-- tasks -->", "", *rows, "", "<!-- /tasks -->"])
     return TASKS.sub(lambda found: table, text, count=1)
 
@@ -300,7 +357,9 @@ def main(argv: list[str] | None = None) -> int:
         "  python -m shared.lessons --write     put the tables of tasks in first",
     )
     parser.add_argument("--slow", action="store_true", help="run the blocks marked slow, too")
-    parser.add_argument("--write", action="store_true", help="write the table of tasks into each lesson")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table of tasks into each lesson"
+    )
     options = parser.parse_args(argv)
     sys.path.insert(0, str(stages.ROOT))
     wrong = 0
@@ -310,15 +369,23 @@ def main(argv: list[str] | None = None) -> int:
             path.write_text(text, encoding="utf-8", newline="\n")
         elif text != path.read_text(encoding="utf-8"):
             wrong += 1
-            print(f"{path.parent.name}/{LESSON}: the table of tasks is not that of tasks.py: write it with --write")
+            print(
+                f"{path.parent.name}/{LESSON}: the table of tasks is not that of tasks.py: write it with --write"
+            )
     chosen = [block for block in checked() if options.slow or SLOW not in block.words]
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(serving()) if any(SERVER in block.words for block in chosen) else ""
+        address = (
+            stack.enter_context(serving()) if any(SERVER in block.words for block in chosen) else ""
+        )
         for block in tqdm(chosen, desc="lessons", unit="block", disable=None):
             for problem in check(block, address if SERVER in block.words else ""):
                 wrong += 1
                 tqdm.write(f"{block}: {problem}")
-    print(f"{wrong} wrong" if wrong else f"{len(chosen)} blocks of {len(lessons())} lessons show what is so.")
+    print(
+        f"{wrong} wrong"
+        if wrong
+        else f"{len(chosen)} blocks of {len(lessons())} lessons show what is so."
+    )
     return 1 if wrong else 0
 
 

@@ -41,7 +41,9 @@ def pack(weight: Tensor) -> Tensor:
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
     """x (N, in) -> (N, out), with GPT-2's GELU behind it if asked for."""
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "gelu" if gelu else "none", [], "tanh" if gelu else "")
+    return torch.ops.mkldnn._linear_pointwise(
+        x, packed, bias, "gelu" if gelu else "none", [], "tanh" if gelu else ""
+    )
 
 
 def parts(out_features: int) -> int:
@@ -112,7 +114,11 @@ class PackedLinear(nn.Module):
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this build of PyTorch packs weights of `dtype` for `device`; tried, not guessed."""
-    if device.type != "cpu" or dtype not in PACKED_DTYPES or not torch.backends.mkldnn.is_available():
+    if (
+        device.type != "cpu"
+        or dtype not in PACKED_DTYPES
+        or not torch.backends.mkldnn.is_available()
+    ):
         return False
     try:
         ones = torch.ones(2, 8, dtype=dtype)
@@ -126,7 +132,9 @@ Layers = Sequence[tuple[int, Callable[[Tensor], Tensor]]]  # width of the input,
 
 
 @torch.inference_mode()
-def faster(first: Layers, second: Layers, rows: Sequence[int], dtype: torch.dtype, repeats: int = 5) -> bool:
+def faster(
+    first: Layers, second: Layers, rows: Sequence[int], dtype: torch.dtype, repeats: int = 5
+) -> bool:
     """Whether `second` takes less time than `first` on inputs of so many rows: sums of medians, run in turn.
 
     All layers run once, one after the other, as in a model: one layer again and again would be read from the cache.
@@ -151,7 +159,11 @@ def followed_by_gelu(model: nn.Module) -> dict[str, str]:
     for prefix, module in model.named_modules():
         children = list(module.named_children())
         for (name, layer), (following, activation) in zip(children, children[1:], strict=False):
-            if isinstance(layer, nn.Linear) and isinstance(activation, nn.GELU) and activation.approximate == "tanh":
+            if (
+                isinstance(layer, nn.Linear)
+                and isinstance(activation, nn.GELU)
+                and activation.approximate == "tanh"
+            ):
                 found[f"{prefix}.{name}".lstrip(".")] = f"{prefix}.{following}".lstrip(".")
     return found
 
@@ -180,7 +192,9 @@ def optimize(model: nn.Module, mode: str = "auto") -> str:
     gelus = followed_by_gelu(model)
     packed = {name: PackedLinear(layer, name in gelus) for name, layer in layers.items()}
     best: Layers = [(layer.in_features, layer.by_packed) for layer in packed.values()]
-    rows = {name: layer.weight.detach().contiguous() for name, layer in layers.items()}  # copied once for all ways
+    rows = {
+        name: layer.weight.detach().contiguous() for name, layer in layers.items()
+    }  # copied once for all ways
     for single in ONE_ROW:
         tried = {name: layer.by_rows(rows[name], single) for name, layer in packed.items()}
         layers_tried = [(layer.in_features, layer) for layer in tried.values()]

@@ -27,18 +27,26 @@ FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
 CODE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
 COMMENT = re.compile(r"<!--.*?-->")
 LINKS = (
-    re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)"),  # [words](target) and ![words](target "title")
+    re.compile(
+        r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)"
+    ),  # [words](target) and ![words](target "title")
     re.compile(r"^ {0,3}\[[^\]]+\]:\s+(\S+)"),  # [words]: target
     re.compile(r"""<(?:a|img)\b[^>]*?\b(?:href|src)=["']([^"']+)["']"""),
 )
 BARE = re.compile(r"(?<![(\"'<\w])https?://[^\s<>)\]]+|<(https?://[^>]+)>")
-WEB_TEXT = re.compile(r"!?\[[^\]]*\]\(\s*<?https?://[^)]*\)")  # a whole link into the web, with its words
+WEB_TEXT = re.compile(
+    r"!?\[[^\]]*\]\(\s*<?https?://[^)]*\)"
+)  # a whole link into the web, with its words
 HEADING = re.compile(r"^ {0,3}#{1,6}\s+(.*?)\s*#*\s*$")
 NAMED = re.compile(r"""<a\b[^>]*\b(?:id|name)=["']([^"']+)["']""")
 MODULE = re.compile(r"\bpython[\d.]*(?:\.exe)? -m ([\w.]+)")
 PATH = re.compile(r"(\.?\w[\w.-]*(?:/[\w.-]+)*/?)(?:::([\w.:\[\]-]+)|:\d+(?:-\d+)?)?")
-REGISTRY = re.compile(r"\b(pypi|pythonhosted|npmjs|crates|rubygems|anaconda)\.(org|com|io)\b|\bdownload\.pytorch\b")
-OURS = re.compile(r"shared|stage\d\d_\w+")  # a path that begins so is meant to be one of ours, there or not
+REGISTRY = re.compile(
+    r"\b(pypi|pythonhosted|npmjs|crates|rubygems|anaconda)\.(org|com|io)\b|\bdownload\.pytorch\b"
+)
+OURS = re.compile(
+    r"shared|stage\d\d_\w+"
+)  # a path that begins so is meant to be one of ours, there or not
 UNKNOWN_HERE = {".venv", ".cache"}  # made on each machine, and not part of the repository
 
 
@@ -55,7 +63,11 @@ def texts(root: Path) -> list[Path]:
     """Every markdown file below `root` that is not in a hidden folder or a virtual environment."""
     found = []
     for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name[0] != "." and not (Path(folder) / name / "pyvenv.cfg").exists()]
+        below[:] = [
+            name
+            for name in below
+            if name[0] != "." and not (Path(folder) / name / "pyvenv.cfg").exists()
+        ]
         found += [Path(folder) / name for name in names if name.endswith(".md")]
     return sorted(found)
 
@@ -104,7 +116,13 @@ def problems(root: Path) -> list[str]:
             found += [(named, number, each) for each in _check_code(line, path, root)]
         for number, line in text.prose + text.code:
             if registry := REGISTRY.search(line):
-                found.append((named, number, f"{registry[0]} is a package registry: name the package, not its host"))
+                found.append(
+                    (
+                        named,
+                        number,
+                        f"{registry[0]} is a package registry: name the package, not its host",
+                    )
+                )
     return [f"{name}, line {number}: {what}" for name, number, what in sorted(set(found))]
 
 
@@ -140,7 +158,9 @@ def _check_link(target: str, path: Path, root: Path, parsed: dict[Path, Text]) -
         lines = re.fullmatch(r"L(\d+)(?:-L(\d+))?", mark)
         if not lines or not place.is_file():
             yield f"{target}: such an anchor means nothing there"
-        elif max(int(each) for each in lines.groups() if each) > len(place.read_text(encoding="utf-8").splitlines()):
+        elif max(int(each) for each in lines.groups() if each) > len(
+            place.read_text(encoding="utf-8").splitlines()
+        ):
             yield f"{target}: the file has fewer lines"
 
 
@@ -178,7 +198,9 @@ def _has_test(place: Path, test: str) -> bool:
     """Whether the file defines every name of `Class::test_name[case]`."""
     names = test.partition("[")[0].split("::")
     source = place.read_text(encoding="utf-8") if place.is_file() else ""
-    return all(re.search(rf"^\s*(?:def|class) {re.escape(name)}\b", source, re.MULTILINE) for name in names)
+    return all(
+        re.search(rf"^\s*(?:def|class) {re.escape(name)}\b", source, re.MULTILINE) for name in names
+    )
 
 
 def runnable(module: str) -> bool:
@@ -203,7 +225,11 @@ def main(argv: list[str] | None = None) -> int:
     found = problems(stages.ROOT)
     for problem in found:
         print(problem)
-    print(f"{len(found)} wrong" if found else f"All links of {len(texts(stages.ROOT))} texts lead somewhere.")
+    print(
+        f"{len(found)} wrong"
+        if found
+        else f"All links of {len(texts(stages.ROOT))} texts lead somewhere."
+    )
     return 1 if found else 0
 
 

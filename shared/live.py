@@ -70,7 +70,9 @@ class Answer:
         if self.output:
             new = self.output.token_ids[self._read :]
             self._read += len(new)
-            self._text += "".join(map(self._decoder.push, new)) + (self._decoder.flush() if self.finish_reason else "")
+            self._text += "".join(map(self._decoder.push, new)) + (
+                self._decoder.flush() if self.finish_reason else ""
+            )
         return self._text
 
     def print(self) -> None:
@@ -90,7 +92,9 @@ def summary(answers: Sequence[Answer], steps: int, seconds: float, loaded: cli.L
     reasons = Counter(answer.finish_reason for answer in answers)
     ended = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items(), key=str))
     count = f"{len(answers)} prompt{'s' if len(answers) > 1 else ''}"
-    speed = f"{tokens} tokens in {steps} steps and {seconds:.2f} s, {tokens / (seconds or 1):.1f} tok/s"
+    speed = (
+        f"{tokens} tokens in {steps} steps and {seconds:.2f} s, {tokens / (seconds or 1):.1f} tok/s"
+    )
     return f"[{count}, {speed}, finish reasons: {ended}; {loaded}]"
 
 
@@ -109,7 +113,9 @@ class Screen:
         self._next = 0.0
         self._live = Live(
             _View(draw),
-            console=Console(force_terminal=True, highlight=False) if self.shown else Console(quiet=True),
+            console=Console(force_terminal=True, highlight=False)
+            if self.shown
+            else Console(quiet=True),
             auto_refresh=False,  # a thread that draws when it likes would take its time from the step that is running
             transient=True,
             redirect_stdout=False,
@@ -140,7 +146,9 @@ class _View:
         self.draw = draw
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        height = max(1, console.size.height - 1)  # the cursor stands below the last line, and must not make the screen scroll
+        height = max(
+            1, console.size.height - 1
+        )  # the cursor stands below the last line, and must not make the screen scroll
         yield Group(*self.draw(options.max_width, height)[:height])
 
 

@@ -34,7 +34,16 @@ from .stages import ROOT
 
 SCHEMA = 1
 REPORTS = ROOT / "reports"
-PACKAGES = ("torch", "transformers", "tokenizers", "tiktoken", "safetensors", "numpy", "matplotlib", "aiohttp")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "tiktoken",
+    "safetensors",
+    "numpy",
+    "matplotlib",
+    "aiohttp",
+)
 GIB = 2**30
 Device = torch.device | str
 
@@ -53,7 +62,9 @@ def processor() -> str:
     elif sys.platform == "win32":
         import winreg
 
-        with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
+        with winreg.OpenKey(
+            winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+        ) as key:
             name = str(winreg.QueryValueEx(key, "ProcessorNameString")[0])
     return " ".join(name.split()) or platform.processor() or platform.machine() or "unknown"
 
@@ -91,7 +102,9 @@ def slug(described: Mapping[str, Any]) -> str:
     """A folder name for what `machine` describes: "amd-epyc-2cpu", or "nvidia-h200" where a GPU did the work."""
     on_gpu = described["device"] not in ("cpu", "mps")
     name = described["device"] if on_gpu else described["processor"]
-    name = re.sub(r"\([A-Za-z]+\)|@.*|\b\d+-Core\b|\b(CPU|Processor)\b", " ", name)  # "(R)", "@ 3.2GHz" say nothing here
+    name = re.sub(
+        r"\([A-Za-z]+\)|@.*|\b\d+-Core\b|\b(CPU|Processor)\b", " ", name
+    )  # "(R)", "@ 3.2GHz" say nothing here
     words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
     if not on_gpu:
         words += f"-{described['cpus']}cpu" + ("-mps" if described["device"] == "mps" else "")
@@ -106,14 +119,18 @@ def git_state() -> tuple[str | None, bool | None]:
     commit = _output("git", "rev-parse", "HEAD")
     if commit is None:
         return None, None
-    changes = _output("git", "status", "--porcelain", "--", ".", ":(exclude)reports", ":(exclude)*.md")
+    changes = _output(
+        "git", "status", "--porcelain", "--", ".", ":(exclude)reports", ":(exclude)*.md"
+    )
     return commit, changes != ""
 
 
 def _output(*command: str) -> str | None:
     """What a command prints, run in the repository; None if it fails or does not exist."""
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
@@ -149,7 +166,9 @@ def seconds(run: Callable[[], object]) -> float:
 
 def rounds(names: Sequence[str], repeats: int) -> list[list[str]]:
     """The order of running: every round has each name once, and begins with another one: A B C, B C A, C A B, ..."""
-    return [[names[(start + i) % len(names)] for i in range(len(names))] for start in range(repeats)]
+    return [
+        [names[(start + i) % len(names)] for i in range(len(names))] for start in range(repeats)
+    ]
 
 
 def alternate(
@@ -223,19 +242,28 @@ def limits(device: Device = "cpu", refresh: bool = False) -> Limits:
     kept = _kept(file)
     if not refresh and key in kept:
         return kept[key]
-    rates = {str(dtype).removeprefix("torch."): matmul_rate(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    rates = {
+        str(dtype).removeprefix("torch."): matmul_rate(device, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
     kept[key] = Limits(described["device"], threads, read_bandwidth(device), rates)
     try:
         _write(file, json.dumps({name: asdict(each) for name, each in kept.items()}, indent=1))
     except OSError:
-        print(f"note: {file} cannot be written, so the limits of this machine will be measured again", file=sys.stderr)
+        print(
+            f"note: {file} cannot be written, so the limits of this machine will be measured again",
+            file=sys.stderr,
+        )
     return kept[key]
 
 
 def _kept(file: Path) -> dict[str, Limits]:
     """What was measured before; nothing if the file is absent or damaged."""
     try:
-        return {name: Limits(**fields) for name, fields in json.loads(file.read_text(encoding="utf-8")).items()}
+        return {
+            name: Limits(**fields)
+            for name, fields in json.loads(file.read_text(encoding="utf-8")).items()
+        }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
@@ -255,7 +283,9 @@ def read_bandwidth(device: Device = "cpu", nbytes: int | None = None, budget: fl
     """
     nbytes = nbytes or min(GIB, psutil.virtual_memory().available // 16)
     columns = 4096
-    numbers = torch.ones(max(1, nbytes // (4 * columns)), columns, device=device)  # ones: pages of zeros share one real page
+    numbers = torch.ones(
+        max(1, nbytes // (4 * columns)), columns, device=device
+    )  # ones: pages of zeros share one real page
     vector = torch.ones(columns, device=device)
     nbytes = numbers.numel() * 4
     ways: list[Callable[[], object]] = [numbers.sum, numbers.max, lambda: numbers @ vector]
@@ -263,13 +293,19 @@ def read_bandwidth(device: Device = "cpu", nbytes: int | None = None, budget: fl
     if linear.can_pack(torch.device(device), torch.float32):
         part = numbers[: max(1, len(numbers) // 4)]  # packing copies
         packed, row = linear.pack(part), vector[None]
-        best = max(best, _best_rate(part.numel() * 4, lambda: linear.packed_linear(row, packed, None), budget))
+        best = max(
+            best,
+            _best_rate(part.numel() * 4, lambda: linear.packed_linear(row, packed, None), budget),
+        )
     return best / 1e9
 
 
 @torch.inference_mode()
 def matmul_rate(
-    device: Device = "cpu", dtype: torch.dtype = torch.float32, sizes: Sequence[int] | None = None, budget: float = 0.5
+    device: Device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    sizes: Sequence[int] | None = None,
+    budget: float = 0.5,
 ) -> float:
     """GFLOP/s of square matrix products: the best over `sizes`, with the weight packed too where this machine can."""
     sizes = sizes or ((1024, 2048) if torch.device(device).type == "cpu" else (4096, 8192))
@@ -311,8 +347,13 @@ def run_fresh(module: str, arguments: Sequence[str] = (), interval: float = 0.00
     elsewhere the resident memory is sampled. Raises RuntimeError, with the end of what the program said, if it fails.
     """
     command = [sys.executable, "-m", module, *arguments]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # files: a full pipe would stop the program
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+    with (
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):  # files: a full pipe would stop the program
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+        )
         peaks: dict[int, int] = {}
         try:
             while process.poll() is None:
@@ -328,7 +369,9 @@ def run_fresh(module: str, arguments: Sequence[str] = (), interval: float = 0.00
             file.seek(0)
             texts.append(file.read().decode("utf-8", "replace"))
     if process.returncode != 0:
-        raise RuntimeError(f"{shlex.join(command[1:])} ended with status {process.returncode}: {texts[1][-2000:].strip()}")
+        raise RuntimeError(
+            f"{shlex.join(command[1:])} ended with status {process.returncode}: {texts[1][-2000:].strip()}"
+        )
     return FreshRun(sum(peaks.values()), texts[0])
 
 
@@ -416,12 +459,18 @@ def load(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
     except OSError as error:
-        raise UserError(f"The results {path} cannot be read ({error.strerror}): run the stage's benchmark.") from None
+        raise UserError(
+            f"The results {path} cannot be read ({error.strerror}): run the stage's benchmark."
+        ) from None
     except ValueError as error:
-        raise UserError(f"The results {path} are damaged ({error}): run the stage's benchmark again.") from None
+        raise UserError(
+            f"The results {path} are damaged ({error}): run the stage's benchmark again."
+        ) from None
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
-        raise UserError(f"The results {path} have schema {schema}, and this version reads {SCHEMA}: run the benchmark again.")
+        raise UserError(
+            f"The results {path} have schema {schema}, and this version reads {SCHEMA}: run the benchmark again."
+        )
     return content
 
 

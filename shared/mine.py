@@ -69,7 +69,11 @@ def find_stage(text: str) -> str:
     """The stage that `text` names: stage04_continuous, stage04, 04 or 4. Raises UserError if there is none."""
     known = stages.discover()
     wanted = text.strip().rstrip("/\\")
-    found = [name for name in known if name == wanted or name[:7] == wanted or name[5:7] == wanted.zfill(2)]
+    found = [
+        name
+        for name in known
+        if name == wanted or name[:7] == wanted or name[5:7] == wanted.zfill(2)
+    ]
     if not found:
         raise UserError(f"There is no stage '{text[:40]}': the stages are {', '.join(known)}.")
     return found[0]
@@ -106,8 +110,16 @@ def errors(stage: str, task: Task) -> list[str]:
     tree = parse(read(stages.ROOT / stage / task.file))
     found: list[str] = []
     for node in filter(None, (find_function(tree, name) for name in task.functions)):
-        raised = [each.exc for each in ast.walk(node) if isinstance(each, ast.Raise) and isinstance(each.exc, ast.Call)]
-        worded = [each for each in raised if each.args and isinstance(each.args[0], (ast.Constant, ast.JoinedStr))]
+        raised = [
+            each.exc
+            for each in ast.walk(node)
+            if isinstance(each, ast.Raise) and isinstance(each.exc, ast.Call)
+        ]
+        worded = [
+            each
+            for each in raised
+            if each.args and isinstance(each.args[0], (ast.Constant, ast.JoinedStr))
+        ]
         found += [ast.unparse(each) for each in sorted(worded, key=lambda each: each.lineno)]
     return found
 
@@ -168,7 +180,9 @@ def reset(stage: str, task: Task | None = None) -> Path:
     """
     target = folder(stage)
     if not target.is_dir():
-        raise UserError(f"There is no copy of {stage} to reset: `python -m shared.exercise start {stage[:7]}` makes one.")
+        raise UserError(
+            f"There is no copy of {stage} to reset: `python -m shared.exercise start {stage[:7]}` makes one."
+        )
     new = {name: fresh(stage, name) for name in files(stage)}
     if task is not None:
         try:
@@ -207,8 +221,18 @@ def recorded(stage: str) -> dict[int, bool]:
     """Which tasks passed and which failed when they were last tested, by number; nothing of a copy that has changed since."""
     try:
         known = json.loads((HOME / "tested.json").read_text(encoding="utf-8"))[stage]
-        return {int(number): bool(passed) for number, passed in known["tasks"].items()} if known["copy"] == _digest(stage) else {}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # there is none, or somebody wrote another one
+        return (
+            {int(number): bool(passed) for number, passed in known["tasks"].items()}
+            if known["copy"] == _digest(stage)
+            else {}
+        )
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ):  # there is none, or somebody wrote another one
         return {}
 
 
@@ -239,7 +263,11 @@ def parse(source: str) -> ast.Module:
     """Raises SyntaxError for everything that is not Python."""
     try:
         return ast.parse(source)
-    except (ValueError, RecursionError, MemoryError) as error:  # a null character, or brackets without end
+    except (
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # a null character, or brackets without end
         raise SyntaxError(str(error) or "it is nested too deep") from None
 
 
@@ -248,7 +276,10 @@ def find_function(tree: ast.Module, name: str) -> Function | None:
     body: Sequence[ast.stmt] = tree.body
     *owners, last = name.split(".")
     for owner in owners:
-        body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner), [])
+        body = next(
+            (node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner),
+            [],
+        )
     return next((node for node in body if isinstance(node, Function) and node.name == last), None)
 
 
@@ -272,7 +303,9 @@ def emptied(source: str, stage: str, task: Task) -> str:
         ending = "\r" if lines[node.lineno - 1].endswith("\r") else ""
         indent = " " * (node.col_offset + 4)
         stub = f'{indent}raise NotImplementedError("{message(stage, task)}"){ending}'
-        if isinstance(node, ast.AsyncFunctionDef) and any(isinstance(each, ast.Yield) for each in ast.walk(node)):
+        if isinstance(node, ast.AsyncFunctionDef) and any(
+            isinstance(each, ast.Yield) for each in ast.walk(node)
+        ):
             stub = f"{stub}\n{indent}yield  # so that it is an async generator still{ending}"
         lines[first - 1 : node.end_lineno] = [stub]
         source = "\n".join(lines)
@@ -332,7 +365,12 @@ class Overlay:
 ACTIVE: dict[str, Overlay] = {}  # by stage
 
 
-def overlay(stage: str, source: Path | None = None, files: Sequence[str] | None = None, alone: int | None = None) -> Overlay:
+def overlay(
+    stage: str,
+    source: Path | None = None,
+    files: Sequence[str] | None = None,
+    alone: int | None = None,
+) -> Overlay:
     """Lay the copy in `source` (default: the student's) over its stage, for as long as this process lives.
 
     files: only these of the copy; None: all its modules. Open tasks run the reference's bodies until somebody says what is
@@ -340,13 +378,21 @@ def overlay(stage: str, source: Path | None = None, files: Sequence[str] | None 
     """
     source = folder(stage) if source is None else source
     if not source.is_dir():
-        raise UserError(f"There is no {source}: `python -m shared.exercise start {stage[:7]}` makes a copy of the stage.")
+        raise UserError(
+            f"There is no {source}: `python -m shared.exercise start {stage[:7]}` makes a copy of the stage."
+        )
     # A copy has no business with these: the first is loaded already, and a test must never come from a copy.
-    found = sorted(path.name for path in source.glob("*.py") if path.stem not in ("__init__", "tasks", "tests", "conftest"))
+    found = sorted(
+        path.name
+        for path in source.glob("*.py")
+        if path.stem not in ("__init__", "tasks", "tests", "conftest")
+    )
     chosen = tuple(name for name in found if files is None or name in files)
     late = [name for name in chosen if f"{stage}.{name.removesuffix('.py')}" in sys.modules]
     if late or stage in ACTIVE:
-        raise RuntimeError(f"{stage} cannot be overlaid: {', '.join(late) or 'another overlay'} is loaded already")
+        raise RuntimeError(
+            f"{stage} cannot be overlaid: {', '.join(late) or 'another overlay'} is loaded already"
+        )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     ACTIVE[stage] = Overlay(stage, source, chosen, alone)
@@ -356,13 +402,17 @@ def overlay(stage: str, source: Path | None = None, files: Sequence[str] | None 
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds the modules of the overlays before anybody else looks for them."""
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         stage, _, name = fullname.partition(".")
         active = ACTIVE.get(stage)
         if active is None or f"{name}.py" not in active.files:
             return None
         file = str(active.folder / f"{name}.py")
-        return importlib.util.spec_from_file_location(fullname, file, loader=_Loader(fullname, file, active))
+        return importlib.util.spec_from_file_location(
+            fullname, file, loader=_Loader(fullname, file, active)
+        )
 
 
 class _Loader(SourceFileLoader):
@@ -426,7 +476,12 @@ def _reference(node: Function, path: Path, module: ModuleType, owner: Any) -> An
 def _either(mine: Any, reference: Any, wanted: Callable[[], bool]) -> Any:
     """What stands for both of two functions, methods or properties, and runs the first one when it is wanted."""
     if isinstance(reference, property):
-        return property(_either(_plain(mine), reference.fget, wanted), reference.fset, reference.fdel, reference.__doc__)
+        return property(
+            _either(_plain(mine), reference.fget, wanted),
+            reference.fset,
+            reference.fdel,
+            reference.__doc__,
+        )
     if isinstance(reference, (staticmethod, classmethod)):
         return type(reference)(_either(_plain(mine), reference.__func__, wanted))
     mine = _plain(mine)

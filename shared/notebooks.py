@@ -46,7 +46,9 @@ def read(path: Path) -> Any:
     try:
         return nbformat.read(path, as_version=4)
     except Exception as error:  # nbformat raises many kinds for a damaged file
-        raise UserError(f"{path} is no notebook that can be read ({type(error).__name__}): mend the path or the file.") from None
+        raise UserError(
+            f"{path} is no notebook that can be read ({type(error).__name__}): mend the path or the file."
+        ) from None
 
 
 def execute(notebook: Any, folder: Path, limit: float, label: str) -> float:
@@ -55,22 +57,37 @@ def execute(notebook: Any, folder: Path, limit: float, label: str) -> float:
     Raises LabError at the first cell that fails, or when all cells together take longer than `limit` seconds.
     """
     # Only the kernel of this very Python: a machine may have others installed under the same name.
-    manager = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), transport_encryption="auto")
+    manager = AsyncKernelManager(
+        kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), transport_encryption="auto"
+    )
     client = NotebookClient(
-        notebook, km=manager, record_timing=False, coalesce_streams=True, resources={"metadata": {"path": str(folder)}}
+        notebook,
+        km=manager,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
     )
     started = time.perf_counter()
-    with client.setup_kernel(cleanup_kc=True), tqdm(notebook.cells, desc=label, unit="cell", leave=False) as bar:
+    with (
+        client.setup_kernel(cleanup_kc=True),
+        tqdm(notebook.cells, desc=label, unit="cell", leave=False) as bar,
+    ):
         for index, cell in enumerate(bar):
             client.timeout = max(1, round(limit - (time.perf_counter() - started)))
             try:
                 client.execute_cell(cell, index)
             except CellExecutionError as error:
-                raise LabError(f"cell {index} failed:\n{COLOURS.sub('', str(error)).strip()}") from None
+                raise LabError(
+                    f"cell {index} failed:\n{COLOURS.sub('', str(error)).strip()}"
+                ) from None
             except CellTimeoutError:
-                raise LabError(f"cell {index} was still running after the limit of {limit:g} s:\n{cell.source}") from None
+                raise LabError(
+                    f"cell {index} was still running after the limit of {limit:g} s:\n{cell.source}"
+                ) from None
             except DeadKernelError:
-                raise LabError(f"cell {index} ended the whole process, perhaps for want of memory:\n{cell.source}") from None
+                raise LabError(
+                    f"cell {index} ended the whole process, perhaps for want of memory:\n{cell.source}"
+                ) from None
     seconds = time.perf_counter() - started
     if seconds > limit:
         raise LabError(f"it took {seconds:.1f} s, and the limit is {limit:g} s")
@@ -100,7 +117,13 @@ def main(argv: list[str] | None = None) -> int:
         "  python -m shared.notebooks --write              and keep the outputs in the files\n"
         "  python -m shared.notebooks stage02_kv_cache/lab.ipynb",
     )
-    parser.add_argument("notebooks", nargs="*", type=Path, metavar="FILE", help="which ones; default is every stage's lab")
+    parser.add_argument(
+        "notebooks",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="which ones; default is every stage's lab",
+    )
     parser.add_argument("--write", action="store_true", help="keep the outputs in the files")
     parser.add_argument(
         "--limit", type=cli.number(0, 86_400, above=True), default=LIMIT, metavar="SECONDS",
@@ -110,7 +133,11 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     for path in options.notebooks or labs():
         path = path.resolve()
-        name = path.relative_to(stages.ROOT).as_posix() if path.is_relative_to(stages.ROOT) else str(path)
+        name = (
+            path.relative_to(stages.ROOT).as_posix()
+            if path.is_relative_to(stages.ROOT)
+            else str(path)
+        )
         notebook = read(path)
         try:
             seconds = execute(notebook, path.parent, options.limit, name)

@@ -37,7 +37,9 @@ class Scenario:
     name: str
     prompts: list[list[int]]
     sampling: list[dict[str, Any]]
-    stop_at: list[int] = field(default_factory=list)  # stop each sequence at what the oracle's n-th token is
+    stop_at: list[int] = field(
+        default_factory=list
+    )  # stop each sequence at what the oracle's n-th token is
 
 
 @dataclass
@@ -61,11 +63,18 @@ def random_prompt(length: int, config: Config, seed: int | str) -> list[int]:
 def scenarios(config: Config) -> list[Scenario]:
     """The scenarios of scenarios.json with prompts for `config`. A length below zero counts back from the context's end."""
     found = []
-    for number, entry in enumerate(json.loads(Path(__file__).with_name("scenarios.json").read_text(encoding="utf-8"))):
+    for number, entry in enumerate(
+        json.loads(Path(__file__).with_name("scenarios.json").read_text(encoding="utf-8"))
+    ):
         name, lengths, stop_at = entry.pop("name"), entry.pop("prompts"), entry.pop("stop_at", [])
         lengths = [length if length > 0 else config.n_positions + length for length in lengths]
-        prompts = [random_prompt(length, config, f"{number} {i}") for i, length in enumerate(lengths)]
-        sampling = [{key: v[i] if isinstance(v, list) else v for key, v in entry.items()} for i in range(len(prompts))]
+        prompts = [
+            random_prompt(length, config, f"{number} {i}") for i, length in enumerate(lengths)
+        ]
+        sampling = [
+            {key: v[i] if isinstance(v, list) else v for key, v in entry.items()}
+            for i in range(len(prompts))
+        ]
         if "seed" in entry:  # neighbours with one seed would draw alike
             sampling = [{**each, "seed": each["seed"] + i} for i, each in enumerate(sampling)]
         found.append(Scenario(name, prompts, sampling, stop_at))
@@ -85,7 +94,9 @@ def near_tie(dtype: torch.dtype, highest: float) -> float:
     return STEPS * torch.finfo(dtype).eps * 2.0 ** (math.frexp(highest)[1] - 1)
 
 
-def compare(name: str, expected: list[Any], got: list[Any], dtype: torch.dtype, parity: Parity) -> None:
+def compare(
+    name: str, expected: list[Any], got: list[Any], dtype: torch.dtype, parity: Parity
+) -> None:
     """Add the comparison of two lists of Outputs to `parity`; raise ParityError at a difference that is no near tie.
 
     `expected` must carry the oracle's log-probabilities of its LIKELIEST tokens: their differences are the logits' own.
@@ -96,12 +107,20 @@ def compare(name: str, expected: list[Any], got: list[Any], dtype: torch.dtype, 
         if (want.token_ids, want.finish_reason) == (have.token_ids, have.finish_reason):
             continue
         at = next(
-            (i for i, pair in enumerate(zip(want.token_ids, have.token_ids, strict=False)) if pair[0] != pair[1]),
+            (
+                i
+                for i, pair in enumerate(zip(want.token_ids, have.token_ids, strict=False))
+                if pair[0] != pair[1]
+            ),
             min(len(want.token_ids), len(have.token_ids)),
         )
         if at < len(want.logprobs):
             oracle = want.logprobs[at]
-            other = dict(oracle.top).get(have.token_ids[at], -math.inf) if at < len(have.token_ids) else -math.inf
+            other = (
+                dict(oracle.top).get(have.token_ids[at], -math.inf)
+                if at < len(have.token_ids)
+                else -math.inf
+            )
             gap = abs(oracle.token - other)
             if gap < near_tie(dtype, oracle.highest):
                 parity.near_ties.append({"scenario": name, "row": row, "token": at, "gap": gap})
@@ -124,12 +143,21 @@ def prove(engine: Any, oracle: Any, only: list[str] | None = None) -> Parity:
     parity, dtype, params_of = Parity(), engine.model.dtype, sampling_params()
     for scenario in scenarios(engine.model.config):
         params = [params_of(**{**fields, "logprobs": LIKELIEST}) for fields in scenario.sampling]
-        if only is not None and scenario.name not in only or dtype != torch.float64 and params[0].temperature > 0:
+        if (
+            only is not None
+            and scenario.name not in only
+            or dtype != torch.float64
+            and params[0].temperature > 0
+        ):
             continue
         expected = oracle.generate(scenario.prompts, params)
         if scenario.stop_at:
-            stops = [(output.token_ids[n],) for output, n in zip(expected, scenario.stop_at, strict=True)]
-            params = [replace(each, stop_token_ids=stop) for each, stop in zip(params, stops, strict=True)]
+            stops = [
+                (output.token_ids[n],) for output, n in zip(expected, scenario.stop_at, strict=True)
+            ]
+            params = [
+                replace(each, stop_token_ids=stop) for each, stop in zip(params, stops, strict=True)
+            ]
             expected = oracle.generate(scenario.prompts, params)
         got = engine.generate(scenario.prompts, params)
         compare(scenario.name, expected, got, dtype, parity)

@@ -31,17 +31,30 @@ def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: st
     return model.to(dtype).eval()
 
 
-def transformers_greedy(model: Any, prompt: list[int], count: int, use_cache: bool = True) -> list[int]:
+def transformers_greedy(
+    model: Any, prompt: list[int], count: int, use_cache: bool = True
+) -> list[int]:
     """`count` greedy tokens after `prompt`, by `generate` as a user would call it; end-of-text does not end it."""
     return transformers_batch(model, [prompt], count, use_cache)[0]
 
 
-def transformers_batch(model: Any, prompts: list[list[int]], count: int, use_cache: bool = True) -> list[list[int]]:
+def transformers_batch(
+    model: Any, prompts: list[list[int]], count: int, use_cache: bool = True
+) -> list[list[int]]:
     """`count` greedy tokens after each of `prompts`, all in one call of `generate`: padded on the left, padding masked."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])  # (B, T)
-    real = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])  # (B, T)
-    out = model.generate(ids, attention_mask=real, max_new_tokens=count, do_sample=False, use_cache=use_cache, pad_token_id=0)
+    real = torch.tensor(
+        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    )  # (B, T)
+    out = model.generate(
+        ids,
+        attention_mask=real,
+        max_new_tokens=count,
+        do_sample=False,
+        use_cache=use_cache,
+        pad_token_id=0,
+    )
     return out[:, width:].tolist()
 
 
@@ -77,14 +90,19 @@ class TransformersContinuous:
     def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
         """`counts[i]` greedy tokens after each `prompts[i]`; all arrive together. Raises RuntimeError if the thread fails."""
         before = getattr(self._manager, "current_batch", 0)  # the thread sets it when it begins
-        ids = [self._manager.add_request(prompt, max_new_tokens=count) for prompt, count in zip(prompts, counts, strict=True)]
+        ids = [
+            self._manager.add_request(prompt, max_new_tokens=count)
+            for prompt, count in zip(prompts, counts, strict=True)
+        ]
         answers: dict[str, list[int]] = {}
         while len(answers) < len(ids):
             result = self._manager.get_result(timeout=1)
             if result is not None and result.error is None:
                 answers[result.request_id] = result.generated_tokens
             elif result is not None or not self._manager.is_running():
-                raise RuntimeError(f"transformers' continuous batching failed: {result.error if result else 'its thread ended'}")
+                raise RuntimeError(
+                    f"transformers' continuous batching failed: {result.error if result else 'its thread ended'}"
+                )
         self.passes = self._manager.current_batch - before
         return [answers[id] for id in ids]
 

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch: its profiler announces itself on standard error
+os.environ.setdefault(
+    "KINETO_LOG_LEVEL", "6"
+)  # before torch: its profiler announces itself on standard error
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -76,26 +78,37 @@ def record(run: Callable[[], object], warmup: int = 1) -> Any:
     """Run `run` once under the profiler, after `warmup` times without; returns the finished torch.profiler.profile."""
     for _ in range(warmup):
         run()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+    ]
     with torch.profiler.profile(activities=activities, record_shapes=True) as recorded:
         run()
         measure.synchronize()
     return recorded
 
 
-def dominant(recorded: Any, dtype: torch.dtype = torch.float32, rows: int = 10) -> list[dict[str, Any]]:
+def dominant(
+    recorded: Any, dtype: torch.dtype = torch.float32, rows: int = 10
+) -> list[dict[str, Any]]:
     """The `rows` operators that took most time, the first most; `dtype` is that of the weights.
 
     Each is {"operator", "product" ("1 x 768 -> 2304" or None), "kind", "calls", "seconds", "share" (0 to 1, of the time of all
     operators), "gb_s" (of weights read), "gflops"}; the last two are None where no weight is multiplied. Time is an operator's
     own, without that of others it calls; on CUDA the time of its kernels.
     """
-    entries = [each for each in recorded.key_averages(group_by_input_shape=True) if each.device_type.name == "CPU"]
+    entries = [
+        each
+        for each in recorded.key_averages(group_by_input_shape=True)
+        if each.device_type.name == "CPU"
+    ]
     on_gpu = any(each.self_device_time_total > 0 for each in entries)
     totals: dict[tuple[str, str, tuple[int, int] | None], Total] = {}
     for each in entries:
         kind, weight, count = _classify(each.key, each.input_shapes)
-        total = totals.setdefault((each.key, kind, weight), Total(each.key, kind, weight, (count, count)))
+        total = totals.setdefault(
+            (each.key, kind, weight), Total(each.key, kind, weight, (count, count))
+        )
         total.rows = min(total.rows[0], count), max(total.rows[1], count)
         total.calls += each.count
         total.seconds += (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e6
@@ -116,7 +129,11 @@ def _classify(operator: str, shapes: list[list[int]]) -> tuple[str, tuple[int, i
     """The kind of an operator; for a product with a weight also its (in, out) and the rows that are multiplied."""
     if "attention" in operator:
         return "attention", None, 0
-    if operator in BATCHED and len(pieces := shapes[BATCHED[operator]]) == 3 and shapes[BATCHED[operator] + 1][-1] == 1:
+    if (
+        operator in BATCHED
+        and len(pieces := shapes[BATCHED[operator]]) == 3
+        and shapes[BATCHED[operator] + 1][-1] == 1
+    ):
         return "matrix-vector", (pieces[2], pieces[0] * pieces[1]), 1
     if operator not in PRODUCTS:
         return "other", None, 0
@@ -133,7 +150,9 @@ def _classify(operator: str, shapes: list[list[int]]) -> tuple[str, tuple[int, i
 
 def table(found: list[dict[str, Any]]) -> str:
     """`found` as text, a line an operator."""
-    lines = [f"{'share':>6} {'calls':>7}  {'operator':<42} {'rows x in -> out':<24} {'kind':<14} {'GB/s':>7} {'GFLOP/s':>8}"]
+    lines = [
+        f"{'share':>6} {'calls':>7}  {'operator':<42} {'rows x in -> out':<24} {'kind':<14} {'GB/s':>7} {'GFLOP/s':>8}"
+    ]
     for each in found:
         line = f"{each['share']:>6.1%} {each['calls']:>7}  {each['operator']:<42} {each['product'] or '':<24} {each['kind']:<14}"
         if each["product"] and each["gb_s"]:
@@ -151,10 +170,26 @@ def main(argv: list[str] | None = None) -> int:
         '  python -m shared.profile stage02_kv_cache "Once upon a time" --max-tokens 64 --trace decode.trace.json\n'
         '  python -m shared.profile stage02_kv_cache "Hello" --model gpt2 --random-weights --dtype bfloat16',
     )
-    parser.add_argument("stage", choices=list(engines), help="the stage whose engine runs: %(choices)s", metavar="STAGE")
+    parser.add_argument(
+        "stage",
+        choices=list(engines),
+        help="the stage whose engine runs: %(choices)s",
+        metavar="STAGE",
+    )
     cli.add_prompt(parser)
-    parser.add_argument("--rows", type=cli.whole_number(1, 1000), default=12, metavar="N", help="how many to show; default 12")
-    parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write every call, to be opened at ui.perfetto.dev")
+    parser.add_argument(
+        "--rows",
+        type=cli.whole_number(1, 1000),
+        default=12,
+        metavar="N",
+        help="how many to show; default 12",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE.json",
+        help="write every call, to be opened at ui.perfetto.dev",
+    )
     cli.add_sampling_options(parser, max_tokens=32)
     cli.add_model_options(parser)
     options = parser.parse_args(argv)
@@ -165,11 +200,16 @@ def main(argv: list[str] | None = None) -> int:
     ids = loaded.tokenizer.encode(prompt)
     sampling = stages.sampling_params()(**cli.sampling_fields(options))
     recorded = record(lambda: engine.generate([ids], sampling))
-    print(f"{options.stage}: {len(engine.steps)} forward passes after a prompt of {len(ids)} tokens; {loaded}\n")
+    print(
+        f"{options.stage}: {len(engine.steps)} forward passes after a prompt of {len(ids)} tokens; {loaded}\n"
+    )
     print(table(dominant(recorded, loaded.dtype, options.rows)))
     if options.trace:
         recorded.export_chrome_trace(str(options.trace))
-        print(f"\n{options.trace} holds every call: open it at https://ui.perfetto.dev", file=sys.stderr)
+        print(
+            f"\n{options.trace} holds every call: open it at https://ui.perfetto.dev",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -23,10 +23,19 @@ from tqdm import tqdm
 from . import mine, stages
 
 LONGEST_LINE = 130
-QUICK = ("-p", "no:cacheprovider", "--assert=plain", "--tb=native")  # of a failed test only the exception is looked at
-LONGEST_TEST = 120.0  # seconds, start included, that the tests of a task may run with a body that does nothing
+QUICK = (
+    "-p",
+    "no:cacheprovider",
+    "--assert=plain",
+    "--tb=native",
+)  # of a failed test only the exception is looked at
+LONGEST_TEST = (
+    120.0  # seconds, start included, that the tests of a task may run with a body that does nothing
+)
 Copies = Mapping[str, Mapping[str, str]]  # stage -> file -> its source
-Outcomes = dict[tuple[str, str], str]  # (stage, pytest id within it) -> "" for passed or skipped, and else what was said
+Outcomes = dict[
+    tuple[str, str], str
+]  # (stage, pytest id within it) -> "" for passed or skipped, and else what was said
 
 
 def check(stage: str) -> Iterator[str]:
@@ -49,13 +58,18 @@ def check(stage: str) -> Iterator[str]:
         except (OSError, LookupError) as error:
             yield f"{name}: {task.file}: {error}"
             continue
-        if any(len(line) > LONGEST_LINE for line in source.splitlines() if "raise NotImplementedError(" in line):
+        if any(
+            len(line) > LONGEST_LINE
+            for line in source.splitlines()
+            if "raise NotImplementedError(" in line
+        ):
             yield f"{name}: its title is too long for a line of {LONGEST_LINE} characters"
         for test in task.tests:
             file, _, function = test.partition("::")
             path = stages.ROOT / stage / file
             if not path.is_file() or (
-                function and not re.search(rf"^\s*(async )?(def|class) {function}\b", mine.read(path), re.M)
+                function
+                and not re.search(rf"^\s*(async )?(def|class) {function}\b", mine.read(path), re.M)
             ):
                 yield f"{name}: there is no test {test}"
 
@@ -94,7 +108,12 @@ def passes_idle(stage: str, task: mine.Task) -> bool:
     sources = {name: source.replace(stub, "pass") for name, source in sources.items()}
     with laid_out({stage: sources}) as home:
         try:
-            return _pytest(home, [f"{stage}/{test}" for test in task.tests], "-x", seconds=LONGEST_TEST).returncode == 0
+            return (
+                _pytest(
+                    home, [f"{stage}/{test}" for test in task.tests], "-x", seconds=LONGEST_TEST
+                ).returncode
+                == 0
+            )
         except subprocess.TimeoutExpired:
             return False
 
@@ -104,11 +123,18 @@ def run(given: Copies, most: int | None = None) -> Outcomes:
 
     Raises RuntimeError if pytest itself fails.
     """
-    tests = [f"{stage}/{test}" for stage in given for task in mine.tasks(stage) for test in task.tests[:most]]
+    tests = [
+        f"{stage}/{test}"
+        for stage in given
+        for task in mine.tasks(stage)
+        for test in task.tests[:most]
+    ]
     with laid_out(given) as home:
         done = _pytest(home, tests, f"--junit-xml={home / 'out.xml'}")
         if done.returncode not in (0, 1):
-            raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
         return read_outcomes(home / "out.xml")
 
 
@@ -124,11 +150,17 @@ def laid_out(given: Copies) -> Iterator[Path]:
         yield Path(temporary)
 
 
-def _pytest(home: Path, tests: Sequence[str], *options: str, seconds: float | None = None) -> subprocess.CompletedProcess[str]:
+def _pytest(
+    home: Path, tests: Sequence[str], *options: str, seconds: float | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pytest", "--mine", "-q", *QUICK, *options, *tests],
         cwd=stages.ROOT,
-        env=os.environ | {"STAIRCASE_MINE": str(home / "mine"), "HYPOTHESIS_STORAGE_DIRECTORY": str(home / "hypothesis")},
+        env=os.environ
+        | {
+            "STAIRCASE_MINE": str(home / "mine"),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(home / "hypothesis"),
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -178,4 +210,8 @@ def judge_empty(outcomes: Outcomes, number: int | None, most: int | None = None)
 def _of(outcomes: Outcomes, stage: str, test: str) -> list[str]:
     """What the items of one test said; parameters make several of it."""
     wanted = mine.Task(0, "", (), "", "", 0, (), (test,))
-    return [said for (where, name), said in outcomes.items() if where == stage and wanted.judged_by(name)]
+    return [
+        said
+        for (where, name), said in outcomes.items()
+        if where == stage and wanted.judged_by(name)
+    ]

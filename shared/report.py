@@ -59,7 +59,9 @@ class Build:
 def benchmarks() -> dict[str, Any]:
     """The benchmark module of every stage that has one, in reading order, and the staircase, which compares them."""
     names = [name for name in stages.discover() if (stages.ROOT / name / "benchmark.py").exists()]
-    return {name: importlib.import_module(f"{name}.benchmark") for name in names} | {staircase.KIND: staircase}
+    return {name: importlib.import_module(f"{name}.benchmark") for name in names} | {
+        staircase.KIND: staircase
+    }
 
 
 def drawn_with() -> dict[str, str]:
@@ -78,7 +80,9 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
     reports = root / "reports"
     files = sorted(path for path in reports.glob("*/*.json") if path.stem in modules)
     for path in sorted(set(reports.glob("*/*.json")) - set(files)):
-        result.problems.append(f"{_name(path, root)} belongs to no stage with a benchmark: delete it")
+        result.problems.append(
+            f"{_name(path, root)} belongs to no stage with a benchmark: delete it"
+        )
     if not files:
         result.notes.append("there are no results in reports/ yet")
     settings = _settings(reports / "machines.json")
@@ -88,7 +92,9 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
     draw = drawers == drawn_with()
     if files and not draw:
         theirs, ours = (" on ".join(each.values()) for each in (drawers, drawn_with()))
-        result.notes.append(f"charts were not compared: matplotlib {theirs} drew them, and here is {ours}")
+        result.notes.append(
+            f"charts were not compared: matplotlib {theirs} drew them, and here is {ours}"
+        )
     # A stage that has not run on the default machine shows what another one measured.
     homes = {path.stem: path.parent.name for path in reversed(files)}
     homes |= {path.stem: path.parent.name for path in files if path.parent.name == default}
@@ -112,13 +118,17 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
             if draw:
                 result.files[picture] = charts.render(function())
             elif not (root / picture).exists():
-                result.problems.append(f"{picture.as_posix()} does not exist: run python -m shared.report")
+                result.problems.append(
+                    f"{picture.as_posix()} does not exist: run python -m shared.report"
+                )
     for path in sorted(reports.glob("*/*.svg")):
         if path.relative_to(root) not in pictures:
             result.problems.append(f"{_name(path, root)} is drawn by no benchmark: delete it")
     if files:
         content = {"default": default, "charts": drawers}
-        result.files[Path("reports/machines.json")] = (json.dumps(content, indent=1) + "\n").encode()
+        result.files[Path("reports/machines.json")] = (
+            json.dumps(content, indent=1) + "\n"
+        ).encode()
     for stage, machine in sorted(homes.items()):
         if (machine, stage) in tables:
             tables[None, stage] = tables[machine, stage]
@@ -132,13 +142,7 @@ def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
     return result
 
 
-def _build_text(
-    path: Path,
-    root: Path,
-    tables: Tables,
-    pictures: set[Path],
-    result: Build,
-) -> None:
+def _build_text(path: Path, root: Path, tables: Tables, pictures: set[Path], result: Build) -> None:
     """Add one text to `result`, with its tables filled in; complain of markers and links that lead nowhere."""
     lines, fill = [], None
     text = _read(path) or b""
@@ -153,14 +157,20 @@ def _build_text(
             lines += [] if isinstance(fill, Missing) else ["", *fill.strip("\n").split("\n"), ""]
             fill = None
         elif marker or line == END:
-            result.problems.append(f"{where}: '{line}' where {'the table before has not ended' if marker else 'no table began'}")
+            result.problems.append(
+                f"{where}: '{line}' where {'the table before has not ended' if marker else 'no table began'}"
+            )
             return
         elif fill is not None and not isinstance(fill, Missing):
             continue  # the table as it was
         lines.append(line)
         for link in LINK.findall(line):
             target = (path.parent / link).resolve()
-            known = target.relative_to(root.resolve()) in pictures if target.is_relative_to(root.resolve()) else False
+            known = (
+                target.relative_to(root.resolve()) in pictures
+                if target.is_relative_to(root.resolve())
+                else False
+            )
             if not known and not target.is_file():
                 result.problems.append(f"{where}: {link} does not exist")
     if fill is not None:
@@ -179,9 +189,13 @@ def _stages_table(folders: list[Path], headlines: Mapping[str, str], result: Bui
                 result.problems.append(f"{folder.name}/__init__.py does not say its {name}")
         question, first = about.get("QUESTION", ""), about.get("FIRST_FILE", "")
         if not (folder / first).exists():
-            result.problems.append(f"{folder.name}/__init__.py names the file {first}, which does not exist")
+            result.problems.append(
+                f"{folder.name}/__init__.py names the file {first}, which does not exist"
+            )
         stage, opened = f"[{folder.name}]({folder.name}/)", f"[`{first}`]({folder.name}/{first})"
-        lines.append(f"| {stage} | {question} | {headlines.get(folder.name, 'not measured yet')} | {opened} |")
+        lines.append(
+            f"| {stage} | {question} | {headlines.get(folder.name, 'not measured yet')} | {opened} |"
+        )
     return "\n".join(lines)
 
 
@@ -191,9 +205,13 @@ def _references_table(path: Path, headlines: Mapping[str, str], result: Build) -
     try:
         for each in json.loads(_read(path) or b"[]"):
             ours = f"[{each['stage']}](../{each['stage']}/REPORT.md): {headlines.get(each['stage'], 'not measured yet')}"
-            lines.append(f"| {each['project']} | {each['says']} | {each['on']} | {each['caveat']} | {ours} |")
+            lines.append(
+                f"| {each['project']} | {each['says']} | {each['on']} | {each['caveat']} | {ours} |"
+            )
     except (ValueError, TypeError, KeyError) as error:
-        result.problems.append(f"{path.name} is damaged ({error}): it is a list of project, says, on, caveat and stage")
+        result.problems.append(
+            f"{path.name} is damaged ({error}): it is a list of project, says, on, caveat and stage"
+        )
     return "\n".join(lines)
 
 
@@ -201,7 +219,13 @@ def _constants(path: Path) -> dict[str, str]:
     """The texts that a module names at its top level, read without running it."""
     found: dict[str, str] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             found |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
@@ -217,14 +241,20 @@ class Missing:
 
 def _find(name: str, here: str, machine: str | None, tables: Tables) -> str | Missing:
     """The table `name` as seen from the folder `here`; `machine` None: from the one whose numbers the texts show."""
-    found = {stage: each[name] for (where, stage), each in tables.items() if where == machine and name in each}
+    found = {
+        stage: each[name]
+        for (where, stage), each in tables.items()
+        if where == machine and name in each
+    }
     stage, _, own = name.partition(".")
     if own in tables.get((machine, stage), {}):
         return tables[machine, stage][own]
     if here in found:
         return found[here]
     if len(found) > 1:
-        return Missing(f"the table '{name}' is one of {' and '.join(found)}: write {next(iter(found))}.{name}")
+        return Missing(
+            f"the table '{name}' is one of {' and '.join(found)}: write {next(iter(found))}.{name}"
+        )
     if not found:
         return Missing(
             f"there is no table '{name}'{f' from {machine}' if machine else ''}: run the stage's benchmark, or mend the name"
@@ -234,7 +264,11 @@ def _find(name: str, here: str, machine: str | None, tables: Tables) -> str | Mi
 
 def _texts(root: Path) -> list[Path]:
     """The texts that may hold tables."""
-    found = [root / "README.md", *root.glob("stage[0-9][0-9]_*/README.md"), *root.glob("stage[0-9][0-9]_*/REPORT.md")]
+    found = [
+        root / "README.md",
+        *root.glob("stage[0-9][0-9]_*/README.md"),
+        *root.glob("stage[0-9][0-9]_*/REPORT.md"),
+    ]
     return sorted(path for path in [*found, root / "reports" / "README.md"] if path.exists())
 
 
@@ -274,7 +308,9 @@ def main(argv: list[str] | None = None) -> int:
         "  python -m shared.report            after a benchmark\n"
         "  python -m shared.report --check    is anything stale? then exit status 1",
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; name what is stale or missing")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; name what is stale or missing"
+    )
     return report(stages.ROOT, benchmarks(), parser.parse_args(argv).check)
 
 

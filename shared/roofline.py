@@ -54,7 +54,12 @@ def block_weights(config: Config) -> int:
 
 
 def forward_cost(
-    config: Config, dtype: torch.dtype, new: int, cached: int = 0, sampled: int | None = None, rows: int = 1
+    config: Config,
+    dtype: torch.dtype,
+    new: int,
+    cached: int = 0,
+    sampled: int | None = None,
+    rows: int = 1,
 ) -> Cost:
     """One pass over `rows` sequences alike: `new` tokens of each, `cached` tokens before them in a KV cache, and logits for
     `sampled` tokens in all, by default one of each sequence.
@@ -66,5 +71,12 @@ def forward_cost(
     head = config.vocab_size * config.n_embd
     sampled = rows if sampled is None else sampled
     seen = rows * (new * cached + new * (new + 1) / 2)
-    flops = 2 * block_weights(config) * rows * new + 2 * head * sampled + 4 * config.n_embd * config.n_layer * seen
-    return Cost(flops, (block_weights(config) + head) * size + rows * cached * config.kv_bytes_per_token(dtype))
+    flops = (
+        2 * block_weights(config) * rows * new
+        + 2 * head * sampled
+        + 4 * config.n_embd * config.n_layer * seen
+    )
+    return Cost(
+        flops,
+        (block_weights(config) + head) * size + rows * cached * config.kv_bytes_per_token(dtype),
+    )

@@ -34,7 +34,13 @@ def own_server(arguments: Sequence[str] = (), quiet: bool = False) -> Iterator[O
     """
     command = [sys.executable, "-m", MODULE, "--port", "0", *arguments]
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, encoding="utf-8", errors="replace"
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
     ) as process:
         assert process.stderr is not None
         said: deque[str] = deque(maxlen=20)

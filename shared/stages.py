@@ -13,7 +13,11 @@ ROOT = Path(__file__).parent.parent
 
 def discover() -> list[str]:
     """The stage packages in reading order: ["stage01_forward", "stage02_kv_cache", ...]."""
-    return sorted(folder.name for folder in ROOT.glob("stage[0-9][0-9]_*") if (folder / "__init__.py").exists())
+    return sorted(
+        folder.name
+        for folder in ROOT.glob("stage[0-9][0-9]_*")
+        if (folder / "__init__.py").exists()
+    )
 
 
 def engines() -> dict[str, Any]:
@@ -43,19 +47,28 @@ def engine_in(name: str, model: Any, contexts: int) -> Any:
     if name == "stage03_batching":
         return made(model, max_batch=contexts)
     if name == "stage04_continuous":
-        return made(model, scheduler=importlib.import_module(f"{name}.scheduler").Scheduler(contexts))
+        return made(
+            model, scheduler=importlib.import_module(f"{name}.scheduler").Scheduler(contexts)
+        )
     if name == "stage05_paged":
-        pool = importlib.import_module(f"{name}.blocks").BlockPool(contexts * model.config.n_positions // 16, 16)
+        pool = importlib.import_module(f"{name}.blocks").BlockPool(
+            contexts * model.config.n_positions // 16, 16
+        )
         return made(model, scheduler=importlib.import_module(f"{name}.scheduler").Scheduler(pool))
     return made(model)  # one sequence at a time
 
 
-def run_all(engine: Any, prompts: Sequence[list[int]], sampling: Sequence[Any]) -> Iterator[tuple[int, int]]:
+def run_all(
+    engine: Any, prompts: Sequence[list[int]], sampling: Sequence[Any]
+) -> Iterator[tuple[int, int]]:
     """Answer all `prompts` as fast as the engine of any stage can: together where it takes several, else one after the other.
     Yields (place of the prompt, token id), as soon as each token is there."""
     if hasattr(engine, "add"):  # from stage 04 on
         request = importlib.import_module("stage04_continuous.request").Request
-        added = [engine.add(request(prompt, each)) for prompt, each in zip(prompts, sampling, strict=True)]
+        added = [
+            engine.add(request(prompt, each))
+            for prompt, each in zip(prompts, sampling, strict=True)
+        ]
         place = {each.id: number for number, each in enumerate(added)}
         yield from ((place[name], token.id) for name, token in engine.run())
     elif hasattr(engine, "run"):  # stage 03

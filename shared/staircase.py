@@ -59,7 +59,9 @@ QUICK = Plan(requests=8, answers=(4, 32), contexts=2, rounds=1)
 
 def read_plan(fields: Mapping[str, Any]) -> Plan:
     """What `asdict` and JSON made of a plan, as it was."""
-    known: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    known: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
+    }
     return Plan(**known)
 
 
@@ -67,7 +69,10 @@ def workload(plan: Plan) -> tuple[list[list[int]], list[int]]:
     """Prompts (token ids), and how many tokens each is to be answered with: seeded, the same for all."""
     rng = random.Random("staircase")
     config = PRESETS[plan.model]
-    prompts = [parity.random_prompt(rng.randint(*plan.prompts), config, number) for number in range(plan.requests)]
+    prompts = [
+        parity.random_prompt(rng.randint(*plan.prompts), config, number)
+        for number in range(plan.requests)
+    ]
     return prompts, [rng.randint(*plan.answers) for _ in prompts]
 
 
@@ -103,7 +108,9 @@ def work(job: Job) -> Run:
     dtype, device = getattr(torch, job.plan.dtype), torch.device(job.plan.device)
     weights = checkpoint.load(job.plan.model, random_weights=job.plan.model != "stories")
     if job.variant in TITLES:
-        return by_transformers(job.variant, transformers_model(weights, dtype).to(device), prompts, counts)
+        return by_transformers(
+            job.variant, transformers_model(weights, dtype).to(device), prompts, counts
+        )
     model = stages.load_model(weights, dtype=dtype, device=device)
     weights.tensors.clear()
     optimize(model)
@@ -114,14 +121,18 @@ def work(job: Job) -> Run:
     run = Run(ends=[0.0] * len(prompts), tokens=[[] for _ in prompts])
     measure.synchronize(device)
     started = time.perf_counter()
-    for place, token in stages.run_all(engine, prompts, [params(max_tokens=count, ignore_eos=True) for count in counts]):
+    for place, token in stages.run_all(
+        engine, prompts, [params(max_tokens=count, ignore_eos=True) for count in counts]
+    ):
         run.tokens[place].append(token)
         run.ends[place] = time.perf_counter() - started
     run.seconds = time.perf_counter() - started
     return run
 
 
-def by_transformers(variant: str, model: Any, prompts: Sequence[list[int]], counts: Sequence[int]) -> Run:
+def by_transformers(
+    variant: str, model: Any, prompts: Sequence[list[int]], counts: Sequence[int]
+) -> Run:
     """transformers' `generate`, as its users call it. A batch says as many tokens to everybody as the longest answer has."""
     transformers_batch(model, list(prompts[:2]), 2)
     run = Run()
@@ -144,9 +155,21 @@ async def over_http(job: Job, prompts: Sequence[list[int]], counts: Sequence[int
         return await ask_all(job.url, prompts, counts)
     plan = job.plan
     weights = [] if plan.model == "stories" else ["--random-weights"]
-    options = ["--model", plan.model, *weights, "--dtype", plan.dtype, "--device", plan.device, "--threads", str(job.threads)]
+    options = [
+        "--model",
+        plan.model,
+        *weights,
+        "--dtype",
+        plan.dtype,
+        "--device",
+        plan.device,
+        "--threads",
+        str(job.threads),
+    ]
     config = PRESETS[plan.model]
-    memory = plan.contexts * config.n_positions * config.kv_bytes_per_token(getattr(torch, plan.dtype))
+    memory = (
+        plan.contexts * config.n_positions * config.kv_bytes_per_token(getattr(torch, plan.dtype))
+    )
     options += ["--kv-memory", str(memory), "--max-sequences", str(plan.requests)]
     with own_server(options, quiet=True) as server:
         run = await ask_all(server.url, prompts, counts)
@@ -159,7 +182,9 @@ async def ask_all(url: str, prompts: Sequence[list[int]], counts: Sequence[int])
     try:
         return await _ask_all(url, prompts, counts)
     except (aiohttp.ClientError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise UserError(f"{url} does not serve completions ({type(error).__name__}: {error}): ask it by hand first.") from None
+        raise UserError(
+            f"{url} does not serve completions ({type(error).__name__}: {error}): ask it by hand first."
+        ) from None
 
 
 async def _ask_all(url: str, prompts: Sequence[list[int]], counts: Sequence[int]) -> Run:
@@ -175,12 +200,16 @@ async def _ask_all(url: str, prompts: Sequence[list[int]], counts: Sequence[int]
             }  # fmt: skip
             async with session.post(f"{url}/v1/completions", json=body) as response:
                 if response.status != 200:
-                    raise UserError(f"{url} answered {response.status}: {(await response.text())[:300]}")
+                    raise UserError(
+                        f"{url} answered {response.status}: {(await response.text())[:300]}"
+                    )
                 answer = await response.json()
             run.ends[place] = time.perf_counter() - started
             run.tokens[place] = answer["choices"][0].get("token_ids") or []
             if answer["usage"]["completion_tokens"] != count:
-                raise UserError(f"{url} gave {answer['usage']['completion_tokens']} tokens, and {count} were asked for.")
+                raise UserError(
+                    f"{url} gave {answer['usage']['completion_tokens']} tokens, and {count} were asked for."
+                )
 
         started = time.perf_counter()
         await asyncio.gather(*(ask(0, prompt, 2) for prompt in prompts[:2]))  # to warm up
@@ -208,7 +237,9 @@ class Peer:
     command: str
 
 
-def measure_all(plan: Plan, peers: Sequence[Peer] = ()) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
+def measure_all(
+    plan: Plan, peers: Sequence[Peer] = ()
+) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
     """Configuration, results, limits. Raises ParityError for a token that differs, UserError for a run that fails, and for a peer
     that does not answer before anything is measured."""
     for each in peers:
@@ -228,11 +259,19 @@ def measure_all(plan: Plan, peers: Sequence[Peer] = ()) -> tuple[dict[str, Any],
             except RuntimeError as error:
                 raise UserError(f"{name} could not be measured: {error}") from None
             run = Run(**json.loads(fresh.output.splitlines()[-1]))
-            runs[name].append({"seconds": run.seconds, "ends": run.ends, "bytes": run.server_bytes or fresh.peak_bytes})
+            runs[name].append(
+                {
+                    "seconds": run.seconds,
+                    "ends": run.ends,
+                    "bytes": run.server_bytes or fresh.peak_bytes,
+                }
+            )
             tokens.setdefault(name, run.tokens)
             bar.update()
     proof = {
-        name: asdict(prove(plan, tokens[FIRST], said)) for name, said in tokens.items() if name not in urls and name != FIRST
+        name: asdict(prove(plan, tokens[FIRST], said))
+        for name, said in tokens.items()
+        if name not in urls and name != FIRST
     }
     configuration = {"plan": asdict(plan), "peers": [asdict(peer) for peer in peers]}
     return configuration, {"runs": runs, "proof": proof}, limits
@@ -261,8 +300,12 @@ def prove(plan: Plan, expected: Sequence[list[int]], got: Sequence[list[int]]) -
         if want != have:
             if engine is None:
                 weights = checkpoint.load(plan.model, random_weights=plan.model != "stories")
-                engine = stages.oracle(stages.load_model(weights, dtype=dtype, device=torch.device(plan.device)))
-            params = stages.sampling_params()(max_tokens=count, ignore_eos=True, logprobs=parity.LIKELIEST)
+                engine = stages.oracle(
+                    stages.load_model(weights, dtype=dtype, device=torch.device(plan.device))
+                )
+            params = stages.sampling_params()(
+                max_tokens=count, ignore_eos=True, logprobs=parity.LIKELIEST
+            )
             (right,) = engine.generate([prompt], params)
             reason = right.finish_reason
         parity.compare(KIND, [right], [Said(have, reason)], dtype, found)
@@ -279,7 +322,9 @@ def shown(name: str) -> str:
 def rate(results: Mapping[str, Any], name: str) -> measure.Summary:
     """Output tok/s."""
     tokens = sum(workload(plan_of(results))[1])
-    return measure.summarize([run["seconds"] for run in results["results"]["runs"][name]]).of(tokens)
+    return measure.summarize([run["seconds"] for run in results["results"]["runs"][name]]).of(
+        tokens
+    )
 
 
 def plan_of(results: Mapping[str, Any]) -> Plan:
@@ -294,7 +339,11 @@ def mark(results: Mapping[str, Any], name: str) -> str:
     if proof is None:
         return "not compared"
     ties = len(proof["near_ties"])
-    return "all equal" if not ties else f"equal, but {ties} of {proof['sequences']} answers part at a near tie"
+    return (
+        "all equal"
+        if not ties
+        else f"equal, but {ties} of {proof['sequences']} answers part at a near tie"
+    )
 
 
 def steps_table(results: dict[str, Any]) -> str:
@@ -330,14 +379,20 @@ def workload_table(results: dict[str, Any]) -> str:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    return {"limits": limits_table(results), "workload": workload_table(results), "steps": steps_table(results)}
+    return {
+        "limits": limits_table(results),
+        "workload": workload_table(results),
+        "steps": steps_table(results),
+    }
 
 
 def steps_chart(results: dict[str, Any]) -> Any:
     """Bars that grow from stage to stage, beside transformers."""
     names = list(results["results"]["runs"])
     found = {name: rate(results, name) for name in names}
-    best = max((name for name in names if name in stages.engines()), key=lambda name: found[name].median)
+    best = max(
+        (name for name in names if name in stages.engines()), key=lambda name: found[name].median
+    )
     gain = found[best].median / found[FIRST].median
     return draw.bars(
         f"The staircase: {gain:.0f}x the naive engine's throughput",
@@ -380,9 +435,20 @@ def main(argv: list[str] | None = None) -> int:
         f"  python -m shared.{KIND} && python -m shared.report\n"
         f"  python -m shared.{KIND} --peer 'llama.cpp=http://127.0.0.1:8080=llama-server -m gpt2-f32.gguf -t 2 -np 32'",
     )
-    parser.add_argument("--quick", action="store_true", help="a smaller workload, once; the table is shown and not kept")
-    parser.add_argument("--device", choices=("cpu", "cuda", "mps"), default="cpu", help="where to compute; default cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a smaller workload, once; the table is shown and not kept",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda", "mps"),
+        default="cpu",
+        help="where to compute; default cpu",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32"
+    )
     parser.add_argument(
         "--peer", type=peer, action="append", default=[], metavar="NAME=URL=COMMAND",
         help="an OpenAI-style server that runs already, with the same model, and how it was started; may be given several times",
@@ -404,7 +470,9 @@ def main(argv: list[str] | None = None) -> int:
     if not options.quick:
         path = measure.results_file(KIND, plan.device)
         measure.save(path, KIND, configuration, results, seed=0, limits=limits, device=plan.device)
-        print(f"Written: {path.relative_to(measure.ROOT).as_posix()}. Next: python -m shared.report")
+        print(
+            f"Written: {path.relative_to(measure.ROOT).as_posix()}. Next: python -m shared.report"
+        )
     return 0
 
 

@@ -30,7 +30,11 @@ def limits_of(results: Mapping[str, Any]) -> measure.Limits:
 
 
 def limits_table(results: Mapping[str, Any]) -> str:
-    machine, limits, torch_version = results["machine"], limits_of(results), results["versions"]["torch"]
+    machine, limits, torch_version = (
+        results["machine"],
+        limits_of(results),
+        results["versions"]["torch"],
+    )
     cpus = f"{machine['cpus']} CPU{'s' if machine['cpus'] > 1 else ''}"
     rates = ", ".join(f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in limits.gflops.items())
     return (
@@ -42,9 +46,16 @@ def limits_table(results: Mapping[str, Any]) -> str:
 
 def profile_table(found: Sequence[Mapping[str, Any]]) -> str:
     """Dominant operators, as `profile.profile` finds them."""
-    lines = ["| share of time | operator | rows x in -> out | kind | weights, GB/s | GFLOP/s |", "|--:|---|---|---|--:|--:|"]
+    lines = [
+        "| share of time | operator | rows x in -> out | kind | weights, GB/s | GFLOP/s |",
+        "|--:|---|---|---|--:|--:|",
+    ]
     for each in found:
-        rates = [f"{each[name]:.0f}" if each[name] is not None else "" for name in ("gb_s", "gflops")]
+        rates = [
+            f"{each[name]:.0f}" if each[name] is not None else "" for name in ("gb_s", "gflops")
+        ]
         name = f"`{each['operator']}`"
-        lines.append(f"| {each['share']:.0%} | {name} | {each['product'] or ''} | {each['kind']} | {rates[0]} | {rates[1]} |")
+        lines.append(
+            f"| {each['share']:.0%} | {name} | {each['product'] or ''} | {each['kind']} | {rates[0]} | {rates[1]} |"
+        )
     return "\n".join(lines)

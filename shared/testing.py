@@ -24,9 +24,13 @@ from .parity import random_prompt
 
 # Shapes for comparison with `transformers`: head counts, depths, odd vocabularies and contexts, and the 124M shape.
 SHAPES = {
-    "one head, one layer": Config(vocab_size=61, n_positions=32, n_embd=16, n_layer=1, n_head=1, name="one"),
+    "one head, one layer": Config(
+        vocab_size=61, n_positions=32, n_embd=16, n_layer=1, n_head=1, name="one"
+    ),
     "odd sizes": Config(vocab_size=101, n_positions=77, n_embd=36, n_layer=3, n_head=4, name="odd"),
-    "deep and narrow": Config(vocab_size=257, n_positions=128, n_embd=40, n_layer=8, n_head=5, name="deep"),
+    "deep and narrow": Config(
+        vocab_size=257, n_positions=128, n_embd=40, n_layer=8, n_head=5, name="deep"
+    ),
     "wide": Config(vocab_size=999, n_positions=100, n_embd=256, n_layer=2, n_head=8, name="wide"),
     "124M": PRESETS["gpt2"],
 }
@@ -52,7 +56,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_report_header(config: pytest.Config) -> str:
     chosen = config.getoption("markexpr")
-    return f"chosen: -m '{chosen}' (to add what is left out, give -m of your own: slow, gpu, weights)"
+    return (
+        f"chosen: -m '{chosen}' (to add what is left out, give -m of your own: slow, gpu, weights)"
+    )
 
 
 def random_checkpoint(config: Config, seed: int = 0, spread: float = 4.0) -> Checkpoint:
@@ -73,7 +79,9 @@ def random_checkpoint(config: Config, seed: int = 0, spread: float = 4.0) -> Che
 @pytest.fixture(scope="session")
 def tiny() -> Checkpoint:
     """A model small enough for hundreds of prompts: 3 layers, 2 heads, 64 positions, 101 words."""
-    return random_checkpoint(PRESETS["tiny"], spread=16.0)  # at 4 it says nearly the same word again and again
+    return random_checkpoint(
+        PRESETS["tiny"], spread=16.0
+    )  # at 4 it says nearly the same word again and again
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +115,9 @@ def interruptible() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--mine", action="store_true", help="test your own copy of a stage, made by `python -m shared.exercise start`"
+        "--mine",
+        action="store_true",
+        help="test your own copy of a stage, made by `python -m shared.exercise start`",
     )
 
 
@@ -142,7 +152,9 @@ def _stages_of(arguments: Sequence[str], directory: Path) -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):  # one of two processes: teams of threads as wide as the machine would wait for each other
+    if hasattr(
+        config, "workerinput"
+    ):  # one of two processes: teams of threads as wide as the machine would wait for each other
         threads = max(1, (os.cpu_count() or 1) // 2)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the programs that tests start
@@ -167,7 +179,9 @@ class _Mine:
     """The plugin that --mine adds. The copies are laid over their stages before it is made."""
 
     def __init__(self) -> None:
-        self.collected: list[str] = []  # ids of the tests of the copies, those too that are not chosen
+        self.collected: list[
+            str
+        ] = []  # ids of the tests of the copies, those too that are not chosen
         self.passed: dict[str, bool] = {}  # of those that were run, by id
         self._patch = pytest.MonkeyPatch()
 
@@ -183,7 +197,9 @@ class _Mine:
         self._patch.setattr(subprocess.Popen, "__init__", begin)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         """Leave out the tests of other stages."""
         others = [item for item in items if item.nodeid.partition("/")[0] not in mine.ACTIVE]
         if others:
@@ -210,9 +226,16 @@ class _Mine:
         for stage in mine.ACTIVE:
             results = {}
             for task in mine.tasks(stage):
-                ids = [each for each in self.collected if each.startswith(f"{stage}/") and task in _tasks_of(each)]
+                ids = [
+                    each
+                    for each in self.collected
+                    if each.startswith(f"{stage}/") and task in _tasks_of(each)
+                ]
                 known = {each.partition("/")[2].partition("[")[0] for each in ids}
-                whole = all(each in known or any(name.startswith(f"{each}::") for name in known) for each in task.tests)
+                whole = all(
+                    each in known or any(name.startswith(f"{each}::") for name in known)
+                    for each in task.tests
+                )
                 if any(not self.passed.get(each, True) for each in ids):
                     results[task.number] = False
                 elif whole and all(each in self.passed for each in ids):

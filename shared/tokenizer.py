@@ -20,14 +20,22 @@ from .errors import UserError
 # up to the last one before a word, which belongs to the word.
 CUT = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 END_OF_TEXT = "<|endoftext|>"
-SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # a token that no merge makes must at least look like a special one
+SPECIAL = re.compile(
+    r"<.+>|\[.+\]", re.DOTALL
+)  # a token that no merge makes must at least look like a special one
 
 
 def byte_alphabet() -> dict[str, int]:
     """Character -> byte, as GPT-2 writes bytes in vocab.json: printable ones as themselves, the other 68 from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     rest = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(rest)
+    }
 
 
 def _well_formed(text: str) -> str:
@@ -43,9 +51,13 @@ def _stand_in(token_id: int) -> bytes:
 class Tokenizer:
     """GPT-2's tokenizer with the vocabulary of one checkpoint."""
 
-    def __init__(self, ranks: dict[bytes, int], special: dict[str, int], eos_id: int | None, name: str = "") -> None:
+    def __init__(
+        self, ranks: dict[bytes, int], special: dict[str, int], eos_id: int | None, name: str = ""
+    ) -> None:
         """`ranks` maps the bytes of each ordinary token to its id, in the order of the merges; `special` the others' text."""
-        self._encoding = tiktoken.Encoding(name, pat_str=CUT, mergeable_ranks=ranks, special_tokens=special)
+        self._encoding = tiktoken.Encoding(
+            name, pat_str=CUT, mergeable_ranks=ranks, special_tokens=special
+        )
         self._tokens = {token_id: token for token, token_id in ranks.items()}
         self._tokens |= {token_id: token.encode() for token, token_id in special.items()}
         self.vocab_size = max(self._tokens) + 1
@@ -71,7 +83,9 @@ class Tokenizer:
         try:
             return self._encoding.encode(_well_formed(text), disallowed_special=())
         except ValueError as error:
-            raise UserError(f"The text cannot be cut into tokens ({error}): shorten its longest run of white space.") from None
+            raise UserError(
+                f"The text cannot be cut into tokens ({error}): shorten its longest run of white space."
+            ) from None
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes; a token may be part of a character."""
@@ -93,7 +107,9 @@ class ByteTokenizer:
         return list(_well_formed(text).encode())
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        return b"".join(bytes([token_id]) if 0 <= token_id < 256 else _stand_in(token_id) for token_id in ids)
+        return b"".join(
+            bytes([token_id]) if 0 <= token_id < 256 else _stand_in(token_id) for token_id in ids
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.decode_bytes(ids).decode("utf-8", "replace")
@@ -133,7 +149,9 @@ def _missing(path: Path) -> UserError:
     remedy = "copy it from where the weights come from."
     if (path.parent / "tokenizer.json").exists():
         remedy = "write both from tokenizer.json with the tokenizers package, Tokenizer.from_file(FILE).model.save(FOLDER)."
-    return UserError(f"{path} is missing, and the tokenizer needs vocab.json and merges.txt: {remedy}")
+    return UserError(
+        f"{path} is missing, and the tokenizer needs vocab.json and merges.txt: {remedy}"
+    )
 
 
 def _read_vocabulary(folder: Path) -> dict[str, int]:
@@ -142,8 +160,14 @@ def _read_vocabulary(folder: Path) -> dict[str, int]:
         raise _missing(path)
     vocabulary = read_json(path)
     ids = list(vocabulary.values())
-    if not ids or any(type(token_id) is not int or token_id < 0 for token_id in ids) or len(set(ids)) != len(ids):
-        raise UserError(f"{path} must map each token to an id of its own, a whole number from 0 on: copy or download it again.")
+    if (
+        not ids
+        or any(type(token_id) is not int or token_id < 0 for token_id in ids)
+        or len(set(ids)) != len(ids)
+    ):
+        raise UserError(
+            f"{path} must map each token to an id of its own, a whole number from 0 on: copy or download it again."
+        )
     return vocabulary
 
 
@@ -155,16 +179,22 @@ def _read_merges(folder: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as text ({error}): copy or download it again.") from None
+        raise UserError(
+            f"{path} cannot be read as text ({error}): copy or download it again."
+        ) from None
     # Some copies lack the version line; "# #" is a merge, so a bare "#" does not mark it.
     lines = lines[1:] if lines[0].startswith("#version") else lines
     pairs = [line.split(" ") for line in lines if line.strip()]
     if bad := [" ".join(pair) for pair in pairs if len(pair) != 2 or not all(pair)]:
-        raise UserError(f"{path} has the line {bad[0]!r} where two tokens should be: copy or download it again.")
+        raise UserError(
+            f"{path} has the line {bad[0]!r} where two tokens should be: copy or download it again."
+        )
     return ["".join(pair) for pair in pairs]
 
 
-def _ranks(vocabulary: dict[str, int], made: Sequence[str], folder: Path) -> tuple[dict[bytes, int], dict[str, int]]:
+def _ranks(
+    vocabulary: dict[str, int], made: Sequence[str], folder: Path
+) -> tuple[dict[bytes, int], dict[str, int]]:
     """Token bytes -> id, and the special tokens -> id.
 
     tiktoken knows no merges: it joins the pair whose result has the lowest id. That is BPE exactly if each merge makes
@@ -172,12 +202,16 @@ def _ranks(vocabulary: dict[str, int], made: Sequence[str], folder: Path) -> tup
     """
 
     def disagree(what: str) -> UserError:
-        return UserError(f"The files vocab.json and merges.txt in {folder} disagree: {what}; copy both from the same checkpoint.")
+        return UserError(
+            f"The files vocab.json and merges.txt in {folder} disagree: {what}; copy both from the same checkpoint."
+        )
 
     alphabet = byte_alphabet()
     if lacking := [letter for letter in alphabet if letter not in vocabulary]:
         lacks = f"lacks {len(lacking)} of the 256 bytes, such as {lacking[0]!r}"
-        raise UserError(f"{folder / 'vocab.json'} {lacks}: choose a checkpoint whose tokenizer is in GPT-2's format.")
+        raise UserError(
+            f"{folder / 'vocab.json'} {lacks}: choose a checkpoint whose tokenizer is in GPT-2's format."
+        )
     if unknown := [token for token in made if token not in vocabulary]:
         raise disagree(f"{len(unknown)} merges make tokens without an id, such as {unknown[0]!r}")
     ids = [vocabulary[token] for token in made]
@@ -189,7 +223,9 @@ def _ranks(vocabulary: dict[str, int], made: Sequence[str], folder: Path) -> tup
         raise disagree(f"no merge makes {len(orphans)} of the tokens, such as {orphans[0]!r}")
     if odd := [token for token in made if not alphabet.keys() >= set(token)]:
         raise disagree(f"the token {odd[0]!r} is not written in GPT-2's byte alphabet")
-    return {bytes(alphabet[letter] for letter in token): vocabulary[token] for token in ordinary}, special
+    return {
+        bytes(alphabet[letter] for letter in token): vocabulary[token] for token in ordinary
+    }, special
 
 
 def _eos_token(folder: Path) -> str:

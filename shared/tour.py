@@ -20,7 +20,9 @@ PROMPTS = (
     "Long ago, in a village under the cliffs, there lived a girl whose name was",
     "There was once a merry boy named",
 )
-WARM_UP_TOKENS = 4  # libraries choose their kernels at the first call; no stage should pay for that alone
+WARM_UP_TOKENS = (
+    4  # libraries choose their kernels at the first call; no stage should pay for that alone
+)
 
 
 @dataclass
@@ -32,7 +34,9 @@ class Told:
     seconds: float
 
 
-def tell(engine: cli.Streaming, loaded: cli.Loaded, prompt: Sequence[int], sampling: Any, show: bool) -> Told:
+def tell(
+    engine: cli.Streaming, loaded: cli.Loaded, prompt: Sequence[int], sampling: Any, show: bool
+) -> Told:
     """Continue `prompt` (token ids); `show` streams prompt and text to standard output."""
     told = Told([], None, 0.0)
     if show:
@@ -54,14 +58,19 @@ def table(told: dict[str, list[Told]]) -> str:
     rates = {}
     lines = [f"{'stage':<24}{'tokens':>8}{'seconds':>10}{'tok/s':>10}{'speed-up':>10}"]
     for name, texts in told.items():
-        tokens, seconds = sum(len(each.token_ids) for each in texts), sum(each.seconds for each in texts)
+        tokens, seconds = (
+            sum(len(each.token_ids) for each in texts),
+            sum(each.seconds for each in texts),
+        )
         rates[name] = tokens / seconds
         gain = rates[name] / next(iter(rates.values()))
         lines.append(f"{name:<24}{tokens:>8}{seconds:>10.2f}{rates[name]:>10.1f}{gain:>9.1f}x")
     return "\n".join(lines)
 
 
-def compare(told: dict[str, list[Told]], prompts: Sequence[Sequence[int]], oracle: Any, sampling: Any) -> list[str]:
+def compare(
+    told: dict[str, list[Told]], prompts: Sequence[Sequence[int]], oracle: Any, sampling: Any
+) -> list[str]:
     """Compare every stage with the first, and print a line on each; returns the names of the stages that differ.
 
     Below float64 two stages may part where two tokens are nearly tied: that is said, and is no difference (see parity.py).
@@ -75,7 +84,11 @@ def compare(told: dict[str, list[Told]], prompts: Sequence[Sequence[int]], oracl
             for prompt, want, have in zip(prompts, told[first], told[name], strict=True):
                 same = (want.token_ids, want.finish_reason) == (have.token_ids, have.finish_reason)
                 # Only after a difference ask the first stage how sure it was: asking takes time, which would count as its own.
-                expected = want if same else oracle.generate([prompt], replace(sampling, logprobs=parity.LIKELIEST))[0]
+                expected = (
+                    want
+                    if same
+                    else oracle.generate([prompt], replace(sampling, logprobs=parity.LIKELIEST))[0]
+                )
                 parity.compare("tour", [expected], [have], oracle.model.dtype, found)
             print(f"{name} against {first}: {found}")
         except parity.ParityError as error:
@@ -108,7 +121,9 @@ def visit(loaded: cli.Loaded, engines: dict[str, Any], options: argparse.Namespa
     for name, engine_class in engines.items():
         print(f"\n--- {name} ---", flush=True)
         engine = engine_class(loaded.model)
-        for _ in engine.stream(prompts[0], replace(sampling, max_tokens=min(WARM_UP_TOKENS, options.max_tokens))):
+        for _ in engine.stream(
+            prompts[0], replace(sampling, max_tokens=min(WARM_UP_TOKENS, options.max_tokens))
+        ):
             pass
         told[name] = [tell(engine, loaded, prompts[0], sampling, show=True)]
         for text, prompt in zip(PROMPTS[1:], prompts[1:], strict=True):
@@ -116,7 +131,11 @@ def visit(loaded: cli.Loaded, engines: dict[str, Any], options: argparse.Namespa
             print(f"and {len(told[name][-1].token_ids)} tokens after '{text}'", flush=True)
     print(f"\n{table(told)}\n")
     differ = compare(told, prompts, stages.oracle(loaded.model), sampling)
-    print(f"Not the same tokens as the first stage: {', '.join(differ)}." if differ else "All stages agree.")
+    print(
+        f"Not the same tokens as the first stage: {', '.join(differ)}."
+        if differ
+        else "All stages agree."
+    )
     return 1 if differ else 0
 
 

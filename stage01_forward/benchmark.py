@@ -29,7 +29,10 @@ STAGE = "stage01_forward"
 LENGTHS = (1, 8, 32, 128, 512, 1023)
 ATTENTION_LENGTHS = (16, 64, 256, 1024)
 DTYPES = (torch.float32, torch.bfloat16)
-LOGIT_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # against transformers in float32; bfloat16 keeps 8 bits
+LOGIT_BOUND = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.1,
+}  # against transformers in float32; bfloat16 keeps 8 bits
 
 
 @torch.inference_mode()
@@ -41,23 +44,33 @@ def last_logits(model: GPT2, ids: list[int]) -> torch.Tensor:
 @torch.inference_mode()
 def prove_logits(model: GPT2, peer: Any, ids: list[int], dtype: torch.dtype) -> float:
     """The largest difference from `transformers`' float32 logits; raises AssertionError above the bound."""
-    difference = float((last_logits(model, ids).float() - peer(torch.tensor([ids])).logits[0, -1]).abs().max())
+    difference = float(
+        (last_logits(model, ids).float() - peer(torch.tensor([ids])).logits[0, -1]).abs().max()
+    )
     if difference > LOGIT_BOUND[dtype]:
-        raise AssertionError(f"{label(dtype)} logits differ from transformers by {difference}, more than {LOGIT_BOUND[dtype]}")
+        raise AssertionError(
+            f"{label(dtype)} logits differ from transformers by {difference}, more than {LOGIT_BOUND[dtype]}"
+        )
     return difference
 
 
 def prove_tokens(engine: Engine, peer: Any, prompt: list[int], count: int) -> dict[str, Any]:
     """The engine's greedy tokens are `transformers`' up to the first near tie; raises ParityError otherwise."""
-    (output,) = engine.generate([prompt], SamplingParams(max_tokens=count, ignore_eos=True, logprobs=LIKELIEST))
-    theirs = Output(prompt, transformers_greedy(peer, prompt, count, use_cache=False), output.finish_reason)
+    (output,) = engine.generate(
+        [prompt], SamplingParams(max_tokens=count, ignore_eos=True, logprobs=LIKELIEST)
+    )
+    theirs = Output(
+        prompt, transformers_greedy(peer, prompt, count, use_cache=False), output.finish_reason
+    )
     found = Parity()
     compare("transformers", [output], [theirs], engine.model.dtype, found)
     parted = found.near_ties[0] if found.near_ties else {"token": count, "gap": None}
     return {"tokens": count, "equal": parted["token"], "gap": parted["gap"]}
 
 
-def measure_forward(shape: checkpoint.Checkpoint, lengths: tuple[int, ...], repeats: int, bar: tqdm) -> list[dict[str, Any]]:
+def measure_forward(
+    shape: checkpoint.Checkpoint, lengths: tuple[int, ...], repeats: int, bar: tqdm
+) -> list[dict[str, Any]]:
     """Seconds of one pass over T tokens with logits for the last: packed, plain, and `transformers`."""
     rows = []
     reference = transformers_model(shape, torch.float32)
@@ -72,35 +85,59 @@ def measure_forward(shape: checkpoint.Checkpoint, lengths: tuple[int, ...], repe
             variants: dict[str, Callable[[], object]] = {
                 "ours": lambda ids=ids, model=fast: last_logits(model, ids),  # type: ignore[misc]
                 "ours, plain": lambda ids=ids, model=plain: last_logits(model, ids),  # type: ignore[misc]
-                "transformers": lambda tokens=tokens, peer=peer: peer(tokens, use_cache=False, logits_to_keep=1),  # type: ignore[misc]
+                "transformers": lambda tokens=tokens, peer=peer: peer(
+                    tokens, use_cache=False, logits_to_keep=1
+                ),  # type: ignore[misc]
             }
             with torch.inference_mode():
                 seconds = measure.alternate(variants, repeats, progress=lambda _: bar.update())
-            rows.append({"dtype": label(dtype), "tokens": length, "linear": chosen, "difference": difference, "seconds": seconds})
+            rows.append(
+                {
+                    "dtype": label(dtype),
+                    "tokens": length,
+                    "linear": chosen,
+                    "difference": difference,
+                    "seconds": seconds,
+                }
+            )
     return rows
 
 
-def measure_attention(heads: int, head_dim: int, lengths: tuple[int, ...], repeats: int, bar: tqdm) -> list[dict[str, Any]]:
+def measure_attention(
+    heads: int, head_dim: int, lengths: tuple[int, ...], repeats: int, bar: tqdm
+) -> list[dict[str, Any]]:
     """Seconds of attention alone, one layer: written out and fused."""
     rows = []
     for dtype in DTYPES:
         for length in lengths:
-            q, k, v = torch.randn(3, heads, length, head_dim, generator=torch.Generator().manual_seed(length)).to(dtype)
+            q, k, v = torch.randn(
+                3, heads, length, head_dim, generator=torch.Generator().manual_seed(length)
+            ).to(dtype)
             difference = float((explicit_attention(q, k, v) - fused_attention(q, k, v)).abs().max())
             variants: dict[str, Callable[[], object]] = {
                 "explicit": lambda q=q, k=k, v=v: explicit_attention(q, k, v),  # type: ignore[misc]
                 "fused": lambda q=q, k=k, v=v: fused_attention(q, k, v),  # type: ignore[misc]
             }
             with torch.inference_mode():
-                seconds = measure.alternate(variants, repeats, warmup=2, progress=lambda _: bar.update())
+                seconds = measure.alternate(
+                    variants, repeats, warmup=2, progress=lambda _: bar.update()
+                )
             scores = heads * length * length * dtype.itemsize
             rows.append(
-                {"dtype": label(dtype), "tokens": length, "score_bytes": scores, "difference": difference, "seconds": seconds}
+                {
+                    "dtype": label(dtype),
+                    "tokens": length,
+                    "score_bytes": scores,
+                    "difference": difference,
+                    "seconds": seconds,
+                }
             )
     return rows
 
 
-def measure_generation(shape: checkpoint.Checkpoint, count: int, repeats: int, bar: tqdm) -> list[dict[str, Any]]:
+def measure_generation(
+    shape: checkpoint.Checkpoint, count: int, repeats: int, bar: tqdm
+) -> list[dict[str, Any]]:
     """Seconds for `count` tokens after 5, computing everything again for each: this engine, and `transformers` told to."""
     rows = []
     params = SamplingParams(max_tokens=count, ignore_eos=True)
@@ -113,7 +150,9 @@ def measure_generation(shape: checkpoint.Checkpoint, count: int, repeats: int, b
         proof = prove_tokens(engine, peer, prompt, count)
         variants: dict[str, Callable[[], object]] = {
             "ours": lambda engine=engine, prompt=prompt: engine.generate([prompt], params),  # type: ignore[misc]
-            "transformers": lambda peer=peer, prompt=prompt: transformers_greedy(peer, prompt, count, False),  # type: ignore[misc]
+            "transformers": lambda peer=peer, prompt=prompt: transformers_greedy(
+                peer, prompt, count, False
+            ),  # type: ignore[misc]
         }
         seconds = measure.alternate(variants, repeats, warmup=0, progress=lambda _: bar.update())
         rows.append(
@@ -139,12 +178,16 @@ def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
     small = checkpoint.load("stories")
     generation_repeats = max(2, repeats // 3)
     total = len(DTYPES) * (
-        3 * len(lengths) * (repeats + 1) + 2 * len(attention_lengths) * (repeats + 2) + 2 * 2 * generation_repeats
+        3 * len(lengths) * (repeats + 1)
+        + 2 * len(attention_lengths) * (repeats + 2)
+        + 2 * 2 * generation_repeats
     )
     with tqdm(total=total, unit="run") as bar:
         results: dict[str, Any] = {
             "forward": measure_forward(big, lengths, repeats, bar),
-            "attention": measure_attention(big.config.n_head, big.config.head_dim, attention_lengths, repeats, bar),
+            "attention": measure_attention(
+                big.config.n_head, big.config.head_dim, attention_lengths, repeats, bar
+            ),
             "generation": [
                 *measure_generation(big, count, generation_repeats, bar),
                 *measure_generation(small, count, generation_repeats, bar),
@@ -172,7 +215,9 @@ def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
 def predicted_pass(results: dict[str, Any], dtype: str, tokens: int) -> float:
     """Seconds that the machine's limits allow for one pass over `tokens` tokens of the 124M shape."""
     kind = getattr(torch, dtype)
-    return roofline.forward_cost(checkpoint.PRESETS["gpt2"], kind, tokens).seconds(limits_of(results), kind)
+    return roofline.forward_cost(checkpoint.PRESETS["gpt2"], kind, tokens).seconds(
+        limits_of(results), kind
+    )
 
 
 def forward_table(results: dict[str, Any]) -> str:
@@ -192,7 +237,10 @@ def forward_table(results: dict[str, Any]) -> str:
 
 
 def attention_table(results: dict[str, Any]) -> str:
-    lines = ["| dtype | tokens | scores kept, MB | explicit, ms | fused, ms | gain |", "|---|--:|--:|--:|--:|--:|"]
+    lines = [
+        "| dtype | tokens | scores kept, MB | explicit, ms | fused, ms | gain |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
     for row in results["results"]["attention"]:
         explicit, fused = (median(row["seconds"][name]) for name in ("explicit", "fused"))
         lines.append(
@@ -205,7 +253,10 @@ def attention_table(results: dict[str, Any]) -> str:
 
 def linear_table(results: dict[str, Any]) -> str:
     """What packing the weights alone brings, by tokens in the pass."""
-    lines = ["| dtype | tokens | chosen | plain, ms | chosen, ms | gain |", "|---|--:|---|--:|--:|--:|"]
+    lines = [
+        "| dtype | tokens | chosen | plain, ms | chosen, ms | gain |",
+        "|---|--:|---|--:|--:|--:|",
+    ]
     for row in results["results"]["forward"]:
         plain, ours = (median(row["seconds"][name]) for name in ("ours, plain", "ours"))
         lines.append(
@@ -220,9 +271,16 @@ def generation_table(results: dict[str, Any]) -> str:
         "|---|---|--:|--:|--:|--:|---|",
     ]
     for row in results["results"]["generation"]:
-        rate = {name: measure.summarize(values).of(row["tokens"]) for name, values in row["seconds"].items()}
+        rate = {
+            name: measure.summarize(values).of(row["tokens"])
+            for name, values in row["seconds"].items()
+        }
         proof = row["proof"]
-        equal = "all" if proof["gap"] is None else f"first {proof['equal']}, then a near tie (gap {proof['gap']:.1g})"
+        equal = (
+            "all"
+            if proof["gap"] is None
+            else f"first {proof['equal']}, then a near tie (gap {proof['gap']:.1g})"
+        )
         lines.append(
             f"| {row['model']} | {row['dtype']} | {row['tokens']} | {rate['ours'].show()} | {rate['transformers'].show()} "
             f"| {rate['ours'].median / rate['transformers'].median:.2f}x | {equal} |"
@@ -245,9 +303,15 @@ def forward_chart(results: dict[str, Any]) -> Any:
     rows = [row for row in results["results"]["forward"] if row["dtype"] == "float32"]
     series = {
         name: [median(row["seconds"][key]) * 1e3 for row in rows]
-        for name, key in (("transformers", "transformers"), ("plain layers", "ours, plain"), ("packed layers", "ours"))
+        for name, key in (
+            ("transformers", "transformers"),
+            ("plain layers", "ours, plain"),
+            ("packed layers", "ours"),
+        )
     }
-    series["machine's limit"] = [predicted_pass(results, "float32", row["tokens"]) * 1e3 for row in rows]
+    series["machine's limit"] = [
+        predicted_pass(results, "float32", row["tokens"]) * 1e3 for row in rows
+    ]
     return draw.lines(
         "Eight tokens in one pass cost less than two passes of one token",
         "tokens in the pass (GPT-2 124M shape, float32)",
@@ -262,7 +326,9 @@ def forward_chart(results: dict[str, Any]) -> Any:
 
 def attention_chart(results: dict[str, Any]) -> Any:
     rows = [row for row in results["results"]["attention"] if row["dtype"] == "float32"]
-    series = {name: [median(row["seconds"][name]) * 1e3 for row in rows] for name in ("explicit", "fused")}
+    series = {
+        name: [median(row["seconds"][name]) * 1e3 for row in rows] for name in ("explicit", "fused")
+    }
     return draw.lines(
         "Attention without storing the scores",
         "tokens (one layer, 12 heads of 64, float32)",
@@ -275,7 +341,10 @@ def attention_chart(results: dict[str, Any]) -> Any:
 
 
 def charts(results: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    return {"forward": lambda: forward_chart(results), "attention": lambda: attention_chart(results)}
+    return {
+        "forward": lambda: forward_chart(results),
+        "attention": lambda: attention_chart(results),
+    }
 
 
 def headline(results: dict[str, Any]) -> str:

@@ -52,7 +52,9 @@ class Engine:
         while reason is None:
             started = time.perf_counter()
             logits = self._forward(prompt + output_ids)  # all of it, again
-            ids, logprobs = sample(logits[None], [params], [(prompt, output_ids)], [generator], self.eos_id)
+            ids, logprobs = sample(
+                logits[None], [params], [(prompt, output_ids)], [generator], self.eos_id
+            )
             output_ids.append(int(ids[0]))
             reason = finish_reason(output_ids, len(prompt), params, self.model.config, self.eos_id)
             repeated = len(output_ids) - 1

@@ -30,9 +30,13 @@ class Output:
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop": end-of-text or a stop token; "length": max_tokens or the context is full
+    finish_reason: str | None = (
+        None  # "stop": end-of-text or a stop token; "length": max_tokens or the context is full
+    )
     logprobs: list[Logprobs] = field(default_factory=list)
-    error: str | None = None  # engines that run several requests at once report a bad one here ("error"); the others go on
+    error: str | None = (
+        None  # engines that run several requests at once report a bad one here ("error"); the others go on
+    )
 
     def append(self, token: Token) -> None:
         self.token_ids.append(token.id)
@@ -48,7 +52,9 @@ class Output:
 def check_request(prompt: Sequence[int], params: SamplingParams, config: Config) -> None:
     """Raise UserError for a prompt that `config` cannot continue, or sampling that does not fit its vocabulary."""
     if not prompt:
-        raise UserError("The prompt is empty: give at least one token, for instance the text 'Once upon a time'.")
+        raise UserError(
+            "The prompt is empty: give at least one token, for instance the text 'Once upon a time'."
+        )
     if len(prompt) >= config.n_positions:
         raise UserError(
             f"The prompt has {len(prompt)} tokens, and {config.name} sees {config.n_positions} with the answer "
@@ -56,7 +62,9 @@ def check_request(prompt: Sequence[int], params: SamplingParams, config: Config)
         )
     if min(prompt) < 0 or max(prompt) >= config.vocab_size:
         wrong = next(i for i in prompt if not 0 <= i < config.vocab_size)
-        raise UserError(f"Token id {wrong} is not in the vocabulary: ids go from 0 to {config.vocab_size - 1}.")
+        raise UserError(
+            f"Token id {wrong} is not in the vocabulary: ids go from 0 to {config.vocab_size - 1}."
+        )
     params.check_vocabulary(config.vocab_size)
 
 
@@ -69,17 +77,25 @@ def finite_rows(logits: Tensor, outputs: Sequence[Output]) -> list[int]:
     return [row for row, good in enumerate(finite) if good]
 
 
-def sampling_per_prompt(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[SamplingParams]:
+def sampling_per_prompt(
+    prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> list[SamplingParams]:
     """One SamplingParams a prompt, from one for all or from a list of equal length."""
     if isinstance(sampling, SamplingParams):
         return [sampling] * len(prompts)
     if len(sampling) != len(prompts):
-        raise UserError(f"There are {len(prompts)} prompts and {len(sampling)} sampling settings: give one for all, or one each.")
+        raise UserError(
+            f"There are {len(prompts)} prompts and {len(sampling)} sampling settings: give one for all, or one each."
+        )
     return list(sampling)
 
 
 def finish_reason(
-    output_ids: Sequence[int], prompt_length: int, params: SamplingParams, config: Config, eos_id: int | None
+    output_ids: Sequence[int],
+    prompt_length: int,
+    params: SamplingParams,
+    config: Config,
+    eos_id: int | None,
 ) -> str | None:
     """Why the sequence ends with its newest token, or None if it goes on.
 
@@ -91,6 +107,9 @@ def finish_reason(
             return "stop"
         if newest in params.stop_token_ids:
             return "stop"
-    if len(output_ids) >= params.max_tokens or prompt_length + len(output_ids) >= config.n_positions:
+    if (
+        len(output_ids) >= params.max_tokens
+        or prompt_length + len(output_ids) >= config.n_positions
+    ):
         return "length"
     return None

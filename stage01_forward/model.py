@@ -58,7 +58,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.attn.split_heads(self.attn.c_attn(self.ln_1(x)))  # (..., C) -> 3 x (..., H, D)
+        q, k, v = self.attn.split_heads(
+            self.attn.c_attn(self.ln_1(x))
+        )  # (..., C) -> 3 x (..., H, D)
         x = x + self.attn.c_proj(attend(self.layer, q, k, v).flatten(-2))  # (..., H, D) -> (..., C)
         return x + self.mlp(self.ln_2(x))
 
@@ -95,16 +97,24 @@ class GPT2(nn.Module):
         return self.wte.weight.dtype
 
 
-def load_model(checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> GPT2:
+def load_model(
+    checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> GPT2:
     """The model with the weights of `checkpoint`, ready for inference.
 
     GPT-2 stores its four projections as (in, out), nn.Linear as (out, in): they are transposed as views. The output
     layer is the input embedding itself (tied). `dtype` None keeps the checkpoint's.
     """
-    with torch.device("meta"):  # no memory and no time for random weights that are thrown away at once
+    with torch.device(
+        "meta"
+    ):  # no memory and no time for random weights that are thrown away at once
         model = GPT2(checkpoint.config)
     state = {
-        name: (tensor.t() if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else tensor).to(device, dtype)
+        name: (
+            tensor.t()
+            if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+            else tensor
+        ).to(device, dtype)
         for name, tensor in checkpoint.tensors.items()
     }
     state["lm_head.weight"] = state["wte.weight"]

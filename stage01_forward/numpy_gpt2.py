@@ -29,7 +29,9 @@ def gelu(x: Array) -> Array:
 
 
 def softmax(x: Array) -> Array:
-    e = np.exp(x - x.max(axis=-1, keepdims=True))  # minus the maximum: the same result, and no overflow
+    e = np.exp(
+        x - x.max(axis=-1, keepdims=True)
+    )  # minus the maximum: the same result, and no overflow
     return e / e.sum(axis=-1, keepdims=True)
 
 
@@ -39,7 +41,9 @@ def attention(x: Array, w: Weights, prefix: str, n_head: int) -> Array:
         part.reshape(len(x), n_head, -1).swapaxes(0, 1)  # (T, C) -> (T, H, D) -> (H, T, D)
         for part in np.split(qkv, 3, axis=-1)
     )
-    scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])  # (H, T, T): how much each token looks at each other
+    scores = (
+        q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])
+    )  # (H, T, T): how much each token looks at each other
     past = np.tril(np.ones(scores.shape[1:], dtype=bool))  # (T, T): token i may look at tokens 0..i
     weights = softmax(np.where(past, scores, -np.inf))  # rows sum to 1, the future has weight 0
     out = (weights @ v).swapaxes(0, 1).reshape(x.shape)  # (H, T, D) -> (T, H, D) -> (T, C)
@@ -53,8 +57,12 @@ def mlp(x: Array, w: Weights, prefix: str) -> Array:
 
 def block(x: Array, w: Weights, layer: int, n_head: int, epsilon: float) -> Array:
     p = f"h.{layer}"
-    x = x + attention(layer_norm(x, w[f"{p}.ln_1.weight"], w[f"{p}.ln_1.bias"], epsilon), w, f"{p}.attn", n_head)
-    return x + mlp(layer_norm(x, w[f"{p}.ln_2.weight"], w[f"{p}.ln_2.bias"], epsilon), w, f"{p}.mlp")
+    x = x + attention(
+        layer_norm(x, w[f"{p}.ln_1.weight"], w[f"{p}.ln_1.bias"], epsilon), w, f"{p}.attn", n_head
+    )
+    return x + mlp(
+        layer_norm(x, w[f"{p}.ln_2.weight"], w[f"{p}.ln_2.bias"], epsilon), w, f"{p}.mlp"
+    )
 
 
 def gpt2(ids: list[int], w: Weights, n_layer: int, n_head: int, epsilon: float = 1e-5) -> Array:
@@ -66,7 +74,9 @@ def gpt2(ids: list[int], w: Weights, n_layer: int, n_head: int, epsilon: float =
     return x @ w["wte.weight"].T  # (T, C) -> (T, V): the embedding again, read the other way
 
 
-def greedy(ids: list[int], w: Weights, n_layer: int, n_head: int, count: int, epsilon: float = 1e-5) -> list[int]:
+def greedy(
+    ids: list[int], w: Weights, n_layer: int, n_head: int, count: int, epsilon: float = 1e-5
+) -> list[int]:
     """The `count` most probable next tokens, one at a time, everything computed again for each."""
     out: list[int] = []
     for _ in range(count):

@@ -26,7 +26,10 @@ ROWS = 128  # logits computed at once: (128, V) in float32 is 26 MB for GPT-2, a
 
 @torch.inference_mode()
 def perplexity(
-    model: GPT2, ids: Sequence[int], stride: int | None = None, progress: Callable[[int], object] | None = None
+    model: GPT2,
+    ids: Sequence[int],
+    stride: int | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> dict[str, float]:
     """Judge every token of `ids` but the first with windows of n_positions tokens that move on by `stride`.
 
@@ -37,25 +40,39 @@ def perplexity(
     window = model.config.n_positions
     stride = max(1, window // 2) if stride is None else stride
     if len(ids) < 2:
-        raise UserError(f"The text has {len(ids)} tokens, and perplexity needs 2 or more: give a longer text.")
+        raise UserError(
+            f"The text has {len(ids)} tokens, and perplexity needs 2 or more: give a longer text."
+        )
     if not 1 <= stride <= window:
-        raise UserError(f"A stride of {stride} does not fit windows of {window} tokens: choose one from 1 to {window}.")
+        raise UserError(
+            f"A stride of {stride} does not fit windows of {window} tokens: choose one from 1 to {window}."
+        )
     tokens = torch.tensor(ids, device=model.device)  # (N,)
     total, judged = 0.0, 0
     while judged < len(ids) - 1:
         # The window that follows at `stride` is the first to reach token `judged` + 1, so it judges all tokens from there on.
         start = 0 if judged == 0 else judged + stride - window
         end = min(start + window, len(ids) - 1)
-        hidden = model(tokens[start:end], torch.arange(end - start, device=model.device), Recompute().attend)  # (T, C)
-        for rows, targets in zip(hidden[judged - start :].split(ROWS), tokens[judged + 1 : end + 1].split(ROWS), strict=True):
+        hidden = model(
+            tokens[start:end], torch.arange(end - start, device=model.device), Recompute().attend
+        )  # (T, C)
+        for rows, targets in zip(
+            hidden[judged - start :].split(ROWS),
+            tokens[judged + 1 : end + 1].split(ROWS),
+            strict=True,
+        ):
             logits = model.logits(rows)  # (R, C) -> (R, V)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a sum of exponentials needs the digits
+            logits = logits.to(
+                torch.promote_types(logits.dtype, torch.float32)
+            )  # a sum of exponentials needs the digits
             total += F.cross_entropy(logits, targets, reduction="sum").item()
         if progress is not None:
             progress(end - judged)
         judged = end
     cross_entropy = total / judged
-    exp = torch.tensor(cross_entropy, dtype=torch.float64).exp().item()  # math.exp raises where this gives infinity
+    exp = (
+        torch.tensor(cross_entropy, dtype=torch.float64).exp().item()
+    )  # math.exp raises where this gives infinity
     return {"perplexity": exp, "cross_entropy": cross_entropy, "tokens": judged}
 
 
@@ -67,7 +84,9 @@ def read_text(name: str) -> str:
         raise UserError(f"{name} is not UTF-8 text: save or convert it as UTF-8.") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{name} cannot be read ({reason}): give the name of a text file.") from None
+        raise UserError(
+            f"{name} cannot be read ({reason}): give the name of a text file."
+        ) from None
 
 
 def main(argv: list[str] | None = None) -> None:

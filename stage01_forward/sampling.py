@@ -62,7 +62,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    logprobs: int | None = None  # None: none; 0: of the sampled token only; n: and of the n likeliest
+    logprobs: int | None = (
+        None  # None: none; 0: of the sampled token only; n: and of the n likeliest
+    )
 
     def __post_init__(self) -> None:
         _check_integer("max_tokens", self.max_tokens, low=1)
@@ -71,25 +73,49 @@ class SamplingParams:
         _check_number("top_p", self.top_p, "above 0 and at most 1", lambda value: 0 < value <= 1)
         _check_number("min_p", self.min_p, "from 0 to 1", lambda value: 0 <= value <= 1)
         # vLLM takes any positive number here; far out ones turn scores into infinities, so they stop at 100 times.
-        _check_number("repetition_penalty", self.repetition_penalty, "from 0.01 to 100", lambda value: 0.01 <= value <= 100)
-        _check_number("presence_penalty", self.presence_penalty, "from -2 to 2", lambda value: -2 <= value <= 2)
-        _check_number("frequency_penalty", self.frequency_penalty, "from -2 to 2", lambda value: -2 <= value <= 2)
+        _check_number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            "from 0.01 to 100",
+            lambda value: 0.01 <= value <= 100,
+        )
+        _check_number(
+            "presence_penalty",
+            self.presence_penalty,
+            "from -2 to 2",
+            lambda value: -2 <= value <= 2,
+        )
+        _check_number(
+            "frequency_penalty",
+            self.frequency_penalty,
+            "from -2 to 2",
+            lambda value: -2 <= value <= 2,
+        )
         if not isinstance(self.logit_bias, Mapping):
             raise UserError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}.")
         for token, bias in self.logit_bias.items():
             _check_integer("A token id in logit_bias", token, low=0)
-            _check_number(f"logit_bias of token {token}", bias, "from -100 to 100", lambda value: -100 <= value <= 100)
+            _check_number(
+                f"logit_bias of token {token}",
+                bias,
+                "from -100 to 100",
+                lambda value: -100 <= value <= 100,
+            )
         if self.seed is not None:
             _check_integer("seed", self.seed, low=-(2**63), high=2**63 - 1)
         if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Sequence):
-            raise UserError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}.")
+            raise UserError(
+                f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}."
+            )
         for token in self.stop_token_ids:
             _check_integer("A token id in stop_token_ids", token, low=0)
         if not isinstance(self.ignore_eos, bool):
             raise UserError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
         _check_integer("min_tokens", self.min_tokens, low=0)
         if self.min_tokens > self.max_tokens:
-            raise UserError(f"min_tokens must be at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}.")
+            raise UserError(
+                f"min_tokens must be at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}."
+            )
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, low=0)
         # Own copies: what the caller does to his list or dictionary afterwards must not change a checked object.
@@ -104,18 +130,36 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether the history changes the scores."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise UserError if an option names a token, or a number of tokens, that a model of this size does not have."""
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
-                _check_integer(f"A token id in {name}", token, low=0, high=vocab_size - 1, hint=" for this model")
-        _check_integer("top_k", self.top_k, low=-1, high=vocab_size, hint=" for this model (0 turns it off)")
+                _check_integer(
+                    f"A token id in {name}",
+                    token,
+                    low=0,
+                    high=vocab_size - 1,
+                    hint=" for this model",
+                )
+        _check_integer(
+            "top_k", self.top_k, low=-1, high=vocab_size, hint=" for this model (0 turns it off)"
+        )
         if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, low=0, high=vocab_size, hint=" for this model")
-        if self.min_tokens and len(set(self.stop_token_ids)) >= vocab_size - 1:  # the last one may be the end of text
-            raise UserError("min_tokens must be 0 where stop_token_ids names all tokens: no token could begin the answer.")
+            _check_integer(
+                "logprobs", self.logprobs, low=0, high=vocab_size, hint=" for this model"
+            )
+        if (
+            self.min_tokens and len(set(self.stop_token_ids)) >= vocab_size - 1
+        ):  # the last one may be the end of text
+            raise UserError(
+                "min_tokens must be 0 where stop_token_ids names all tokens: no token could begin the answer."
+            )
 
     def generator(self) -> torch.Generator:
         """A new generator for one request, on the CPU whatever the model runs on: a seed then means the same everywhere.
@@ -135,8 +179,12 @@ class Logprobs:
     """Natural logarithms of the model's own probabilities at one position, before any option had its say."""
 
     token: float  # of the token that was taken
-    top: list[tuple[int, float]]  # (id, logprob) of the likeliest, best first; a tie goes to the lower id
-    highest: float  # the highest logit itself: logarithms of probabilities hide how large logits are
+    top: list[
+        tuple[int, float]
+    ]  # (id, logprob) of the likeliest, best first; a tie goes to the lower id
+    highest: (
+        float  # the highest logit itself: logarithms of probabilities hide how large logits are
+    )
 
 
 def sample(
@@ -162,7 +210,10 @@ def sample(
             f"logits {tuple(logits.shape)} need one row each of params ({len(params)}), histories ({len(histories)}) "
             f"and generators ({len(generators)})"
         )
-    edits = [p.penalised or bool(p.logit_bias) or len(h[1]) < p.min_tokens for p, h in zip(params, histories, strict=True)]
+    edits = [
+        p.penalised or bool(p.logit_bias) or len(h[1]) < p.min_tokens
+        for p, h in zip(params, histories, strict=True)
+    ]
     tokens = torch.empty(len(params), dtype=torch.int64)
     # Four kinds of rows, so that each pays only for what it uses. Mostly one kind is all there is.
     for greedy, edited in ((True, False), (True, True), (False, False), (False, True)):
@@ -173,14 +224,21 @@ def sample(
         scores = _take(logits, rows)
         if edited:
             scores = _edited(scores, mine, [histories[row] for row in rows], eos_id)
-        tokens[rows] = _best(scores) if greedy else _draw(scores, mine, [generators[row] for row in rows])
+        tokens[rows] = (
+            _best(scores) if greedy else _draw(scores, mine, [generators[row] for row in rows])
+        )
     return tokens, _logprobs(logits, params, tokens)
 
 
 # ---- steps 2 to 4: changes to single scores ----
 
 
-def _edited(scores: Tensor, params: Sequence[SamplingParams], histories: Sequence[History], eos_id: int | None) -> Tensor:
+def _edited(
+    scores: Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[History],
+    eos_id: int | None,
+) -> Tensor:
     """A changed copy of scores (r, V). Only the scores of ids that an option names or a history holds are touched."""
     scores = _wide(scores).clone()
     ending = [
@@ -192,40 +250,60 @@ def _edited(scores: Tensor, params: Sequence[SamplingParams], histories: Sequenc
     if ending:
         rows, ids = torch.tensor(ending, device=scores.device).T
         scores[rows, ids] = -math.inf
-    biased = [(row, token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias.items()]
+    biased = [
+        (row, token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias.items()
+    ]
     if biased:
         rows, ids = torch.tensor([entry[:2] for entry in biased], device=scores.device).T
-        scores[rows, ids] += _column(scores, [bias for _, _, bias in biased])[:, 0]  # no id twice in a dictionary
+        scores[rows, ids] += _column(scores, [bias for _, _, bias in biased])[
+            :, 0
+        ]  # no id twice in a dictionary
     if any(p.penalised for p in params):
         _penalise(scores, params, histories)
     return scores
 
 
-def _penalise(scores: Tensor, params: Sequence[SamplingParams], histories: Sequence[History]) -> None:
+def _penalise(
+    scores: Tensor, params: Sequence[SamplingParams], histories: Sequence[History]
+) -> None:
     """Step 4, in place, on all rows of scores (r, V) at once."""
-    prompts = [prompt if p.repetition_penalty != 1 else () for p, (prompt, _) in zip(params, histories, strict=True)]
-    outputs = [output if p.repetition_penalty != 1 else () for p, (_, output) in zip(params, histories, strict=True)]
+    prompts = [
+        prompt if p.repetition_penalty != 1 else ()
+        for p, (prompt, _) in zip(params, histories, strict=True)
+    ]
+    outputs = [
+        output if p.repetition_penalty != 1 else ()
+        for p, (_, output) in zip(params, histories, strict=True)
+    ]
     rows, ids = _flat(*prompts, *outputs)
     rows = rows % len(params)  # the prompts are numbered first, then the outputs
-    factor = torch.tensor([p.repetition_penalty for p in params], dtype=torch.float64)[rows].to(scores)
+    factor = torch.tensor([p.repetition_penalty for p in params], dtype=torch.float64)[rows].to(
+        scores
+    )
     cells = rows.to(scores.device), ids.to(scores.device)
     old = scores[cells]
     # Dividing a negative score would raise it. An id that occurs often is only given the same new score again.
     scores[cells] = torch.where(old > 0, old / factor, old * factor)
 
     counted = [p.frequency_penalty != 0 or p.presence_penalty != 0 for p in params]
-    rows, ids = _flat(*(output if wanted else () for wanted, (_, output) in zip(counted, histories, strict=True)))
+    rows, ids = _flat(
+        *(output if wanted else () for wanted, (_, output) in zip(counted, histories, strict=True))
+    )
     distinct, counts = torch.unique(rows * scores.shape[1] + ids, return_counts=True)
     rows, ids = distinct // scores.shape[1], distinct % scores.shape[1]
     frequency = torch.tensor([p.frequency_penalty for p in params], dtype=torch.float64)[rows]
     presence = torch.tensor([p.presence_penalty for p in params], dtype=torch.float64)[rows]
-    scores[rows.to(scores.device), ids.to(scores.device)] -= (frequency * counts + presence).to(scores)
+    scores[rows.to(scores.device), ids.to(scores.device)] -= (frequency * counts + presence).to(
+        scores
+    )
 
 
 def _flat(*sequences: Ids) -> tuple[Tensor, Tensor]:
     """Every id of some sequences in a row, and beside each the number of its sequence: two tensors (n,) on the CPU."""
     numbers = np.repeat(np.arange(len(sequences), dtype=np.int64), [len(ids) for ids in sequences])
-    return torch.from_numpy(numbers), torch.from_numpy(np.concatenate([np.asarray(ids, np.int64) for ids in sequences]))
+    return torch.from_numpy(numbers), torch.from_numpy(
+        np.concatenate([np.asarray(ids, np.int64) for ids in sequences])
+    )
 
 
 # ---- steps 5 to 8: one token a row ----
@@ -233,20 +311,30 @@ def _flat(*sequences: Ids) -> tuple[Tensor, Tensor]:
 
 def _best(scores: Tensor) -> Tensor:
     """The id of the highest of scores (r, V); of equal ones the lowest. (r,) on the CPU."""
-    ids = _wide(scores).argmax(-1)  # on a CPU, argmax in bfloat16 takes four times as long as in float32
+    ids = _wide(scores).argmax(
+        -1
+    )  # on a CPU, argmax in bfloat16 takes four times as long as in float32
     _check_finite(scores.gather(1, ids[:, None]))
     return ids.cpu()
 
 
-def _draw(scores: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]) -> Tensor:
+def _draw(
+    scores: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]
+) -> Tensor:
     """An id by chance for each row of scores (r, V), after temperature and the filters. (r,) on the CPU.
 
     A softmax would divide the weights exp(score / temperature) by their sum, and once more after each filter. There
     is no need: a filter sets weights to zero, and the draw scales its random number by whatever sum is left.
     """
-    weights = _weights(_wide(scores), [max(p.temperature, MIN_TEMPERATURE) for p in params])  # (r, N), the largest is 1
-    _filter(weights, [p.min_p for p in params], _column)  # min_p times the largest weight, which is 1
-    _filter(weights, [min(p.top_k, scores.shape[1]) if p.top_k > 0 else 0 for p in params], _kth_largest)
+    weights = _weights(
+        _wide(scores), [max(p.temperature, MIN_TEMPERATURE) for p in params]
+    )  # (r, N), the largest is 1
+    _filter(
+        weights, [p.min_p for p in params], _column
+    )  # min_p times the largest weight, which is 1
+    _filter(
+        weights, [min(p.top_k, scores.shape[1]) if p.top_k > 0 else 0 for p in params], _kth_largest
+    )
     sums = _running_sums(weights)
     tokens = _spin(weights, list(range(len(params))), sums, generators)
 
@@ -255,7 +343,9 @@ def _draw(scores: Tensor, params: Sequence[SamplingParams], generators: Sequence
     # any token as light as this one: drop them all and draw again. The first draw is good with probability top_p.
     wanted = [p.top_p * total for p, total in zip(params, sums[:, -1].tolist(), strict=True)]
     pending = [row for row, p in enumerate(params) if p.top_p < 1]
-    heavier = torch.empty_like(weights[0])  # (N,), used again for every row: fresh memory would cost more than the sum
+    heavier = torch.empty_like(
+        weights[0]
+    )  # (N,), used again for every row: fresh memory would cost more than the sum
     while pending:
         outside = {}
         for row in pending:
@@ -289,7 +379,9 @@ def _weights(scores: Tensor, temperatures: Sequence[float]) -> Tensor:
     return weights
 
 
-def _filter(weights: Tensor, values: Sequence[float], limit: Callable[[Tensor, Sequence[float]], Tensor]) -> None:
+def _filter(
+    weights: Tensor, values: Sequence[float], limit: Callable[[Tensor, Sequence[float]], Tensor]
+) -> None:
     """Zero, in place, the weights (r, N) below a limit, in the rows whose value of an option is not 0.
 
     `limit` gets the weights (n, N) and the values of just those rows, and returns their limits (n, 1). Weights equal
@@ -316,8 +408,12 @@ def _kth_largest(weights: Tensor, ks: Sequence[float]) -> Tensor:
     blocks = weights.unflatten(1, (-1, BLOCK))  # (n, N / BLOCK, BLOCK)
     if most < blocks.shape[1]:
         best = blocks.amax(-1).topk(most, sorted=False).indices  # (n, most)
-        weights = blocks.gather(1, best[:, :, None].expand(-1, -1, BLOCK)).flatten(1)  # (n, most * BLOCK)
-    return weights.topk(most).values.gather(1, torch.tensor(ks, device=weights.device).long()[:, None] - 1)
+        weights = blocks.gather(1, best[:, :, None].expand(-1, -1, BLOCK)).flatten(
+            1
+        )  # (n, most * BLOCK)
+    return weights.topk(most).values.gather(
+        1, torch.tensor(ks, device=weights.device).long()[:, None] - 1
+    )
 
 
 def _running_sums(weights: Tensor) -> Tensor:
@@ -325,7 +421,9 @@ def _running_sums(weights: Tensor) -> Tensor:
     return weights.unflatten(1, (-1, BLOCK)).sum(-1).cpu().double().cumsum(-1)
 
 
-def _spin(weights: Tensor, rows: Sequence[int], sums: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
+def _spin(
+    weights: Tensor, rows: Sequence[int], sums: Tensor, generators: Sequence[torch.Generator | None]
+) -> Tensor:
     """A fair draw in n rows of weights (r, N), with their running sums (n, N / BLOCK): (n,) ids on the CPU.
 
     Lay a row's weights end to end and throw one dart: first find the block that it hits, then the place inside.
@@ -335,7 +433,9 @@ def _spin(weights: Tensor, rows: Sequence[int], sums: Tensor, generators: Sequen
     block = _first_above(sums, dart)
     before = torch.nn.functional.pad(sums, (1, 0)).gather(1, block)
     blocks = weights.unflatten(1, (-1, BLOCK))  # (r, N / BLOCK, BLOCK)
-    inside = blocks[torch.tensor(rows, device=weights.device), block[:, 0].to(weights.device)]  # (n, BLOCK)
+    inside = blocks[
+        torch.tensor(rows, device=weights.device), block[:, 0].to(weights.device)
+    ]  # (n, BLOCK)
     return (block * BLOCK + _first_above(inside.cpu().double().cumsum(-1), dart - before))[:, 0]
 
 
@@ -351,7 +451,9 @@ def _first_above(cumulative: Tensor, dart: Tensor) -> Tensor:
 # ---- step 1, written down last, because it needs to know the token ----
 
 
-def _logprobs(logits: Tensor, params: Sequence[SamplingParams], tokens: Tensor) -> list[Logprobs | None]:
+def _logprobs(
+    logits: Tensor, params: Sequence[SamplingParams], tokens: Tensor
+) -> list[Logprobs | None]:
     """For each row that asked, log softmax of its unmodified logits at the token and at the likeliest ids."""
     answers: list[Logprobs | None] = [None] * len(params)
     wanted = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
@@ -400,7 +502,9 @@ def _check_finite(largest: Tensor) -> None:
         raise UserError(NOT_FINITE)
 
 
-def _check_integer(name: str, value: object, low: int, high: int | None = None, hint: str = "") -> None:
+def _check_integer(
+    name: str, value: object, low: int, high: int | None = None, hint: str = ""
+) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise UserError(f"{name} must be a whole number, got {value!r}.")
     if value < low or (high is not None and value > high):

@@ -55,7 +55,9 @@ def prove(model: GPT2, prompt: list[int], answer: list[int]) -> dict[str, Any]:
     Raises AssertionError at a difference that is no near tie; near ties are counted, with the widest gap.
     """
     ids = torch.tensor([*prompt, *answer[:-1]])
-    hidden = model(ids, torch.arange(len(ids)), Recompute().attend)[len(prompt) - 1 :]  # (answer, C)
+    hidden = model(ids, torch.arange(len(ids)), Recompute().attend)[
+        len(prompt) - 1 :
+    ]  # (answer, C)
     gaps: list[float] = []
     for rows, taken in zip(hidden.split(128), torch.tensor(answer).split(128), strict=True):
         logits = model.logits(rows).float()
@@ -63,12 +65,16 @@ def prove(model: GPT2, prompt: list[int], answer: list[int]) -> dict[str, Any]:
         below = best - logits.gather(1, taken[:, None])[:, 0]  # (rows,)
         for highest, gap in zip(best[differs].tolist(), below[differs].tolist(), strict=True):
             if gap >= near_tie(model.dtype, highest):
-                raise AssertionError(f"the cached engine took a token whose logit lies {gap:.3g} below the best, {highest:.3g}")
+                raise AssertionError(
+                    f"the cached engine took a token whose logit lies {gap:.3g} below the best, {highest:.3g}"
+                )
             gaps.append(gap)
     return {"tokens": len(answer), "near_ties": len(gaps), "widest_gap": max(gaps, default=0.0)}
 
 
-def measure_growth(shape: checkpoint.Checkpoint, dtype: torch.dtype, most: int, repeats: int, bar: tqdm) -> dict[str, Any]:
+def measure_growth(
+    shape: checkpoint.Checkpoint, dtype: torch.dtype, most: int, repeats: int, bar: tqdm
+) -> dict[str, Any]:
     """Seconds of every pass of the cached engine over `most` new tokens after 5, and of every 25th of the naive one."""
     model, chosen = packed_model(shape, dtype)
     naive, cached = NaiveEngine(model), Engine(model)
@@ -88,7 +94,12 @@ def measure_growth(shape: checkpoint.Checkpoint, dtype: torch.dtype, most: int, 
         cached.generate([prompt], greedy(most))
         steps["cached"].append([step.seconds for step in cached.steps])
 
-    measure.alternate({"naive": run_naive, "cached": run_cached}, repeats, warmup=0, progress=lambda _: bar.update())
+    measure.alternate(
+        {"naive": run_naive, "cached": run_cached},
+        repeats,
+        warmup=0,
+        progress=lambda _: bar.update(),
+    )
     return {
         "model": shape.config.name,
         "dtype": label(dtype),
@@ -101,7 +112,12 @@ def measure_growth(shape: checkpoint.Checkpoint, dtype: torch.dtype, most: int, 
 
 
 def measure_prompts(
-    shape: checkpoint.Checkpoint, dtype: torch.dtype, lengths: tuple[int, ...], count: int, repeats: int, bar: tqdm
+    shape: checkpoint.Checkpoint,
+    dtype: torch.dtype,
+    lengths: tuple[int, ...],
+    count: int,
+    repeats: int,
+    bar: tqdm,
 ) -> list[dict[str, Any]]:
     """Seconds from prompt to the last of `count` new tokens, naive and cached, in turn."""
     model, chosen = packed_model(shape, dtype)
@@ -123,19 +139,31 @@ def measure_prompts(
     return rows
 
 
-def measure_peers(shape: checkpoint.Checkpoint, dtype: torch.dtype, count: int, repeats: int, bar: tqdm) -> dict[str, Any]:
+def measure_peers(
+    shape: checkpoint.Checkpoint, dtype: torch.dtype, count: int, repeats: int, bar: tqdm
+) -> dict[str, Any]:
     """This engine beside `transformers.generate` (both its attentions): a prompt of 512, and decoding after 64."""
     model, chosen = packed_model(shape, dtype)
     engine = Engine(model)
-    peers = {f"transformers, {kind}": transformers_model(shape, dtype, kind) for kind in ("sdpa", "eager")}
-    found: dict[str, Any] = {"model": shape.config.name, "dtype": label(dtype), "linear": chosen, "tokens": count}
+    peers = {
+        f"transformers, {kind}": transformers_model(shape, dtype, kind)
+        for kind in ("sdpa", "eager")
+    }
+    found: dict[str, Any] = {
+        "model": shape.config.name,
+        "dtype": label(dtype),
+        "linear": chosen,
+        "tokens": count,
+    }
     for name, length, new in (("prefill", 512, 1), ("short", 64, 1), ("long", 64, count)):
         prompt = random_prompt(length, shape.config, "peers")
         variants: dict[str, Callable[[], object]] = {
             "ours": lambda prompt=prompt, new=new: engine.generate([prompt], greedy(new))  # type: ignore[misc]
         }
         for peer_name, peer in peers.items():
-            variants[peer_name] = lambda peer=peer, prompt=prompt, new=new: transformers_greedy(peer, prompt, new)  # type: ignore[misc]
+            variants[peer_name] = lambda peer=peer, prompt=prompt, new=new: transformers_greedy(
+                peer, prompt, new
+            )  # type: ignore[misc]
         found[name] = measure.alternate(variants, repeats, progress=lambda _: bar.update())
     return found
 
@@ -161,20 +189,33 @@ def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
         2 * sum(growth_repeats.values()) + 2 * 2 * len(lengths) * prompt_repeats + 9 * (peer_repeats + 1)
         + 2 * len(NULL_PROMPTS) * null_repeats
     ) + (0 if quick else 2)  # fmt: skip
-    results: dict[str, Any] = {"growth": [], "prompts": [], "null": [], "peers": [], "memory": [], "profile": {}}
+    results: dict[str, Any] = {
+        "growth": [],
+        "prompts": [],
+        "null": [],
+        "peers": [],
+        "memory": [],
+        "profile": {},
+    }
     with tqdm(total=total, unit="run") as bar:
         for dtype in DTYPES:
             results["peers"].append(measure_peers(big, dtype, peer_count, peer_repeats, bar))
             results["null"] += measure_prompts(big, dtype, NULL_PROMPTS, 1, null_repeats, bar)
             for shape in (big, small):
-                results["prompts"] += measure_prompts(shape, dtype, lengths, prompt_count, prompt_repeats, bar)
+                results["prompts"] += measure_prompts(
+                    shape, dtype, lengths, prompt_count, prompt_repeats, bar
+                )
                 name = shape.config.name
-                results["growth"].append(measure_growth(shape, dtype, growth_most[name], growth_repeats[name], bar))
+                results["growth"].append(
+                    measure_growth(shape, dtype, growth_most[name], growth_repeats[name], bar)
+                )
         model, _ = packed_model(big, torch.float32)
         prompt = random_prompt(64, big.config, "profile")
         engines: dict[str, Any] = {"before": NaiveEngine(model), "after": Engine(model)}
         for name, engine in engines.items():
-            results["profile"][name] = profile.profile(partial(engine.generate, [prompt], greedy(16)), rows=6)
+            results["profile"][name] = profile.profile(
+                partial(engine.generate, [prompt], greedy(16)), rows=6
+            )
         if not quick:
             for naive in (True, False):
                 name = "naive" if naive else "cached"
@@ -194,14 +235,18 @@ def shape_of(name: str) -> checkpoint.Config:
     return checkpoint.PRESETS[name]
 
 
-def predicted_seconds(results: dict[str, Any], model: str, dtype: str, prompt: int, count: int, cached: bool) -> float:
+def predicted_seconds(
+    results: dict[str, Any], model: str, dtype: str, prompt: int, count: int, cached: bool
+) -> float:
     """The least seconds for `count` new tokens after `prompt`, by operations, bytes and the machine's limits."""
     config, kind, limits = shape_of(model), getattr(torch, dtype), limits_of(results)
     passes = [roofline.forward_cost(config, kind, prompt)]
     for done in range(1, count):
         length = prompt + done
         passes.append(
-            roofline.forward_cost(config, kind, 1, length - 1) if cached else roofline.forward_cost(config, kind, length)
+            roofline.forward_cost(config, kind, 1, length - 1)
+            if cached
+            else roofline.forward_cost(config, kind, length)
         )
     return sum(cost.seconds(limits, kind) for cost in passes)
 
@@ -232,9 +277,14 @@ def growth_table(results: dict[str, Any]) -> str:
     for row in results["results"]["growth"]:
         most = len(row["steps"]["cached"][0])
         for count in [each for each in GROWTH if each <= most] or [most]:
-            rate = {name: measure.summarize(answer_seconds(row, name, count)).of(count) for name in row["steps"]}
+            rate = {
+                name: measure.summarize(answer_seconds(row, name, count)).of(count)
+                for name in row["steps"]
+            }
             predicted = {
-                cached: predicted_seconds(results, row["model"], row["dtype"], row["prompt"], count, cached)
+                cached: predicted_seconds(
+                    results, row["model"], row["dtype"], row["prompt"], count, cached
+                )
                 for cached in (False, True)
             }
             lines.append(
@@ -253,7 +303,10 @@ def prompts_table(results: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     for row in rows:
         naive, cached = (median(row["seconds"][name]) for name in ("naive", "cached"))
         slow, fast = (
-            predicted_seconds(results, row["model"], row["dtype"], row["prompt"], row["tokens"], kept) for kept in (False, True)
+            predicted_seconds(
+                results, row["model"], row["dtype"], row["prompt"], row["tokens"], kept
+            )
+            for kept in (False, True)
         )
         lines.append(
             f"| {row['model']} | {row['dtype']} | {row['prompt']} | {row['tokens']} | {milliseconds(row['seconds']['naive'])} "
@@ -286,7 +339,9 @@ def peers_table(results: dict[str, Any]) -> str:
                 f"| {speed:.1f} | {speed / limits.bandwidth_gb_s:.0%} | {work:,.0f} | {work / limits.gflops[row['dtype']]:.0%} |"
             )
         best = {
-            "prefill": min(median(row["prefill"][name]) for name in row["prefill"] if name != "ours"),
+            "prefill": min(
+                median(row["prefill"][name]) for name in row["prefill"] if name != "ours"
+            ),
             "decode": max(decode_rate(row, name) for name in row["prefill"] if name != "ours"),
         }
         gain = best["prefill"] / median(row["prefill"]["ours"])
@@ -300,11 +355,16 @@ def peers_table(results: dict[str, Any]) -> str:
 def memory_table(results: dict[str, Any]) -> str:
     """Arithmetic for both dtypes, and the peak of a fresh float32 process with 1,000 tokens of context."""
     config = shape_of("gpt2")
-    lines = ["| dtype | weights, MB | cache a token, KiB | cache of 1,024 tokens, MB |", "|---|--:|--:|--:|"]
+    lines = [
+        "| dtype | weights, MB | cache a token, KiB | cache of 1,024 tokens, MB |",
+        "|---|--:|--:|--:|",
+    ]
     for dtype in DTYPES:
         each = config.kv_bytes_per_token(dtype)
         weights = config.parameter_count * dtype.itemsize
-        lines.append(f"| {label(dtype)} | {weights / 1e6:.0f} | {each / 1024:.0f} | {each * config.n_positions / 1e6:.0f} |")
+        lines.append(
+            f"| {label(dtype)} | {weights / 1e6:.0f} | {each / 1024:.0f} | {each * config.n_positions / 1e6:.0f} |"
+        )
     peaks = {row["engine"]: row["peak_bytes"] / 1e6 for row in results["results"]["memory"]}
     if peaks:
         lines += ["", "| peak of a fresh process, float32, 1,000 tokens | MB |", "|---|--:|"]
@@ -316,7 +376,10 @@ def profile_tables(results: dict[str, Any]) -> str:
     found = results["results"]["profile"]
     return "\n\n".join(
         f"{title}\n\n{profile_table(found[name])}"
-        for name, title in (("before", "Before, the naive engine:"), ("after", "After, with the cache:"))
+        for name, title in (
+            ("before", "Before, the naive engine:"),
+            ("after", "After, with the cache:"),
+        )
     )
 
 
@@ -334,18 +397,38 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 def growth_chart(results: dict[str, Any]) -> Any:
     """Time of a pass by its place in the answer; for the cached engine the median of the passes around it."""
-    row = next(row for row in results["results"]["growth"] if (row["model"], row["dtype"]) == ("gpt2", "float32"))
+    row = next(
+        row
+        for row in results["results"]["growth"]
+        if (row["model"], row["dtype"]) == ("gpt2", "float32")
+    )
     limits, config, places = limits_of(results), shape_of("gpt2"), row["places"]
     naive = [median([run[i] for run in row["steps"]["naive"]]) * 1e3 for i in range(len(places))]
     cached = [
-        median([seconds for run in row["steps"]["cached"] for seconds in run[max(at - 12, 1) : at + 13]]) * 1e3 for at in places
+        median(
+            [
+                seconds
+                for run in row["steps"]["cached"]
+                for seconds in run[max(at - 12, 1) : at + 13]
+            ]
+        )
+        * 1e3
+        for at in places
     ]
     series = {"naive": naive, "cached": cached}
     series["limit, naive"] = [
-        roofline.forward_cost(config, torch.float32, row["prompt"] + at).seconds(limits, torch.float32) * 1e3 for at in places
+        roofline.forward_cost(config, torch.float32, row["prompt"] + at).seconds(
+            limits, torch.float32
+        )
+        * 1e3
+        for at in places
     ]
     series["limit, cached"] = [
-        roofline.forward_cost(config, torch.float32, 1, row["prompt"] + at).seconds(limits, torch.float32) * 1e3 for at in places
+        roofline.forward_cost(config, torch.float32, 1, row["prompt"] + at).seconds(
+            limits, torch.float32
+        )
+        * 1e3
+        for at in places
     ]
     return draw.lines(
         "Without the cache each token costs more than the one before",
@@ -358,12 +441,19 @@ def growth_chart(results: dict[str, Any]) -> Any:
 
 
 def prompts_chart(results: dict[str, Any]) -> Any:
-    rows = [row for row in results["results"]["prompts"] if (row["model"], row["dtype"]) == ("gpt2", "float32")]
+    rows = [
+        row
+        for row in results["results"]["prompts"]
+        if (row["model"], row["dtype"]) == ("gpt2", "float32")
+    ]
     return draw.bars(
         "50 tokens after a prompt: the longer it is, the more the cache saves",
         "seconds (GPT-2 124M shape, float32)",
         [f"prompt of {row['prompt']}" for row in rows],
-        {f"{name} engine": [median(row["seconds"][name]) for row in rows] for name in ("naive", "cached")},
+        {
+            f"{name} engine": [median(row["seconds"][name]) for row in rows]
+            for name in ("naive", "cached")
+        },
         digits=2,
     )
 
@@ -372,7 +462,10 @@ def memory_chart(results: dict[str, Any]) -> Any:
     config = shape_of("gpt2")
     positions = [0, 256, 512, 768, 1024]
     weights = config.parameter_count * 4 / 1e6
-    kept = {f"{label(dtype)} cache": [config.kv_bytes_per_token(dtype) * at / 1e6 for at in positions] for dtype in DTYPES}
+    kept = {
+        f"{label(dtype)} cache": [config.kv_bytes_per_token(dtype) * at / 1e6 for at in positions]
+        for dtype in DTYPES
+    }
     return draw.lines(
         f"One sequence: up to {kept['float32 cache'][-1]:.0f} MB beside {weights:.0f} MB of weights",
         "tokens of context (GPT-2 124M shape)",
@@ -391,9 +484,15 @@ def charts(results: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 
 def headline(results: dict[str, Any]) -> str:
-    row = next(row for row in results["results"]["growth"] if (row["model"], row["dtype"]) == ("gpt2", "float32"))
+    row = next(
+        row
+        for row in results["results"]["growth"]
+        if (row["model"], row["dtype"]) == ("gpt2", "float32")
+    )
     count = len(row["steps"]["cached"][0])
-    gain = median(answer_seconds(row, "naive", count)) / median(answer_seconds(row, "cached", count))
+    gain = median(answer_seconds(row, "naive", count)) / median(
+        answer_seconds(row, "cached", count)
+    )
     return f"{gain:.1f}x the naive engine over {count} tokens (GPT-2 124M shape, float32)"
 
 

@@ -22,12 +22,26 @@ class KVCache:
     """
 
     def __init__(
-        self, config: Config, capacity: int | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        config: Config,
+        capacity: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.capacity = config.n_positions if capacity is None else capacity
         if not 1 <= self.capacity <= config.n_positions:
-            raise UserError(f"A cache for {config.name} holds 1 to {config.n_positions} tokens, not {self.capacity}.")
-        self.kv = torch.zeros(config.n_layer, 2, config.n_head, self.capacity, config.head_dim, dtype=dtype, device=device)
+            raise UserError(
+                f"A cache for {config.name} holds 1 to {config.n_positions} tokens, not {self.capacity}."
+            )
+        self.kv = torch.zeros(
+            config.n_layer,
+            2,
+            config.n_head,
+            self.capacity,
+            config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
         self.length = 0
 
     @property
@@ -44,7 +58,9 @@ class KVCache:
     def extend(self, count: int) -> CachedAttention:
         """Take the next `count` slots, and return the attention of the forward pass that fills them."""
         if count < 1 or self.length + count > self.capacity:
-            raise ValueError(f"cannot add {count} tokens: {self.length} of {self.capacity} slots are taken")
+            raise ValueError(
+                f"cannot add {count} tokens: {self.length} of {self.capacity} slots are taken"
+            )
         start, self.length = self.length, self.length + count
         return CachedAttention(self.kv, start, self.length)
 
@@ -58,7 +74,9 @@ class CachedAttention:
     def __init__(self, kv: Tensor, start: int, end: int) -> None:
         self.start, self.end = start, end
         self.new = kv[:, :, :, start:end]  # (layers, 2, H, T, D): where this pass writes
-        self.seen = kv[:, :, :, :end]  # (layers, 2, H, end, D): what it reads; views, nothing is copied
+        self.seen = kv[
+            :, :, :, :end
+        ]  # (layers, 2, H, end, D): what it reads; views, nothing is copied
         self.positions = torch.arange(start, end, device=kv.device)  # (T,)
         # A square pass is causal, and a single token sees everything. In between, row i sees start + i + 1 tokens;
         # `is_causal` would align the triangle with the first column instead and hide the past. (nanoVLM's first cache
@@ -80,6 +98,10 @@ class CachedAttention:
         if self.widen:
             q, keys, values = q.float(), keys.float(), values.float()
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], keys[None], values[None], attn_mask=self.mask, is_causal=self.square
+            q.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=self.mask,
+            is_causal=self.square,
         )  # (1, H, T, D)
         return out[0].transpose(0, 1).to(k.dtype)

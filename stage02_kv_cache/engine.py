@@ -11,7 +11,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shared.records import StepRecord
-from stage01_forward.generation import Output, Sampling, Token, check_request, finish_reason, sampling_per_prompt
+from stage01_forward.generation import (
+    Output,
+    Sampling,
+    Token,
+    check_request,
+    finish_reason,
+    sampling_per_prompt,
+)
 from stage01_forward.model import GPT2
 from stage01_forward.sampling import SamplingParams, sample
 
@@ -55,10 +62,14 @@ class Engine:
         fresh = prompt  # what the cache has not seen yet: first the prompt, then one token a pass
         while reason is None:
             if self._owner is not owner:
-                raise RuntimeError("another request has taken this engine's cache: read one stream to its end before the next")
+                raise RuntimeError(
+                    "another request has taken this engine's cache: read one stream to its end before the next"
+                )
             started = time.perf_counter()
             logits = self._forward(fresh)
-            ids, logprobs = sample(logits[None], [params], [(prompt, output_ids)], [generator], self.eos_id)
+            ids, logprobs = sample(
+                logits[None], [params], [(prompt, output_ids)], [generator], self.eos_id
+            )
             output_ids.append(int(ids[0]))
             reason = finish_reason(output_ids, len(prompt), params, self.model.config, self.eos_id)
             prefill, decode = (len(fresh), 0) if fresh is prompt else (0, 1)

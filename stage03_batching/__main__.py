@@ -28,7 +28,9 @@ PROMPTS = [
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.generation_parser("stage03_batching", ABOUT, "--prompts prompts.txt", "--temperature 0.8 --seed 7")
+    parser = cli.generation_parser(
+        "stage03_batching", ABOUT, "--prompts prompts.txt", "--temperature 0.8 --seed 7"
+    )
     cli.add_prompts(parser)
     options = parser.parse_args(argv)
     prompts = cli.read_prompts(options)
@@ -42,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     return answer_all(engine, loaded, prompts or PROMPTS, sampling)
 
 
-def answer_all(engine: Engine, loaded: cli.Loaded, prompts: Sequence[str], sampling: SamplingParams) -> int:
+def answer_all(
+    engine: Engine, loaded: cli.Loaded, prompts: Sequence[str], sampling: SamplingParams
+) -> int:
     """Continue all `prompts`, show and print them, and what was wasted; returns the exit status, 2 if a prompt was unfit."""
     answers = [live.Answer(number, prompt, loaded) for number, prompt in enumerate(prompts, 1)]
     params = []
@@ -90,7 +94,9 @@ def view(engine: Engine, answers: Sequence[live.Answer], width: int, height: int
         return []
     seconds = sum(step.seconds for step in engine.steps)
     newest = engine.steps[-1]
-    rows = newest.rows + (0 if newest.prefill_tokens else newest.wasted_tokens)  # rows that have ended are computed too
+    rows = newest.rows + (
+        0 if newest.prefill_tokens else newest.wasted_tokens
+    )  # rows that have ended are computed too
     tokens = sum(answer.tokens for answer in answers)
     head = f"step {len(engine.steps)}: {newest.rows} of {rows} rows alive, {tokens} tokens, {tokens / seconds:.1f} tok/s"
     shown = live.visible(answers, height - 1 if len(answers) < height else height - 2)
@@ -112,7 +118,9 @@ def view(engine: Engine, answers: Sequence[live.Answer], width: int, height: int
     if len(shown) < len(answers):
         hidden = [answer for answer in answers if answer not in shown]
         ended = sum(answer.finish_reason is not None for answer in hidden)
-        lines.append(live.line(width, (f"and {len(hidden)} more, of which {ended} have ended", width, "dim")))
+        lines.append(
+            live.line(width, (f"and {len(hidden)} more, of which {ended} have ended", width, "dim"))
+        )
     return lines
 
 

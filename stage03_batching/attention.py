@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def masked_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+def masked_attention(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False
+) -> Tensor:
     """q (B, H, T, D) over keys and values (B, H, S, D), views into a cache -> (B, H, T, D).
 
     `mask` (B, 1, T, S) is True where a query sees a key; None: each sees all, or, if `causal`
@@ -24,7 +26,9 @@ def _one_query_each(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     A CPU's fused kernel is slow for one query of bfloat16. Two products are up to three times as fast, and the first of
     them must be keys times query: query times keys, the same sum with its sides exchanged, is half as fast again.
     """
-    scores = (keys @ (q * q.shape[-1] ** -0.5).transpose(2, 3)).transpose(2, 3).float()  # (B, H, S, 1) -> (B, H, 1, S)
+    scores = (
+        (keys @ (q * q.shape[-1] ** -0.5).transpose(2, 3)).transpose(2, 3).float()
+    )  # (B, H, S, 1) -> (B, H, 1, S)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1).to(values.dtype) @ values  # (B, H, 1, S) @ (B, H, S, D)

@@ -52,7 +52,9 @@ class Subject:
         self.model, linear = packed_model(shape, dtype)
         self.engine = Engine(self.model, max_batch=WIDE)
         self.about = {"model": shape.config.name, "dtype": label(dtype), "linear": linear}
-        self.proved: dict[tuple[int, ...], list[tuple[list[int], dict[str, Any]]]] = {}  # prompt -> answers and their proofs
+        self.proved: dict[
+            tuple[int, ...], list[tuple[list[int], dict[str, Any]]]
+        ] = {}  # prompt -> answers and their proofs
         self.engine.generate(self.prompts(2), greedy(2))  # warms up
 
     def prompts(self, count: int, length: int = 0) -> list[list[int]]:
@@ -83,7 +85,9 @@ class Subject:
 class Runs:
     """One workload of this engine, as often as it is called: its answers, and the record of every pass."""
 
-    def __init__(self, subject: Subject, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    def __init__(
+        self, subject: Subject, prompts: Sequence[Sequence[int]], sampling: Sampling
+    ) -> None:
         self.subject, self.prompts, self.sampling = subject, prompts, sampling
         self.outputs: list[Output] = []  # of all runs
         self.steps: list[list[Any]] = []  # a run -> StepRecords
@@ -106,7 +110,9 @@ def fits(config: checkpoint.Config, dtype: torch.dtype, batch: int, new: int) ->
     return cache + numbers * dtype.itemsize < psutil.virtual_memory().available / 2
 
 
-def measure_scaling(subject: Subject, batches: Sequence[int], wide: int, count: int, repeats: int, bar: tqdm) -> list[Any]:
+def measure_scaling(
+    subject: Subject, batches: Sequence[int], wide: int, count: int, repeats: int, bar: tqdm
+) -> list[Any]:
     """Seconds of every pass for batches of equal rows. `wide` rows run once, a few tokens long, where memory allows; 0: no."""
     runs = {str(batch): Runs(subject, subject.prompts(batch), greedy(count)) for batch in batches}
     cache_bytes: dict[str, int] = {}
@@ -121,7 +127,9 @@ def measure_scaling(subject: Subject, batches: Sequence[int], wide: int, count: 
         runs[str(wide)]()
         progress(str(wide))
     elif wide:
-        bar.write(f"note: {wide} sequences in {subject.about['dtype']} are left out, since too little memory is free")
+        bar.write(
+            f"note: {wide} sequences in {subject.about['dtype']} are left out, since too little memory is free"
+        )
     return [
         {
             **subject.about,
@@ -150,7 +158,14 @@ def measure_single(subject: Subject, workloads: dict[int, int], count: int, bar:
         }
         seconds = measure.alternate(variants, repeats, warmup=0, progress=lambda _: bar.update())
         rows.append(
-            {**subject.about, "batch": batch, "prompt": PROMPT, "tokens": count, "proof": ours.proof(), "seconds": seconds}
+            {
+                **subject.about,
+                "batch": batch,
+                "prompt": PROMPT,
+                "tokens": count,
+                "proof": ours.proof(),
+                "seconds": seconds,
+            }
         )
     return rows
 
@@ -162,7 +177,10 @@ def measure_peers(
 
     "same": how many rows of a peer's long answer are ours to the last token.
     """
-    peers = {f"transformers, {kind}": transformers_model(shape, subject.model.dtype, kind) for kind in ("sdpa", "eager")}
+    peers = {
+        f"transformers, {kind}": transformers_model(shape, subject.model.dtype, kind)
+        for kind in ("sdpa", "eager")
+    }
     for peer in peers.values():
         transformers_batch(peer, subject.prompts(2), 2)  # warms up
     rows = []
@@ -175,15 +193,22 @@ def measure_peers(
             variants: dict[str, Callable[[], object]] = {"ours": ours}
             for peer_name, peer in peers.items():
                 variants[peer_name] = partial(_keep_answers, answers, peer_name, peer, prompts, new)
-            found[name] = measure.alternate(variants, repeats, warmup=0, progress=lambda _: bar.update())
+            found[name] = measure.alternate(
+                variants, repeats, warmup=0, progress=lambda _: bar.update()
+            )
             found["proof"] = ours.proof()
         said = [output.token_ids for output in ours.outputs[-batch:]]
-        found["same"] = {name: sum(a == b for a, b in zip(said, theirs, strict=True)) for name, theirs in answers.items()}
+        found["same"] = {
+            name: sum(a == b for a, b in zip(said, theirs, strict=True))
+            for name, theirs in answers.items()
+        }
         rows.append(found)
     return rows
 
 
-def _keep_answers(answers: dict[str, list[list[int]]], name: str, peer: Any, prompts: list[list[int]], count: int) -> None:
+def _keep_answers(
+    answers: dict[str, list[list[int]]], name: str, peer: Any, prompts: list[list[int]], count: int
+) -> None:
     answers[name] = transformers_batch(peer, prompts, count)
 
 
@@ -209,13 +234,18 @@ def waste_cases(rows: int, long_answer: int, long_prompt: int) -> dict[str, dict
     }
 
 
-def measure_waste(subject: Subject, workloads: dict[str, dict[str, Lengths]], repeats: int, bar: tqdm) -> list[Any]:
+def measure_waste(
+    subject: Subject, workloads: dict[str, dict[str, Lengths]], repeats: int, bar: tqdm
+) -> list[Any]:
     """Rows of unlike lengths beside rows of equal lengths: seconds, and what went through the model for nobody."""
     rows = []
     for pair, cases in workloads.items():
         runs = {}
         for name, lengths in cases.items():
-            prompts = [random_prompt(length, subject.config, f"waste {row}") for row, (length, _) in enumerate(lengths)]
+            prompts = [
+                random_prompt(length, subject.config, f"waste {row}")
+                for row, (length, _) in enumerate(lengths)
+            ]
             runs[name] = Runs(subject, prompts, [greedy(count) for _, count in lengths])
         seconds = measure.alternate(runs, repeats, warmup=0, progress=lambda _: bar.update())
         for name, run in runs.items():
@@ -246,7 +276,9 @@ def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
     waste = waste_cases(WASTE_ROWS // smaller, LONG_ANSWER // smaller, LONG_PROMPT // smaller)
     profile_rows, profile_prompt, profile_new = PROFILE
     results: dict[str, Any] = {"scaling": [], "single": [], "peers": [], "waste": [], "profile": {}}
-    total = len(DTYPES) * (len(batches) * repeats + bool(wide) + 6 * sum(peers.values()) + 2 * sum(single.values()))
+    total = len(DTYPES) * (
+        len(batches) * repeats + bool(wide) + 6 * sum(peers.values()) + 2 * sum(single.values())
+    )
     with tqdm(total=total + repeats * sum(map(len, waste.values())), unit="run") as bar:
         for dtype in DTYPES:
             subject = Subject(shape, dtype)
@@ -260,7 +292,9 @@ def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
                 subject.prompts(profile_rows, profile_prompt),
                 greedy(profile_new // smaller),
             )
-            results["profile"][label(dtype)] = profile.profile(decode, rows=6, dtype=dtype, warmup=0)
+            results["profile"][label(dtype)] = profile.profile(
+                decode, rows=6, dtype=dtype, warmup=0
+            )
     configuration = {
         "quick": quick, "models": [f"{MODEL} shape, random weights"], "prompt": PROMPT, "new tokens": count,
         "repeats": {"scaling": repeats, "single": single, "peers": peers, "waste": repeats},
@@ -274,10 +308,14 @@ def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
 def decode_cost(row: dict[str, Any]) -> roofline.Cost:
     """Of the decode step in the middle of an answer: one new token of each row."""
     cached = row["prompt"] + (row["tokens"] - 2) // 2
-    return roofline.forward_cost(shape_of(row["model"]), getattr(torch, row["dtype"]), 1, cached, rows=row["batch"])
+    return roofline.forward_cost(
+        shape_of(row["model"]), getattr(torch, row["dtype"]), 1, cached, rows=row["batch"]
+    )
 
 
-def predicted_seconds(limits: measure.Limits, model: str, dtype: str, lengths: Sequence[tuple[int, int]]) -> float:
+def predicted_seconds(
+    limits: measure.Limits, model: str, dtype: str, lengths: Sequence[tuple[int, int]]
+) -> float:
     """The least seconds for one batch of rows (prompt, new tokens), all as wide as the longest and as long as the last."""
     config, kind = shape_of(model), getattr(torch, dtype)
     width, rows = max(prompt for prompt, _ in lengths), len(lengths)
@@ -294,7 +332,9 @@ def predicted_seconds(limits: measure.Limits, model: str, dtype: str, lengths: S
 def step_seconds(row: dict[str, Any]) -> measure.Summary:
     """The median of all decode steps, with the range of the repeats' own medians."""
     own = [median(run) for run in row["decode"]]
-    return measure.Summary(median([seconds for run in row["decode"] for seconds in run]), min(own), max(own))
+    return measure.Summary(
+        median([seconds for run in row["decode"] for seconds in run]), min(own), max(own)
+    )
 
 
 def scaling_table(results: dict[str, Any]) -> str:
@@ -305,8 +345,17 @@ def scaling_table(results: dict[str, Any]) -> str:
     ]
     limits = limits_of(results)
     for row in results["results"]["scaling"]:
-        kind, cost, taken, batch = getattr(torch, row["dtype"]), decode_cost(row), step_seconds(row), row["batch"]
-        formula = batch * (row["prompt"] + row["tokens"] - 1) * shape_of(row["model"]).kv_bytes_per_token(kind)
+        kind, cost, taken, batch = (
+            getattr(torch, row["dtype"]),
+            decode_cost(row),
+            step_seconds(row),
+            row["batch"],
+        )
+        formula = (
+            batch
+            * (row["prompt"] + row["tokens"] - 1)
+            * shape_of(row["model"]).kv_bytes_per_token(kind)
+        )
         step = measure.Summary(taken.median * 1e3, taken.low * 1e3, taken.high * 1e3)
         lines.append(
             f"| {row['dtype']} | {batch} | {batch / taken.median:,.1f} | {batch / cost.seconds(limits, kind):,.0f} "
@@ -320,7 +369,11 @@ def scaling_table(results: dict[str, Any]) -> str:
 
 def decode_rate(row: dict[str, Any], name: str) -> float:
     """Tokens per second of all rows, without their first: by the medians of long answers and of those of one token."""
-    return row["batch"] * (row["tokens"] - 1) / (median(row["long"][name]) - median(row["short"][name]))
+    return (
+        row["batch"]
+        * (row["tokens"] - 1)
+        / (median(row["long"][name]) - median(row["short"][name]))
+    )
 
 
 def peers_table(results: dict[str, Any]) -> str:
@@ -332,19 +385,26 @@ def peers_table(results: dict[str, Any]) -> str:
     limits = limits_of(results)
     for row in results["results"]["peers"]:
         cost, batch = decode_cost(row), row["batch"]
-        prefill = {name: batch * row["prompt"] / median(seconds) for name, seconds in row["short"].items()}
+        prefill = {
+            name: batch * row["prompt"] / median(seconds) for name, seconds in row["short"].items()
+        }
         decode = {name: decode_rate(row, name) for name in row["short"]}
         for name, seconds in row["short"].items():
             steps = decode[name] / batch  # a second
             speed, work = steps * cost.bytes / 1e9, steps * cost.flops / 1e9
-            same = proof_text(row["proof"]) if name == "ours" else f"{row['same'][name]} of {batch} answers as ours"
+            same = (
+                proof_text(row["proof"])
+                if name == "ours"
+                else f"{row['same'][name]} of {batch} answers as ours"
+            )
             lines.append(
                 f"| {row['dtype']} | {batch} | {name} | {milliseconds(seconds, 0)} | {prefill[name]:,.0f} | {decode[name]:,.1f} "
                 f"| {speed:.1f} | {speed / limits.bandwidth_gb_s:.0%} | {work:,.0f} | {work / limits.gflops[row['dtype']]:.0%} "
                 f"| {same} |"
             )
         gains = [
-            rates["ours"] / max(rate for name, rate in rates.items() if name != "ours") for rates in (prefill, decode)
+            rates["ours"] / max(rate for name, rate in rates.items() if name != "ours")
+            for rates in (prefill, decode)
         ]  # each against the peer that is faster at it
         lines.append(
             f"| {row['dtype']} | {batch} | **ours against the faster transformers** | | {gains[0]:.2f}x | {gains[1]:.2f}x "
@@ -365,7 +425,10 @@ def single_table(results: dict[str, Any], alone: bool) -> str:
         if (row["batch"] == 1) != alone:
             continue
         lengths, seconds = [(row["prompt"], row["tokens"])], row["seconds"]
-        single, batch = (predicted_seconds(limits, row["model"], row["dtype"], lengths * n) for n in (1, row["batch"]))
+        single, batch = (
+            predicted_seconds(limits, row["model"], row["dtype"], lengths * n)
+            for n in (1, row["batch"])
+        )
         lines.append(
             f"| {row['dtype']} | {row['batch']} | {milliseconds(seconds['single'])} | {milliseconds(seconds['batch'])} "
             f"| {row['batch'] * row['tokens'] / median(seconds['batch']):,.1f} "
@@ -387,10 +450,14 @@ def waste_table(results: dict[str, Any]) -> str:
         "|---|---|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
     limits = limits_of(results)
-    equal: dict[str, tuple[float, float]] = {}  # pair -> measured and predicted tok/s of its first case
+    equal: dict[
+        str, tuple[float, float]
+    ] = {}  # pair -> measured and predicted tok/s of its first case
     for row in results["results"]["waste"]:
         rate = measure.summarize(row["seconds"]).of(new_tokens(row))
-        limit = new_tokens(row) / predicted_seconds(limits, row["model"], row["dtype"], row["lengths"])
+        limit = new_tokens(row) / predicted_seconds(
+            limits, row["model"], row["dtype"], row["lengths"]
+        )
         ratios = ""
         if row["pair"] in equal:
             measured, predicted = equal[row["pair"]]
@@ -409,7 +476,10 @@ def wasted_share(row: dict[str, Any]) -> float:
 
 
 def profile_tables(results: dict[str, Any]) -> str:
-    return "\n\n".join(f"In {dtype}:\n\n{profile_table(found)}" for dtype, found in results["results"]["profile"].items())
+    return "\n\n".join(
+        f"In {dtype}:\n\n{profile_table(found)}"
+        for dtype, found in results["results"]["profile"].items()
+    )
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
@@ -432,7 +502,9 @@ def scaling_chart(results: dict[str, Any]) -> Any:
         own = {row["batch"]: row for row in rows if row["dtype"] == dtype}
         kind = getattr(torch, dtype)
         rates = {batch: batch / step_seconds(row).median for batch, row in own.items()}
-        bounds = {batch: batch / decode_cost(row).seconds(limits, kind) for batch, row in own.items()}
+        bounds = {
+            batch: batch / decode_cost(row).seconds(limits, kind) for batch, row in own.items()
+        }
         series[dtype] = [rates.get(batch, math.nan) for batch in batches]
         series[f"limit, {dtype}"] = [bounds.get(batch, math.nan) for batch in batches]
     return draw.lines(
@@ -483,7 +555,10 @@ def charts(results: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 
 def headline(results: dict[str, Any]) -> str:
-    row = max((row for row in results["results"]["single"] if row["dtype"] == "float32"), key=lambda row: row["batch"])
+    row = max(
+        (row for row in results["results"]["single"] if row["dtype"] == "float32"),
+        key=lambda row: row["batch"],
+    )
     gain = median(row["seconds"]["single"]) / median(row["seconds"]["batch"])
     return f"{row['batch']} prompts as one batch: {gain:.1f}x one after the other (GPT-2 124M shape, float32)"
 

@@ -34,7 +34,9 @@ class PaddedCache:
         self.columns, self.last_position = columns, config.n_positions - 1
         shape = (config.n_layer, 2, len(prompt_lengths), config.n_head, columns, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.padding = torch.tensor([max(prompt_lengths) - length for length in prompt_lengths], device=device)  # (B,)
+        self.padding = torch.tensor(
+            [max(prompt_lengths) - length for length in prompt_lengths], device=device
+        )  # (B,)
         self.length = 0
 
     @property
@@ -45,7 +47,9 @@ class PaddedCache:
     def extend(self, count: int) -> PaddedAttention:
         """Take the next `count` columns, and return the attention of the forward pass that fills them."""
         if count < 1 or self.length + count > self.columns:
-            raise ValueError(f"cannot add {count} columns: {self.length} of {self.columns} are taken")
+            raise ValueError(
+                f"cannot add {count} columns: {self.length} of {self.columns} are taken"
+            )
         start, self.length = self.length, self.length + count
         return PaddedAttention(self.kv, self.padding, start, self.length, self.last_position)
 
@@ -56,9 +60,13 @@ class PaddedAttention:
     What is the same in every layer (the columns, the positions, the mask) is worked out here, once a pass.
     """
 
-    def __init__(self, kv: Tensor, padding: Tensor, start: int, end: int, last_position: int) -> None:
+    def __init__(
+        self, kv: Tensor, padding: Tensor, start: int, end: int, last_position: int
+    ) -> None:
         self.new = kv[:, :, :, :, start:end]  # (layers, 2, B, H, T, D): where this pass writes
-        self.seen = kv[:, :, :, :, :end]  # (layers, 2, B, H, end, D): what it reads; views, nothing is copied
+        self.seen = kv[
+            :, :, :, :, :end
+        ]  # (layers, 2, B, H, end, D): what it reads; views, nothing is copied
         columns = torch.arange(end, device=kv.device)
         queries = columns[start:, None]  # (T, 1): the columns of this pass
         # Known elsewhere as "cumulative sum of the mask, minus one". A column of padding has no position, and neither has
@@ -66,7 +74,9 @@ class PaddedAttention:
         self.positions = (columns[start:] - padding[:, None]).clamp(0, last_position)  # (B, T)
         real = columns >= padding[:, None, None]  # (B, 1, end): the columns that hold a token
         # A query of padding would see nothing, and a plain softmax of nothing is NaN, which spreads: let it see itself.
-        self.mask = ((columns <= queries) & real | (columns == queries))[:, None]  # (B, 1, T, end), 1 for all heads
+        self.mask = ((columns <= queries) & real | (columns == queries))[
+            :, None
+        ]  # (B, 1, T, end), 1 for all heads
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v of the new columns (B, T, H, D) -> (B, T, H, D)."""

@@ -12,7 +12,15 @@ import torch
 
 from shared.errors import UserError
 from shared.records import StepRecord
-from stage01_forward.generation import Output, Sampling, Token, check_request, finish_reason, finite_rows, sampling_per_prompt
+from stage01_forward.generation import (
+    Output,
+    Sampling,
+    Token,
+    check_request,
+    finish_reason,
+    finite_rows,
+    sampling_per_prompt,
+)
 from stage01_forward.model import GPT2
 from stage01_forward.sampling import SamplingParams, sample
 
@@ -65,21 +73,32 @@ class Engine:
                 output.fail(error)
         for start in range(0, len(fit), self.max_batch):
             batch = fit[start : start + self.max_batch]
-            for row, token in self._tokens([outputs[place] for place in batch], [params[place] for place in batch]):
+            for row, token in self._tokens(
+                [outputs[place] for place in batch], [params[place] for place in batch]
+            ):
                 outputs[batch[row]].append(token)
                 yield batch[row], token
 
-    def _tokens(self, outputs: list[Output], params: list[SamplingParams]) -> Iterator[tuple[int, Token]]:
+    def _tokens(
+        self, outputs: list[Output], params: list[SamplingParams]
+    ) -> Iterator[tuple[int, Token]]:
         prompts = [output.prompt_ids for output in outputs]
         lengths = [len(prompt) for prompt in prompts]
         output_ids: list[list[int]] = [[] for _ in prompts]
         generators = [each.generator() for each in params]
         config, width = self.model.config, max(lengths)
         # The last token of an answer is never run, so it needs no column.
-        answers = [min(each.max_tokens, config.n_positions - length) for each, length in zip(params, lengths, strict=True)]
-        cache = PaddedCache(config, lengths, width + max(answers) - 1, self.model.dtype, self.model.device)
+        answers = [
+            min(each.max_tokens, config.n_positions - length)
+            for each, length in zip(params, lengths, strict=True)
+        ]
+        cache = PaddedCache(
+            config, lengths, width + max(answers) - 1, self.model.dtype, self.model.device
+        )
         self.cache_bytes = max(self.cache_bytes, cache.bytes)
-        fresh = [[0] * (width - len(prompt)) + prompt for prompt in prompts]  # B rows of T ids; any id may stand for padding
+        fresh = [
+            [0] * (width - len(prompt)) + prompt for prompt in prompts
+        ]  # B rows of T ids; any id may stand for padding
         alive = list(range(len(prompts)))  # the rows that have not ended
         while alive:
             started = time.perf_counter()
@@ -97,13 +116,19 @@ class Engine:
             tokens = []
             for row, token_id, each in zip(alive, ids.tolist(), logprobs, strict=True):
                 output_ids[row].append(token_id)
-                reason = finish_reason(output_ids[row], lengths[row], params[row], config, self.eos_id)
+                reason = finish_reason(
+                    output_ids[row], lengths[row], params[row], config, self.eos_id
+                )
                 tokens.append((row, Token(token_id, each, reason)))
             prefill, decode = (sum(lengths), 0) if cache.length == width else (0, len(alive))
             wasted = len(fresh) * len(fresh[0]) - prefill - decode
-            self.steps.append(StepRecord(len(alive), prefill, decode, time.perf_counter() - started, wasted))
+            self.steps.append(
+                StepRecord(len(alive), prefill, decode, time.perf_counter() - started, wasted)
+            )
             alive = [row for row, token in tokens if token.finish_reason is None]
-            fresh = [each[-1:] or [0] for each in output_ids]  # (B, 1); a row that has ended runs its last token on and on
+            fresh = [
+                each[-1:] or [0] for each in output_ids
+            ]  # (B, 1); a row that has ended runs its last token on and on
             yield from tokens
 
     @torch.inference_mode()

@@ -28,7 +28,9 @@ SLOTS, BUDGET, EVERY = 4, 64, 6
 MOST_SLOTS = 4096
 URGENT, NORMAL = 0, 1
 MOST_NAMED = 50  # prompts in one line of the live view
-PAUSE = 0.02  # seconds after a step: the built-in prompts would be over before anybody has seen them
+PAUSE = (
+    0.02  # seconds after a step: the built-in prompts would be over before anybody has seen them
+)
 # With the most tokens that each may get, so that slots fall free at different times.
 PROMPTS = (
     ("Once upon a time", 120),
@@ -100,11 +102,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "terminal",
     )
     group.add_argument("--gantt", metavar="FILE.svg", help="draw the slots by steps, as a chart")
-    group.add_argument("--trace", metavar="FILE.json", help="write every step, for ui.perfetto.dev or chrome://tracing")
+    group.add_argument(
+        "--trace",
+        metavar="FILE.json",
+        help="write every step, for ui.perfetto.dev or chrome://tracing",
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.generation_parser("stage04_continuous", ABOUT, "--slots 2 --gantt slots.svg", "--prompts prompts.txt --every 1")
+    parser = cli.generation_parser(
+        "stage04_continuous",
+        ABOUT,
+        "--slots 2 --gantt slots.svg",
+        "--prompts prompts.txt --every 1",
+    )
     add_options(parser)
     options = parser.parse_args(argv)
     outputs: dict[str, Path] = {}
@@ -115,7 +126,11 @@ def main(argv: list[str] | None = None) -> int:
     sampling = SamplingParams(**cli.sampling_fields(options))
     slots = options.slots or (1 if isinstance(prompts, str) else SLOTS)
     scheduler = Scheduler(
-        slots, options.budget or max(BUDGET, slots), options.policy, options.max_chunk, chunked=not options.no_chunks
+        slots,
+        options.budget or max(BUDGET, slots),
+        options.policy,
+        options.max_chunk,
+        chunked=not options.no_chunks,
     )
     loaded = cli.load_model_from(options, load_model)
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
@@ -135,7 +150,9 @@ def make_engine(loaded: cli.Loaded, scheduler: Scheduler, slots: int) -> Engine:
     config = loaded.config
     need = slots * config.n_positions * config.kv_bytes_per_token(loaded.dtype)
     free = psutil.virtual_memory().available
-    if loaded.device.type == "cpu" and need > free:  # some systems do not refuse: they kill the process later
+    if (
+        loaded.device.type == "cpu" and need > free
+    ):  # some systems do not refuse: they kill the process later
         raise UserError(
             f"{slots} slots of {config.name} take {need / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: give a "
             "smaller --slots."
@@ -147,29 +164,49 @@ class Show:
     """A run of several prompts: `run` makes the steps, `view` draws what the slots are doing."""
 
     def __init__(
-        self, engine: Engine, loaded: cli.Loaded, slots: int, prompts: Sequence[str] | None, sampling: SamplingParams
+        self,
+        engine: Engine,
+        loaded: cli.Loaded,
+        slots: int,
+        prompts: Sequence[str] | None,
+        sampling: SamplingParams,
     ) -> None:
         self.engine, self.loaded, self.slots = engine, loaded, slots
         self.built_in = prompts is None
-        limits = [sampling.max_tokens] * len(prompts) if prompts else [limit for _, limit in PROMPTS]
+        limits = (
+            [sampling.max_tokens] * len(prompts) if prompts else [limit for _, limit in PROMPTS]
+        )
         self.answers = [
-            live.Answer(number, prompt, loaded) for number, prompt in enumerate(prompts or [text for text, _ in PROMPTS], 1)
+            live.Answer(number, prompt, loaded)
+            for number, prompt in enumerate(prompts or [text for text, _ in PROMPTS], 1)
         ]
         self.params = [
             replace(cli.sampling_of(sampling, index), max_tokens=min(limit, sampling.max_tokens))
             for index, limit in enumerate(limits)
         ]
         self.coming = deque(self.answers)
-        self.steps, self.rows, self.seconds = 0, 0, 0.0  # of all steps; the engine forgets the oldest some day
+        self.steps, self.rows, self.seconds = (
+            0,
+            0,
+            0.0,
+        )  # of all steps; the engine forgets the oldest some day
 
     def run(self, options: argparse.Namespace) -> int:
         """Answer all prompts, show and print them; returns the exit status, 2 if a prompt was unfit."""
         unprinted = list(self.answers)
         with live.Screen(self.view) as screen:
-            pause = options.pause if options.pause is not None else PAUSE if self.built_in and screen.shown else 0
+            pause = (
+                options.pause
+                if options.pause is not None
+                else PAUSE
+                if self.built_in and screen.shown
+                else 0
+            )
             while self.step(options.every):
                 screen.refresh()
-                if not screen.shown and any(each.finish_reason for each in self.engine.steps[-1].slots):
+                if not screen.shown and any(
+                    each.finish_reason for each in self.engine.steps[-1].slots
+                ):
                     unprinted = print_ended(unprinted)
                 time.sleep(pause)
         print_ended(unprinted)
@@ -187,13 +224,19 @@ class Show:
             return False
         self.engine.step()
         newest = self.engine.steps[-1]
-        self.steps, self.rows, self.seconds = self.steps + 1, self.rows + newest.rows, self.seconds + newest.seconds
+        self.steps, self.rows, self.seconds = (
+            self.steps + 1,
+            self.rows + newest.rows,
+            self.seconds + newest.seconds,
+        )
         return True
 
     def arrive(self, answer: live.Answer) -> None:
         if answer.error:
             return
-        priority = URGENT if answer.number % 3 == 0 else NORMAL  # the policy "fcfs" does not look at it
+        priority = (
+            URGENT if answer.number % 3 == 0 else NORMAL
+        )  # the policy "fcfs" does not look at it
         request = Request(answer.ids, self.params[answer.number - 1], str(answer.number), priority)
         try:
             answer.output = self.engine.add(request).output
@@ -215,10 +258,19 @@ class Show:
             f"decode tokens; so far {tokens / self.seconds:.1f} tok/s, slots {self.occupancy():.0f} % in use"
         )
         shown = self.slots if self.slots <= height - 4 else max(1, height - 5)
-        drawn = [live.line(width, (head, width, "")), row(width, "slot", "prompt", "state", "tokens", "text", "bold")]
-        tenants = {each.slot: (each.id, "no room in budget", "yellow") for each in scheduler.running}
+        drawn = [
+            live.line(width, (head, width, "")),
+            row(width, "slot", "prompt", "state", "tokens", "text", "bold"),
+        ]
+        tenants = {
+            each.slot: (each.id, "no room in budget", "yellow") for each in scheduler.running
+        }
         for each in newest.slots:
-            state, look = (f"prefill {each.prefill_tokens}", "yellow") if each.prefill_tokens else ("decode", "green")
+            state, look = (
+                (f"prefill {each.prefill_tokens}", "yellow")
+                if each.prefill_tokens
+                else ("decode", "green")
+            )
             if each.finish_reason:
                 state, look = f"ended: {each.finish_reason}", "dim"
             tenants[each.slot] = each.request_id, state, look
@@ -226,22 +278,40 @@ class Show:
             if slot in tenants:
                 name, state, look = tenants[slot]
                 answer = self.answers[int(name) - 1]
-                drawn.append(row(width, str(slot), name, state, str(answer.tokens), answer.text(), look))
+                drawn.append(
+                    row(width, str(slot), name, state, str(answer.tokens), answer.text(), look)
+                )
             else:
                 drawn.append(row(width, str(slot), "", "free", "", "", "dim"))
         if shown < self.slots:
             drawn.append(live.line(width, (f"and {self.slots - shown} more slots", width, "dim")))
         urgent = "!" if scheduler.policy == "priority" else ""
-        waiting = ", ".join(each.id + urgent * (each.priority == URGENT) for each in scheduler.waiting[:MOST_NAMED])
-        ended = [f"{answer.number} {answer.finish_reason}" for answer in self.answers if answer.finish_reason]
-        drawn.append(live.line(width, (f"waiting: {waiting or 'nobody'}; {len(self.coming)} still to come", width, "")))
+        waiting = ", ".join(
+            each.id + urgent * (each.priority == URGENT) for each in scheduler.waiting[:MOST_NAMED]
+        )
+        ended = [
+            f"{answer.number} {answer.finish_reason}"
+            for answer in self.answers
+            if answer.finish_reason
+        ]
+        drawn.append(
+            live.line(
+                width,
+                (f"waiting: {waiting or 'nobody'}; {len(self.coming)} still to come", width, ""),
+            )
+        )
         drawn.append(live.line(width, ("ended: ", 7, ""), text=", ".join(ended[-MOST_NAMED:])))
         return drawn
 
 
 def row(width: int, slot: str, name: str, state: str, tokens: str, text: str, look: str) -> Text:
     """A line of the table of slots."""
-    cells = ((f"{slot:>4}", 6, ""), (f"{name:>6}", 8, "bold"), (state, 19, look), (f"{tokens:>6}", 8, ""))
+    cells = (
+        (f"{slot:>4}", 6, ""),
+        (f"{name:>6}", 8, "bold"),
+        (state, 19, look),
+        (f"{tokens:>6}", 8, ""),
+    )
     return live.line(width, *cells, text=text, style=look if look in ("dim", "bold") else "")
 
 
@@ -268,13 +338,17 @@ def write(engine: Engine, outputs: dict[str, Path], slots: int) -> None:
     for name, path in outputs.items():
         if name == "gantt":
             used = 100 * sum(step.rows for step in steps) / (slots * len(steps))
-            data = charts.render(gantt(steps, f"{len(steps)} steps, slots {used:.0f} % in use", slots))
+            data = charts.render(
+                gantt(steps, f"{len(steps)} steps, slots {used:.0f} % in use", slots)
+            )
         else:
             data = json.dumps(perfetto(steps)).encode()
         try:
             path.write_bytes(data)
         except OSError as error:
-            raise UserError(f"{path} cannot be written ({error.strerror}): name another place.") from None
+            raise UserError(
+                f"{path} cannot be written ({error.strerror}): name another place."
+            ) from None
         print(f"[written: {path}]", file=sys.stderr)
 
 

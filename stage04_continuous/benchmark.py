@@ -95,9 +95,13 @@ class Plan:
     @property
     def runs(self) -> int:
         """How many timed runs that is."""
-        equal = len(self.equal_slots) * (2 * self.equal_repeats + len(KINDS) * self.equal_peer_repeats)
+        equal = len(self.equal_slots) * (
+            2 * self.equal_repeats + len(KINDS) * self.equal_peer_repeats
+        )
         each = equal + 3 * self.single_repeats + (len(self.chunks) + 1) * self.chunk_repeats
-        return len(DTYPES) * each + len(self.win_dtypes) * (2 * self.win_repeats + self.win_peer_repeats)
+        return len(DTYPES) * each + len(self.win_dtypes) * (
+            2 * self.win_repeats + self.win_peer_repeats
+        )
 
 
 FULL = Plan()
@@ -135,7 +139,9 @@ class Runs:
         engine.generate(prompts[:2], greedy(2))  # warms up
 
     def __call__(self) -> None:
-        self.outputs.append(self.engine.generate(self.prompts, [greedy(count) for count in self.counts]))
+        self.outputs.append(
+            self.engine.generate(self.prompts, [greedy(count) for count in self.counts])
+        )
         self.steps.append(list(self.engine.steps))
 
     @property
@@ -159,7 +165,9 @@ class Runs:
 class PeerRuns:
     """The same of `transformers`. Its records are its own: a place counts as busy once for each token of an answer."""
 
-    def __init__(self, peer: TransformersContinuous, prompts: list[list[int]], counts: list[int]) -> None:
+    def __init__(
+        self, peer: TransformersContinuous, prompts: list[list[int]], counts: list[int]
+    ) -> None:
         self.peer, self.prompts, self.counts = peer, prompts, counts
         self.answers: list[list[int]] = []
         self.busy = sum(counts)
@@ -173,7 +181,9 @@ class PeerRuns:
         return self.peer.passes
 
 
-def in_turn(runs: Mapping[str, Callable[[], object]], repeats: Mapping[str, int], bar: tqdm) -> dict[str, list[float]]:
+def in_turn(
+    runs: Mapping[str, Callable[[], object]], repeats: Mapping[str, int], bar: tqdm
+) -> dict[str, list[float]]:
     """`measure.alternate` for variants of which some run less often: those sit out the last rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number, names in enumerate(measure.rounds(list(runs), max(repeats.values()))):
@@ -185,22 +195,39 @@ def in_turn(runs: Mapping[str, Callable[[], object]], repeats: Mapping[str, int]
 
 
 def measure_together(
-    subject: Subject, peers: Mapping[str, Any], lengths: Lengths, slots: int, budget: int, repeats: tuple[int, int], bar: tqdm
+    subject: Subject,
+    peers: Mapping[str, Any],
+    lengths: Lengths,
+    slots: int,
+    budget: int,
+    repeats: tuple[int, int],
+    bar: tqdm,
 ) -> tuple[dict[str, Any], dict[str, Runs]]:
     """One workload on stage 03, this stage and the `transformers` models in `peers`, all with the same slots.
 
     repeats: of ours, and of the peers. Returns what was found, and our runs.
     """
-    prompts = [random_prompt(prompt, subject.config, f"request {i}") for i, (prompt, _) in enumerate(lengths)]
+    prompts = [
+        random_prompt(prompt, subject.config, f"request {i}")
+        for i, (prompt, _) in enumerate(lengths)
+    ]
     counts = [count for _, count in lengths]
     slot_tokens = max(prompt + count for prompt, count in lengths)
     ours = {
         STATIC: Runs(StaticEngine(subject.model, max_batch=slots), prompts, counts),
-        OURS: Runs(Engine(subject.model, scheduler=Scheduler(slots, budget), slot_tokens=slot_tokens), prompts, counts),
+        OURS: Runs(
+            Engine(subject.model, scheduler=Scheduler(slots, budget), slot_tokens=slot_tokens),
+            prompts,
+            counts,
+        ),
     }
     with ExitStack() as stack:
         theirs = {
-            name: PeerRuns(stack.enter_context(TransformersContinuous(peer, slots, slot_tokens, budget)), prompts, counts)
+            name: PeerRuns(
+                stack.enter_context(TransformersContinuous(peer, slots, slot_tokens, budget)),
+                prompts,
+                counts,
+            )
             for name, peer in peers.items()
         }
         every: dict[str, Runs | PeerRuns] = {**ours, **theirs}
@@ -219,24 +246,38 @@ def measure_together(
     return found, ours
 
 
-def measure_equal(subject: Subject, peers: Mapping[str, Any], plan: Plan, slots: int, bar: tqdm) -> dict[str, Any]:
+def measure_equal(
+    subject: Subject, peers: Mapping[str, Any], plan: Plan, slots: int, bar: tqdm
+) -> dict[str, Any]:
     """Equal requests, one for each slot; and of every pass that decodes them all, its time and that of the bookkeeping."""
     lengths = [(plan.equal_prompt, plan.equal_answer)] * slots
     repeats = (plan.equal_repeats, plan.equal_peer_repeats)
-    found, ours = measure_together(subject, peers, lengths, slots, slots * plan.equal_prompt, repeats, bar)
+    found, ours = measure_together(
+        subject, peers, lengths, slots, slots * plan.equal_prompt, repeats, bar
+    )
     decode = [[step for step in steps if step.decode_tokens == slots] for steps in ours[OURS].steps]
     found["step"] = [[step.seconds for step in steps] for steps in decode]
     found["bookkeeping"] = [[step.bookkeeping_seconds for step in steps] for steps in decode]
     return found
 
 
-def measure_win(subject: Subject, peers: Mapping[str, Any], plan: Plan, bar: tqdm) -> dict[str, Any]:
+def measure_win(
+    subject: Subject, peers: Mapping[str, Any], plan: Plan, bar: tqdm
+) -> dict[str, Any]:
     """Answers of very different lengths; and what the slots did, for the charts."""
     repeats = (plan.win_repeats, plan.win_peer_repeats)
-    found, ours = measure_together(subject, peers, workload(plan), plan.slots, plan.budget, repeats, bar)
-    found["rows"] = {name: run_lengths([step.rows for step in each.steps[-1]]) for name, each in ours.items()}
+    found, ours = measure_together(
+        subject, peers, workload(plan), plan.slots, plan.budget, repeats, bar
+    )
+    found["rows"] = {
+        name: run_lengths([step.rows for step in each.steps[-1]]) for name, each in ours.items()
+    }
     steps = ours[OURS].steps[-1][: plan.gantt_steps]
-    found["gantt"] = {"slots": plan.gantt_slots, "steps": len(steps), "pieces": pieces(steps, plan.gantt_slots)}
+    found["gantt"] = {
+        "slots": plan.gantt_slots,
+        "steps": len(steps),
+        "pieces": pieces(steps, plan.gantt_slots),
+    }
     return found
 
 
@@ -247,10 +288,14 @@ def measure_single(subject: Subject, plan: Plan, bar: tqdm) -> dict[str, Any]:
     engines: dict[str, Any] = {
         SINGLE: SingleEngine(subject.model),
         STATIC: StaticEngine(subject.model, max_batch=plan.slots),
-        OURS: Engine(subject.model, scheduler=Scheduler(plan.slots, plan.budget), slot_tokens=slot_tokens),
+        OURS: Engine(
+            subject.model, scheduler=Scheduler(plan.slots, plan.budget), slot_tokens=slot_tokens
+        ),
     }
     runs = {name: Runs(engine, [prompt], [plan.single_answer]) for name, engine in engines.items()}
-    seconds = measure.alternate(runs, plan.single_repeats, warmup=0, progress=lambda _: bar.update())
+    seconds = measure.alternate(
+        runs, plan.single_repeats, warmup=0, progress=lambda _: bar.update()
+    )
     return {
         **subject.about, "slots": plan.slots, "budget": plan.budget,
         "lengths": [(plan.single_prompt, plan.single_answer)], "seconds": seconds,
@@ -270,15 +315,22 @@ class Arrival:
 
     def __init__(self, subject: Subject, engine: Engine, scheduler: Scheduler, plan: Plan) -> None:
         self.engine, self.scheduler, self.plan = engine, scheduler, plan
-        self.prompts = [random_prompt(plan.neighbours_prompt, subject.config, f"neighbour {i}") for i in range(plan.neighbours)]
+        self.prompts = [
+            random_prompt(plan.neighbours_prompt, subject.config, f"neighbour {i}")
+            for i in range(plan.neighbours)
+        ]
         self.long_prompt = random_prompt(plan.long_prompt, subject.config, "long")
-        self.before: list[list[float]] = []  # a run -> seconds between a neighbour's tokens, before the long prompt arrives
+        self.before: list[
+            list[float]
+        ] = []  # a run -> seconds between a neighbour's tokens, before the long prompt arrives
         self.after: list[list[float]] = []
         self.first: list[float] = []  # a run -> seconds from its arrival to its first token
         self.outputs: list[list[Output]] = []
 
     def __call__(self) -> None:
-        self.engine.scheduler = self.scheduler  # nothing waits or runs, so one cache serves every way of scheduling
+        self.engine.scheduler = (
+            self.scheduler
+        )  # nothing waits or runs, so one cache serves every way of scheduling
         sampling = greedy(1 + self.plan.before + self.plan.after)
         neighbours = [self.engine.add(Request(prompt, sampling)) for prompt in self.prompts]
         while not all(each.output.token_ids for each in neighbours):
@@ -310,13 +362,19 @@ class Arrival:
 def chunk_scheduler(plan: Plan, name: str) -> Scheduler:
     """The scheduler that runs the long prompt in chunks of `name` tokens, or whole; the budget has room for all of it."""
     slots, budget = plan.neighbours + 1, plan.neighbours + plan.long_prompt
-    return Scheduler(slots, budget, chunked=False) if name == WHOLE else Scheduler(slots, budget, max_chunk=int(name))
+    return (
+        Scheduler(slots, budget, chunked=False)
+        if name == WHOLE
+        else Scheduler(slots, budget, max_chunk=int(name))
+    )
 
 
 def measure_chunking(subject: Subject, plan: Plan, bar: tqdm) -> dict[str, Any]:
     """A long prompt among decoding neighbours, in chunks of several sizes and whole."""
     names = [*map(str, plan.chunks), WHOLE]
-    tokens = max(plan.long_prompt + plan.long_answer, plan.neighbours_prompt + 1 + plan.before + plan.after)
+    tokens = max(
+        plan.long_prompt + plan.long_answer, plan.neighbours_prompt + 1 + plan.before + plan.after
+    )
     engine = Engine(subject.model, scheduler=chunk_scheduler(plan, WHOLE), slot_tokens=tokens)
     Arrival(subject, engine, engine.scheduler, plan)()  # warms up
     runs = {name: Arrival(subject, engine, chunk_scheduler(plan, name), plan) for name in names}
@@ -380,7 +438,10 @@ def pieces(steps: Sequence[SlotsRecord], slots: int) -> list[list[int]]:
     last: dict[int, list[int]] = {}  # slot -> its newest piece
     for number, step in enumerate(steps):
         for each in sorted(step.slots, key=lambda each: each.slot):
-            request, prefill = numbers.setdefault(each.request_id, len(numbers) + 1), int(each.prefill_tokens > 0)
+            request, prefill = (
+                numbers.setdefault(each.request_id, len(numbers) + 1),
+                int(each.prefill_tokens > 0),
+            )
             if each.slot >= slots:
                 continue
             piece = last.get(each.slot)
@@ -397,7 +458,9 @@ def records(drawn: Mapping[str, Any]) -> list[SlotsRecord]:
     for slot, request, start, end, prefill, finished in drawn["pieces"]:
         for number in range(start, end):
             reason = "length" if finished and number == end - 1 else None
-            slots[number].append(SlotRecord(slot, f"request-{request}", prefill, 1 - prefill, reason))
+            slots[number].append(
+                SlotRecord(slot, f"request-{request}", prefill, 1 - prefill, reason)
+            )
     return [
         SlotsRecord(
             rows=len(each),
@@ -435,7 +498,12 @@ def simulate(scheduler: Scheduler, arrivals: Sequence[tuple[int, int, int]]) -> 
             scheduler.add(requests[late.pop(0)])
         work, step = scheduler.schedule(), step + 1
         if work:
-            passes.append([Part(numbers[id(each.request)], each.start, each.count, each.samples) for each in work])
+            passes.append(
+                [
+                    Part(numbers[id(each.request)], each.start, each.count, each.samples)
+                    for each in work
+                ]
+            )
         for each in work:
             _pretend(scheduler, each)
     return passes
@@ -450,10 +518,14 @@ def _pretend(scheduler: Scheduler, work: Work) -> None:
             scheduler.finish(request)
 
 
-def pass_cost(config: checkpoint.Config, dtype: torch.dtype, parts: Sequence[Part]) -> roofline.Cost:
+def pass_cost(
+    config: checkpoint.Config, dtype: torch.dtype, parts: Sequence[Part]
+) -> roofline.Cost:
     """Of one packed pass: the weights are read once for all parts, and each part's cache is its own."""
     weights = roofline.forward_cost(config, dtype, 0, sampled=sum(part.samples for part in parts))
-    each = [roofline.forward_cost(config, dtype, part.count, part.cached, sampled=0) for part in parts]
+    each = [
+        roofline.forward_cost(config, dtype, part.count, part.cached, sampled=0) for part in parts
+    ]
     return roofline.Cost(
         weights.flops + sum(cost.flops for cost in each),
         weights.bytes + sum(cost.bytes - weights.bytes for cost in each),
@@ -466,22 +538,46 @@ def predicted(results: dict[str, Any], row: dict[str, Any], name: str) -> tuple[
     lengths, slots = [tuple(each) for each in row["lengths"]], row["slots"]
     if name == STATIC:
         batches = [lengths[start : start + slots] for start in range(0, len(lengths), slots)]
-        seconds = [static_benchmark.predicted_seconds(limits, row["model"], row["dtype"], batch) for batch in batches]
+        seconds = [
+            static_benchmark.predicted_seconds(limits, row["model"], row["dtype"], batch)
+            for batch in batches
+        ]
         return sum(max(count for _, count in batch) for batch in batches), sum(seconds)
-    passes = simulate(Scheduler(slots, row["budget"]), [(0, prompt, count) for prompt, count in lengths])
-    return len(passes), sum(pass_cost(config, kind, parts).seconds(limits, kind) for parts in passes)
+    passes = simulate(
+        Scheduler(slots, row["budget"]), [(0, prompt, count) for prompt, count in lengths]
+    )
+    return len(passes), sum(
+        pass_cost(config, kind, parts).seconds(limits, kind) for parts in passes
+    )
 
 
-def predicted_arrival(results: dict[str, Any], row: dict[str, Any], name: str) -> tuple[float, float]:
+def predicted_arrival(
+    results: dict[str, Any], row: dict[str, Any], name: str
+) -> tuple[float, float]:
     """Least seconds of the longest pass that the long prompt causes, and from its arrival to its first token."""
     limits, config, kind = limits_of(results), shape_of(row["model"]), getattr(torch, row["dtype"])
-    plan = Plan(**{key: row[key] for key in ("neighbours", "neighbours_prompt", "long_prompt", "long_answer")})
+    plan = Plan(
+        **{
+            key: row[key]
+            for key in ("neighbours", "neighbours_prompt", "long_prompt", "long_answer")
+        }
+    )
     before, after = len(row["before"][name][0]), len(row["after"][name][0])
     crowd = [(0, plan.neighbours_prompt, 1 + before + after)] * plan.neighbours
-    passes = simulate(chunk_scheduler(plan, name), [*crowd, (1 + before, plan.long_prompt, plan.long_answer)])
-    first = next(i for i, parts in enumerate(passes) if any(p.request == plan.neighbours and p.samples for p in parts))
-    begins = next(i for i, parts in enumerate(passes) if any(p.request == plan.neighbours for p in parts))
-    seconds = [pass_cost(config, kind, parts).seconds(limits, kind) for parts in passes[begins : first + 1]]
+    passes = simulate(
+        chunk_scheduler(plan, name), [*crowd, (1 + before, plan.long_prompt, plan.long_answer)]
+    )
+    first = next(
+        i
+        for i, parts in enumerate(passes)
+        if any(p.request == plan.neighbours and p.samples for p in parts)
+    )
+    begins = next(
+        i for i, parts in enumerate(passes) if any(p.request == plan.neighbours for p in parts)
+    )
+    seconds = [
+        pass_cost(config, kind, parts).seconds(limits, kind) for parts in passes[begins : first + 1]
+    ]
     return max(seconds), sum(seconds)
 
 
@@ -502,7 +598,9 @@ def same_text(row: dict[str, Any], name: str) -> str:
     if name == STATIC:
         return proof_text(row["proof"][name])
     if name == OURS:
-        return f"{proof_text(row['proof'][name])}; {row['same'][name]} of {count} answers as stage 03"
+        return (
+            f"{proof_text(row['proof'][name])}; {row['same'][name]} of {count} answers as stage 03"
+        )
     return f"{row['same'][name]} of {count} answers as stage 04"
 
 
@@ -516,7 +614,12 @@ def together_table(results: dict[str, Any], rows: Sequence[dict[str, Any]]) -> s
     for row in rows:
         config, kind, seconds = shape_of(row["model"]), getattr(torch, row["dtype"]), row["seconds"]
         forecast = {name: predicted(results, row, name) for name in (STATIC, OURS)}
-        pages = math.ceil(row["slot_tokens"] / PAGE) * PAGE * row["slots"] * config.kv_bytes_per_token(kind)
+        pages = (
+            math.ceil(row["slot_tokens"] / PAGE)
+            * PAGE
+            * row["slots"]
+            * config.kv_bytes_per_token(kind)
+        )
         for name, taken in seconds.items():
             rate = measure.summarize(taken).of(tokens_of(row))
             passes = limit = gain = ""
@@ -545,7 +648,10 @@ def win_table(results: dict[str, Any]) -> str:
 
 def null_table(results: dict[str, Any]) -> str:
     """The equal requests, without `transformers`."""
-    rows = [{**row, "seconds": {name: row["seconds"][name] for name in (STATIC, OURS)}} for row in results["results"]["equal"]]
+    rows = [
+        {**row, "seconds": {name: row["seconds"][name] for name in (STATIC, OURS)}}
+        for row in results["results"]["equal"]
+    ]
     return together_table(results, rows)
 
 
@@ -563,7 +669,9 @@ def peers_table(results: dict[str, Any]) -> str:
                     f"| {occupancy(row, name):.0%} | {row['passes'][name]:,} | {same_text(row, name)} |"
                 )
         gain = median(row["seconds"][faster_peer([row])]) / median(row["seconds"][OURS])
-        lines.append(f"| {row['dtype']} | {row['slots']} | **this stage against the faster transformers** | {gain:.2f}x | | | |")
+        lines.append(
+            f"| {row['dtype']} | {row['slots']} | **this stage against the faster transformers** | {gain:.2f}x | | | |"
+        )
     return "\n".join(lines)
 
 
@@ -576,7 +684,10 @@ def lose_table(results: dict[str, Any]) -> str:
         limits = {name: predicted(results, row, name)[1] for name in (STATIC, OURS)}
         limits[SINGLE] = limits[STATIC]  # a batch of one is the cached engine
         for name, taken in row["seconds"].items():
-            rate, occupied = measure.summarize(taken).of(tokens_of(row)), 1 if name == SINGLE else 1 / row["slots"]
+            rate, occupied = (
+                measure.summarize(taken).of(tokens_of(row)),
+                1 if name == SINGLE else 1 / row["slots"],
+            )
             gain = median(row["seconds"][SINGLE]) / median(taken)
             lines.append(
                 f"| {row['dtype']} | {name} | {rate.show()} | {tokens_of(row) / limits[name]:,.1f} | {occupied:.0%} "
@@ -595,7 +706,8 @@ def latencies(row: Mapping[str, Any]) -> dict[str, list[float]]:
     """Seconds between a neighbour's tokens in all runs: without a long prompt, and for each way of running one."""
     calm = [gap for runs in row["before"].values() for gaps in runs for gap in gaps]
     return {"no long prompt": calm} | {
-        chunk_name(name): [gap for gaps in runs for gap in gaps] for name, runs in row["after"].items()
+        chunk_name(name): [gap for gaps in runs for gap in gaps]
+        for name, runs in row["after"].items()
     }
 
 
@@ -616,8 +728,16 @@ def chunking_table(results: dict[str, Any]) -> str:
             if shown in waits:
                 name, first = waits[shown]
                 longest, least = predicted_arrival(results, row, name)
-                own = [f"{longest * 1e3:.1f}", milliseconds(first, 0), f"{least * 1e3:,.0f}", proof_text(row["proof"])]
-            spread = " | ".join(f"{value * 1e3:,.1f}" for value in (*(percentile(gaps, p) for p in (0.5, 0.99)), max(gaps)))
+                own = [
+                    f"{longest * 1e3:.1f}",
+                    milliseconds(first, 0),
+                    f"{least * 1e3:,.0f}",
+                    proof_text(row["proof"]),
+                ]
+            spread = " | ".join(
+                f"{value * 1e3:,.1f}"
+                for value in (*(percentile(gaps, p) for p in (0.5, 0.99)), max(gaps))
+            )
             lines.append(f"| {row['dtype']} | {shown} | {spread} | {' | '.join(own)} |")
     return "\n".join(lines)
 
@@ -630,7 +750,8 @@ def overhead_table(results: dict[str, Any]) -> str:
     ]
     for row in results["results"]["equal"]:
         shares = [
-            [own / whole for own, whole in zip(*each, strict=True)] for each in zip(row["bookkeeping"], row["step"], strict=True)
+            [own / whole for own, whole in zip(*each, strict=True)]
+            for each in zip(row["bookkeeping"], row["step"], strict=True)
         ]
         every = [share for run in shares for share in run]
         own = [median(run) for run in shares]
@@ -656,14 +777,18 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 def gantt_chart(results: dict[str, Any]) -> Any:
     drawn = results["results"]["win"][0]["gantt"]
-    return gantt(records(drawn), "Slots are handed on while their neighbours decode", slots=drawn["slots"])
+    return gantt(
+        records(drawn), "Slots are handed on while their neighbours decode", slots=drawn["slots"]
+    )
 
 
 def occupancy_chart(results: dict[str, Any]) -> Any:
     """All places of all passes, of stage 03 above and of this stage below; those in use are dark."""
     row = results["results"]["win"][0]
     slots, gap = row["slots"], row["slots"] * 0.45
-    figure, axes = draw.new_figure("Places that compute for somebody, and places that do not", "forward pass", "rows in use")
+    figure, axes = draw.new_figure(
+        "Places that compute for somebody, and places that do not", "forward pass", "rows in use"
+    )
     with matplotlib.rc_context(draw.style()):
         ticks: dict[float, str] = {}
         for number, name in enumerate((OURS, STATIC)):

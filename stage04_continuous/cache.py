@@ -16,7 +16,9 @@ from shared.checkpoint import Config
 from shared.errors import UserError
 from stage03_batching.attention import masked_attention
 
-Share = tuple[int, int, int]  # slot, first position, and number of the tokens that a sequence computes in a pass
+Share = tuple[
+    int, int, int
+]  # slot, first position, and number of the tokens that a sequence computes in a pass
 
 # Sequences of different lengths attend in one call, with a mask over the difference, while that costs less than one more
 # call would: about as much as reading so many keys.
@@ -37,9 +39,14 @@ class SlotCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.slots, self.slot_tokens = slots, config.n_positions if slot_tokens is None else slot_tokens
+        self.slots, self.slot_tokens = (
+            slots,
+            config.n_positions if slot_tokens is None else slot_tokens,
+        )
         if not 1 < self.slot_tokens <= config.n_positions:
-            raise UserError(f"A slot for {config.name} holds 2 to {config.n_positions} tokens, not {self.slot_tokens}.")
+            raise UserError(
+                f"A slot for {config.name} holds 2 to {config.n_positions} tokens, not {self.slot_tokens}."
+            )
         shape = (config.n_layer, 2, slots, config.n_head, self.slot_tokens, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
 
@@ -58,8 +65,15 @@ class SlotCache:
     def extend(self, shares: Sequence[Share]) -> PackedAttention:
         """The attention of a pass whose tokens are those of `shares`, one share after the other."""
         for slot, start, count in shares:
-            if not (0 <= slot < self.slots and start >= 0 and count >= 1 and start + count <= self.slot_tokens):
-                raise ValueError(f"no place for {count} tokens at {start} in slot {slot}: {self.slots} x {self.slot_tokens}")
+            if not (
+                0 <= slot < self.slots
+                and start >= 0
+                and count >= 1
+                and start + count <= self.slot_tokens
+            ):
+                raise ValueError(
+                    f"no place for {count} tokens at {start} in slot {slot}: {self.slots} x {self.slot_tokens}"
+                )
         return PackedAttention(self.kv, shares)
 
 
@@ -85,7 +99,9 @@ def neighbours(shares: Sequence[Share]) -> list[list[Share]]:
             run = runs[-1]
             last_slot, _, last_count = run[-1]
             longest = max(before for _, before, _ in run)
-            padding = len(run) * max(0, start - longest) + max(0, longest - start)  # keys read for nothing, if they join
+            padding = len(run) * max(0, start - longest) + max(
+                0, longest - start
+            )  # keys read for nothing, if they join
             if (slot, count) == (last_slot + 1, last_count) and padding * count <= CALL:
                 run.append(share)
                 continue
@@ -116,7 +132,9 @@ class PackedAttention:
         first, count = run[0][0], run[0][2]
         ends = [start + count for _, start, _ in run]
         end = max(ends)
-        causal = len(run) == 1 and count == end  # a whole prompt: is_causal draws the triangle better than a mask
+        causal = (
+            len(run) == 1 and count == end
+        )  # a whole prompt: is_causal draws the triangle better than a mask
         mask = None
         if not causal and (count > 1 or min(ends) < end):
             mask = torch.arange(end) <= positions.view(len(run), 1, count, 1)  # (B, 1, T, end)
@@ -133,7 +151,11 @@ class PackedAttention:
             queries = q[group.rows].unflatten(0, (-1, group.new)).transpose(1, 2)  # (B, H, T, D)
             seen = slice(group.end)
             mixed = masked_attention(
-                queries, keys[group.slots, :, seen], values[group.slots, :, seen], group.mask, group.causal
+                queries,
+                keys[group.slots, :, seen],
+                values[group.slots, :, seen],
+                group.mask,
+                group.causal,
             )  # (B, H, T, D)
             out[group.rows] = mixed.transpose(1, 2).flatten(0, 1)
         return out

@@ -15,7 +15,15 @@ import torch
 
 from shared.errors import UserError
 from shared.records import StepRecord
-from stage01_forward.generation import Output, Sampling, Token, check_request, finish_reason, finite_rows, sampling_per_prompt
+from stage01_forward.generation import (
+    Output,
+    Sampling,
+    Token,
+    check_request,
+    finish_reason,
+    finite_rows,
+    sampling_per_prompt,
+)
 from stage01_forward.model import GPT2
 from stage01_forward.sampling import Logprobs, SamplingParams, sample
 
@@ -44,7 +52,9 @@ class SlotsRecord(StepRecord):
     started: float = 0.0
     slots: tuple[SlotRecord, ...] = ()
     waiting: int = 0  # requests without a slot
-    bookkeeping_seconds: float = 0.0  # of `seconds`, what was not the model: scheduling, sampling, postprocessing
+    bookkeeping_seconds: float = (
+        0.0  # of `seconds`, what was not the model: scheduling, sampling, postprocessing
+    )
 
 
 class Engine:
@@ -54,14 +64,22 @@ class Engine:
     """
 
     def __init__(
-        self, model: GPT2, eos_id: int | None = None, scheduler: Scheduler | None = None, slot_tokens: int | None = None
+        self,
+        model: GPT2,
+        eos_id: int | None = None,
+        scheduler: Scheduler | None = None,
+        slot_tokens: int | None = None,
     ) -> None:
         self.model = model
         self.eos_id = model.config.eos_token_id if eos_id is None else eos_id
         self.steps: deque[SlotsRecord] = deque(maxlen=STEPS_KEPT)  # one a forward pass
         self.scheduler = Scheduler() if scheduler is None else scheduler
-        self.cache = SlotCache(model.config, len(self.scheduler.free_slots), slot_tokens, model.dtype, model.device)
-        self.limits = replace(model.config, n_positions=self.cache.slot_tokens)  # where an answer ends for want of room
+        self.cache = SlotCache(
+            model.config, len(self.scheduler.free_slots), slot_tokens, model.dtype, model.device
+        )
+        self.limits = replace(
+            model.config, n_positions=self.cache.slot_tokens
+        )  # where an answer ends for want of room
         self.requests: dict[str, Request] = {}  # those that wait or run
         self._named = 0
 
@@ -104,7 +122,11 @@ class Engine:
             while sent < len(output.token_ids):
                 sent += 1
                 reason = output.finish_reason if sent == len(output.token_ids) else None
-                yield Token(output.token_ids[sent - 1], output.logprobs[sent - 1] if output.logprobs else None, reason)
+                yield Token(
+                    output.token_ids[sent - 1],
+                    output.logprobs[sent - 1] if output.logprobs else None,
+                    reason,
+                )
         if output.error is not None:
             raise UserError(output.error)
 
@@ -116,7 +138,9 @@ class Engine:
                 self._named += 1
             request.id = f"request-{self._named}"
         if request.id in self.requests:
-            raise UserError(f"There is a request '{request.id}' in the engine already: give each an id of its own.")
+            raise UserError(
+                f"There is a request '{request.id}' in the engine already: give each an id of its own."
+            )
         check_request(request.output.prompt_ids, request.sampling, self.model.config)
         length, room = len(request.output.prompt_ids), self.cache.slot_tokens
         if length >= room:
@@ -134,7 +158,9 @@ class Engine:
         Raises UserError if no such request waits or runs.
         """
         if request_id not in self.requests:
-            raise UserError(f"There is no request '{request_id}' to abort: it was never added, or it has ended already.")
+            raise UserError(
+                f"There is no request '{request_id}' to abort: it was never added, or it has ended already."
+            )
         request = self.requests[request_id]
         request.output.finish_reason = "abort"
         self._finish(request)
@@ -151,14 +177,18 @@ class Engine:
         work = self.scheduler.schedule()
         if not work:
             return []
-        work.sort(key=lambda each: (each.count, each.slot))  # neighbours attend together: see cache.py
+        work.sort(
+            key=lambda each: (each.count, each.slot)
+        )  # neighbours attend together: see cache.py
         scheduled = time.perf_counter()
         logits = self._forward(work)  # (requests that sample, V)
         computed = time.perf_counter()
         sampled = self._sample([each.request for each in work if each.samples], logits)
         tokens = self._postprocess(work, sampled)
         ended = time.perf_counter()
-        self.steps.append(self._record(work, started, ended - started, (scheduled - started) + (ended - computed)))
+        self.steps.append(
+            self._record(work, started, ended - started, (scheduled - started) + (ended - computed))
+        )
         return tokens
 
     @torch.inference_mode()
@@ -170,9 +200,13 @@ class Engine:
         hidden = self.model(tokens, attention.positions, attention.attend)  # (N,) -> (N, C)
         ends = itertools.accumulate(each.count for each in work)
         last = [end - 1 for end, each in zip(ends, work, strict=True) if each.samples]
-        return self.model.logits(hidden[last])  # (requests that sample, C) -> (requests that sample, V)
+        return self.model.logits(
+            hidden[last]
+        )  # (requests that sample, C) -> (requests that sample, V)
 
-    def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[tuple[Request, int, Logprobs | None]]:
+    def _sample(
+        self, requests: list[Request], logits: torch.Tensor
+    ) -> list[tuple[Request, int, Logprobs | None]]:
         """The next token of each request. One whose scores are not numbers ends with an error, and nobody else does."""
         finite = finite_rows(logits, [request.output for request in requests])
         if len(finite) < len(requests):
@@ -186,7 +220,9 @@ class Engine:
         )
         return list(zip(requests, ids.tolist(), logprobs, strict=True))
 
-    def _postprocess(self, work: list[Work], sampled: list[tuple[Request, int, Logprobs | None]]) -> list[tuple[str, Token]]:
+    def _postprocess(
+        self, work: list[Work], sampled: list[tuple[Request, int, Logprobs | None]]
+    ) -> list[tuple[str, Token]]:
         """Write down what was computed and said, and let go of whoever has ended."""
         for each in work:
             each.request.computed += each.count
@@ -209,11 +245,17 @@ class Engine:
         self.scheduler.finish(request)
         del self.requests[request.id]
 
-    def _record(self, work: list[Work], started: float, seconds: float, bookkeeping_seconds: float) -> SlotsRecord:
+    def _record(
+        self, work: list[Work], started: float, seconds: float, bookkeeping_seconds: float
+    ) -> SlotsRecord:
         slots = []
         for each in work:
             prefill, decode = each.prefill_tokens, each.count - each.prefill_tokens
-            slots.append(SlotRecord(each.slot, each.request.id, prefill, decode, each.request.output.finish_reason))
+            slots.append(
+                SlotRecord(
+                    each.slot, each.request.id, prefill, decode, each.request.output.finish_reason
+                )
+            )
         return SlotsRecord(
             rows=len(work),
             prefill_tokens=sum(each.prefill_tokens for each in slots),

@@ -22,7 +22,10 @@ class State(Enum):
 NEXT = {
     State.NEW: {State.WAITING},
     State.WAITING: {State.RUNNING, State.FINISHED},
-    State.RUNNING: {State.FINISHED, State.WAITING},  # back in line: only stage 05 does that, when memory is short
+    State.RUNNING: {
+        State.FINISHED,
+        State.WAITING,
+    },  # back in line: only stage 05 does that, when memory is short
     State.FINISHED: set(),
 }
 
@@ -50,7 +53,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.output = Output(list(self.prompt_ids))
-        self.generator = self.sampling.generator()  # its own, so that neighbours never change what it draws
+        self.generator = (
+            self.sampling.generator()
+        )  # its own, so that neighbours never change what it draws
 
     @property
     def token_count(self) -> int:
@@ -65,10 +70,15 @@ class Request:
     def tokens(self, start: int, count: int) -> list[int]:
         """The ids at positions start..start+count-1 of prompt and answer."""
         prompt, answer = self.output.prompt_ids, self.output.token_ids
-        return prompt[start : start + count] + answer[max(0, start - len(prompt)) : max(0, start + count - len(prompt))]
+        return (
+            prompt[start : start + count]
+            + answer[max(0, start - len(prompt)) : max(0, start + count - len(prompt))]
+        )
 
     def move(self, state: State) -> None:
         """Go on to `state`. Raises RuntimeError for a step that no request may take."""
         if state not in NEXT[self.state]:
-            raise RuntimeError(f"request {self.id} cannot go from {self.state.value} to {state.value}")
+            raise RuntimeError(
+                f"request {self.id} cannot go from {self.state.value} to {state.value}"
+            )
         self.state = state

@@ -30,7 +30,9 @@ class Work:
     @property
     def prefill_tokens(self) -> int:
         """How many of them are tokens of the prompt."""
-        return max(0, min(self.start + self.count, len(self.request.output.prompt_ids)) - self.start)
+        return max(
+            0, min(self.start + self.count, len(self.request.output.prompt_ids)) - self.start
+        )
 
 
 class Scheduler:
@@ -65,7 +67,12 @@ class Scheduler:
             raise UserError(f"A chunk has at least 1 token, not {max_chunk}.")
         if patience < 1:
             raise UserError(f"Patience is at least 1 step, not {patience}.")
-        self.token_budget, self.policy, self.patience, self.chunked = token_budget, policy, patience, chunked
+        self.token_budget, self.policy, self.patience, self.chunked = (
+            token_budget,
+            policy,
+            patience,
+            chunked,
+        )
         self.max_chunk = token_budget if max_chunk is None else max_chunk
         self.free_slots = list(range(max_sequences))  # a heap: the lowest free slot is taken first
         self.waiting: list[Request] = []  # by arrival
@@ -89,7 +96,9 @@ class Scheduler:
         """Who runs in the next pass, and how much; an empty list if there is nobody. Admits requests to free slots."""
         self.step += 1
         budget, work = self.token_budget, []
-        ready = sorted(self.running, key=lambda request: request.remaining > 1)  # single tokens first; the order holds
+        ready = sorted(
+            self.running, key=lambda request: request.remaining > 1
+        )  # single tokens first; the order holds
         for request in ready:
             if count := self._share(request, budget):
                 work.append(self._work(request, count))
@@ -129,12 +138,17 @@ class Scheduler:
         return request.remaining if request.remaining <= budget else 0
 
     def _work(self, request: Request, count: int) -> Work:
-        return Work(request, request.slot, request.computed, count, samples=count == request.remaining)
+        return Work(
+            request, request.slot, request.computed, count, samples=count == request.remaining
+        )
 
     def _next_waiting(self) -> Request:
         if self.policy == "fcfs":
             return self.waiting[0]
-        return min(self.waiting, key=lambda each: (each.priority - self._waited(each) // self.patience, each.arrival))
+        return min(
+            self.waiting,
+            key=lambda each: (each.priority - self._waited(each) // self.patience, each.arrival),
+        )
 
     def _waited(self, request: Request) -> int:
         return self.step - request.arrival_step

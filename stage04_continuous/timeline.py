@@ -46,7 +46,9 @@ def bars(steps: Sequence[SlotsRecord]) -> list[Bar]:
     for number, step in enumerate(steps):
         for each in step.slots:
             bar = open_bars.get(each.slot)
-            if bar is None or bar.request_id != each.request_id:  # an aborted request leaves without a word in the record
+            if (
+                bar is None or bar.request_id != each.request_id
+            ):  # an aborted request leaves without a word in the record
                 bar = open_bars[each.slot] = Bar(each.slot, each.request_id, number, number, [])
                 done.append(bar)
             kind = "prefill" if each.prefill_tokens else "decode"
@@ -74,7 +76,12 @@ def gantt(steps: Sequence[SlotsRecord], title: str, slots: int | None = None) ->
         for slot in range(rows):
             mine = [bar for bar in tenants if bar.slot == slot]
             for kind, look in LOOKS.items():
-                pieces = [(start, end - start) for bar in mine for of, start, end in bar.pieces if of == kind]
+                pieces = [
+                    (start, end - start)
+                    for bar in mine
+                    for of, start, end in bar.pieces
+                    if of == kind
+                ]
                 if pieces:
                     axes.broken_barh(pieces, (slot - 0.4, 0.8), linewidth=0, **look)
             axes.broken_barh(
@@ -90,7 +97,14 @@ def gantt(steps: Sequence[SlotsRecord], title: str, slots: int | None = None) ->
         axes.tick_params(axis="y", length=0)
         keys = [Patch(label=kind, linewidth=0, **look) for kind, look in LOOKS.items()]
         # A title may take the whole width above the axes, so the key stands below them.
-        figure.legend(handles=keys, ncols=2, loc="outside lower right", frameon=False, borderaxespad=0.1, fontsize=9)
+        figure.legend(
+            handles=keys,
+            ncols=2,
+            loc="outside lower right",
+            frameon=False,
+            borderaxespad=0.1,
+            fontsize=9,
+        )
         _label(figure, axes, tenants)
     return figure
 
@@ -100,7 +114,10 @@ def _label(figure: Figure, axes: Any, tenants: Sequence[Bar]) -> None:
     figure.draw_without_rendering()  # lays the axes out, so that steps can be told in points
     box = axes.get_window_extent()
     points = 72 / figure.dpi
-    step, height = box.width * points / axes.get_xlim()[1], box.height * points / abs(axes.get_ylim()[0] - axes.get_ylim()[1])
+    step, height = (
+        box.width * points / axes.get_xlim()[1],
+        box.height * points / abs(axes.get_ylim()[0] - axes.get_ylim()[1]),
+    )
     if height * 0.8 < 10:
         return
     for bar in tenants:
@@ -108,7 +125,10 @@ def _label(figure: Figure, axes: Any, tenants: Sequence[Bar]) -> None:
         if not plain:
             continue
         room, start, end = max(plain)
-        for words in (bar.request_id, bar.request_id.removeprefix("request-")):  # the engine's own names end in a number
+        for words in (
+            bar.request_id,
+            bar.request_id.removeprefix("request-"),
+        ):  # the engine's own names end in a number
             if LETTER * 9 * len(words) + 4 <= room * step:
                 axes.text(
                     (start + end) / 2, bar.slot, words, ha="center", va="center_baseline", fontsize=9, parse_math=False
@@ -129,14 +149,33 @@ def _events(steps: Sequence[SlotsRecord]) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "engine"}}
     for slot in sorted({each.slot for step in steps for each in step.slots}):
         # Tracks are told apart by the thread id, and 0 would not be one of its own in every viewer.
-        yield {"ph": "M", "name": "thread_name", "pid": 1, "tid": slot + 1, "args": {"name": f"slot {slot}"}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": slot + 1, "args": {"sort_index": slot}}
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": 1,
+            "tid": slot + 1,
+            "args": {"name": f"slot {slot}"},
+        }
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": 1,
+            "tid": slot + 1,
+            "args": {"sort_index": slot},
+        }
     end = 0.0
     for number, step in enumerate(steps):
         start = round((step.started - steps[0].started) * 1e6, 3)
         end = round((step.started + step.seconds - steps[0].started) * 1e6, 3)
         for counter, value in (("rows", step.rows), ("waiting", step.waiting)):
-            yield {"ph": "C", "name": counter, "pid": 1, "tid": 0, "ts": start, "args": {counter: value}}
+            yield {
+                "ph": "C",
+                "name": counter,
+                "pid": 1,
+                "tid": 0,
+                "ts": start,
+                "args": {counter: value},
+            }
         for each in step.slots:
             args: dict[str, Any] = {
                 "step": number,

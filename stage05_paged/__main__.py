@@ -18,14 +18,30 @@ from shared.errors import UserError
 from stage01_forward.generation import Token
 from stage01_forward.model import load_model
 from stage01_forward.sampling import SamplingParams
-from stage04_continuous.__main__ import BUDGET, EVERY, MOST_NAMED, NORMAL, PAUSE, URGENT, print_ended
+from stage04_continuous.__main__ import (
+    BUDGET,
+    EVERY,
+    MOST_NAMED,
+    NORMAL,
+    PAUSE,
+    URGENT,
+    print_ended,
+)
 from stage04_continuous.request import Request
 from stage04_continuous.scheduler import POLICIES
 
 from . import blockmap
 from .blocks import BlockPool
 from .engine import SEQUENCES, Engine
-from .memory import block_bytes, default_memory, free_memory, make_pool, most_sequences, parse_memory, size
+from .memory import (
+    block_bytes,
+    default_memory,
+    free_memory,
+    make_pool,
+    most_sequences,
+    parse_memory,
+    size,
+)
 from .scheduler import PREEMPTIONS, Scheduler
 
 ABOUT = "Stage 05, paged cache: memory is taken a block at a time, shared where texts begin alike, and given back."
@@ -113,7 +129,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"wait after each step, to watch; it does not count as time; default 0, and {PAUSE:g} for the built-in prompts on a "
         "terminal",
     )
-    group.add_argument("--map", metavar="FILE.svg", help="draw the blocks by steps: who had which, shared and cached ones")
+    group.add_argument(
+        "--map",
+        metavar="FILE.svg",
+        help="draw the blocks by steps: who had which, shared and cached ones",
+    )
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--kv-memory",
@@ -150,15 +170,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "free if that is less, and none for one prompt, which nobody disturbs",
     )
     group.add_argument(
-        "--no-prefix-cache", action="store_true", help="do not look for blocks that hold the same beginning, and keep none"
+        "--no-prefix-cache",
+        action="store_true",
+        help="do not look for blocks that hold the same beginning, and keep none",
     )
     group.add_argument(
-        "--sanitize", action="store_true", help="check after every step that no block is lost or shared by mistake; slow"
+        "--sanitize",
+        action="store_true",
+        help="check after every step that no block is lost or shared by mistake; slow",
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    examples = ("--map blocks.svg", '"Once upon a time" --samples 4 --temperature 0.8', "--prompts prompts.txt --kv-memory 8MiB")
+    examples = (
+        "--map blocks.svg",
+        '"Once upon a time" --samples 4 --temperature 0.8',
+        "--prompts prompts.txt --kv-memory 8MiB",
+    )
     parser = cli.generation_parser("stage05_paged", ABOUT, *examples)
     add_options(parser)
     options = parser.parse_args(argv)
@@ -180,7 +208,14 @@ def main(argv: list[str] | None = None) -> int:
         cli.speak(film or engine, loaded, prompts, sampling)
     else:
         print(plan(engine), file=sys.stderr, flush=True)
-        show = Show(engine, loaded, [prompts] if isinstance(prompts, str) else prompts, sampling, options.samples, film)
+        show = Show(
+            engine,
+            loaded,
+            [prompts] if isinstance(prompts, str) else prompts,
+            sampling,
+            options.samples,
+            film,
+        )
         status = show.run(options)
     if film and path:
         film.write(path)
@@ -190,7 +225,9 @@ def main(argv: list[str] | None = None) -> int:
 # ---- memory -----------------------------------------------------------------------------------------------------
 
 
-def make_engine(loaded: cli.Loaded, options: argparse.Namespace, alone: bool, built_in: bool) -> Engine:
+def make_engine(
+    loaded: cli.Loaded, options: argparse.Namespace, alone: bool, built_in: bool
+) -> Engine:
     """The engine, with the memory that was asked for. `alone`: there is one prompt, and one answer to it; `built_in`: the
     prompts are this stage's own.
 
@@ -220,7 +257,10 @@ def make_engine(loaded: cli.Loaded, options: argparse.Namespace, alone: bool, bu
     )
     try:
         return Engine(loaded.model, scheduler=scheduler, sanitize=options.sanitize)
-    except (MemoryError, RuntimeError) as error:  # PyTorch says the latter, of a CPU's memory and of a GPU's
+    except (
+        MemoryError,
+        RuntimeError,
+    ) as error:  # PyTorch says the latter, of a CPU's memory and of a GPU's
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
         raise UserError(
@@ -228,11 +268,15 @@ def make_engine(loaded: cli.Loaded, options: argparse.Namespace, alone: bool, bu
         ) from None
 
 
-def swap_pool(loaded: cli.Loaded, options: argparse.Namespace, pool: BlockPool, alone: bool) -> BlockPool | None:
+def swap_pool(
+    loaded: cli.Loaded, options: argparse.Namespace, pool: BlockPool, alone: bool
+) -> BlockPool | None:
     """The blocks to swap to; None where nobody will."""
     if options.preemption == "recompute":
         if options.swap_memory is not None:
-            raise UserError("With --preemption recompute nothing is swapped: leave --swap-memory out, or choose swap or auto.")
+            raise UserError(
+                "With --preemption recompute nothing is swapped: leave --swap-memory out, or choose swap or auto."
+            )
         return None
     if options.swap_memory is None and alone and options.preemption == "auto":
         return None
@@ -246,7 +290,9 @@ def swap_pool(loaded: cli.Loaded, options: argparse.Namespace, pool: BlockPool, 
     else:
         memory = parse_memory(options.swap_memory, free)
         if 0 < memory < each:
-            raise UserError(f"A block takes {size(each)}, and --swap-memory is {size(memory)}: give more, or 0 for none.")
+            raise UserError(
+                f"A block takes {size(each)}, and --swap-memory is {size(memory)}: give more, or 0 for none."
+            )
     return make_pool(memory, config, dtype, block_size) if memory >= each else None
 
 
@@ -306,7 +352,9 @@ class Film:
         try:
             path.write_bytes(charts.render(blockmap.picture(self.frames, title)))
         except OSError as error:
-            raise UserError(f"{path} cannot be written ({error.strerror}): name another place.") from None
+            raise UserError(
+                f"{path} cannot be written ({error.strerror}): name another place."
+            ) from None
         print(f"[written: {path}]", file=sys.stderr)
 
 
@@ -329,7 +377,10 @@ class Show:
         self.params: list[SamplingParams] = []
         self.coming: deque[list[live.Answer]] = deque()  # the samples of a prompt arrive together
         for text, limit in texts:
-            group = [live.Answer(len(self.answers) + number, text, loaded) for number in range(1, samples + 1)]
+            group = [
+                live.Answer(len(self.answers) + number, text, loaded)
+                for number in range(1, samples + 1)
+            ]
             for answer in group:
                 params = cli.sampling_of(sampling, answer.number - 1)
                 self.params.append(replace(params, max_tokens=min(limit, sampling.max_tokens)))
@@ -337,16 +388,28 @@ class Show:
             self.coming.append(group)
         self.asked: dict[str, tuple[live.Answer, Request]] = {}  # by the request's id
         self.groups = 0  # prompts that have arrived
-        self.steps, self.peak, self.seconds = 0, 0, 0.0  # of all steps; the engine forgets the oldest some day
+        self.steps, self.peak, self.seconds = (
+            0,
+            0,
+            0.0,
+        )  # of all steps; the engine forgets the oldest some day
 
     def run(self, options: argparse.Namespace) -> int:
         """Answer all prompts, show and print them; returns the exit status, 2 if a prompt was unfit."""
         unprinted = list(self.answers)
         with live.Screen(self.view) as screen:
-            pause = options.pause if options.pause is not None else PAUSE if self.built_in and screen.shown else 0
+            pause = (
+                options.pause
+                if options.pause is not None
+                else PAUSE
+                if self.built_in and screen.shown
+                else 0
+            )
             while self.step(options.every):
                 screen.refresh()
-                if not screen.shown and any(each.finish_reason for each in self.engine.steps[-1].sequences):
+                if not screen.shown and any(
+                    each.finish_reason for each in self.engine.steps[-1].sequences
+                ):
                     unprinted = print_ended(unprinted)
                 time.sleep(pause)
         print_ended(unprinted)
@@ -376,13 +439,17 @@ class Show:
         if group[0].error:  # it could not be cut into tokens
             return
         try:
-            requests = self.engine.add_samples(group[0].ids, [self.params[answer.number - 1] for answer in group])
+            requests = self.engine.add_samples(
+                group[0].ids, [self.params[answer.number - 1] for answer in group]
+            )
         except UserError as error:
             for answer in group:
                 answer.refuse(error)
             return
         for answer, request in zip(group, requests, strict=True):
-            request.priority = URGENT if self.groups % 3 == 0 else NORMAL  # the policy "fcfs" does not look at it
+            request.priority = (
+                URGENT if self.groups % 3 == 0 else NORMAL
+            )  # the policy "fcfs" does not look at it
             answer.output = request.output
             self.asked[request.id] = answer, request
 
@@ -422,11 +489,28 @@ class Show:
         cut = len(sequences) > room
         drawn += sequences[: max(0, room - 1) if cut else room]
         if cut:
-            drawn.append(live.line(width, (f"and {len(sequences) - max(0, room - 1)} more sequences", width, "dim")))
+            drawn.append(
+                live.line(
+                    width, (f"and {len(sequences) - max(0, room - 1)} more sequences", width, "dim")
+                )
+            )
         # Or what is below would jump up and down as they come and go.
         drawn += [Text() for _ in range(min(room, scheduler.max_sequences) - len(sequences))]
-        drawn.append(live.line(width, (f"waiting: {self.waiting()}; {sum(map(len, self.coming))} still to come", width, "")))
-        ended = [f"{answer.number} {answer.finish_reason}" for answer in self.answers if answer.finish_reason]
+        drawn.append(
+            live.line(
+                width,
+                (
+                    f"waiting: {self.waiting()}; {sum(map(len, self.coming))} still to come",
+                    width,
+                    "",
+                ),
+            )
+        )
+        ended = [
+            f"{answer.number} {answer.finish_reason}"
+            for answer in self.answers
+            if answer.finish_reason
+        ]
         drawn.append(live.line(width, ("ended: ", 7, ""), text=", ".join(ended[-MOST_NAMED:])))
         return drawn
 
@@ -436,24 +520,47 @@ class Show:
         states = {each.id: ("no room in budget", "yellow") for each in scheduler.running}
         for id in states:
             if (request := self.asked[id][1]).output.token_ids and request.remaining == 1:
-                states[id] = "prompt is shared", "green"  # a sample: another one has just computed it
+                states[id] = (
+                    "prompt is shared",
+                    "green",
+                )  # a sample: another one has just computed it
         for each in self.engine.steps[-1].sequences:
-            states[each.request_id] = (f"prefill {each.prefill_tokens}", "yellow") if each.prefill_tokens else ("decode", "green")
+            states[each.request_id] = (
+                (f"prefill {each.prefill_tokens}", "yellow")
+                if each.prefill_tokens
+                else ("decode", "green")
+            )
             if each.finish_reason:
                 states[each.request_id] = f"ended: {each.finish_reason}", "dim"
         drawn = []
         for id in sorted(states, key=lambda id: self.asked[id][1].arrival):
             (answer, request), (state, style) = self.asked[id], states[id]
-            blocks = str(len(scheduler.tables[request].blocks)) if request in scheduler.tables else "-"
+            blocks = (
+                str(len(scheduler.tables[request].blocks)) if request in scheduler.tables else "-"
+            )
             sign, colour = blockmap.mark(request.arrival), blockmap.look(request.arrival)
-            drawn.append(row(width, sign, str(answer.number), state, str(answer.tokens), blocks, answer.text(), style, colour))
+            drawn.append(
+                row(
+                    width,
+                    sign,
+                    str(answer.number),
+                    state,
+                    str(answer.tokens),
+                    blocks,
+                    answer.text(),
+                    style,
+                    colour,
+                )
+            )
         return drawn
 
     def waiting(self) -> str:
         """Who waits, and for what."""
         scheduler = self.engine.scheduler
         urgent = "!" if scheduler.policy == "priority" else ""
-        first = {sample: leader for leader, samples in scheduler.samples.items() for sample in samples}
+        first = {
+            sample: leader for leader, samples in scheduler.samples.items() for sample in samples
+        }
         named = []
         for request in [*scheduler.waiting, *first][:MOST_NAMED]:
             why = ""
@@ -463,13 +570,31 @@ class Show:
                 why = f" (for {self.asked[first[request].id][0].number})"
             elif request.output.token_ids:
                 why = " (again)"
-            named.append(f"{self.asked[request.id][0].number}{urgent * (request.priority == URGENT)}{why}")
+            named.append(
+                f"{self.asked[request.id][0].number}{urgent * (request.priority == URGENT)}{why}"
+            )
         return ", ".join(named) or "nobody"
 
 
-def row(width: int, sign: str, name: str, state: str, tokens: str, blocks: str, text: str, look: str, colour: str = "") -> Text:
+def row(
+    width: int,
+    sign: str,
+    name: str,
+    state: str,
+    tokens: str,
+    blocks: str,
+    text: str,
+    look: str,
+    colour: str = "",
+) -> Text:
     """A line of the table of sequences."""
-    cells = ((sign, 1, colour), (f"{name:>7}", 9, "bold"), (state, 19, look), (f"{tokens:>6}", 8, ""), (f"{blocks:>6}", 8, ""))
+    cells = (
+        (sign, 1, colour),
+        (f"{name:>7}", 9, "bold"),
+        (state, 19, look),
+        (f"{tokens:>6}", 8, ""),
+        (f"{blocks:>6}", 8, ""),
+    )
     return live.line(width, *cells, text=text, style=look if look in ("dim", "bold") else "")
 
 

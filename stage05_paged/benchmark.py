@@ -36,7 +36,17 @@ from stage03_batching import benchmark as static_benchmark
 from stage03_batching.benchmark import Subject
 from stage03_batching.engine import Engine as StaticEngine
 from stage04_continuous import benchmark as continuous_benchmark
-from stage04_continuous.benchmark import SINGLE, STATIC, Lengths, Part, Runs, in_turn, pass_cost, run_lengths, tokens_of
+from stage04_continuous.benchmark import (
+    SINGLE,
+    STATIC,
+    Lengths,
+    Part,
+    Runs,
+    in_turn,
+    pass_cost,
+    run_lengths,
+    tokens_of,
+)
 from stage04_continuous.cache import SlotCache
 from stage04_continuous.engine import Engine as SlotEngine
 from stage04_continuous.engine import SlotsRecord
@@ -116,13 +126,20 @@ class Plan:
     @property
     def lengths(self) -> Lengths:
         """The requests of the winning case, drawn as in stage 04."""
-        like = {"requests": self.requests, "prompts": self.prompts, "answers": self.answers, "middle": self.middle}
+        like = {
+            "requests": self.requests,
+            "prompts": self.prompts,
+            "answers": self.answers,
+            "middle": self.middle,
+        }
         return continuous_benchmark.workload(continuous_benchmark.Plan(**like))  # type: ignore[arg-type]
 
     @property
     def runs(self) -> int:
         """How many steps the progress bar has: timed runs, pairs of caches, and the map."""
-        capacity = 2 * (len(self.win_dtypes) * self.win_repeats + self.static_repeats + self.null_repeats)
+        capacity = 2 * (
+            len(self.win_dtypes) * self.win_repeats + self.static_repeats + self.null_repeats
+        )
         both = len(self.rows) * len(self.contexts) + 3 * len(self.singles) * self.single_repeats
         models = 4 * self.prefix_repeats + 3 * self.preemption_repeats * len(self.preempted)
         return capacity + 2 * both + len(self.sizes) + 2 * models + 1
@@ -142,7 +159,9 @@ QUICK = Plan(
 
 def start_cold(pool: BlockPool) -> None:
     """Evict all cached blocks of a pool of which none is owned, so that nothing of earlier requests can be found."""
-    for block in reversed([pool.take() for _ in range(pool.count)]):  # so the next request takes the same blocks again
+    for block in reversed(
+        [pool.take() for _ in range(pool.count)]
+    ):  # so the next request takes the same blocks again
         pool.give_back(block)
 
 
@@ -163,7 +182,9 @@ class Paged:
         self.steps = []
         outputs = []
         for first in range(0, len(prompts), size):
-            outputs += self.engine.generate(prompts[first : first + size], params[first : first + size])
+            outputs += self.engine.generate(
+                prompts[first : first + size], params[first : first + size]
+            )
             self.steps += self.engine.steps
         return outputs
 
@@ -171,7 +192,12 @@ class Paged:
 def pool_of(subject: Subject, plan: Plan) -> BlockPool:
     """All blocks that the memory of the plan has room for."""
     dtype = subject.model.dtype
-    return make_pool(plan.budget_tokens * subject.config.kv_bytes_per_token(dtype), subject.config, dtype, plan.block_size)
+    return make_pool(
+        plan.budget_tokens * subject.config.kv_bytes_per_token(dtype),
+        subject.config,
+        dtype,
+        plan.block_size,
+    )
 
 
 def static_batch(pool: BlockPool, lengths: Lengths) -> int:
@@ -183,7 +209,10 @@ def measure_capacity(
     subject: Subject, plan: Plan, case: str, lengths: Lengths, repeats: tuple[int, int], bar: tqdm
 ) -> dict[str, Any]:
     """One workload in the same memory, contiguous and paged. repeats: of the continuous engines, and of the static ones."""
-    prompts = [random_prompt(prompt, subject.config, f"request {i}") for i, (prompt, _) in enumerate(lengths)]
+    prompts = [
+        random_prompt(prompt, subject.config, f"request {i}")
+        for i, (prompt, _) in enumerate(lengths)
+    ]
     counts = [count for _, count in lengths]
     batch = static_batch(pool_of(subject, plan), lengths)
     engines: dict[str, Any] = {
@@ -195,7 +224,9 @@ def measure_capacity(
         engines[PAGED_STATIC] = Paged(subject.model, pool_of(subject, plan), plan.budget, batch)
     runs = {name: Runs(engine, prompts, counts) for name, engine in engines.items()}
     seconds = in_turn(runs, {name: repeats[name in (STATIC, PAGED_STATIC)] for name in runs}, bar)
-    paged = {name: each.steps[-1] for name, each in runs.items() if isinstance(engines[name], Paged)}
+    paged = {
+        name: each.steps[-1] for name, each in runs.items() if isinstance(engines[name], Paged)
+    }
     return {
         **subject.about, "case": case, "slots": plan.slots, "budget": plan.budget, "batch": batch, "lengths": lengths,
         "blocks": engines[OURS].engine.scheduler.pool.count, "block_size": plan.block_size, "seconds": seconds,
@@ -226,7 +257,9 @@ def slot_memory(steps: Sequence[SlotsRecord], slot_tokens: int) -> list[int]:
     reserved = used = 0
     for step in steps:
         for each in step.slots:
-            tokens[each.request_id] = tokens.get(each.request_id, 0) + each.prefill_tokens + each.decode_tokens
+            tokens[each.request_id] = (
+                tokens.get(each.request_id, 0) + each.prefill_tokens + each.decode_tokens
+            )
         reserved += len(tokens) * slot_tokens
         used += sum(tokens.values())
         for each in step.slots:
@@ -237,10 +270,15 @@ def slot_memory(steps: Sequence[SlotsRecord], slot_tokens: int) -> list[int]:
 
 def block_memory(steps: Sequence[BlocksRecord], block_size: int) -> list[int]:
     """[reserved, used] in tokens, added up over the passes: each block that a table holds, and what is in it."""
-    return [sum(step.owned_blocks for step in steps) * block_size, sum(step.used_tokens for step in steps)]
+    return [
+        sum(step.owned_blocks for step in steps) * block_size,
+        sum(step.used_tokens for step in steps),
+    ]
 
 
-def measure_single(subject: Subject, plan: Plan, lengths: tuple[int, int], bar: tqdm) -> dict[str, Any]:
+def measure_single(
+    subject: Subject, plan: Plan, lengths: tuple[int, int], bar: tqdm
+) -> dict[str, Any]:
     """A single request on the engines of three stages, each of which runs its prompt whole."""
     (length, count), budget = lengths, max(plan.budget, lengths[0])
     engines: dict[str, Any] = {
@@ -250,7 +288,9 @@ def measure_single(subject: Subject, plan: Plan, lengths: tuple[int, int], bar: 
     }
     prompt = random_prompt(length, subject.config, "single")
     runs = {name: Runs(engine, [prompt], [count]) for name, engine in engines.items()}
-    seconds = measure.alternate(runs, plan.single_repeats, warmup=0, progress=lambda _: bar.update())
+    seconds = measure.alternate(
+        runs, plan.single_repeats, warmup=0, progress=lambda _: bar.update()
+    )
     return {
         **subject.about, "slots": plan.slots, "budget": budget, "lengths": [lengths], "seconds": seconds,
         "blocks": engines[OURS].engine.scheduler.pool.count, "block_size": plan.block_size,
@@ -274,7 +314,10 @@ def measure_map(subject: Subject, plan: Plan, bar: tqdm) -> list[str]:
 def packed(frames: Sequence[Sequence[int]]) -> list[str]:
     """Frames of blocks as a text for each block: "-1x3 7x2" is free for three passes, and then of sequence 7 for two."""
     columns = zip(*frames, strict=True)
-    return [" ".join(f"{state}x{len(list(group))}" for state, group in groupby(column)) for column in columns]
+    return [
+        " ".join(f"{state}x{len(list(group))}" for state, group in groupby(column))
+        for column in columns
+    ]
 
 
 def unpacked(texts: Sequence[str]) -> list[list[int]]:
@@ -288,11 +331,19 @@ def measure_waste(plan: Plan) -> dict[str, list[int]]:
     """[reserved, used] of the winning case with memory for everybody: what the schedulers do, without a model."""
     n_positions, requests = shape_of(plan.model).n_positions, plan.requests
     kinds = {"contiguous, whole context": n_positions, "contiguous, exact length known": None}
-    passes = {name: simulate_slots(plan.lengths, requests, plan.budget, tokens) for name, tokens in kinds.items()}
+    passes = {
+        name: simulate_slots(plan.lengths, requests, plan.budget, tokens)
+        for name, tokens in kinds.items()
+    }
     for block_size in plan.sizes:
         blocks = requests * -(-n_positions // block_size)
-        passes[f"paged, blocks of {block_size}"] = simulate_blocks(plan.lengths, blocks, block_size, plan.budget)
-    return {name: [sum(each.reserved for each in found), sum(each.used for each in found)] for name, found in passes.items()}
+        passes[f"paged, blocks of {block_size}"] = simulate_blocks(
+            plan.lengths, blocks, block_size, plan.budget
+        )
+    return {
+        name: [sum(each.reserved for each in found), sum(each.used for each in found)]
+        for name, found in passes.items()
+    }
 
 
 # ---- measuring: what the gather costs -----------------------------------------------------------------------------------
@@ -315,7 +366,9 @@ class Pair:
         random.Random("blocks").shuffle(order)
         self.tables = [order[row * each : (row + 1) * each] for row in range(rows)]
         for row, table in enumerate(self.tables):
-            lines = pad(self.slots.kv[:, :, row], (0, 0, 0, each * block_size - context - 1))  # (layers, 2, H, tokens, D)
+            lines = pad(
+                self.slots.kv[:, :, row], (0, 0, 0, each * block_size - context - 1)
+            )  # (layers, 2, H, tokens, D)
             self.blocks.kv[:, :, :, table] = lines.unflatten(3, (each, block_size))
         self.ids = torch.arange(rows) % config.vocab_size
 
@@ -342,21 +395,29 @@ class Pair:
         below = best - scores.gather(1, taken[:, None])[:, 0]  # (rows,)
         for highest, gap in zip(best[differs].tolist(), below[differs].tolist(), strict=True):
             if gap >= near_tie(self.model.dtype, highest):
-                raise AssertionError(f"the paged pass took a token whose logit lies {gap:.3g} below the best, {highest:.3g}")
+                raise AssertionError(
+                    f"the paged pass took a token whose logit lies {gap:.3g} below the best, {highest:.3g}"
+                )
         gaps = below[differs].tolist()
         return {"tokens": len(taken), "near_ties": len(gaps), "widest_gap": max(gaps, default=0.0)}
 
 
-def measure_gather(subject: Subject, cases: Sequence[tuple[int, int, int]], repeats: int, bar: tqdm) -> list[dict[str, Any]]:
+def measure_gather(
+    subject: Subject, cases: Sequence[tuple[int, int, int]], repeats: int, bar: tqdm
+) -> list[dict[str, Any]]:
     """A decode pass over equal sequences, contiguous and paged in turn; cases: rows, context and block size."""
     found = []
     for rows, context, block_size in cases:
         needed = 2 * rows * context * subject.config.kv_bytes_per_token(subject.model.dtype)
         if needed > free_memory() / 2:
-            bar.write(f"note: {rows} sequences of {context} tokens take {needed / 1e9:.1f} GB in two caches: left out")
+            bar.write(
+                f"note: {rows} sequences of {context} tokens take {needed / 1e9:.1f} GB in two caches: left out"
+            )
         else:
             pair = Pair(subject, rows, context, block_size)
-            seconds = measure.alternate({"contiguous": pair.contiguous, "paged": pair.paged}, repeats)
+            seconds = measure.alternate(
+                {"contiguous": pair.contiguous, "paged": pair.paged}, repeats
+            )
             found.append(
                 {**subject.about, "rows": rows, "context": context, "block_size": block_size, "seconds": seconds,
                  "gathered_bytes": pair.gathered_bytes, "proof": pair.prove()}
@@ -368,8 +429,16 @@ def measure_gather(subject: Subject, cases: Sequence[tuple[int, int, int]], repe
 def measure_profile(subject: Subject, plan: Plan) -> dict[str, Any]:
     """Where the time of such a pass goes, contiguous and paged."""
     pair = Pair(subject, max(plan.rows), plan.sized_context, plan.block_size)
-    found = {name: profile.profile(run, rows=100) for name, run in (("contiguous", pair.contiguous), ("paged", pair.paged))}
-    return {**subject.about, "rows": max(plan.rows), "context": plan.sized_context, "operators": found}
+    found = {
+        name: profile.profile(run, rows=100)
+        for name, run in (("contiguous", pair.contiguous), ("paged", pair.paged))
+    }
+    return {
+        **subject.about,
+        "rows": max(plan.rows),
+        "context": plan.sized_context,
+        "operators": found,
+    }
 
 
 # ---- measuring: prefixes and preemption ---------------------------------------------------------------------------------
@@ -380,10 +449,17 @@ def measure_prefix(subject: Subject, plan: Plan, bar: tqdm) -> dict[str, Any]:
     length, config = plan.system + plan.own, subject.config
     system = random_prompt(plan.system, config, "system")
     blocks = 4 * -(-length // plan.block_size)
-    schedulers = {on: Scheduler(BlockPool(blocks, plan.block_size), 1, length, prefix_caching=on) for on in (True, False)}
-    engines = {on: Engine(subject.model, scheduler=scheduler) for on, scheduler in schedulers.items()}
+    schedulers = {
+        on: Scheduler(BlockPool(blocks, plan.block_size), 1, length, prefix_caching=on)
+        for on in (True, False)
+    }
+    engines = {
+        on: Engine(subject.model, scheduler=scheduler) for on, scheduler in schedulers.items()
+    }
     names = [MISS, HIT, FRESH_ON, FRESH_OFF]
-    found: dict[str, Any] = {key: {name: [] for name in names} for key in ("seconds", "computed", "hit_rate")}
+    found: dict[str, Any] = {
+        key: {name: [] for name in names} for key in ("seconds", "computed", "hit_rate")
+    }
     proof: dict[str, Any] = {}
     for number, order in enumerate([names, *measure.rounds(names, plan.prefix_repeats)]):
         for name in order:
@@ -392,7 +468,12 @@ def measure_prefix(subject: Subject, plan: Plan, bar: tqdm) -> dict[str, Any]:
             if name == HIT:
                 engine.generate([system + random_prompt(plan.own, config, "earlier")], greedy(1))
             prompt = system + random_prompt(plan.own, config, f"{name} {number}")
-            request = Request(prompt if name in (MISS, HIT) else random_prompt(length, config, f"{name} {number}"), greedy(2))
+            request = Request(
+                prompt
+                if name in (MISS, HIT)
+                else random_prompt(length, config, f"{name} {number}"),
+                greedy(2),
+            )
             taken, counts = first_token(engine, request), engine.scheduler.counts
             proof[name] = subject.prove([request.output])
             if number:  # the round before the first warms up
@@ -400,7 +481,14 @@ def measure_prefix(subject: Subject, plan: Plan, bar: tqdm) -> dict[str, Any]:
                 found["computed"][name].append(sum(step.prefill_tokens for step in engine.steps))
                 found["hit_rate"][name].append(counts.hit_rate)
                 bar.update()
-    return {**subject.about, "system": plan.system, "own": plan.own, "block_size": plan.block_size, **found, "proof": proof}
+    return {
+        **subject.about,
+        "system": plan.system,
+        "own": plan.own,
+        "block_size": plan.block_size,
+        **found,
+        "proof": proof,
+    }
 
 
 def first_token(engine: Engine, request: Request) -> float:
@@ -422,7 +510,9 @@ def measure_preemption(subject: Subject, plan: Plan, bar: tqdm) -> dict[str, Any
     most = max(plan.preempted) + plan.plain_steps + 1
     blocks = -(-most // plan.block_size)
     pool, swap_pool = (BlockPool(2 * blocks, plan.block_size) for _ in range(2))
-    engine = Engine(subject.model, scheduler=Scheduler(pool, 1, most, preemption=SWAP, swap_pool=swap_pool))
+    engine = Engine(
+        subject.model, scheduler=Scheduler(pool, 1, most, preemption=SWAP, swap_pool=swap_pool)
+    )
     cost = engine.measure_cost()
     rows = []
     for context in plan.preempted:
@@ -439,13 +529,17 @@ def measure_preemption(subject: Subject, plan: Plan, bar: tqdm) -> dict[str, Any
     return {**subject.about, "rates": rates, "contexts": rows}
 
 
-def preempted_seconds(subject: Subject, engine: Engine, context: int, steps: int, way: str) -> tuple[float, dict[str, Any]]:
+def preempted_seconds(
+    subject: Subject, engine: Engine, context: int, steps: int, way: str
+) -> tuple[float, dict[str, Any]]:
     """Seconds that a preemption at about `context` tokens costs, and the proof of the answer around it."""
     scheduler = engine.scheduler
     scheduler.preemption = SWAP if way == SWAP else RECOMPUTE
     scheduler.prefix_caching = way == FOUND
     start_cold(scheduler.pool)
-    request = engine.add(Request(random_prompt(context - steps, subject.config, "preempted"), greedy(steps + 2)))
+    request = engine.add(
+        Request(random_prompt(context - steps, subject.config, "preempted"), greedy(steps + 2))
+    )
     engine.step()
     plain = [measure.seconds(engine.step) for _ in range(steps)]
     started = time.perf_counter()
@@ -472,18 +566,28 @@ def measure_all(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], measure.Lim
             whole = dtype == torch.float32
             if label(dtype) in plan.win_dtypes:
                 repeats = (plan.win_repeats, plan.static_repeats * whole)
-                results["capacity"].append(measure_capacity(subject, plan, WIN, plan.lengths, repeats, bar))
-            results["single"] += [measure_single(subject, plan, lengths, bar) for lengths in plan.singles]
-            cases = [(rows, context, plan.block_size) for rows in plan.rows for context in plan.contexts]
+                results["capacity"].append(
+                    measure_capacity(subject, plan, WIN, plan.lengths, repeats, bar)
+                )
+            results["single"] += [
+                measure_single(subject, plan, lengths, bar) for lengths in plan.singles
+            ]
+            cases = [
+                (rows, context, plan.block_size) for rows in plan.rows for context in plan.contexts
+            ]
             results["gather"] += measure_gather(subject, cases, plan.gather_repeats, bar)
             if whole:
                 full = [(plan.null_prompt, plan.null_answer)] * plan.null_requests
-                results["capacity"].append(measure_capacity(subject, plan, NULL, full, (plan.null_repeats, 0), bar))
+                results["capacity"].append(
+                    measure_capacity(subject, plan, NULL, full, (plan.null_repeats, 0), bar)
+                )
                 cases = [(max(plan.rows), plan.sized_context, size) for size in plan.sizes]
                 results["sizes"] = measure_gather(subject, cases, plan.gather_repeats, bar)
                 results["profile"] = measure_profile(subject, plan)
                 results["map"] = measure_map(subject, plan, bar)
-                small = Subject(checkpoint.load(plan.small, random_weights=plan.small != "stories"), dtype)
+                small = Subject(
+                    checkpoint.load(plan.small, random_weights=plan.small != "stories"), dtype
+                )
                 for each in (subject, small):
                     results["prefix"].append(measure_prefix(each, plan, bar))
                     results["preemption"].append(measure_preemption(each, plan, bar))
@@ -513,7 +617,9 @@ def simulate(scheduler: Any, lengths: Lengths, reserved: Callable[[], int]) -> l
 
     `reserved` is asked during each pass. No two requests begin alike.
     """
-    requests = [Request([number] * prompt, greedy(count)) for number, (prompt, count) in enumerate(lengths)]
+    requests = [
+        Request([number] * prompt, greedy(count)) for number, (prompt, count) in enumerate(lengths)
+    ]
     numbers = {id(request): number for number, request in enumerate(requests)}
     passes = []
     for request in requests:
@@ -529,20 +635,30 @@ def simulate(scheduler: Any, lengths: Lengths, reserved: Callable[[], int]) -> l
             for each in work:
                 scheduler.publish(each)
         if work:
-            parts = [Part(numbers[id(each.request)], each.start, each.count, each.samples) for each in work]
-            passes.append(Pass(parts, taken, sum(request.computed for request in scheduler.running)))
+            parts = [
+                Part(numbers[id(each.request)], each.start, each.count, each.samples)
+                for each in work
+            ]
+            passes.append(
+                Pass(parts, taken, sum(request.computed for request in scheduler.running))
+            )
         for request in list(scheduler.running):
             if len(request.output.token_ids) == request.sampling.max_tokens:
                 scheduler.finish(request)
     return passes
 
 
-def simulate_slots(lengths: Lengths, slots: int, budget: int, slot_tokens: int | None) -> list[Pass]:
+def simulate_slots(
+    lengths: Lengths, slots: int, budget: int, slot_tokens: int | None
+) -> list[Pass]:
     """On stage 04's scheduler; slot_tokens None: each slot has room for just its request, whose length is known."""
     scheduler = SlotScheduler(slots, budget)
 
     def reserved() -> int:
-        exact = [len(request.prompt_ids) + request.sampling.max_tokens - 1 for request in scheduler.running]
+        exact = [
+            len(request.prompt_ids) + request.sampling.max_tokens - 1
+            for request in scheduler.running
+        ]
         return sum(exact) if slot_tokens is None else len(exact) * slot_tokens
 
     return simulate(scheduler, lengths, reserved)
@@ -551,7 +667,9 @@ def simulate_slots(lengths: Lengths, slots: int, budget: int, slot_tokens: int |
 def simulate_blocks(lengths: Lengths, blocks: int, block_size: int, budget: int) -> list[Pass]:
     """On this stage's scheduler."""
     pool = BlockPool(blocks, block_size)
-    return simulate(Scheduler(pool, min(blocks, budget), budget), lengths, lambda: pool.owned * pool.block_size)
+    return simulate(
+        Scheduler(pool, min(blocks, budget), budget), lengths, lambda: pool.owned * pool.block_size
+    )
 
 
 def passes_of(row: dict[str, Any], name: str) -> list[Pass]:
@@ -561,34 +679,54 @@ def passes_of(row: dict[str, Any], name: str) -> list[Pass]:
         return simulate_slots(lengths, row["slots"], budget, shape_of(row["model"]).n_positions)
     size = row["batch"] if name == PAGED_STATIC else len(lengths)
     batches = [lengths[first : first + size] for first in range(0, len(lengths), size)]
-    return [each for batch in batches for each in simulate_blocks(batch, row["blocks"], row["block_size"], budget)]
+    return [
+        each
+        for batch in batches
+        for each in simulate_blocks(batch, row["blocks"], row["block_size"], budget)
+    ]
 
 
-def gathered_bytes(config: checkpoint.Config, dtype: torch.dtype, parts: Sequence[Part], block_size: int) -> int:
+def gathered_bytes(
+    config: checkpoint.Config, dtype: torch.dtype, parts: Sequence[Part], block_size: int
+) -> int:
     """What a pass copies together: the whole blocks of each part but those of whole prompts, which need nothing cached."""
     blocks = sum(-(-(part.cached + part.count) // block_size) for part in parts if part.cached)
     return blocks * block_bytes(config, dtype, block_size)
 
 
-def pass_seconds(results: dict[str, Any], row: dict[str, Any], parts: Sequence[Part], gathers: bool) -> float:
+def pass_seconds(
+    results: dict[str, Any], row: dict[str, Any], parts: Sequence[Part], gathers: bool
+) -> float:
     """The least seconds for a pass. A gather adds the time of reading what it copies: nothing computes meanwhile, and
     attention then reads the copy from the processor's cache."""
     limits, config, kind = limits_of(results), shape_of(row["model"]), getattr(torch, row["dtype"])
     seconds = pass_cost(config, kind, parts).seconds(limits, kind)
     if gathers:
-        seconds += gathered_bytes(config, kind, parts, row["block_size"]) / (limits.bandwidth_gb_s * 1e9)
+        seconds += gathered_bytes(config, kind, parts, row["block_size"]) / (
+            limits.bandwidth_gb_s * 1e9
+        )
     return seconds
 
 
 def predicted(results: dict[str, Any], row: dict[str, Any], name: str) -> tuple[int, float]:
     """Passes of an engine for a row's workload, and the least seconds for them."""
     if name in (SINGLE, STATIC):
-        lengths, slots = [tuple(each) for each in row["lengths"]], row["slots"] if name == STATIC else 1
+        lengths, slots = (
+            [tuple(each) for each in row["lengths"]],
+            row["slots"] if name == STATIC else 1,
+        )
         batches = [lengths[start : start + slots] for start in range(0, len(lengths), slots)]
-        seconds = [static_benchmark.predicted_seconds(limits_of(results), row["model"], row["dtype"], batch) for batch in batches]
+        seconds = [
+            static_benchmark.predicted_seconds(
+                limits_of(results), row["model"], row["dtype"], batch
+            )
+            for batch in batches
+        ]
         return sum(max(count for _, count in batch) for batch in batches), sum(seconds)
     passes = passes_of(row, name)
-    return len(passes), sum(pass_seconds(results, row, each.parts, name != CONTINUOUS) for each in passes)
+    return len(passes), sum(
+        pass_seconds(results, row, each.parts, name != CONTINUOUS) for each in passes
+    )
 
 
 def crossing(places: Sequence[int], recompute: Sequence[float], swap: Sequence[float]) -> str:
@@ -622,7 +760,11 @@ def unused(memory: Sequence[int]) -> float:
 
 def same_text(row: dict[str, Any], name: str) -> str:
     proof = proof_text(row["proof"][name])
-    return proof if name == CONTINUOUS else f"{proof}; {row['same'][name]} of {len(row['lengths'])} answers as stage 04"
+    return (
+        proof
+        if name == CONTINUOUS
+        else f"{proof}; {row['same'][name]} of {len(row['lengths'])} answers as stage 04"
+    )
 
 
 def win_row(results: dict[str, Any]) -> dict[str, Any]:
@@ -671,10 +813,15 @@ def grid_table(results: dict[str, Any]) -> str:
             f"| {taken[name].of(tokens_of(row)).show()} | {taken[name].show(2)} | {gain[name]:.2f}x | {least[name]:.2f}x "
             f"| {same_text(row, name)} |"
         )
-    both = ["| | continuous alone | paged alone | the two multiplied | together |", "|---|--:|--:|--:|--:|"]
+    both = [
+        "| | continuous alone | paged alone | the two multiplied | together |",
+        "|---|--:|--:|--:|--:|",
+    ]
     for title, each in (("measured", gain), ("predicted", least)):
         alone = each[CONTINUOUS], each[PAGED_STATIC]
-        both.append(f"| {title} | {alone[0]:.2f}x | {alone[1]:.2f}x | {math.prod(alone):.2f}x | {each[OURS]:.2f}x |")
+        both.append(
+            f"| {title} | {alone[0]:.2f}x | {alone[1]:.2f}x | {math.prod(alone):.2f}x | {each[OURS]:.2f}x |"
+        )
     return "\n".join(lines) + "\n\n" + "\n".join(both)
 
 
@@ -700,8 +847,14 @@ def waste_table(results: dict[str, Any]) -> str:
     """With memory for everybody by the scheduler alone, and in the memory of the winning run by the engines' records."""
     row, plan = win_row(results), results["configuration"]["plan"]
     names = list(results["results"]["waste"])
-    measured = {names[0]: row["memory"][CONTINUOUS], f"paged, blocks of {plan['block_size']}": row["memory"][OURS]}
-    lines = ["| memory is taken | unused, scheduler alone | unused, measured in the winning run |", "|---|--:|--:|"]
+    measured = {
+        names[0]: row["memory"][CONTINUOUS],
+        f"paged, blocks of {plan['block_size']}": row["memory"][OURS],
+    }
+    lines = [
+        "| memory is taken | unused, scheduler alone | unused, measured in the winning run |",
+        "|---|--:|--:|",
+    ]
     for name, memory in results["results"]["waste"].items():
         found = f"{unused(measured[name]):.1%}" if name in measured else ""
         lines.append(f"| {name} | {unused(memory):.1%} | {found} |")
@@ -717,8 +870,13 @@ def memory_table(results: dict[str, Any]) -> str:
     """By arithmetic from the shape: slots of whole contexts, a pool of fixed size, and a pool of just the blocks in use."""
     plan = Plan(**results["configuration"]["plan"])
     config, kind = shape_of(plan.model), torch.float32
-    pool, megabytes = BlockPool(plan.table_blocks, plan.block_size), block_bytes(config, kind, plan.block_size) / 1e6
-    tokens = plan.table_prompt + plan.table_answer - 1  # the last token of an answer is never computed
+    pool, megabytes = (
+        BlockPool(plan.table_blocks, plan.block_size),
+        block_bytes(config, kind, plan.block_size) / 1e6,
+    )
+    tokens = (
+        plan.table_prompt + plan.table_answer - 1
+    )  # the last token of an answer is never computed
     each, most = pool.blocks_for(tokens), most_sequences(pool, tokens)
     slot = config.n_positions * config.kv_bytes_per_token(kind) / 1e6
     lines = [
@@ -732,7 +890,9 @@ def memory_table(results: dict[str, Any]) -> str:
             f"| {batch} | {batch * slot:,.0f} | {pool.count * megabytes:,.0f} | {here} | {here * each / pool.count:.0%} "
             f"| {least:,.0f} | {batch * slot / least:.1f}x |"
         )
-    fixed, own = (crossover(blocks, plan.block_size, config.n_positions) for blocks in (pool.count, each))
+    fixed, own = (
+        crossover(blocks, plan.block_size, config.n_positions) for blocks in (pool.count, each)
+    )
     lines.append(f"| smaller than contiguous | | from {fixed} sequences on | | | from {own} on | |")
     return "\n".join(lines)
 
@@ -779,7 +939,9 @@ def prefix_table(results: dict[str, Any]) -> str:
     ]
     for row in results["results"]["prefix"]:
         whole = [Part(0, 0, row["system"] + row["own"], True)]
-        parts = dict.fromkeys(row["seconds"], whole) | {HIT: [Part(0, row["system"], row["own"], True)]}
+        parts = dict.fromkeys(row["seconds"], whole) | {
+            HIT: [Part(0, row["system"], row["own"], True)]
+        }
         least = {name: pass_seconds(results, row, each, True) for name, each in parts.items()}
         for name, taken in row["seconds"].items():
             lines.append(
@@ -798,7 +960,10 @@ def preemption_table(results: dict[str, Any]) -> str:
         "cached, ms | same tokens |",
         "|---|--:|--:|--:|--:|--:|---|---|--:|---|",
     ]
-    second = ["| model | computes at, GFLOP/s | copies at, GB/s | swap is cheaper | predicted |", "|---|--:|--:|---|---|"]
+    second = [
+        "| model | computes at, GFLOP/s | copies at, GB/s | swap is cheaper | predicted |",
+        "|---|--:|--:|---|---|",
+    ]
     for row in results["results"]["preemption"]:
         config = shape_of(row["model"])
         cost = Cost(config, getattr(torch, row["dtype"]), **row["rates"])
@@ -806,13 +971,18 @@ def preemption_table(results: dict[str, Any]) -> str:
         for each in row["contexts"]:
             found = {name: median(taken) for name, taken in each["seconds"].items()}
             forecast = {name: seconds(each["context"]) for name, seconds in forecasts.items()}
-            ways = [f"{milliseconds(each['seconds'][name])} | {forecast[name] * 1e3:.1f}" for name in (RECOMPUTE, SWAP)]
+            ways = [
+                f"{milliseconds(each['seconds'][name])} | {forecast[name] * 1e3:.1f}"
+                for name in (RECOMPUTE, SWAP)
+            ]
             best = [min((RECOMPUTE, SWAP), key=costs.__getitem__) for costs in (found, forecast)]
             lines.append(
                 f"| {row['model']} | {each['context']} | {' | '.join(ways)} | {' | '.join(best)} "
                 f"| {milliseconds(each['seconds'][FOUND])} | {proof_text(each['proof'])} |"
             )
-        measured = ([median(each["seconds"][name]) for each in row["contexts"]] for name in forecasts)
+        measured = (
+            [median(each["seconds"][name]) for each in row["contexts"]] for name in forecasts
+        )
         places = range(1, config.n_positions)
         second.append(
             f"| {row['model']} | {cost.flops / 1e9:,.0f} | {cost.bandwidth / 1e9:.1f} "
@@ -827,7 +997,9 @@ def profile_parts(operators: Sequence[dict[str, Any]]) -> dict[str, float]:
     parts = dict.fromkeys(("gather", "attention", "linear layers", "rest"), 0.0)
     for each in operators:
         part = {"index_select": "gather"}.get(each["operator"], each["kind"])
-        parts[part if part in parts else "linear layers" if each["product"] else "rest"] += each["seconds"] * 1e3
+        parts[part if part in parts else "linear layers" if each["product"] else "rest"] += (
+            each["seconds"] * 1e3
+        )
     return parts
 
 
@@ -840,7 +1012,9 @@ def parts_table(results: dict[str, Any]) -> str:
         "|---|--:|--:|--:|--:|",
     ]
     for part in parts["paged"]:
-        cells = [f"{each[part]:.1f} | {each[part] / sum(each.values()):.0%}" for each in parts.values()]
+        cells = [
+            f"{each[part]:.1f} | {each[part] / sum(each.values()):.0%}" for each in parts.values()
+        ]
         lines.append(f"| {part} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n\n" + profile_table(found["operators"]["paged"][:6])
 
@@ -863,14 +1037,18 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 def capacity_chart(results: dict[str, Any]) -> Any:
     """Sequences in each pass of the winning case, contiguous and paged."""
     row = win_row(results)
-    title = f"In the memory of {row['slots']} whole contexts, up to {most_rows(row, OURS)} sequences"
+    title = (
+        f"In the memory of {row['slots']} whole contexts, up to {most_rows(row, OURS)} sequences"
+    )
     figure, axes = draw.new_figure(title, "forward pass", "sequences in it")
     with matplotlib.rc_context(draw.style()):
         for name, colour in ((OURS, draw.COLOURS[3]), (CONTINUOUS, draw.COLOURS[0])):
             rows = [count for count, _ in row["rows"][name]]
             edges = [0, *accumulate(times for _, times in row["rows"][name])]
             axes.fill_between(edges, [*rows, rows[-1]], step="post", facecolor=colour, linewidth=0)
-            words = f"{name}:\n{edges[-1]:,} passes, {mean_rows(row, name):.1f} sequences on average"
+            words = (
+                f"{name}:\n{edges[-1]:,} passes, {mean_rows(row, name):.1f} sequences on average"
+            )
             end = edges[-1] if name == CONTINUOUS else edges[-1] / 2
             side = "right" if name == CONTINUOUS else "left"
             axes.annotate(words, (end, most_rows(row, name) / (1 if name == CONTINUOUS else 2)), (0, 6),
@@ -892,7 +1070,9 @@ def waste_chart(results: dict[str, Any]) -> Any:
 
 def blocks_chart(results: dict[str, Any]) -> Any:
     frames = unpacked(results["results"]["map"])
-    title = f"Freed blocks go on to the next sequence (the first {DRAWN} of {len(frames[0])} blocks)"
+    title = (
+        f"Freed blocks go on to the next sequence (the first {DRAWN} of {len(frames[0])} blocks)"
+    )
     return picture([frame[:DRAWN] for frame in frames], title)
 
 

@@ -21,8 +21,21 @@ if TYPE_CHECKING:  # it takes a second to load, and only the picture needs it
 
 FREE, CACHED, SHARED = -1, -2, -3
 MARKS = {FREE: ".", CACHED: "+", SHARED: "#"}
-LETTERS = string.ascii_lowercase + string.ascii_uppercase  # more than there are colours: they alone are enough
-COLOURS = ("green", "yellow", "blue", "magenta", "cyan", "red", "bright_green", "bright_yellow", "bright_blue", "bright_magenta")
+LETTERS = (
+    string.ascii_lowercase + string.ascii_uppercase
+)  # more than there are colours: they alone are enough
+COLOURS = (
+    "green",
+    "yellow",
+    "blue",
+    "magenta",
+    "cyan",
+    "red",
+    "bright_green",
+    "bright_yellow",
+    "bright_blue",
+    "bright_magenta",
+)
 KEY = f"a letter: a sequence, {MARKS[SHARED]} shared by several, {MARKS[CACHED]} cached, {MARKS[FREE]} free"
 
 LIGHT = 3  # from this one on, the colours of the charts are so light that letters on them are dark
@@ -53,7 +66,13 @@ def mark(state: int) -> str:
 
 def look(state: int) -> str:
     """The style of that character, for rich: a colour a sequence, as long as there are colours."""
-    return f"reverse {COLOURS[state % len(COLOURS)]}" if state >= 0 else "bold" if state == SHARED else "dim"
+    return (
+        f"reverse {COLOURS[state % len(COLOURS)]}"
+        if state >= 0
+        else "bold"
+        if state == SHARED
+        else "dim"
+    )
 
 
 def lines(states: Sequence[int], width: int, height: int) -> list[Text]:
@@ -73,7 +92,9 @@ def lines(states: Sequence[int], width: int, height: int) -> list[Text]:
             line.append(mark(state) * len(list(group)), look(state))
         drawn.append(line)
     if cut and height > 0:
-        drawn.append(Text(_count(states[len(drawn) * room :]), style="dim", no_wrap=True, overflow="crop"))
+        drawn.append(
+            Text(_count(states[len(drawn) * room :]), style="dim", no_wrap=True, overflow="crop")
+        )
     for line in drawn:
         line.truncate(max(0, width))
     return drawn
@@ -82,7 +103,12 @@ def lines(states: Sequence[int], width: int, height: int) -> list[Text]:
 def _count(states: Sequence[int]) -> str:
     """What there is in blocks that are not drawn."""
     found = Counter(min(state, 0) for state in states)
-    parts = (f"{found[0]} of one sequence", f"{found[SHARED]} shared", f"{found[CACHED]} cached", f"{found[FREE]} free")
+    parts = (
+        f"{found[0]} of one sequence",
+        f"{found[SHARED]} shared",
+        f"{found[CACHED]} cached",
+        f"{found[FREE]} free",
+    )
     return f"and {len(states)} more blocks: {', '.join(parts)}"
 
 
@@ -112,28 +138,44 @@ def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
     used = np.flatnonzero((grid != FREE).any(axis=1))
     grid = grid[: used[-1] + 1 if len(used) else 1]
     boxes = _boxes(grid)
-    figure, axes = charts.new_figure(title, "pass", f"block, of {count}", size=(7.2, min(9, 1.8 + 0.145 * len(grid))))
+    figure, axes = charts.new_figure(
+        title, "pass", f"block, of {count}", size=(7.2, min(9, 1.8 + 0.145 * len(grid)))
+    )
     with rc_context(charts.style()):
         for state in sorted(boxes):
             corners = [
                 [(start, block - 0.5), (end, block - 0.5), (end, block + 0.5), (start, block + 0.5)]
                 for block, start, end in boxes[state]
             ]
-            style = looks.get(state, {"facecolor": charts.COLOURS[state % len(charts.COLOURS)], "edgecolor": "white"})
-            axes.add_collection(PolyCollection(corners, linewidth=0.3 if state >= 0 else 0, **style))
+            style = looks.get(
+                state,
+                {"facecolor": charts.COLOURS[state % len(charts.COLOURS)], "edgecolor": "white"},
+            )
+            axes.add_collection(
+                PolyCollection(corners, linewidth=0.3 if state >= 0 else 0, **style)
+            )
         axes.set_xlim(0, grid.shape[1])
         axes.set_ylim(len(grid) - 0.5, -0.5)
         for axis in (axes.xaxis, axes.yaxis):
             axis.get_major_locator().set_params(integer=True)
         axes.grid(False)
         keys = [
-            Patch(label="one sequence's, with its letter", facecolor=charts.COLOURS[1], linewidth=0),
+            Patch(
+                label="one sequence's, with its letter", facecolor=charts.COLOURS[1], linewidth=0
+            ),
             Patch(label="shared by several", linewidth=0, **looks[SHARED]),
             Patch(label="cached", linewidth=0, **looks[CACHED]),
             Patch(label="free", facecolor="white", edgecolor=charts.INK, linewidth=0.5),
         ]
         # A title may take the whole width above the axes, so the key stands below them.
-        figure.legend(handles=keys, ncols=4, loc="outside lower right", frameon=False, borderaxespad=0.1, fontsize=9)
+        figure.legend(
+            handles=keys,
+            ncols=4,
+            loc="outside lower right",
+            frameon=False,
+            borderaxespad=0.1,
+            fontsize=9,
+        )
         _label(figure, axes, boxes)
     return figure
 
@@ -156,7 +198,9 @@ def _label(figure: Figure, axes: Any, boxes: dict[int, list[Box]]) -> None:
     figure.draw_without_rendering()  # lays the axes out, so that blocks and passes can be told in points
     area = axes.get_window_extent()
     points = 72 / figure.dpi
-    wide = area.width * points / abs(axes.get_xlim()[1] - axes.get_xlim()[0])  # points of a pass, and
+    wide = (
+        area.width * points / abs(axes.get_xlim()[1] - axes.get_xlim()[0])
+    )  # points of a pass, and
     high = area.height * points / abs(axes.get_ylim()[1] - axes.get_ylim()[0])  # of a block
     if high < LETTER:
         return

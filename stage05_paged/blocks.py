@@ -138,7 +138,9 @@ class BlockTable:
         """Take what is missing for `tokens` tokens; the new blocks."""
         before = len(self.blocks)
         for _ in range(self.missing(tokens)):
-            self.blocks.append(self.pool.take())  # one by one: should the pool run out, those that were taken are not lost
+            self.blocks.append(
+                self.pool.take()
+            )  # one by one: should the pool run out, those that were taken are not lost
         return self.blocks[before:]
 
     def missing(self, tokens: int) -> int:

@@ -16,7 +16,9 @@ from torch import Tensor
 from shared.checkpoint import Config
 from stage03_batching.attention import masked_attention
 
-Share = tuple[list[int], int, int]  # blocks, first position, and number of the tokens that a sequence computes in a pass
+Share = tuple[
+    list[int], int, int
+]  # blocks, first position, and number of the tokens that a sequence computes in a pass
 
 # Sequences of different lengths attend in one call, with a mask over the difference, while that costs less than one more
 # call would: about as much as reading so many keys.
@@ -58,7 +60,9 @@ class PagedCache:
         # Heads first: then all blocks of one head are a table of rows, which one operator gathers in the order it needs.
         shape = (config.n_layer, 2, config.n_head, blocks, block_size, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.swapped = torch.zeros((*shape[:3], swap_blocks, *shape[4:]), dtype=dtype)  # always in the CPU's memory
+        self.swapped = torch.zeros(
+            (*shape[:3], swap_blocks, *shape[4:]), dtype=dtype
+        )  # always in the CPU's memory
 
     @property
     def bytes(self) -> int:
@@ -78,13 +82,17 @@ class PagedCache:
             elif kind == "out":
                 self.swapped.index_copy_(3, targets, self.kv.index_select(3, there).to("cpu"))
             else:
-                self.kv.index_copy_(3, here, self.swapped.index_select(3, sources).to(self.kv.device))
+                self.kv.index_copy_(
+                    3, here, self.swapped.index_select(3, sources).to(self.kv.device)
+                )
 
     def extend(self, shares: Sequence[Share]) -> PagedAttention:
         """The attention of a pass whose tokens are those of `shares`, one share after the other."""
         for blocks, start, count in shares:
             if not (start >= 0 and count >= 1 and start + count <= len(blocks) * self.block_size):
-                raise ValueError(f"no place for {count} tokens at {start} in {len(blocks)} blocks of {self.block_size}")
+                raise ValueError(
+                    f"no place for {count} tokens at {start} in {len(blocks)} blocks of {self.block_size}"
+                )
         return PagedAttention(self.kv, shares)
 
 
@@ -126,7 +134,9 @@ def runs(shares: Sequence[Share]) -> list[list[Share]]:
             run = found[-1]
             _, first, last_count = run[-1]
             longest = max(before for _, before, _ in run)
-            padding = len(run) * max(0, start - longest) + max(0, longest - start)  # keys read for nothing, if they join
+            padding = len(run) * max(0, start - longest) + max(
+                0, longest - start
+            )  # keys read for nothing, if they join
             if count == last_count and (start == 0) == (first == 0) and padding * count <= CALL:
                 run.append(share)
                 continue
@@ -145,7 +155,9 @@ class PagedAttention:
         size, width = kv.shape[4], max(len(blocks) for blocks, _, _ in shares)
         # A table shorter than the widest goes on with its own first block. What is read there is hidden by a mask; but a hidden
         # NaN would come through, and a neighbour's NaN must not.
-        tables = torch.tensor([blocks + blocks[:1] * (width - len(blocks)) for blocks, _, _ in shares])  # (sequences, width)
+        tables = torch.tensor(
+            [blocks + blocks[:1] * (width - len(blocks)) for blocks, _, _ in shares]
+        )  # (sequences, width)
         starts = torch.tensor([start for _, start, _ in shares])
         counts = torch.tensor([count for _, _, count in shares])
         owners = torch.arange(len(shares)).repeat_interleave(counts)  # (N,), and so are these:
@@ -162,7 +174,9 @@ class PagedAttention:
                 self.prompts.append((rows, count))
             else:
                 used = -(-(max(start for _, start, _ in run) + count) // size)
-                self._add_tiles(rows, count, tables[sequence : sequence + len(run), :used], positions[rows])
+                self._add_tiles(
+                    rows, count, tables[sequence : sequence + len(run), :used], positions[rows]
+                )
             row, sequence = rows.stop, sequence + len(run)
         self.slots, self.positions = slots.to(kv.device), positions.to(kv.device)
 
@@ -170,9 +184,15 @@ class PagedAttention:
         """Cut a run of B sequences with `tables` (B, W) into tiles of about TILE bytes: as many sequences with all their heads
         as that allows, or one with as many heads."""
         _, _, heads, blocks, size, width = self.kv.shape
-        seen = torch.arange(tables.shape[1] * size) <= positions.view(-1, 1, new, 1)  # (B, 1, T, W * block_size)
-        lines = torch.arange(2 * heads).view(2, 1, heads, 1) * blocks + tables[:, None]  # (2, B, H, W)
-        each = 2 * tables.shape[1] * size * width * self.kv.itemsize  # bytes of one head of one sequence
+        seen = torch.arange(tables.shape[1] * size) <= positions.view(
+            -1, 1, new, 1
+        )  # (B, 1, T, W * block_size)
+        lines = (
+            torch.arange(2 * heads).view(2, 1, heads, 1) * blocks + tables[:, None]
+        )  # (2, B, H, W)
+        each = (
+            2 * tables.shape[1] * size * width * self.kv.itemsize
+        )  # bytes of one head of one sequence
         some, part = max(1, TILE // (each * heads)), min(heads, max(1, TILE // each))
         for first in range(0, len(tables), some):
             here = slice(first, min(first + some, len(tables)))
@@ -180,10 +200,14 @@ class PagedAttention:
             for head in range(0, heads, part):
                 chosen = lines[:, here, head : head + part]  # (2, B, h, W)
                 target = self.buffer[: chosen.numel() * size * width]
-                keys, values = target.view(*chosen.shape[:3], -1, width)  # each (B, h, W * block_size, D)
+                keys, values = target.view(
+                    *chosen.shape[:3], -1, width
+                )  # each (B, h, W * block_size, D)
                 packed = slice(rows.start + here.start * new, rows.start + here.stop * new)
                 gathers = chosen.flatten().to(self.kv.device), target.view(-1, size * width)
-                self.tiles.append(Tile(packed, slice(head, head + part), new, *gathers, keys, values, mask))
+                self.tiles.append(
+                    Tile(packed, slice(head, head + part), new, *gathers, keys, values, mask)
+                )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v of the packed tokens (N, H, D) -> (N, H, D)."""
@@ -193,14 +217,18 @@ class PagedAttention:
         values[:, self.slots] = v.transpose(0, 1)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, length in self.prompts:
-            mine = [x[rows].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)]  # each (B, H, T, D)
+            mine = [
+                x[rows].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)
+            ]  # each (B, H, T, D)
             mixed = masked_attention(mine[0], mine[1], mine[2], None, causal=True)
             out[rows] = mixed.transpose(1, 2).flatten(0, 1)
         pieces = kv.view(-1, kv[0, 0, 0].numel())  # (2 * H * blocks, block_size * D)
         for tile in self.tiles:
             # Always into the same memory: it is in the processor's cache when attention reads it.
             torch.index_select(pieces, 0, tile.lines, out=tile.target)
-            queries = q[tile.rows, tile.heads].unflatten(0, (-1, tile.new)).transpose(1, 2)  # (B, h, T, D)
+            queries = (
+                q[tile.rows, tile.heads].unflatten(0, (-1, tile.new)).transpose(1, 2)
+            )  # (B, h, T, D)
             mixed = masked_attention(queries, tile.keys, tile.values, tile.mask)
             out[tile.rows, tile.heads] = mixed.transpose(1, 2).flatten(0, 1)
         return out

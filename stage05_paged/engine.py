@@ -20,7 +20,15 @@ from shared.errors import UserError
 from shared.records import StepRecord
 from shared.roofline import forward_cost
 from stage01_forward.attention import Recompute
-from stage01_forward.generation import Output, Sampling, Token, check_request, finish_reason, finite_rows, sampling_per_prompt
+from stage01_forward.generation import (
+    Output,
+    Sampling,
+    Token,
+    check_request,
+    finish_reason,
+    finite_rows,
+    sampling_per_prompt,
+)
 from stage01_forward.model import GPT2
 from stage01_forward.sampling import Logprobs, SamplingParams, sample
 from stage04_continuous.request import Request, State
@@ -58,10 +66,14 @@ class BlocksRecord(StepRecord):
     owned_blocks: int = 0  # during the pass, in somebody's table;
     shared_blocks: int = 0  # of these, in several;
     cached_blocks: int = 0  # in nobody's, but to be found; the others are free
-    used_tokens: int = 0  # of all running requests, after the pass: positions that have keys and values
+    used_tokens: int = (
+        0  # of all running requests, after the pass: positions that have keys and values
+    )
     moves: tuple[Move, ...] = ()  # memory work before the pass
     preempted: int = 0  # requests that lost their memory before the pass
-    bookkeeping_seconds: float = 0.0  # of `seconds`, what was not the model: scheduling, moves, sampling, postprocessing
+    bookkeeping_seconds: float = (
+        0.0  # of `seconds`, what was not the model: scheduling, moves, sampling, postprocessing
+    )
 
 
 class Engine:
@@ -72,15 +84,23 @@ class Engine:
     """
 
     def __init__(
-        self, model: GPT2, eos_id: int | None = None, scheduler: Scheduler | None = None, sanitize: bool = False
+        self,
+        model: GPT2,
+        eos_id: int | None = None,
+        scheduler: Scheduler | None = None,
+        sanitize: bool = False,
     ) -> None:
         self.model = model
         self.eos_id = model.config.eos_token_id if eos_id is None else eos_id
         self.steps: deque[BlocksRecord] = deque(maxlen=STEPS_KEPT)  # one a forward pass
-        self.scheduler = Scheduler(self._default_pool(), SEQUENCES) if scheduler is None else scheduler
+        self.scheduler = (
+            Scheduler(self._default_pool(), SEQUENCES) if scheduler is None else scheduler
+        )
         pool, swap_pool = self.scheduler.pool, self.scheduler.swap_pool
         swap_blocks = swap_pool.count if swap_pool else 0
-        self.cache = PagedCache(model.config, pool.count, pool.block_size, swap_blocks, model.dtype, model.device)
+        self.cache = PagedCache(
+            model.config, pool.count, pool.block_size, swap_blocks, model.dtype, model.device
+        )
         self.scheduler.longest = model.config.n_positions
         if swap_pool and self.scheduler.preemption == "auto":
             self.scheduler.cheaper = self.measure_cost().cheaper
@@ -91,7 +111,9 @@ class Engine:
 
     def _default_pool(self) -> BlockPool:
         config, dtype = self.model.config, self.model.dtype
-        return make_pool(default_memory(config, dtype, SEQUENCES, free_memory(self.model.device)), config, dtype)
+        return make_pool(
+            default_memory(config, dtype, SEQUENCES, free_memory(self.model.device)), config, dtype
+        )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
         """Continue every prompt (token ids) to its end. An unfit prompt ends with the reason "error"; the others go on.
@@ -132,7 +154,11 @@ class Engine:
             while sent < len(output.token_ids):
                 sent += 1
                 reason = output.finish_reason if sent == len(output.token_ids) else None
-                yield Token(output.token_ids[sent - 1], output.logprobs[sent - 1] if output.logprobs else None, reason)
+                yield Token(
+                    output.token_ids[sent - 1],
+                    output.logprobs[sent - 1] if output.logprobs else None,
+                    reason,
+                )
         if output.error is not None:
             raise UserError(output.error)
 
@@ -153,13 +179,20 @@ class Engine:
         self.scheduler.check(request)
 
     def add_samples(
-        self, prompt: Sequence[int], sampling: Sequence[SamplingParams], salt: bytes = b"", ids: Sequence[str] = ()
+        self,
+        prompt: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        salt: bytes = b"",
+        ids: Sequence[str] = (),
     ) -> list[Request]:
         """Put several samples of one prompt in line, by `ids` if there are any. The prompt is computed once, and they share its
         blocks. Raises as `add` does."""
         if not sampling:
             raise UserError("There are no samples to make: ask for at least 1.")
-        requests = [Request(prompt, each, name) for each, name in zip(sampling, ids or [""] * len(sampling), strict=True)]
+        requests = [
+            Request(prompt, each, name)
+            for each, name in zip(sampling, ids or [""] * len(sampling), strict=True)
+        ]
         for request in requests:  # all or none
             self.check(request)
             self._name(request)
@@ -173,7 +206,9 @@ class Engine:
         self.requests |= {request.id: request for request in requests}
         return requests
 
-    def fork(self, request_id: str, sampling: SamplingParams | None = None, fork_id: str = "") -> Request:
+    def fork(
+        self, request_id: str, sampling: SamplingParams | None = None, fork_id: str = ""
+    ) -> Request:
         """A request that has the same prompt and answer so far as another one, and goes on by itself: with `sampling`, or with
         the other one's. They share all blocks until one writes.
 
@@ -202,11 +237,15 @@ class Engine:
                 self._named += 1
             request.id = f"request-{self._named}"
         if request.id in self.requests:
-            raise UserError(f"There is a request '{request.id}' in the engine already: give each an id of its own.")
+            raise UserError(
+                f"There is a request '{request.id}' in the engine already: give each an id of its own."
+            )
 
     def _find(self, request_id: str) -> Request:
         if request_id not in self.requests:
-            raise UserError(f"There is no request '{request_id}' in the engine: it was never added, or it has ended already.")
+            raise UserError(
+                f"There is no request '{request_id}' in the engine: it was never added, or it has ended already."
+            )
         return self.requests[request_id]
 
     def abort(self, request_id: str) -> Output:
@@ -237,11 +276,17 @@ class Engine:
                 self.sanitizer.after()
             return []
         self.work = work
-        work.sort(key=lambda each: (each.count, each.start))  # those of like length attend together: see cache.py
+        work.sort(
+            key=lambda each: (each.count, each.start)
+        )  # those of like length attend together: see cache.py
         if self.sanitizer:
             self.sanitizer.before(work)
         pool = self.scheduler.pool
-        owned, shared, cached = pool.owned, pool.shared, len(pool.cached)  # what ends in this step gives its blocks back
+        owned, shared, cached = (
+            pool.owned,
+            pool.shared,
+            len(pool.cached),
+        )  # what ends in this step gives its blocks back
         scheduled = time.perf_counter()
         logits = self._forward(work)  # (requests that sample, V)
         computed = time.perf_counter()
@@ -250,7 +295,9 @@ class Engine:
         sampled = self._sample(samples, logits)
         tokens = self._postprocess(work, sampled)
         ended = time.perf_counter()
-        record = self._record(work, started, ended - started, (scheduled - started) + (ended - computed))
+        record = self._record(
+            work, started, ended - started, (scheduled - started) + (ended - computed)
+        )
         self.steps.append(
             replace(
                 record,
@@ -277,7 +324,11 @@ class Engine:
             for each in (request, *self.scheduler.samples.get(request, ())):
                 if each.output.finish_reason is None:
                     each.output.fail(error)
-        failed = [request for request in self.requests.values() if request.output.finish_reason is not None]
+        failed = [
+            request
+            for request in self.requests.values()
+            if request.output.finish_reason is not None
+        ]
         for request in failed:
             self._finish(request)
         return failed
@@ -291,9 +342,13 @@ class Engine:
         hidden = self.model(tokens, attention.positions, attention.attend)  # (N,) -> (N, C)
         ends = itertools.accumulate(each.count for each in work)
         last = [end - 1 for end, each in zip(ends, work, strict=True) if each.samples]
-        return self.model.logits(hidden[last])  # (requests that sample, C) -> (requests that sample, V)
+        return self.model.logits(
+            hidden[last]
+        )  # (requests that sample, C) -> (requests that sample, V)
 
-    def _advance(self, work: list[Work], logits: torch.Tensor) -> tuple[list[Request], torch.Tensor]:
+    def _advance(
+        self, work: list[Work], logits: torch.Tensor
+    ) -> tuple[list[Request], torch.Tensor]:
         """Write down what was computed. The requests to sample (R), and their logits (R, V): several samples of one prompt, which
         begin here, have the same."""
         samples, rows = [], []
@@ -306,7 +361,9 @@ class Engine:
             rows += [row] * len(group)
         return samples, logits[rows]
 
-    def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[tuple[Request, int, Logprobs | None]]:
+    def _sample(
+        self, requests: list[Request], logits: torch.Tensor
+    ) -> list[tuple[Request, int, Logprobs | None]]:
         """The next token of each request. One whose scores are not numbers ends with an error, and nobody else does."""
         finite = finite_rows(logits, [request.output for request in requests])
         if len(finite) < len(requests):
@@ -320,14 +377,20 @@ class Engine:
         )
         return list(zip(requests, ids.tolist(), logprobs, strict=True))
 
-    def _postprocess(self, work: list[Work], sampled: list[tuple[Request, int, Logprobs | None]]) -> list[tuple[str, Token]]:
+    def _postprocess(
+        self, work: list[Work], sampled: list[tuple[Request, int, Logprobs | None]]
+    ) -> list[tuple[str, Token]]:
         """Write down what was said, and let go of whoever has ended."""
         tokens = []
         for request, token_id, logprobs in sampled:
             output = request.output
             output.append(Token(token_id, logprobs, None))
             output.finish_reason = finish_reason(
-                output.token_ids, len(output.prompt_ids), request.sampling, self.model.config, self.eos_id
+                output.token_ids,
+                len(output.prompt_ids),
+                request.sampling,
+                self.model.config,
+                self.eos_id,
             )
             tokens.append((request.id, Token(token_id, logprobs, output.finish_reason)))
         for request in list(self.requests.values()):
@@ -339,13 +402,19 @@ class Engine:
         self.scheduler.finish(request)
         del self.requests[request.id]
 
-    def _record(self, work: list[Work], started: float, seconds: float, bookkeeping_seconds: float) -> BlocksRecord:
+    def _record(
+        self, work: list[Work], started: float, seconds: float, bookkeeping_seconds: float
+    ) -> BlocksRecord:
         size = self.scheduler.pool.block_size
         sequences = []
         for each in work:
             prefill, decode = each.prefill_tokens, each.count - each.prefill_tokens
             blocks = -(-(each.start + each.count) // size)
-            sequences.append(SequenceRecord(each.request.id, prefill, decode, blocks, each.request.output.finish_reason))
+            sequences.append(
+                SequenceRecord(
+                    each.request.id, prefill, decode, blocks, each.request.output.finish_reason
+                )
+            )
         return BlocksRecord(
             rows=len(work),
             prefill_tokens=sum(each.prefill_tokens for each in sequences),
@@ -365,8 +434,13 @@ class Engine:
         tokens = torch.zeros(count, dtype=torch.int64, device=self.model.device)
         positions = torch.arange(count, device=self.model.device)
         flops = forward_cost(config, self.model.dtype, count, sampled=0).flops
-        seconds = min(measure.seconds(lambda: self.model(tokens, positions, Recompute().attend)) for _ in range(3))
-        context = self.scheduler.pool.blocks_for(config.n_positions)  # no sequence has more, and a pool may be all of memory
+        seconds = min(
+            measure.seconds(lambda: self.model(tokens, positions, Recompute().attend))
+            for _ in range(3)
+        )
+        context = self.scheduler.pool.blocks_for(
+            config.n_positions
+        )  # no sequence has more, and a pool may be all of memory
         many = min(context, self.cache.blocks, self.cache.swapped.shape[3])
         times = {}
         for blocks in (1, many):

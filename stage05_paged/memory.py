@@ -14,7 +14,16 @@ from shared.errors import UserError
 
 from .blocks import BlockPool
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 SHARE = 0.5  # of the free memory: what a pool takes at most if nobody says anything
 
 
@@ -26,11 +35,15 @@ def parse_memory(text: str, free: int) -> int:
     """
     found = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*|%)\s*", text)
     if found is None or (found[2] != "%" and found[2].upper() not in UNITS):
-        raise UserError(f"'{text}' is no amount of memory: write 512MiB, 2GB, or 25% for a share of what is free.")
+        raise UserError(
+            f"'{text}' is no amount of memory: write 512MiB, 2GB, or 25% for a share of what is free."
+        )
     number = float(found[1])
     amount = int(number * free / 100 if found[2] == "%" else number * UNITS[found[2].upper()])
     if amount > free:
-        raise UserError(f"{text} of memory were asked for, and {size(free)} are free: give less, or a share such as 50%.")
+        raise UserError(
+            f"{text} of memory were asked for, and {size(free)} are free: give less, or a share such as 50%."
+        )
     return amount
 
 
@@ -66,7 +79,9 @@ def make_pool(memory: int, config: Config, dtype: torch.dtype, block_size: int =
     return BlockPool(memory // each if block_size > 0 else 1, block_size)
 
 
-def default_memory(config: Config, dtype: torch.dtype, sequences: int, free: int, block_size: int = 16) -> int:
+def default_memory(
+    config: Config, dtype: torch.dtype, sequences: int, free: int, block_size: int = 16
+) -> int:
     """Bytes for a pool if nobody says how many: the blocks of `sequences` whole contexts, but no more than half of what is
     `free`."""
     blocks = -(-config.n_positions // block_size)
@@ -101,7 +116,9 @@ class Cost:
 
     def swap(self, tokens: int) -> float:
         """Seconds to move the blocks of `tokens` tokens out and in again."""
-        return 2 * (self.overhead + tokens * self.config.kv_bytes_per_token(self.dtype) / self.bandwidth)
+        return 2 * (
+            self.overhead + tokens * self.config.kv_bytes_per_token(self.dtype) / self.bandwidth
+        )
 
     def cheaper(self, tokens: int) -> str:
         """ "swap" or "recompute" for a sequence of which `tokens` tokens are computed."""

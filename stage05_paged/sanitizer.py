@@ -36,7 +36,9 @@ class Sanitizer:
     def __init__(self, scheduler: Scheduler, cache: PagedCache) -> None:
         self.scheduler, self.cache = scheduler, cache
         self.poisoned: set[int] = set()
-        self.published: dict[int, tuple[bytes, bytes]] = {}  # block -> its digest, and a fingerprint of its content
+        self.published: dict[
+            int, tuple[bytes, bytes]
+        ] = {}  # block -> its digest, and a fingerprint of its content
         # Who is in the pass, with salt, blocks, and tokens computed at its end: whoever ends in it has no table after it.
         self.passed: list[tuple[Request, bytes, list[int], int]] = []
         self._poison()
@@ -44,16 +46,29 @@ class Sanitizer:
     def before(self, work: Sequence[Work]) -> None:
         """Before the pass: nobody writes where somebody else reads or writes. Raises SanitizerError."""
         pool = self.scheduler.pool
-        self.poisoned.difference_update(block for block in range(pool.count) if pool.references[block])
+        self.poisoned.difference_update(
+            block for block in range(pool.count) if pool.references[block]
+        )
         # What was evicted for this pass may be filled and published again by it, in the same block and under the same name.
-        self.published = {block: known for block, known in self.published.items() if pool.digests[block] == known[0]}
+        self.published = {
+            block: known
+            for block, known in self.published.items()
+            if pool.digests[block] == known[0]
+        }
         tables, size = self.scheduler.tables, pool.block_size
-        self.passed = [(each.request, tables[each.request].salt, list(each.blocks), each.start + each.count) for each in work]
+        self.passed = [
+            (each.request, tables[each.request].salt, list(each.blocks), each.start + each.count)
+            for each in work
+        ]
         writers: dict[int, Request] = {}
         for each in work:
             end, room = each.start + each.count, len(each.blocks) * size
             if end > room:
-                self._fail(f"positions {each.start} to {end - 1} are beyond the table's {room}", None, [each.request])
+                self._fail(
+                    f"positions {each.start} to {end - 1} are beyond the table's {room}",
+                    None,
+                    [each.request],
+                )
             for block in each.blocks[each.start // size : -(-end // size)]:
                 if block in writers:
                     self._fail("it has two writers", block, [writers[block], each.request])
@@ -66,7 +81,9 @@ class Sanitizer:
     def after(self) -> None:
         """After the step: every rule of the module's list. Raises SanitizerError."""
         scheduler, pool = self.scheduler, self.scheduler.pool
-        self._whole(pool, {request: table.blocks for request, table in scheduler.tables.items()}, "")
+        self._whole(
+            pool, {request: table.blocks for request, table in scheduler.tables.items()}, ""
+        )
         if scheduler.swap_pool:
             self._whole(scheduler.swap_pool, scheduler.swapped, "swap ")
         for request in scheduler.swapped:
@@ -75,8 +92,15 @@ class Sanitizer:
         for request, table in scheduler.tables.items():
             if request.state is not State.RUNNING and table.blocks:
                 self._fail("a request that does not run holds it", table.blocks[0], [request])
-            if request.state is State.RUNNING and request.computed > len(table.blocks) * pool.block_size:
-                self._fail(f"{request.computed} tokens are said to be in {len(table.blocks)} blocks", None, [request])
+            if (
+                request.state is State.RUNNING
+                and request.computed > len(table.blocks) * pool.block_size
+            ):
+                self._fail(
+                    f"{request.computed} tokens are said to be in {len(table.blocks)} blocks",
+                    None,
+                    [request],
+                )
             self._names(request, table.salt, table.blocks, request.computed)
         for request, salt, blocks, computed in self.passed:
             if request not in scheduler.tables:
@@ -91,17 +115,29 @@ class Sanitizer:
     def _whole(self, pool: BlockPool, tables: Mapping[Request, Sequence[int]], kind: str) -> None:
         """Free, cached and owned blocks make the whole, each in one place, and are counted right."""
         held = Counter(block for blocks in tables.values() for block in blocks)
-        places = Counter([*pool.free, *pool.cached, *(block for block in range(pool.count) if pool.references[block])])
+        places = Counter(
+            [
+                *pool.free,
+                *pool.cached,
+                *(block for block in range(pool.count) if pool.references[block]),
+            ]
+        )
         for block, counted in enumerate(pool.references):
             if places[block] == 1 and counted == held[block]:
                 continue
             what = f"{counted} references are counted and {held[block]} {kind}tables hold it"
             if places[block] != 1:
-                what = f"it is in {places[block]} of the lists of free, cached and owned {kind}blocks"
-            self._fail(what, block, [request for request, blocks in tables.items() if block in blocks])
+                what = (
+                    f"it is in {places[block]} of the lists of free, cached and owned {kind}blocks"
+                )
+            self._fail(
+                what, block, [request for request, blocks in tables.items() if block in blocks]
+            )
         if pool.shared != sum(count > 1 for count in pool.references):
             self._fail(f"{pool.shared} {kind}blocks are counted as shared", None)
-        if {digest: block for block, digest in enumerate(pool.digests) if digest is not None} != pool.found:
+        if {
+            digest: block for block, digest in enumerate(pool.digests) if digest is not None
+        } != pool.found:
             self._fail(f"the names of the {kind}blocks and the blocks by name differ", None)
         for block in pool.cached:
             if pool.digests[block] is None:
@@ -117,7 +153,11 @@ class Sanitizer:
 
     def _contents(self) -> None:
         """What can be found is what was published."""
-        names = {block: digest for block, digest in enumerate(self.scheduler.pool.digests) if digest is not None}
+        names = {
+            block: digest
+            for block, digest in enumerate(self.scheduler.pool.digests)
+            if digest is not None
+        }
         now: dict[int, tuple[bytes, bytes]] = {}
         for group, contents in self._read(list(names)):
             for block, content in zip(group, contents.view(torch.uint8).cpu().numpy(), strict=True):
@@ -145,9 +185,13 @@ class Sanitizer:
             chosen = self.cache.kv.index_select(3, torch.tensor(group, device=self.cache.kv.device))
             yield group, chosen.movedim(3, 0).flatten(1)
 
-    def _fail(self, what: str, block: int | None, requests: Sequence[Request] | None = None) -> None:
+    def _fail(
+        self, what: str, block: int | None, requests: Sequence[Request] | None = None
+    ) -> None:
         if requests is None:
-            requests = [request for request, table in self.scheduler.tables.items() if block in table.blocks]
+            requests = [
+                request for request, table in self.scheduler.tables.items() if block in table.blocks
+            ]
         names = ", ".join(each.id for each in requests) or "nobody"
         where = "" if block is None else f", block {block}"
         raise SanitizerError(f"step {self.scheduler.step}{where}: {what}; sequences: {names}")

@@ -36,7 +36,9 @@ class Work:
     @property
     def prefill_tokens(self) -> int:
         """How many of them are tokens of the prompt."""
-        return max(0, min(self.start + self.count, len(self.request.output.prompt_ids)) - self.start)
+        return max(
+            0, min(self.start + self.count, len(self.request.output.prompt_ids)) - self.start
+        )
 
 
 @dataclass
@@ -100,25 +102,42 @@ class Scheduler:
         if patience < 1:
             raise UserError(f"Patience is at least 1 step, not {patience}.")
         if not 0 <= watermark < 1:
-            raise UserError(f"The watermark is a share of the blocks, from 0 to below 1, not {watermark}.")
+            raise UserError(
+                f"The watermark is a share of the blocks, from 0 to below 1, not {watermark}."
+            )
         if preemption not in PREEMPTIONS:
-            raise UserError(f"Unknown preemption '{preemption}': choose one of {', '.join(PREEMPTIONS)}.")
+            raise UserError(
+                f"Unknown preemption '{preemption}': choose one of {', '.join(PREEMPTIONS)}."
+            )
         if preemption == "swap" and swap_pool is None:
-            raise UserError("There is no memory to swap to: give some, or choose the preemption 'recompute'.")
+            raise UserError(
+                "There is no memory to swap to: give some, or choose the preemption 'recompute'."
+            )
         if swap_pool is not None and swap_pool.block_size != pool.block_size:
             raise UserError(
                 f"Blocks to swap to hold {swap_pool.block_size} tokens, and the others {pool.block_size}: make them alike."
             )
         self.pool, self.swap_pool, self.max_sequences = pool, swap_pool, max_sequences
-        self.token_budget, self.policy, self.patience, self.chunked = token_budget, policy, patience, chunked
+        self.token_budget, self.policy, self.patience, self.chunked = (
+            token_budget,
+            policy,
+            patience,
+            chunked,
+        )
         self.max_chunk = token_budget if max_chunk is None else max_chunk
         self.prefix_caching, self.preemption = prefix_caching, preemption
         self.watermark = math.ceil(watermark * pool.count)  # in blocks
-        self.cheaper: Callable[[int], str] = lambda tokens: "recompute"  # the engine knows better, and
+        self.cheaper: Callable[[int], str] = lambda tokens: (
+            "recompute"
+        )  # the engine knows better, and
         self.longest = sys.maxsize  # how many tokens a sequence may have
         self.tables: dict[Request, BlockTable] = {}  # of all that wait or run
-        self.swapped: dict[Request, list[int]] = {}  # blocks of the swap pool, of those that wait there
-        self.samples: dict[Request, list[Request]] = {}  # those that wait for another one to compute the prompt of all
+        self.swapped: dict[
+            Request, list[int]
+        ] = {}  # blocks of the swap pool, of those that wait there
+        self.samples: dict[
+            Request, list[Request]
+        ] = {}  # those that wait for another one to compute the prompt of all
         self.moves: list[Move] = []  # memory work to be done before the next pass, in this order
         self.counts = Counts()
         self.waiting: list[Request] = []  # by arrival
@@ -158,7 +177,9 @@ class Scheduler:
                 f"The prompt has {prompt} tokens and a step has room for {self.token_budget}: allow chunks, or raise the budget."
             )
         answer = request.sampling.max_tokens
-        most = min(prompt + answer, self.longest) - 1  # the last token of an answer is never computed
+        most = (
+            min(prompt + answer, self.longest) - 1
+        )  # the last token of an answer is never computed
         needed, size = self.pool.blocks_for(most), self.pool.block_size
         if needed > self.pool.count:
             room = self.pool.count * size + 1 - prompt
@@ -180,7 +201,9 @@ class Scheduler:
 
     def _branch(self, parent: Request, child: Request) -> None:
         if parent.state is State.RUNNING and len(self.running) < self.max_sequences:
-            self.tables[child].adopt(self.tables[parent].blocks[: self.pool.blocks_for(parent.computed)])
+            self.tables[child].adopt(
+                self.tables[parent].blocks[: self.pool.blocks_for(parent.computed)]
+            )
             child.computed = parent.computed
             child.move(State.RUNNING)
             self.running.append(child)
@@ -198,7 +221,9 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             next(samples for samples in self.samples.values() if request in samples).remove(request)
-        if heirs := self.samples.pop(request, []):  # the next one computes the prompt for the others
+        if heirs := self.samples.pop(
+            request, []
+        ):  # the next one computes the prompt for the others
             insort(self.waiting, heirs[0], key=lambda each: each.arrival)
             self.samples[heirs[0]] = heirs[1:]
         self._preempted.discard(request)
@@ -227,7 +252,9 @@ class Scheduler:
         self.step += 1
         budget, work = self.token_budget, []
         preempted = self._make_room()
-        ready = sorted(self.running, key=lambda request: request.remaining > 1)  # single tokens first; the order holds
+        ready = sorted(
+            self.running, key=lambda request: request.remaining > 1
+        )  # single tokens first; the order holds
         for request in ready:
             if count := self._share(request, budget):
                 work.append(self._work(request, count))
@@ -264,18 +291,28 @@ class Scheduler:
 
     def _grow(self, request: Request) -> None:
         # What a new block holds is somebody else's past. A mask hides it, but 0 times NaN is NaN, should there be one.
-        self.moves += [Move("wipe", block, block) for block in self.tables[request].grow(request.token_count)]
+        self.moves += [
+            Move("wipe", block, block) for block in self.tables[request].grow(request.token_count)
+        ]
 
     def _admit(self, request: Request, budget: int) -> bool:
         """Let `request` in, with blocks for all tokens it has, if they and the watermark are there and the budget is enough."""
         table, size = self.tables[request], self.pool.block_size
-        known = request.token_count - 1  # the last token is computed even if it could be found: it gives the next one
+        known = (
+            request.token_count - 1
+        )  # the last token is computed even if it could be found: it gives the next one
         hits = []
         if self.prefix_caching:
-            table.digest(request.tokens(len(table.digests) * size, known - len(table.digests) * size))
-            hits = self.pool.match(table.digests[: (request.computed if request in self.swapped else known) // size])
+            table.digest(
+                request.tokens(len(table.digests) * size, known - len(table.digests) * size)
+            )
+            hits = self.pool.match(
+                table.digests[: (request.computed if request in self.swapped else known) // size]
+            )
         computed = max(request.computed, len(hits) * size)
-        unused = sum(self.pool.references[block] == 0 for block in hits)  # found, but counted as available until now
+        unused = sum(
+            self.pool.references[block] == 0 for block in hits
+        )  # found, but counted as available until now
         needed = self.pool.blocks_for(request.token_count) - len(hits) + unused
         if needed + (self.watermark if self.running else 0) > self.pool.available:
             return False
@@ -318,7 +355,9 @@ class Scheduler:
     def _swaps(self, request: Request, used: int) -> bool:
         if self.swap_pool is None or not 0 < used <= self.swap_pool.available:
             return False
-        return (self.cheaper(request.computed) if self.preemption == "auto" else self.preemption) == "swap"
+        return (
+            self.cheaper(request.computed) if self.preemption == "auto" else self.preemption
+        ) == "swap"
 
     @property
     def _swap_pool(self) -> BlockPool:
@@ -333,12 +372,20 @@ class Scheduler:
 
     def _share(self, request: Request, budget: int) -> int:
         """How many tokens of `request` fit into what is left of the budget."""
-        if self.chunked or request.token_count > self.token_budget:  # the latter after preemption only: prompts are shorter
+        if (
+            self.chunked or request.token_count > self.token_budget
+        ):  # the latter after preemption only: prompts are shorter
             return min(request.remaining, self.max_chunk, budget)
         return request.remaining if request.remaining <= budget else 0
 
     def _work(self, request: Request, count: int) -> Work:
-        return Work(request, self.tables[request].blocks, request.computed, count, samples=count == request.remaining)
+        return Work(
+            request,
+            self.tables[request].blocks,
+            request.computed,
+            count,
+            samples=count == request.remaining,
+        )
 
     def _rank(self, request: Request) -> tuple[int, int]:
         """Who keeps memory longest: the lowest comes first."""
@@ -347,7 +394,10 @@ class Scheduler:
     def _next_waiting(self) -> Request:
         if self.policy == "fcfs":
             return self.waiting[0]
-        return min(self.waiting, key=lambda each: (each.priority - self._waited(each) // self.patience, each.arrival))
+        return min(
+            self.waiting,
+            key=lambda each: (each.priority - self._waited(each) // self.patience, each.arrival),
+        )
 
     def _waited(self, request: Request) -> int:
         return self.step - request.arrival_step

@@ -21,7 +21,14 @@ from stage04_continuous.engine import Engine as SlotEngine
 from stage04_continuous.scheduler import Scheduler as SlotScheduler
 from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import Engine
-from stage05_paged.memory import block_bytes, default_memory, free_memory, make_pool, parse_memory, size
+from stage05_paged.memory import (
+    block_bytes,
+    default_memory,
+    free_memory,
+    make_pool,
+    parse_memory,
+    size,
+)
 from stage05_paged.scheduler import Scheduler
 
 from .app import create_app
@@ -45,15 +52,21 @@ class Server(uvicorn.Server):
         self.app, self.grace = app, grace
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.app.state.engine.drain(self.grace, lambda: self.force_exit)  # which a second Ctrl-C sets
-        self.force_exit = False  # nobody waits for anything now, and the application shall end in order
+        await self.app.state.engine.drain(
+            self.grace, lambda: self.force_exit
+        )  # which a second Ctrl-C sets
+        self.force_exit = (
+            False  # nobody waits for anything now, and the application shall end in order
+        )
         await super().shutdown(sockets)
 
 
 def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
     """The model and its engine. Raises UserError for what cannot be loaded, or finds no memory."""
     if settings.engine != "paged" and (settings.sanitize or settings.swap_memory):
-        raise UserError(f"--sanitize and --swap-memory are for blocks, which '{settings.engine}' has not: leave them out.")
+        raise UserError(
+            f"--sanitize and --swap-memory are for blocks, which '{settings.engine}' has not: leave them out."
+        )
     options = argparse.Namespace(
         model=settings.model, random_weights=settings.random_weights, seed=0, device=settings.device, dtype=settings.dtype,
         linear=settings.linear, threads=settings.threads or None,
@@ -72,7 +85,9 @@ def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
     swap_pool = None
     if settings.swap_memory:
         swap = parse_memory(settings.swap_memory, free_memory("cpu"))
-        swap_pool = BlockPool(max(1, swap // block_bytes(config, dtype, settings.block_size)), settings.block_size)
+        swap_pool = BlockPool(
+            max(1, swap // block_bytes(config, dtype, settings.block_size)), settings.block_size
+        )
     scheduler = Scheduler(
         pool, settings.max_sequences, budget, prefix_caching=settings.prefix_caching, preemption=settings.preemption,
         swap_pool=swap_pool,
@@ -82,7 +97,9 @@ def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
 
 def make_adapter(settings: Settings, loaded: cli.Loaded, memory: int, budget: int) -> AnyEngine:
     """One of the other engines, with as many whole contexts as `memory` bytes hold. Raises UserError if that is none."""
-    pool = make_pool(memory, loaded.config, loaded.dtype, loaded.config.n_positions)  # a block for a whole context
+    pool = make_pool(
+        memory, loaded.config, loaded.dtype, loaded.config.n_positions
+    )  # a block for a whole context
     rows = min(settings.max_sequences, pool.count)
     if settings.engine == "continuous":
         scheduler = SlotScheduler(rows, max(budget, rows))
@@ -118,9 +135,13 @@ def plan(settings: Settings, engine: AnyEngine, loaded: cli.Loaded, address: str
 
 def main(argv: list[str] | None = None) -> int:
     settings = parse(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     template = load_template(settings.chat_template)
-    with listen(settings.host, settings.port) as listening:  # before the model is loaded, which takes longer
+    with listen(
+        settings.host, settings.port
+    ) as listening:  # before the model is loaded, which takes longer
         serve(settings, template, listening)
     return 0
 

@@ -30,7 +30,14 @@ from .engines import AnyEngine
 from .errors import ApiError, error_body, validation_message
 from .live import Live
 from .metrics import Metrics
-from .protocol import ChatBody, CompletionBody, DetokenizeBody, ErrorBody, GenerateBody, TokenizeBody
+from .protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ErrorBody,
+    GenerateBody,
+    TokenizeBody,
+)
 from .service import Answer, Choice, Piece, Service, number, tenant, usage
 from .settings import Settings
 from .sse import DONE, EventStream, event
@@ -68,18 +75,26 @@ class Guard:
         scope["tenant"] = tenant(key.decode("latin-1")) if self.digests else b""
         error = None
         if self.digests and scope["path"] not in OPEN and not self._known(key):
-            error = ApiError(401, "The API key is missing or wrong: send the header 'Authorization: Bearer KEY'.")
+            error = ApiError(
+                401, "The API key is missing or wrong: send the header 'Authorization: Bearer KEY'."
+            )
         elif (
-            scope["method"] == "POST" and headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json"
+            scope["method"] == "POST"
+            and headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+            != b"application/json"
         ):
             # A page on another site may send other types to us without asking first.
-            error = ApiError(400, "The body must be JSON: send the header 'Content-Type: application/json'.")
+            error = ApiError(
+                400, "The body must be JSON: send the header 'Content-Type: application/json'."
+            )
         if error is None:
             try:
                 async with asyncio.timeout(SLOWEST_BODY):
                     body = await self._body(receive)
             except TimeoutError:
-                error = ApiError(408, f"The body took longer than {SLOWEST_BODY} s to arrive: send it faster.")
+                error = ApiError(
+                    408, f"The body took longer than {SLOWEST_BODY} s to arrive: send it faster."
+                )
             else:
                 if body is None:
                     return  # the client has left
@@ -91,7 +106,9 @@ class Guard:
 
     def _known(self, key: bytes) -> bool:
         given = hashlib.sha256(key).digest()
-        same = [secrets.compare_digest(given, digest) for digest in self.digests]  # always all of them, in equal time
+        same = [
+            secrets.compare_digest(given, digest) for digest in self.digests
+        ]  # always all of them, in equal time
         return any(same)
 
     async def _body(self, receive: Receive) -> bytes | None:
@@ -185,7 +202,11 @@ class Api:
         """Send `choices`, which the engine has, as one body or as a stream of `chunks` and, behind them, the `last` ones;
         all by `deadline` (the loop's time)."""
         if streams:
-            return EventStream(self._events(choices, deadline, chunks, last), lambda: self._release(choices), deadline)
+            return EventStream(
+                self._events(choices, deadline, chunks, last),
+                lambda: self._release(choices),
+                deadline,
+            )
 
         async def answer() -> Response:
             answers = [Answer() for _ in choices]
@@ -230,20 +251,33 @@ class Api:
 
         def whole(answers: Sequence[Answer]) -> dict[str, Any]:
             answer = answers[0]
-            return {"text": answer.text, "finish_reason": answer.finish_reason, "usage": usage(choices)}
+            return {
+                "text": answer.text,
+                "finish_reason": answer.finish_reason,
+                "usage": usage(choices),
+            }
 
         def chunks(choice: Choice, piece: Piece) -> list[dict[str, Any]]:
             if piece.finish_reason is None:
                 return [{"text": piece.text}] if piece.text else []
-            return [{"text": piece.text, "finish_reason": piece.finish_reason, "usage": usage(choices)}]
+            return [
+                {"text": piece.text, "finish_reason": piece.finish_reason, "usage": usage(choices)}
+            ]
 
-        return await self.respond(request, choices, self.deadline(), bool(body.stream), whole, chunks, list)
+        return await self.respond(
+            request, choices, self.deadline(), bool(body.stream), whole, chunks, list
+        )
 
     # ---- /v1/completions --------------------------------------------------------------------------------------------
 
     async def complete(self, request: Request, body: CompletionBody) -> Response:
         service, n = self.service, body.n or 1
-        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": service.name}
+        head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.name,
+        }
         deadline = self.deadline()
         if body.max_tokens == 0 and body.echo:
             return await self._score(request, body, head, deadline)
@@ -251,7 +285,9 @@ class Api:
         echoes: dict[int, Echo] = {}
         if body.echo:
             try:
-                made = await self._echoes(request, [choice.prompt_ids for choice in choices[::n]], body, deadline)
+                made = await self._echoes(
+                    request, [choice.prompt_ids for choice in choices[::n]], body, deadline
+                )
             except BaseException:
                 self._release(choices)
                 raise
@@ -269,7 +305,12 @@ class Api:
                 text = before + text
                 if logprobs and prompt_logprobs:
                     logprobs = {key: prompt_logprobs[key] + logprobs[key] for key in logprobs}
-            found = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+            found = {
+                "index": choice.index,
+                "text": text,
+                "logprobs": logprobs,
+                "finish_reason": piece.finish_reason,
+            }
             if piece.stop_reason is not None:
                 found["stop_reason"] = piece.stop_reason
             if body.return_token_ids:
@@ -282,16 +323,22 @@ class Api:
 
         def chunks(choice: Choice, piece: Piece) -> list[dict[str, Any]]:
             made = one(choice, piece)
-            if not (made["text"] or made["logprobs"] or made["finish_reason"] or body.return_token_ids):
+            if not (
+                made["text"] or made["logprobs"] or made["finish_reason"] or body.return_token_ids
+            ):
                 return []  # all of it is held back
             return [{**head, "choices": [made], **self._running_usage(body, choices)}]
 
         def last() -> list[dict[str, Any]]:
             return [{**head, "choices": [], "usage": usage(choices)}] if body.include_usage else []
 
-        return await self.respond(request, choices, deadline, bool(body.stream), whole, chunks, last)
+        return await self.respond(
+            request, choices, deadline, bool(body.stream), whole, chunks, last
+        )
 
-    async def _echoes(self, request: Request, prompts: Sequence[list[int]], body: CompletionBody, deadline: float) -> list[Echo]:
+    async def _echoes(
+        self, request: Request, prompts: Sequence[list[int]], body: CompletionBody, deadline: float
+    ) -> list[Echo]:
         """The text of each of `prompts` (ids), and its log-probabilities if asked for. Raises ApiError, TimeoutError."""
         tokenizer, top = self.service.loaded.tokenizer, body.logprobs
         texts = [text if isinstance(text, str) else tokenizer.decode(text) for text in body.prompts]
@@ -303,14 +350,18 @@ class Api:
             made: list[Echo] = []
             for text, ids in zip(texts, prompts, strict=True):
                 scores = await self.service.score(ids, top)
-                found, _ = await asyncio.to_thread(self._logprobs, list(zip(ids, scores, strict=True)), 0)  # thousands of texts
+                found, _ = await asyncio.to_thread(
+                    self._logprobs, list(zip(ids, scores, strict=True)), 0
+                )  # thousands of texts
                 made.append((text, found))
             return made
 
         async with asyncio.timeout_at(deadline):
             return await unless_gone(request, score())
 
-    async def _score(self, request: Request, body: CompletionBody, head: dict[str, Any], deadline: float) -> Response:
+    async def _score(
+        self, request: Request, body: CompletionBody, head: dict[str, Any], deadline: float
+    ) -> Response:
         """`echo` with no tokens: the prompts' own log-probabilities."""
         self.service.check_model(body.model)
         prompts = [await self.service.prompt_ids(prompt) for prompt in body.prompts]
@@ -336,14 +387,23 @@ class Api:
 
         return EventStream(events(), lambda: None, deadline)
 
-    def _logprobs(self, scored: Sequence[tuple[int, Logprobs | None]], offset: int) -> tuple[dict[str, list[Any]], int]:
+    def _logprobs(
+        self, scored: Sequence[tuple[int, Logprobs | None]], offset: int
+    ) -> tuple[dict[str, list[Any]], int]:
         """Tokens with their log-probabilities, as completions have them; and the offset of the text that comes next."""
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        found: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
         for token_id, logprobs in scored:
             text = self.service.token_text(token_id)
             likeliest = None
             if logprobs is not None:
-                likeliest = {self.service.token_text(each): number(value) for each, value in logprobs.top}
+                likeliest = {
+                    self.service.token_text(each): number(value) for each, value in logprobs.top
+                }
                 likeliest.setdefault(text, number(logprobs.token))
             found["tokens"].append(text)
             found["token_logprobs"].append(None if logprobs is None else number(logprobs.token))
@@ -352,15 +412,25 @@ class Api:
             offset += len(text)
         return found, offset
 
-    def _running_usage(self, body: CompletionBody | ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
+    def _running_usage(
+        self, body: CompletionBody | ChatBody, choices: Sequence[Choice]
+    ) -> dict[str, Any]:
         options = body.stream_options
-        return {"usage": usage(choices)} if options is not None and options.continuous_usage_stats else {}
+        return (
+            {"usage": usage(choices)}
+            if options is not None and options.continuous_usage_stats
+            else {}
+        )
 
     # ---- /v1/chat/completions ---------------------------------------------------------------------------------------
 
     async def chat(self, request: Request, body: ChatBody) -> Response:
         service = self.service
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
+        head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.name,
+        }
         deadline = self.deadline()
         choices = await service.chat(body, request.scope["tenant"])
         greeted: set[int] = set()
@@ -368,11 +438,19 @@ class Api:
         def logprobs(piece: Piece | Answer) -> dict[str, Any] | None:
             if not body.logprobs:
                 return None
-            return {"content": [self._chat_logprob(token.id, token.logprobs) for token in piece.tokens if token.logprobs]}
+            return {
+                "content": [
+                    self._chat_logprob(token.id, token.logprobs)
+                    for token in piece.tokens
+                    if token.logprobs
+                ]
+            }
 
         def ending(piece: Piece | Answer) -> dict[str, Any]:
             end: dict[str, Any] = {"finish_reason": piece.finish_reason}
-            return end | ({"stop_reason": piece.stop_reason} if piece.stop_reason is not None else {})
+            return end | (
+                {"stop_reason": piece.stop_reason} if piece.stop_reason is not None else {}
+            )
 
         def whole(answers: Sequence[Answer]) -> dict[str, Any]:
             made = [
@@ -385,8 +463,18 @@ class Api:
             return {**head, "object": "chat.completion", "choices": made, "usage": usage(choices)}
 
         def chunk(choice: Choice, delta: dict[str, Any], piece: Piece) -> dict[str, Any]:
-            made = {"index": choice.index, "delta": delta, "logprobs": logprobs(piece), **ending(piece)}
-            return {**head, "object": "chat.completion.chunk", "choices": [made], **self._running_usage(body, choices)}
+            made = {
+                "index": choice.index,
+                "delta": delta,
+                "logprobs": logprobs(piece),
+                **ending(piece),
+            }
+            return {
+                **head,
+                "object": "chat.completion.chunk",
+                "choices": [made],
+                **self._running_usage(body, choices),
+            }
 
         def chunks(choice: Choice, piece: Piece) -> list[dict[str, Any]]:
             made = []
@@ -398,10 +486,17 @@ class Api:
             return made
 
         def last() -> list[dict[str, Any]]:
-            final = {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage(choices)}
+            final = {
+                **head,
+                "object": "chat.completion.chunk",
+                "choices": [],
+                "usage": usage(choices),
+            }
             return [final] if body.include_usage else []
 
-        return await self.respond(request, choices, deadline, bool(body.stream), whole, chunks, last)
+        return await self.respond(
+            request, choices, deadline, bool(body.stream), whole, chunks, last
+        )
 
     def _chat_logprob(self, token_id: int, logprobs: Logprobs) -> dict[str, Any]:
         def one(each: int, value: float) -> dict[str, Any]:
@@ -409,11 +504,18 @@ class Api:
                 "token": self.service.token_text(each), "logprob": number(value), "bytes": self.service.token_bytes(each),
             }  # fmt: skip
 
-        return {**one(token_id, logprobs.token), "top_logprobs": [one(*pair) for pair in logprobs.top]}
+        return {
+            **one(token_id, logprobs.token),
+            "top_logprobs": [one(*pair) for pair in logprobs.top],
+        }
 
 
 def create_app(
-    engine: AnyEngine, loaded: Loaded, settings: Settings, template: ChatTemplate | None, thread: EngineThread | None = None
+    engine: AnyEngine,
+    loaded: Loaded,
+    settings: Settings,
+    template: ChatTemplate | None,
+    thread: EngineThread | None = None,
 ) -> FastAPI:
     """The server's application. It owns `engine` from its start to its end, and runs it on `thread`, where it was made."""
     name = settings.served_model_name or loaded.config.name
@@ -448,7 +550,9 @@ def create_app(
     async def refused(request: Request, error: HTTPException) -> Response:
         words = {404: "There is no such path here.", 405: "This path does not take this method."}
         return JSONResponse(
-            error_body(error.status_code, words.get(error.status_code, "The request cannot be read.")),
+            error_body(
+                error.status_code, words.get(error.status_code, "The request cannot be read.")
+            ),
             error.status_code,
             error.headers,  # those of 405 say which methods there are
         )
@@ -474,7 +578,13 @@ def create_app(
 
     def card() -> dict[str, Any]:
         context = state.service.context
-        return {"id": name, "object": "model", "created": created, "owned_by": "staircase", "max_model_len": context}
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "staircase",
+            "max_model_len": context,
+        }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -491,7 +601,9 @@ def create_app(
         service.check_model(body.model)
         tokens = await service.encode(body.prompt)
         found = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
-        return found | ({"token_strs": await service.token_texts(tokens)} if body.return_token_strs else {})
+        return found | (
+            {"token_strs": await service.token_texts(tokens)} if body.return_token_strs else {}
+        )
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:

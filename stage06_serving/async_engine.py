@@ -79,7 +79,9 @@ class Step:
 
     record: BlocksRecord | None = None  # None: no forward pass was made
     said: Sequence[tuple[str, Token]] = ()
-    ended: Sequence[tuple[str, str, str | None]] = ()  # who, the finish reason, and the error if it was one
+    ended: Sequence[
+        tuple[str, str, str | None]
+    ] = ()  # who, the finish reason, and the error if it was one
 
 
 @dataclass(frozen=True)
@@ -127,14 +129,18 @@ class AsyncEngine:
     max_queue: so many sequences are taken in beyond those that can run at once; the surplus is refused.
     """
 
-    def __init__(self, engine: AnyEngine, max_queue: int = 64, thread: EngineThread | None = None) -> None:
+    def __init__(
+        self, engine: AnyEngine, max_queue: int = 64, thread: EngineThread | None = None
+    ) -> None:
         self.engine = engine
         self.capacity = engine.scheduler.max_sequences + max_queue
         self.in_flight: dict[str, Ticket] = {}  # all that the engine has not let go of, by id
         self.alive = False
         self.draining = False
         self.rejected = 0  # requests, so far
-        self.listeners: list[Callable[[Step, list[Ticket], list[Ticket]], None]] = []  # get each step, who said, and who ended
+        self.listeners: list[
+            Callable[[Step, list[Ticket], list[Ticket]], None]
+        ] = []  # get each step, who said, and who ended
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._thread = EngineThread() if thread is None else thread
         self._running: Future[Any] | None = None
@@ -142,7 +148,9 @@ class AsyncEngine:
         self._held = 0  # places of `place`
         self._calls: set[asyncio.Future[Any]] = set()  # of `call`, while somebody waits for them
         self._named = 0
-        self._requests: dict[str, Request] = {}  # the thread's own: all that it has not yet told the end of
+        self._requests: dict[
+            str, Request
+        ] = {}  # the thread's own: all that it has not yet told the end of
 
     # ---- on the event loop ------------------------------------------------------------------------------------------
 
@@ -152,7 +160,10 @@ class AsyncEngine:
         self._running = self._thread.run(self._run)
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], salt: bytes = b""
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        salt: bytes = b"",
     ) -> list[list[Ticket]]:
         """Take in `prompts`, of each as many samples as there are `sampling`; a list of tickets for each prompt. All or none.
 
@@ -166,7 +177,9 @@ class AsyncEngine:
         groups = [[self._ticket(prompt, each) for each in sampling] for prompt in prompts]
         for prompt, group in zip(prompts, groups, strict=True):
             self.in_flight |= {ticket.id: ticket for ticket in group}
-            self._command(partial(self._add, prompt, sampling, salt, [ticket.id for ticket in group]))
+            self._command(
+                partial(self._add, prompt, sampling, salt, [ticket.id for ticket in group])
+            )
         return groups
 
     @contextlib.contextmanager
@@ -232,7 +245,11 @@ class AsyncEngine:
             else:
                 future.set_exception(error)
 
-        self._commands.put(_Command(lambda: do(self.engine), lambda *end: self._loop.call_soon_threadsafe(settle, *end)))
+        self._commands.put(
+            _Command(
+                lambda: do(self.engine), lambda *end: self._loop.call_soon_threadsafe(settle, *end)
+            )
+        )
         return await future
 
     async def drain(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
@@ -272,7 +289,9 @@ class AsyncEngine:
                 spoke[ticket] = None
         ended = [self.in_flight[name] for name, *_ in step.ended if name in self.in_flight]
         if step.record is not None:
-            begun = {each.request_id for each in step.record.sequences} | {name for name, _ in step.said}
+            begun = {each.request_id for each in step.record.sequences} | {
+                name for name, _ in step.said
+            }
             for name in begun:  # other samples of a prompt speak in the first one's pass
                 ticket = self.in_flight.get(name)
                 if ticket is not None and ticket.scheduled is None:
@@ -310,7 +329,9 @@ class AsyncEngine:
                 try:
                     step = self._step()
                     failures = 0
-                except Exception as error:  # a pass can fail in any way, and the other requests should outlive it
+                except (
+                    Exception
+                ) as error:  # a pass can fail in any way, and the other requests should outlive it
                     failures += 1
                     log.error("a step failed (%d in a row)", failures, exc_info=error)
                     self.engine.fail(UserError(BROKEN))
@@ -345,16 +366,31 @@ class AsyncEngine:
         return Step(None if record is before else record, said, self._ended())
 
     def _ended(self) -> list[tuple[str, str, str | None]]:
-        gone = [request for name, request in self._requests.items() if name not in self.engine.requests]
+        gone = [
+            request for name, request in self._requests.items() if name not in self.engine.requests
+        ]
         for request in gone:
             del self._requests[request.id]
-        return [(request.id, request.output.finish_reason or "error", request.output.error) for request in gone]
+        return [
+            (request.id, request.output.finish_reason or "error", request.output.error)
+            for request in gone
+        ]
 
-    def _add(self, prompt: Sequence[int], sampling: Sequence[SamplingParams], salt: bytes, ids: Sequence[str]) -> None:
+    def _add(
+        self,
+        prompt: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        salt: bytes,
+        ids: Sequence[str],
+    ) -> None:
         try:
             added = self.engine.add_samples(prompt, sampling, salt, ids)
-        except Exception:  # `submit` has checked, so this is a defect; still nobody may wait for ever
-            self._loop.call_soon_threadsafe(self._deliver, Step(ended=[(name, "error", BROKEN) for name in ids]))
+        except (
+            Exception
+        ):  # `submit` has checked, so this is a defect; still nobody may wait for ever
+            self._loop.call_soon_threadsafe(
+                self._deliver, Step(ended=[(name, "error", BROKEN) for name in ids])
+            )
             raise
         self._requests |= {request.id: request for request in added}
 

@@ -91,7 +91,11 @@ class Plan:
     """What is measured, and how often."""
 
     # Models and dtypes. The first is measured in all cases, the others with the most streams, and in float32 where it loses.
-    subjects: tuple[tuple[str, str], ...] = (("gpt2", "float32"), ("gpt2", "bfloat16"), ("stories", "float32"))
+    subjects: tuple[tuple[str, str], ...] = (
+        ("gpt2", "float32"),
+        ("gpt2", "bfloat16"),
+        ("stories", "float32"),
+    )
     max_sequences: int = 32
     kv_memory: str = "512MiB"
     options: tuple[str, ...] = ()  # more of them, for engine and server
@@ -111,7 +115,10 @@ class Plan:
 
     def loads(self, subject: tuple[str, str]) -> list[Load]:
         whole, most = subject == self.subjects[0], self.streams[-1][0]
-        found = [Load(HTTP, *each, self.prompt, self.answer) for each in self.streams[0 if whole else -1 :]]
+        found = [
+            Load(HTTP, *each, self.prompt, self.answer)
+            for each in self.streams[0 if whole else -1 :]
+        ]
         if whole:
             found.append(Load(NULL, 1, 1, self.prompt, self.null_answer))
         if subject[1] == "float32":
@@ -133,7 +140,9 @@ class Plan:
     def runs(self) -> int:
         """How many timed runs that is."""
         every = [(each, load) for each in self.subjects for load in self.loads(each)]
-        return sum(2 * self.repeats_of(load) + len(self.switches_of(each, load)) for each, load in every)
+        return sum(
+            2 * self.repeats_of(load) + len(self.switches_of(each, load)) for each, load in every
+        )
 
 
 FULL = Plan()
@@ -172,13 +181,19 @@ class Run:
     sent: list[float]
     times: list[list[float]]  # when there was something new: tokens, or an event
     ids: list[list[int]]
-    cpu: dict[str, float]  # seconds of processor time, by who took them: "engine", "loop" or "client"
+    cpu: dict[
+        str, float
+    ]  # seconds of processor time, by who took them: "engine", "loop" or "client"
     steps: dict[str, Any]  # see `steps_of`
 
     def told(self) -> dict[str, Any]:
         """What is kept of it."""
         first = [times[0] - sent for times, sent in zip(self.times, self.sent, strict=True)]
-        between = [later - earlier for times in self.times for earlier, later in zip(times, times[1:], strict=False)]
+        between = [
+            later - earlier
+            for times in self.times
+            for earlier, later in zip(times, times[1:], strict=False)
+        ]
         return {
             "seconds": self.seconds, "cpu": self.cpu, "steps": self.steps,
             "ttft": [percentile(first, share) for share in (0.5, 0.99)],
@@ -204,7 +219,12 @@ def steps_of(records: Sequence[BlocksRecord], streams: int) -> dict[str, Any]:
     }
 
 
-def run_offline(engine: Engine, load: Load, prompts: Sequence[list[int]], after_step: Callable[[], object] = lambda: None) -> Run:
+def run_offline(
+    engine: Engine,
+    load: Load,
+    prompts: Sequence[list[int]],
+    after_step: Callable[[], object] = lambda: None,
+) -> Run:
     """The engine with nothing around it: a loop that makes steps, and adds a request whenever one has ended."""
     engine.steps.clear()
     requests: list[Request] = []
@@ -232,7 +252,14 @@ def run_offline(engine: Engine, load: Load, prompts: Sequence[list[int]], after_
         after_step()
     ended, cpu = time.perf_counter(), time.process_time() - cpu
     ids = [request.output.token_ids for request in requests]
-    return Run(ended - started, sent, times, ids, {"engine": cpu}, steps_of(list(engine.steps), load.streams))
+    return Run(
+        ended - started,
+        sent,
+        times,
+        ids,
+        {"engine": cpu},
+        steps_of(list(engine.steps), load.streams),
+    )
 
 
 def body_of(prompt: list[int], answer: int) -> dict[str, Any]:
@@ -261,7 +288,9 @@ async def run_client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
     queue = iter(range(len(prompts)))
 
     async def stream() -> None:
-        reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=LONGEST_EVENT)
+        reader, writer = await asyncio.open_connection(
+            place.hostname, place.port, limit=LONGEST_EVENT
+        )
         with closing(writer):
             for number in queue:
                 sent[number] = time.perf_counter()
@@ -301,7 +330,9 @@ class Helper:
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=target, args=(theirs, *arguments), name=target.__name__, daemon=True)
+        self.process = context.Process(
+            target=target, args=(theirs, *arguments), name=target.__name__, daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -357,16 +388,22 @@ def engine_process(connection: Connection, arguments: list[str]) -> None:
         if kind == "offline":
             connection.send(thread.run(partial(run_offline, engine, *asked)).result())
         elif kind == "watched":
-            connection.send(asyncio.run(watched(connection, thread, engine, loaded, settings, *asked)))
+            connection.send(
+                asyncio.run(watched(connection, thread, engine, loaded, settings, *asked))
+            )
         else:
-            connection.send(asyncio.run(parts(connection, thread, engine, loaded, settings, *asked)))
+            connection.send(
+                asyncio.run(parts(connection, thread, engine, loaded, settings, *asked))
+            )
 
 
 @asynccontextmanager
 async def listening(app: ASGIApp) -> AsyncIterator[str]:
     """The address at which `app` is served by this process, as `python -m stage06_serving` serves its own."""
     place = listen("127.0.0.1", 0)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, http="h11", ws="none", server_header=False)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, http="h11", ws="none", server_header=False
+    )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[place]))
     try:
@@ -381,7 +418,13 @@ async def listening(app: ASGIApp) -> AsyncIterator[str]:
 
 
 async def watched(
-    connection: Connection, thread: EngineThread, engine: Engine, loaded: Loaded, settings: Settings, load: Load, switch: float
+    connection: Connection,
+    thread: EngineThread,
+    engine: Engine,
+    loaded: Loaded,
+    settings: Settings,
+    load: Load,
+    switch: float,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Serve one load, with `switch` seconds as Python's switch interval: tells the address, and is told when all is answered.
 
@@ -420,7 +463,9 @@ def serving(arguments: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
             )  # fmt: skip
         try:
             deadline = time.monotonic() + STARTING
-            while "\n" not in (words := said.read_text(encoding="utf-8")) or not words.startswith("Staircase serves "):
+            while "\n" not in (words := said.read_text(encoding="utf-8")) or not words.startswith(
+                "Staircase serves "
+            ):
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"the server did not start: {words[-2000:]}")
                 time.sleep(0.05)
@@ -440,7 +485,9 @@ def clocks(server: psutil.Process) -> dict[str, float]:
     Where the system does not number threads as Linux does, the loop's counts as the engine's.
     """
     times = server.cpu_times()
-    loop = sum(each.user_time + each.system_time for each in server.threads() if each.id == server.pid)
+    loop = sum(
+        each.user_time + each.system_time for each in server.threads() if each.id == server.pid
+    )
     return {"engine": times.user + times.system - loop, "loop": loop}
 
 
@@ -454,8 +501,13 @@ class MadeUp:
         self.ids = ids
         self.tickets: list[Ticket] = []  # of those that have begun to read
 
-    def submit(self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], salt: bytes) -> list[list[Ticket]]:
-        return [[Ticket("made up", len(prompt), each, time.perf_counter()) for each in sampling] for prompt in prompts]
+    def submit(
+        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], salt: bytes
+    ) -> list[list[Ticket]]:
+        return [
+            [Ticket("made up", len(prompt), each, time.perf_counter()) for each in sampling]
+            for prompt in prompts
+        ]
 
     def tick(self) -> None:
         for ticket in self.tickets:
@@ -473,7 +525,12 @@ class MadeUp:
 
 
 async def parts(
-    connection: Connection, thread: EngineThread, engine: Engine, loaded: Loaded, settings: Settings, load: Load
+    connection: Connection,
+    thread: EngineThread,
+    engine: Engine,
+    loaded: Loaded,
+    settings: Settings,
+    load: Load,
 ) -> dict[str, float]:
     """Seconds of processor time that a token takes on the loop in each of PARTS, with as many streams as `load` has requests.
 
@@ -482,7 +539,10 @@ async def parts(
     the processor's cache, and nobody would hold Python's lock. For the last part, tells an address and is told when all is
     answered.
     """
-    prompts = [random_prompt(load.prompt, loaded.config, f"made up {number}") for number in range(load.requests)]
+    prompts = [
+        random_prompt(load.prompt, loaded.config, f"made up {number}")
+        for number in range(load.requests)
+    ]
     body = CompletionBody.model_validate(body_of(prompts[0], load.answer))
     loop = asyncio.get_running_loop()
 
@@ -502,14 +562,18 @@ async def parts(
         return service.merged(await service.complete(body, b""))
 
     async def chunk(service: Service) -> AsyncIterator[object]:
-        response: Any = await Api(service).complete(HTTPRequest({"type": "http", "tenant": b""}), body)
+        response: Any = await Api(service).complete(
+            HTTPRequest({"type": "http", "tenant": b""}), body
+        )
         return response.body_iterator
 
     async def read(items: AsyncIterator[object]) -> None:
         async for _ in items:
             pass
 
-    async def cost(made_up: MadeUp, answered: Awaitable[object], serving: AsyncEngine | None = None) -> float:
+    async def cost(
+        made_up: MadeUp, answered: Awaitable[object], serving: AsyncEngine | None = None
+    ) -> float:
         """Processor time of the loop until all is `answered`, from when everybody has begun to read. While it is `serving`, the
         engine's thread is reached through that."""
         while len(made_up.tickets) < load.requests:
@@ -526,7 +590,9 @@ async def parts(
     costs = [0.0]
     for way in (waking, text, task, chunk):
         made_up, service = new_service()
-        costs.append(await cost(made_up, asyncio.gather(*[read(await way(service)) for _ in prompts])))
+        costs.append(
+            await cost(made_up, asyncio.gather(*[read(await way(service)) for _ in prompts]))
+        )
     app = create_app(engine, loaded, settings, None, thread)
     async with listening(app) as url:
         made_up, service = new_service()
@@ -550,7 +616,10 @@ def measure_load(
     bar: tqdm,
 ) -> dict[str, Any]:
     """One load in turn by the engine alone, by the server, and, once for each of `switches`, by the engine's process serving."""
-    prompts = [random_prompt(load.prompt, subject.config, f"request {number}") for number in range(load.requests)]
+    prompts = [
+        random_prompt(load.prompt, subject.config, f"request {number}")
+        for number in range(load.requests)
+    ]
     url, process = server
 
     def over_http() -> Run:
@@ -566,7 +635,10 @@ def measure_load(
         run.cpu |= cpu
         return run
 
-    ways: dict[str, Callable[[], Run]] = {OFFLINE: lambda: engine.ask("offline", load, prompts), SERVER: over_http}
+    ways: dict[str, Callable[[], Run]] = {
+        OFFLINE: lambda: engine.ask("offline", load, prompts),
+        SERVER: over_http,
+    }
     ways |= {watched_name(switch): partial(by_engine, switch) for switch in switches}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     said: dict[str, list[list[int]]] = {}
@@ -585,11 +657,17 @@ def measure_load(
     }  # fmt: skip
 
 
-def prove(subject: Subject, load: Load, prompts: Sequence[list[int]], ids: Sequence[list[int]]) -> dict[str, Any]:
+def prove(
+    subject: Subject, load: Load, prompts: Sequence[list[int]], ids: Sequence[list[int]]
+) -> dict[str, Any]:
     """That every answer is as long as it should be, and what the model says. Raises AssertionError."""
     if wrong := [len(each) for each in ids if len(each) != load.answer]:
-        raise AssertionError(f"{len(wrong)} answers of {wrong[0]} tokens and the like, where {load.answer} were asked for")
-    return subject.prove([Output(prompt, answer) for prompt, answer in zip(prompts, ids, strict=True)])
+        raise AssertionError(
+            f"{len(wrong)} answers of {wrong[0]} tokens and the like, where {load.answer} were asked for"
+        )
+    return subject.prove(
+        [Output(prompt, answer) for prompt, answer in zip(prompts, ids, strict=True)]
+    )
 
 
 def measure_parts(load: Load, engine: Helper, client: Helper) -> dict[str, float]:
@@ -605,24 +683,35 @@ def measure_all(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], measure.Lim
     results: dict[str, Any] = {HTTP: [], NULL: [], LOSE: [], "parts": {}}
     with tqdm(total=plan.runs, unit="run") as bar, Helper(client_process) as client:
         for model, dtype in plan.subjects:
-            subject = Subject(checkpoint.load(model, random_weights=model != "stories"), getattr(torch, dtype))
+            subject = Subject(
+                checkpoint.load(model, random_weights=model != "stories"), getattr(torch, dtype)
+            )
             arguments = options(plan, model, dtype, subject.about["linear"])
             loads = plan.loads((model, dtype))
             with ExitStack() as stack:
                 engine = stack.enter_context(Helper(engine_process, arguments))
                 engine.answer()  # it is ready: both try out their linear layers, and must not do so at the same time
                 server = stack.enter_context(serving(arguments))
-                most = max((load for load in loads if load.case == HTTP), key=lambda load: load.streams)
+                most = max(
+                    (load for load in loads if load.case == HTTP), key=lambda load: load.streams
+                )
                 warm = replace(most, requests=most.streams, answer=2)
-                prompts = [random_prompt(warm.prompt, subject.config, f"warm {number}") for number in range(warm.requests)]
+                prompts = [
+                    random_prompt(warm.prompt, subject.config, f"warm {number}")
+                    for number in range(warm.requests)
+                ]
                 engine.ask("offline", warm, prompts)
                 client.ask(server[0], warm, prompts)
                 for load in loads:
                     switches = plan.switches_of((model, dtype), load)
-                    found = measure_load(subject, load, plan.repeats_of(load), switches, engine, client, server, bar)
+                    found = measure_load(
+                        subject, load, plan.repeats_of(load), switches, engine, client, server, bar
+                    )
                     results[load.case].append(found)
                 if not results["parts"]:
-                    results["parts"] = measure_parts(replace(most, requests=most.streams), engine, client)
+                    results["parts"] = measure_parts(
+                        replace(most, requests=most.streams), engine, client
+                    )
     return {"plan": asdict(plan)}, results, limits
 
 
@@ -637,7 +726,10 @@ def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
 
 def watched_runs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Those with the server's own switch interval, the first that are watched; where nothing is, the server itself."""
-    return next((runs for name, runs in row["runs"].items() if name not in (OFFLINE, SERVER)), row["runs"][SERVER])
+    return next(
+        (runs for name, runs in row["runs"].items() if name not in (OFFLINE, SERVER)),
+        row["runs"][SERVER],
+    )
 
 
 def python_seconds(row: Mapping[str, Any], who: str) -> float:
@@ -680,18 +772,29 @@ def share_text(results: dict[str, Any], row: Mapping[str, Any], name: str) -> st
 def percentiles(row: Mapping[str, Any], name: str, key: str) -> str:
     """Two cells: p50 and p99 in ms, each the median of the runs."""
     found = [run[key] for run in row["runs"][name]]
-    return " | ".join(f"{median([each[i] for each in found]) * 1e3:,.1f}" for i in (0, 1)) if all(found) else " | "
+    return (
+        " | ".join(f"{median([each[i] for each in found]) * 1e3:,.1f}" for i in (0, 1))
+        if all(found)
+        else " | "
+    )
 
 
 def same_text(row: Mapping[str, Any], name: str) -> str:
     proof = proof_text(row["proof"][name])
-    return proof if name == OFFLINE else f"{proof}; {row['same'][name]} of {row['requests']} answers as alone"
+    return (
+        proof
+        if name == OFFLINE
+        else f"{proof}; {row['same'][name]} of {row['requests']} answers as alone"
+    )
 
 
 def busy(row: Mapping[str, Any], name: str) -> str:
     """Three cells: processors that engine, loop and client kept busy on average."""
     runs = row["runs"][name]
-    cells = [[run["cpu"][who] / run["seconds"] for run in runs if who in run["cpu"]] for who in ("engine", "loop", "client")]
+    cells = [
+        [run["cpu"][who] / run["seconds"] for run in runs if who in run["cpu"]]
+        for who in ("engine", "loop", "client")
+    ]
     return " | ".join(f"{median(cell):.2f}" if cell else "" for cell in cells)
 
 
@@ -712,7 +815,9 @@ def load_table(results: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> st
     ]
     for row in rows:
         for name in (OFFLINE, SERVER):
-            rate = measure.summarize(values(row, name, "seconds")).of(row["requests"] * row["answer"])
+            rate = measure.summarize(values(row, name, "seconds")).of(
+                row["requests"] * row["answer"]
+            )
             lines.append(
                 f"| {row['model']} | {row['dtype']} | {row['streams']} | {row['requests']} | {row['answer']} | {name} "
                 f"| {rate.show()} | {share_text(results, row, name)} | {percentiles(row, name, 'ttft')} "
@@ -773,8 +878,16 @@ def steps_table(results: dict[str, Any]) -> str:
             cells = ["", "", "", ""]
             if name != OFFLINE:
                 longer = found.seconds + found.between - alone.seconds - alone.between
-                loop, client = (median([run["cpu"][who] / run["steps"]["passes"] for run in runs]) for who in ("loop", "client"))
-                cells = [f"{longer * 1e3:.2f}", f"{loop * 1e3:.2f}", f"{client * 1e3:.2f}", f"{longer / loop:.1f}x"]
+                loop, client = (
+                    median([run["cpu"][who] / run["steps"]["passes"] for run in runs])
+                    for who in ("loop", "client")
+                )
+                cells = [
+                    f"{longer * 1e3:.2f}",
+                    f"{loop * 1e3:.2f}",
+                    f"{client * 1e3:.2f}",
+                    f"{longer / loop:.1f}x",
+                ]
             lines.append(
                 f"| {row['dtype']} | {row['streams']} | {'alone' if name == OFFLINE else name} | {found.seconds * 1e3:.2f} "
                 f"| {found.bookkeeping * 1e3:.2f} | {found.between * 1e3:.2f} | {' | '.join(cells)} |"
@@ -801,10 +914,16 @@ def tokens_table(results: dict[str, Any]) -> str:
     """A token's way on the loop; and below it the engine's thread."""
     row, found = main_row(results), loop_parts(results)
     total = sum(found.values())
-    lines = [f"| on the loop, {row['streams']} streams, {row['dtype']} | us a token | share |", "|---|--:|--:|"]
+    lines = [
+        f"| on the loop, {row['streams']} streams, {row['dtype']} | us a token | share |",
+        "|---|--:|--:|",
+    ]
     lines += [f"| {name} | {part:.1f} | {part / total:.0%} |" for name, part in found.items()]
     client = python_seconds(row, "client") / (row["requests"] * row["answer"]) * 1e6
-    lines += [f"| **all of it** | {total:.1f} | |", f"| the client, in its own process | {client:.1f} | |"]
+    lines += [
+        f"| **all of it** | {total:.1f} | |",
+        f"| the client, in its own process | {client:.1f} | |",
+    ]
     return "\n".join(lines) + "\n\n" + steps_table(results)
 
 
@@ -821,7 +940,11 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 def http_chart(results: dict[str, Any]) -> Any:
     """Share of the throughput offline by streams, of the first model; with both predictions."""
     first = main_row(results)
-    rows = [row for row in results["results"][HTTP] if (row["model"], row["dtype"]) == (first["model"], first["dtype"])]
+    rows = [
+        row
+        for row in results["results"][HTTP]
+        if (row["model"], row["dtype"]) == (first["model"], first["dtype"])
+    ]
     found, forecast = [share(row) for row in rows], [predicted(results, row) for row in rows]
     return draw.lines(
         "What is left of the engine's throughput behind HTTP",
@@ -848,7 +971,9 @@ def where_chart(results: dict[str, Any]) -> Any:
     if alone and beside:
         found = {
             "thread: longer pass": (beside.seconds - alone.seconds) / row["streams"] * 1e6,
-            "thread: longer until the next": (beside.between - alone.between) / row["streams"] * 1e6,
+            "thread: longer until the next": (beside.between - alone.between)
+            / row["streams"]
+            * 1e6,
         }
     found |= {f"loop: {name}": part for name, part in loop_parts(results).items()}
     found["client"] = python_seconds(row, "client") / (row["requests"] * row["answer"]) * 1e6

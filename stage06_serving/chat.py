@@ -34,13 +34,21 @@ class ChatTemplate:
         lines = []
         for message in messages:
             line = self.roles.get(message.role)
-            text = f"{message.role.capitalize()}: {message.text}\n" if line is None else line.replace("{content}", message.text)
+            text = (
+                f"{message.role.capitalize()}: {message.text}\n"
+                if line is None
+                else line.replace("{content}", message.text)
+            )
             lines.append(text)
         return "".join(lines) + self.start
 
 
 SIMPLE = ChatTemplate(
-    {"system": "System: {content}\n", "user": "User: {content}\n", "assistant": "Assistant: {content}\n"},
+    {
+        "system": "System: {content}\n",
+        "user": "User: {content}\n",
+        "assistant": "Assistant: {content}\n",
+    },
     "Assistant:",
     ("\nUser:",),
 )
@@ -56,8 +64,14 @@ def load_template(name: str) -> ChatTemplate | None:
     try:
         data = json.loads(Path(name).read_text(encoding="utf-8"))
         roles, start, stops = data["roles"], data["start"], data["stops"]
-        good = all(isinstance(line, str) and "{content}" in line for line in roles.values()) and isinstance(stops, list)
-        if not (good and isinstance(start, str) and all(isinstance(stop, str) and stop for stop in stops)):
+        good = all(
+            isinstance(line, str) and "{content}" in line for line in roles.values()
+        ) and isinstance(stops, list)
+        if not (
+            good
+            and isinstance(start, str)
+            and all(isinstance(stop, str) and stop for stop in stops)
+        ):
             raise ValueError("a role lacks {content}, a value is no text, or the stops are no list")
         return ChatTemplate(dict(roles), start, tuple(stops))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

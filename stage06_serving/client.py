@@ -21,24 +21,34 @@ ADDRESS = "http://127.0.0.1:8000"
 CONNECT = 5.0  # seconds
 
 
-def stream(address: str, body: dict[str, Any], key: str = "", timeout: float = 600.0) -> Iterator[dict[str, Any]]:
+def stream(
+    address: str, body: dict[str, Any], key: str = "", timeout: float = 600.0
+) -> Iterator[dict[str, Any]]:
     """The events of a streamed completion, as they come. Raises UserError for every way in which it can fail."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         with (
-            httpx2.Client(timeout=httpx2.Timeout(timeout, connect=CONNECT), headers=headers) as client,
-            client.stream("POST", f"{address.rstrip('/')}/v1/completions", json={**body, "stream": True}) as response,
+            httpx2.Client(
+                timeout=httpx2.Timeout(timeout, connect=CONNECT), headers=headers
+            ) as client,
+            client.stream(
+                "POST", f"{address.rstrip('/')}/v1/completions", json={**body, "stream": True}
+            ) as response,
         ):
             if response.status_code != 200:
                 response.read()
-                raise UserError(f"The server answered {response.status_code}: {_message(response.text)}")
+                raise UserError(
+                    f"The server answered {response.status_code}: {_message(response.text)}"
+                )
             for line in response.iter_lines():
                 if line == "data: [DONE]":
                     return
                 if line.startswith("data: "):
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
-                        raise UserError(f"The server broke the answer off: {event['error']['message']}")
+                        raise UserError(
+                            f"The server broke the answer off: {event['error']['message']}"
+                        )
                     yield event
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise UserError(
@@ -68,7 +78,10 @@ def main(argv: list[str] | None = None) -> int:
     cli.add_prompt(parser)
     cli.add_sampling_options(parser, 200)
     parser.add_argument(
-        "--seed", type=cli.whole_number(0, 2**63 - 1), metavar="N", help="the same seed gives the same text again"
+        "--seed",
+        type=cli.whole_number(0, 2**63 - 1),
+        metavar="N",
+        help="the same seed gives the same text again",
     )
     parser.add_argument("--url", default=ADDRESS, help="address of the server; default %(default)s")
     parser.add_argument(
@@ -82,7 +95,9 @@ def main(argv: list[str] | None = None) -> int:
     body = {"prompt": prompt, **cli.sampling_fields(options)}
     started, first, finish = time.perf_counter(), 0.0, None
     used = {"completion_tokens": 0}
-    for event in stream(options.url, body | {"stream_options": {"include_usage": True}}, options.api_key):
+    for event in stream(
+        options.url, body | {"stream_options": {"include_usage": True}}, options.api_key
+    ):
         used = event.get("usage") or used
         for choice in event["choices"]:
             if not first:  # the server has taken the prompt: an error comes before any text

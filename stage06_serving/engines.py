@@ -82,7 +82,11 @@ class Adapter:
         raise NotImplementedError
 
     def add_samples(
-        self, prompt: Sequence[int], sampling: Sequence[SamplingParams], salt: bytes, ids: Sequence[str]
+        self,
+        prompt: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        salt: bytes,
+        ids: Sequence[str],
     ) -> list[Request]:
         """Several samples of one prompt. They share nothing here, so there is nothing to salt. Raises UserError if unfit."""
         requests = [Request(prompt, each, name) for each, name in zip(sampling, ids, strict=True)]
@@ -132,7 +136,9 @@ class OneByOne:
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
         (request,) = requests
-        return ((0, token) for token in self.engine.stream(request.output.prompt_ids, request.sampling))
+        return (
+            (0, token) for token in self.engine.stream(request.output.prompt_ids, request.sampling)
+        )
 
     @property
     def record(self) -> StepRecord:
@@ -146,7 +152,9 @@ class Static:
         self.engine = StaticEngine(model, max_batch=rows)
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
-        outputs = [Output(list(request.output.prompt_ids)) for request in requests]  # a row goes on when nobody reads it
+        outputs = [
+            Output(list(request.output.prompt_ids)) for request in requests
+        ]  # a row goes on when nobody reads it
         return self.engine.run(outputs, [request.sampling for request in requests])
 
     @property
@@ -169,7 +177,9 @@ class Transformers:
         while reason is None:
             started = time.perf_counter()
             logits = sequence.feed(fresh)[None]  # (1, V)
-            ids, logprobs = sample(logits, [params], [(prompt, output_ids)], [request.generator], eos)
+            ids, logprobs = sample(
+                logits, [params], [(prompt, output_ids)], [request.generator], eos
+            )
             output_ids.append(int(ids[0]))
             reason = finish_reason(output_ids, len(prompt), params, self.config, eos)
             prefill = len(fresh) if fresh is prompt else 0
@@ -209,7 +219,10 @@ class Batches(Adapter):
         if not line.running:
             if not line.waiting:
                 return []
-            self._batch, waiting = line.waiting[: line.max_sequences], line.waiting[line.max_sequences :]
+            self._batch, waiting = (
+                line.waiting[: line.max_sequences],
+                line.waiting[line.max_sequences :],
+            )
             for request in self._batch:
                 request.move(State.RUNNING)
             line.set(self._batch, waiting)
@@ -217,16 +230,22 @@ class Batches(Adapter):
         started = time.perf_counter()
         before = {request.id: len(request.output.token_ids) for request in line.running}
         said: list[tuple[str, Token]] = []
-        with contextlib.suppress(UserError):  # of an engine with one row whose scores are not numbers
+        with contextlib.suppress(
+            UserError
+        ):  # of an engine with one row whose scores are not numbers
             for count, (place, token) in enumerate(self._tokens, 1):
                 request = self._batch[place]
-                if request.state is State.RUNNING:  # who has left is still computed: the batch is as it was made
+                if (
+                    request.state is State.RUNNING
+                ):  # who has left is still computed: the batch is as it was made
                     request.output.append(token)
                     said.append((request.id, token))
                 if count == self.runner.record.rows:
                     break
         for request in line.running:
-            if len(request.output.token_ids) == before[request.id]:  # a pass has a token for everybody who can go on
+            if (
+                len(request.output.token_ids) == before[request.id]
+            ):  # a pass has a token for everybody who can go on
                 request.output.fail(UserError(NOT_FINITE))
         if said:
             self._keep(started, before)
@@ -239,7 +258,10 @@ class Batches(Adapter):
         request.move(State.FINISHED)
         del self.requests[request.id]
         line = self.scheduler
-        line.set([each for each in line.running if each is not request], [each for each in line.waiting if each is not request])
+        line.set(
+            [each for each in line.running if each is not request],
+            [each for each in line.waiting if each is not request],
+        )
 
     def _keep(self, started: float, before: dict[str, int]) -> None:
         """Write down the pass: a prompt is computed in the first one of its batch, and one token in each that follows."""
@@ -247,7 +269,9 @@ class Batches(Adapter):
         for request in self.scheduler.running:
             output = request.output
             prefill = 0 if before[request.id] else len(output.prompt_ids)
-            sequences.append(SequenceRecord(request.id, prefill, 0 if prefill else 1, 1, output.finish_reason))
+            sequences.append(
+                SequenceRecord(request.id, prefill, 0 if prefill else 1, 1, output.finish_reason)
+            )
         record = self.runner.record
         self.steps.append(
             BlocksRecord(

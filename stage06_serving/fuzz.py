@@ -76,13 +76,19 @@ def problem_of(status: int, kind: str, content: bytes, seconds: float) -> str | 
     return None
 
 
-def ask(client: httpx2.Client, findings: Findings, name: str, request: httpx2.Request, told: Any) -> None:
+def ask(
+    client: httpx2.Client, findings: Findings, name: str, request: httpx2.Request, told: Any
+) -> None:
     """Send a request, and write down what comes."""
     started = time.monotonic()
     status, kind, content = 0, "", b""
     try:
         response = client.send(request)
-        status, kind, content = response.status_code, response.headers.get("content-type", ""), response.content
+        status, kind, content = (
+            response.status_code,
+            response.headers.get("content-type", ""),
+            response.content,
+        )
     except httpx2.TimeoutException:
         pass
     findings.add(name, status, problem_of(status, kind, content, time.monotonic() - started), told)
@@ -96,7 +102,11 @@ def short(body: Any) -> Any:
     for name in ("max_tokens", "max_completion_tokens"):
         if type(body.get(name)) is int and body[name] > SHORT:
             body[name] = SHORT
-    if "messages" in body and body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+    if (
+        "messages" in body
+        and body.get("max_tokens") is None
+        and body.get("max_completion_tokens") is None
+    ):
         body["max_completion_tokens"] = SHORT
     return body
 
@@ -108,12 +118,16 @@ def fuzz_schema(client: httpx2.Client, examples: int, findings: Findings) -> Non
     """At least `examples` requests to each operation of /openapi.json."""
     import schemathesis  # takes a second to load
 
-    schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json()).exclude(path=ENDLESS)
+    schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json()).exclude(
+        path=ENDLESS
+    )
     for found in schema.get_all_operations():
         fuzz_operation(client, found.ok(), examples, findings)  # type: ignore[union-attr]  # a schema that is wrong raises
 
 
-def fuzz_operation(client: httpx2.Client, operation: Any, examples: int, findings: Findings) -> None:
+def fuzz_operation(
+    client: httpx2.Client, operation: Any, examples: int, findings: Findings
+) -> None:
     """Half of them as the schema allows and half, where there is a body, as it does not."""
     import hypothesis
     from schemathesis import GenerationMode
@@ -129,7 +143,11 @@ def fuzz_operation(client: httpx2.Client, operation: Any, examples: int, finding
         given = case.as_transport_kwargs(base_url=str(client.base_url).rstrip("/"))
         content = json.dumps(given["json"]).encode() if "json" in given else given.get("data")
         request = client.build_request(
-            given["method"], given["url"], params=given["params"], headers=dict(given["headers"]), content=content
+            given["method"],
+            given["url"],
+            params=given["params"],
+            headers=dict(given["headers"]),
+            content=content,
         )
         ask(client, findings, name, request, (str(request.url), content))
 
@@ -176,7 +194,13 @@ PIECES = (
 def bodies(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
     """`count` paths and bodies, most of them no longer good."""
     chance = random.Random(seed)
-    makers: tuple[Callable[[random.Random, dict[str, Any]], bytes], ...] = (_values, _values, _pieces, _cut, _noise)
+    makers: tuple[Callable[[random.Random, dict[str, Any]], bytes], ...] = (
+        _values,
+        _values,
+        _pieces,
+        _cut,
+        _noise,
+    )
     for _ in range(count):
         path, good = chance.choice(GOOD)
         yield path, _kept_short(chance.choice(makers)(chance, good))
@@ -196,7 +220,20 @@ def _values(chance: random.Random, good: dict[str, Any]) -> bytes:
     """Some fields have other values, or are gone, or new."""
     body = json.loads(json.dumps(good))
     for _ in range(chance.randint(1, 3)):
-        name = chance.choice([*good, "n", "stop", "best_of", "model", "user", "top_p", "min_tokens", "stop_token_ids", "seed"])
+        name = chance.choice(
+            [
+                *good,
+                "n",
+                "stop",
+                "best_of",
+                "model",
+                "user",
+                "top_p",
+                "min_tokens",
+                "stop_token_ids",
+                "seed",
+            ]
+        )
         inside = body.get(name)
         if isinstance(inside, list) and inside and chance.random() < 0.5:
             inside[chance.randrange(len(inside))] = copy.deepcopy(chance.choice(VALUES))
@@ -220,7 +257,9 @@ def _cut(chance: random.Random, good: dict[str, Any]) -> bytes:
     """The beginning, the end, or one after the other."""
     content = json.dumps(good).encode()
     at = chance.randrange(len(content))
-    return chance.choice((content[:at], content[at:], content[at:] + content[:at], content + content))
+    return chance.choice(
+        (content[:at], content[at:], content[at:] + content[:at], content + content)
+    )
 
 
 def _noise(chance: random.Random, good: dict[str, Any]) -> bytes:
@@ -242,13 +281,37 @@ def main(argv: list[str] | None = None) -> int:
         "  python -m stage06_serving --max-queue 1000  # and in another terminal:\n"
         "  python -m stage06_serving.fuzz --url http://127.0.0.1:8000 --examples 1000",
     )
-    parser.add_argument("--url", metavar="URL", help="address of a server with a long queue; default is one of its own")
-    parser.add_argument("--examples", type=cli.whole_number(0, 10**6), default=200, metavar="N", help="an operation; default 200")
-    parser.add_argument("--bodies", type=cli.whole_number(0, 10**7), default=2000, metavar="N", help="raw ones; default 2000")
-    parser.add_argument("--seed", type=cli.whole_number(0, 2**31), default=0, metavar="N", help="of the raw ones; default 0")
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="address of a server with a long queue; default is one of its own",
+    )
+    parser.add_argument(
+        "--examples",
+        type=cli.whole_number(0, 10**6),
+        default=200,
+        metavar="N",
+        help="an operation; default 200",
+    )
+    parser.add_argument(
+        "--bodies",
+        type=cli.whole_number(0, 10**7),
+        default=2000,
+        metavar="N",
+        help="raw ones; default 2000",
+    )
+    parser.add_argument(
+        "--seed",
+        type=cli.whole_number(0, 2**31),
+        default=0,
+        metavar="N",
+        help="of the raw ones; default 0",
+    )
     options = parser.parse_args(argv)
     # In a queue of its own nothing is refused; and the sanitizer turns a mistake in the memory into a 500.
-    server = own_server(["--max-queue", "1000", "--kv-memory", "8MiB", "--sanitize", "--linear", "plain"])
+    server = own_server(
+        ["--max-queue", "1000", "--kv-memory", "8MiB", "--sanitize", "--linear", "plain"]
+    )
     findings = Findings()
     with ExitStack() as stack:
         url = options.url or stack.enter_context(server).url
@@ -260,7 +323,9 @@ def main(argv: list[str] | None = None) -> int:
     print(findings.table())
     for problem in findings.problems:
         print(f"PROBLEM {problem}")
-    print(f"{sum(each.total() for each in findings.statuses.values())} requests, {len(findings.problems)} problems")
+    print(
+        f"{sum(each.total() for each in findings.statuses.values())} requests, {len(findings.problems)} problems"
+    )
     return 1 if findings.problems else 0
 
 

@@ -28,7 +28,9 @@ RECENT = 3.0  # seconds that the rate of tokens is taken over
 class View(TypedDict):
     """What only the engine's thread may look at: the scheduler's tables and counts, between two steps."""
 
-    map: list[tuple[int, int]]  # runs of blocks that are alike: their state, as `blockmap` has it, and how many they are
+    map: list[
+        tuple[int, int]
+    ]  # runs of blocks that are alike: their state, as `blockmap` has it, and how many they are
     running: list[tuple[str, int]]  # of each sequence: its id, and its number on the map
     waiting: int  # sequences
     hit_rate: float  # of the prefix cache, from 0 to 1
@@ -39,7 +41,9 @@ class StepFrame(TypedDict):
     """One forward pass."""
 
     number: int
-    rows: list[tuple[str, int, int]]  # of each sequence: its id, and its tokens of prefill and of decode
+    rows: list[
+        tuple[str, int, int]
+    ]  # of each sequence: its id, and its tokens of prefill and of decode
     preempted: int  # sequences that lost their memory before it
 
 
@@ -59,7 +63,9 @@ class Frame(View):
 def look(engine: AnyEngine) -> View:
     """To be called on the engine's thread."""
     scheduler = engine.scheduler
-    states = (scheduler.slots() if isinstance(scheduler, Line) else blockmap(scheduler))[:MOST_BLOCKS]
+    states = (scheduler.slots() if isinstance(scheduler, Line) else blockmap(scheduler))[
+        :MOST_BLOCKS
+    ]
     return {
         "map": [(state, len(list(run))) for state, run in groupby(states)],
         "running": [(each.id, each.arrival) for each in scheduler.running],
@@ -84,10 +90,18 @@ class Live:
         self.watchers: set[Watcher] = set()
         self.steps: deque[StepFrame] = deque(maxlen=STEPS)
         self.tokens: deque[tuple[float, int]] = deque(maxlen=256)  # when, and how many were said
-        self.first: deque[float] = deque(maxlen=64)  # seconds to the first token, of the newest requests
+        self.first: deque[float] = deque(
+            maxlen=64
+        )  # seconds to the first token, of the newest requests
         self.between: deque[float] = deque(maxlen=512)  # seconds between tokens
         self.count = 0  # steps so far
-        self._view: View = {"map": [], "running": [], "waiting": 0, "hit_rate": 0.0, "preemptions": 0}
+        self._view: View = {
+            "map": [],
+            "running": [],
+            "waiting": 0,
+            "hit_rate": 0.0,
+            "preemptions": 0,
+        }
         self._happened = 0  # what the engine has told so far, and
         self._viewed = -1  # how much of that the view knows
         self._looking = asyncio.Lock()
@@ -96,7 +110,9 @@ class Live:
     def watch(self) -> Watcher:
         """Raises Overloaded if too many are open."""
         if len(self.watchers) >= MOST_WATCHERS:
-            raise Overloaded(f"{MOST_WATCHERS} pages watch the engine already: close one, or try again later.")
+            raise Overloaded(
+                f"{MOST_WATCHERS} pages watch the engine already: close one, or try again later."
+            )
         watcher = Watcher(asyncio.Event())
         self.watchers.add(watcher)
         return watcher
@@ -108,7 +124,9 @@ class Live:
         """A frame at once, and then one whenever something has happened, until the server has nothing more to do for good."""
         sent = 0
         while True:
-            with contextlib.suppress(EngineDead, TimeoutError):  # in a step that takes long: the view stays as it was
+            with contextlib.suppress(
+                EngineDead, TimeoutError
+            ):  # in a step that takes long: the view stays as it was
                 await asyncio.wait_for(self._look(), PULSE)
             frame = self.frame(sent)
             sent = frame["step"]
@@ -138,8 +156,13 @@ class Live:
         self.tokens.append((now, len(step.said)))
         if step.record is not None:
             self.count += 1
-            rows = [(each.request_id, each.prefill_tokens, each.decode_tokens) for each in step.record.sequences]
-            self.steps.append({"number": self.count, "rows": rows, "preempted": step.record.preempted})
+            rows = [
+                (each.request_id, each.prefill_tokens, each.decode_tokens)
+                for each in step.record.sequences
+            ]
+            self.steps.append(
+                {"number": self.count, "rows": rows, "preempted": step.record.preempted}
+            )
         self._happened += 1
         for watcher in self.watchers:
             watcher.news.set()

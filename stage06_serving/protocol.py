@@ -133,7 +133,9 @@ class SamplingBody(Body):
             "logit_bias": None if self.logit_bias is None else {int(key): bias for key, bias in self.logit_bias.items()},
         }  # fmt: skip
         # OpenAI's temperature is 1 where nothing is said; the engine's is 0.
-        chosen: dict[str, Any] = {"temperature": 1.0} | {key: value for key, value in given.items() if value is not None}
+        chosen: dict[str, Any] = {"temperature": 1.0} | {
+            key: value for key, value in given.items() if value is not None
+        }
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **chosen)
 
 
@@ -152,9 +154,13 @@ class OpenAIBody(SamplingBody):
     @model_validator(mode="after")
     def _samples(self) -> OpenAIBody:
         if (self.n or 1) > 1 and self.temperature == 0:
-            raise ValueError("at temperature 0 all samples are the same: ask for n = 1, or raise the temperature")
+            raise ValueError(
+                "at temperature 0 all samples are the same: ask for n = 1, or raise the temperature"
+            )
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("'best_of' other than 'n' is not supported by this server: leave it out")
+            raise ValueError(
+                "'best_of' other than 'n' is not supported by this server: leave it out"
+            )
         return self
 
 
@@ -197,7 +203,11 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        return (
+            self.content
+            if isinstance(self.content, str)
+            else "\n".join(part.text for part in self.content or ())
+        )
 
 
 class ChatBody(OpenAIBody):

@@ -70,8 +70,21 @@ class Answer:
 class Service:
     """What the endpoints offer, without HTTP. `name` is what clients call the model."""
 
-    def __init__(self, engine: AsyncEngine, loaded: Loaded, name: str, template: ChatTemplate | None, timeout: float) -> None:
-        self.engine, self.loaded, self.name, self.template, self.timeout = engine, loaded, name, template, timeout
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        loaded: Loaded,
+        name: str,
+        template: ChatTemplate | None,
+        timeout: float,
+    ) -> None:
+        self.engine, self.loaded, self.name, self.template, self.timeout = (
+            engine,
+            loaded,
+            name,
+            template,
+            timeout,
+        )
 
     @property
     def context(self) -> int:
@@ -81,7 +94,11 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for another model than the one there is."""
         if name is not None and name != self.name:
-            raise ApiError(404, f"The model {name[:100]!r} does not exist: this server has '{self.name}'.", "model")
+            raise ApiError(
+                404,
+                f"The model {name[:100]!r} does not exist: this server has '{self.name}'.",
+                "model",
+            )
 
     async def encode(self, text: str) -> list[int]:
         """The ids of a text. Raises UserError."""
@@ -96,7 +113,11 @@ class Service:
             if not prompt.strip():
                 raise ApiError(400, "The prompt is empty: send some text.", "prompt")
             if len(prompt) > most * LONGEST_TOKEN:
-                raise ApiError(400, f"The prompt has {len(prompt)} characters, which cannot be {most} tokens or fewer.", "prompt")
+                raise ApiError(
+                    400,
+                    f"The prompt has {len(prompt)} characters, which cannot be {most} tokens or fewer.",
+                    "prompt",
+                )
             prompt = await self.encode(prompt)
         if len(prompt) > most:
             raise ApiError(
@@ -111,7 +132,9 @@ class Service:
         """Raise ApiError for an id that is not in the vocabulary."""
         size = self.loaded.config.vocab_size
         if wrong := next((each for each in ids if each >= size), None):
-            raise ApiError(400, f"Token id {wrong} is not in the vocabulary: ids go from 0 to {size - 1}.")
+            raise ApiError(
+                400, f"Token id {wrong} is not in the vocabulary: ids go from 0 to {size - 1}."
+            )
 
     def check_scores(self, tokens: int, top: int) -> None:
         """Raise ApiError for more log-probabilities than one body should have, of `tokens` tokens and `top` others beside each:
@@ -129,7 +152,9 @@ class Service:
 
     async def generate(self, body: GenerateBody, salt: bytes) -> list[Choice]:
         ids = await self.prompt_ids(body.prompt)
-        return self.begin(body, [ids], 1, self.limit(body.max_tokens, DEFAULT_TOKENS), None, body.stops, salt)
+        return self.begin(
+            body, [ids], 1, self.limit(body.max_tokens, DEFAULT_TOKENS), None, body.stops, salt
+        )
 
     async def complete(self, body: CompletionBody, salt: bytes) -> list[Choice]:
         """Raises ApiError, UserError, Overloaded, EngineDead, as the two others do."""
@@ -146,7 +171,9 @@ class Service:
         asked = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         limit = self.limit(asked, self.context - len(ids))
-        return self.begin(body, [ids], body.n or 1, limit, logprobs, [*body.stops, *self.template.stops], salt)
+        return self.begin(
+            body, [ids], body.n or 1, limit, logprobs, [*body.stops, *self.template.stops], salt
+        )
 
     def limit(self, asked: int | None, default: int) -> int:
         """Tokens of an answer."""
@@ -170,9 +197,16 @@ class Service:
         params = [body.params(limit, logprobs, sample) for sample in range(n)]
         groups = self.engine.submit(prompts, params, salt)
         eos, keep = self.loaded.config.eos_token_id, bool(body.include_stop_str_in_output)
-        found = [(ids, ticket) for ids, group in zip(prompts, groups, strict=True) for ticket in group]
+        found = [
+            (ids, ticket) for ids, group in zip(prompts, groups, strict=True) for ticket in group
+        ]
         return [
-            Choice(index, ids, ticket, TextStream(self.loaded.tokenizer, eos, stops, keep, body.min_tokens or 0))
+            Choice(
+                index,
+                ids,
+                ticket,
+                TextStream(self.loaded.tokenizer, eos, stops, keep, body.min_tokens or 0),
+            )
             for index, (ids, ticket) in enumerate(found)
         ]
 
@@ -188,7 +222,9 @@ class Service:
                     if piece.text or piece.tokens:
                         yield piece
                     if piece.finish_reason is not None:
-                        self.engine.abort(ticket, piece.finish_reason)  # a stop string ends what the engine would go on with
+                        self.engine.abort(
+                            ticket, piece.finish_reason
+                        )  # a stop string ends what the engine would go on with
                         return
         finally:
             self.engine.abort(ticket)
@@ -203,8 +239,12 @@ class Service:
             if stream.stop is not None:
                 return Piece(text, fresh[:number], "stop", stream.stop)
             if token.finish_reason is not None:
-                stopped = token.finish_reason == "stop" and token.id != self.loaded.config.eos_token_id
-                return Piece(text, fresh[:number], token.finish_reason, token.id if stopped else None)
+                stopped = (
+                    token.finish_reason == "stop" and token.id != self.loaded.config.eos_token_id
+                )
+                return Piece(
+                    text, fresh[:number], token.finish_reason, token.id if stopped else None
+                )
         return Piece(text, fresh)
 
     async def merged(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, Piece], None]:
@@ -214,7 +254,9 @@ class Service:
                 async for piece in pieces:
                     yield choices[0], piece
             return
-        arriving: asyncio.Queue[tuple[Choice, Piece | None, BaseException | None]] = asyncio.Queue(maxsize=2 * len(choices))
+        arriving: asyncio.Queue[tuple[Choice, Piece | None, BaseException | None]] = asyncio.Queue(
+            maxsize=2 * len(choices)
+        )
 
         async def forward(choice: Choice) -> None:
             try:
@@ -269,12 +311,16 @@ def score(engine: AnyEngine, prompt_ids: Sequence[int], top: int) -> list[Logpro
     model = engine.model
     ids = torch.tensor(prompt_ids, device=model.device)  # (T,)
     hidden = model(ids, torch.arange(len(ids), device=model.device), Recompute().attend)  # (T, C)
-    logits = model.logits(hidden[:-1]).float()  # (T - 1, V): the last one's successor is not in the prompt
+    logits = model.logits(
+        hidden[:-1]
+    ).float()  # (T - 1, V): the last one's successor is not in the prompt
     logprobs = logits.log_softmax(-1).cpu()
     found: list[Logprobs | None] = [None]
     for row, token in enumerate(prompt_ids[1:]):
         best = logprobs[row].topk(top) if top else None
-        likeliest = list(zip(best.indices.tolist(), best.values.tolist(), strict=True)) if best else []
+        likeliest = (
+            list(zip(best.indices.tolist(), best.values.tolist(), strict=True)) if best else []
+        )
         found.append(Logprobs(float(logprobs[row, token]), likeliest, float(logits[row].max())))
     return found
 
@@ -291,6 +337,13 @@ def tenant(key: str) -> bytes:
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """Tokens counted over all choices; the prompt of several samples counts once."""
-    prompts = sum(len(choice.prompt_ids) for choice in {id(choice.prompt_ids): choice for choice in choices}.values())
+    prompts = sum(
+        len(choice.prompt_ids)
+        for choice in {id(choice.prompt_ids): choice for choice in choices}.values()
+    )
     completion = sum(choice.completion_tokens for choice in choices)
-    return {"prompt_tokens": prompts, "completion_tokens": completion, "total_tokens": prompts + completion}
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": completion,
+        "total_tokens": prompts + completion,
+    }

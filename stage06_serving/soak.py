@@ -75,32 +75,48 @@ async def settled(client: httpx2.AsyncClient, pid: int, patience: float = 30.0) 
         if not busy and last == (files, tasks):
             return State(process.memory_info().rss, tasks, files, found["vllm:kv_cache_usage_perc"])
         last = (files, tasks)
-    raise UserError(f"The server did not come to rest within {patience:g} s: requests or connections are left over.")
+    raise UserError(
+        f"The server did not come to rest within {patience:g} s: requests or connections are left over."
+    )
 
 
 def body_of(chance: random.Random) -> tuple[str, dict[str, Any]]:
     """A path and a body for it, of all kinds that there are."""
     prompts = chance.sample(PROMPTS, chance.choice((1, 1, 1, 2)))
-    body: dict[str, Any] = {"max_tokens": chance.randint(1, 64), "temperature": chance.choice((0.5, 1.0))}
+    body: dict[str, Any] = {
+        "max_tokens": chance.randint(1, 64),
+        "temperature": chance.choice((0.5, 1.0)),
+    }
     body |= {"seed": chance.randrange(1000), "stream": chance.random() < 0.7}
     if chance.random() < 0.2:
         body["stop"] = [".", "the"]
-    path = chance.choice(("/v1/completions", "/v1/completions", "/v1/chat/completions", "/generate"))
+    path = chance.choice(
+        ("/v1/completions", "/v1/completions", "/v1/chat/completions", "/generate")
+    )
     if path == "/generate":
         return path, body | {"prompt": prompts[0]}
     body["n"] = chance.choice((1, 1, 2, 3))
     if path == "/v1/chat/completions":
         return path, body | {"messages": [{"role": "user", "content": prompts[0]}]}
-    return path, body | {"prompt": prompts, "logprobs": chance.choice((None, 3)), "echo": chance.random() < 0.2}
+    return path, body | {
+        "prompt": prompts,
+        "logprobs": chance.choice((None, 3)),
+        "echo": chance.random() < 0.2,
+    }
 
 
-async def client_loop(client: httpx2.AsyncClient, chance: random.Random, until: float, counts: dict[str, int]) -> None:
+async def client_loop(
+    client: httpx2.AsyncClient, chance: random.Random, until: float, counts: dict[str, int]
+) -> None:
     """One client: a request after the other, some of which it leaves."""
     while time.monotonic() < until:
         path, body = body_of(chance)
         patience = chance.random() * 0.3 if chance.random() < LEAVING else 60.0
         try:
-            async with asyncio.timeout(patience), client.stream("POST", path, json=body) as response:
+            async with (
+                asyncio.timeout(patience),
+                client.stream("POST", path, json=body) as response,
+            ):
                 async for _ in response.aiter_bytes():
                     pass
             counts["answered" if response.status_code == 200 else "refused"] += 1
@@ -108,7 +124,9 @@ async def client_loop(client: httpx2.AsyncClient, chance: random.Random, until: 
             counts["left"] += 1
 
 
-def judge(before: State, after: State, rates: list[float], window: float, refused: int) -> list[Check]:
+def judge(
+    before: State, after: State, rates: list[float], window: float, refused: int
+) -> list[Check]:
     """Compare what was there before the load with what is there after it. There was room for all, so none may be refused."""
     growth = after.memory - before.memory
     checks = [
@@ -121,7 +139,9 @@ def judge(before: State, after: State, rates: list[float], window: float, refuse
     ]  # fmt: skip
     if window >= LONG_ENOUGH:
         good = rates[-1] >= SLOWEST * rates[0]
-        checks.append(Check("tokens/s, first and last window", f"{rates[0]:.1f}", f"{rates[-1]:.1f}", good))
+        checks.append(
+            Check("tokens/s, first and last window", f"{rates[0]:.1f}", f"{rates[-1]:.1f}", good)
+        )
     return checks
 
 
@@ -129,16 +149,22 @@ async def soak(url: str, pid: int, seconds: float, clients: int, seed: int) -> l
     """Load the server at `url` for so long with so many clients; print a line a window, and return the verdict."""
     window = seconds / WINDOWS
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx2.AsyncClient(base_url=url, timeout=60, trust_env=False, limits=limits) as client:
+    async with httpx2.AsyncClient(
+        base_url=url, timeout=60, trust_env=False, limits=limits
+    ) as client:
 
         async def load(duration: float, counts: dict[str, int], seed: int) -> None:
             until = time.monotonic() + duration
             async with asyncio.TaskGroup() as group:
                 for number in range(clients):
-                    group.create_task(client_loop(client, random.Random(f"{seed} {number}"), until, counts))
+                    group.create_task(
+                        client_loop(client, random.Random(f"{seed} {number}"), until, counts)
+                    )
 
         counts = {"answered": 0, "left": 0, "refused": 0}
-        await load(max(5.0, window), counts, seed + 1)  # caches, connections and libraries take what they keep
+        await load(
+            max(5.0, window), counts, seed + 1
+        )  # caches, connections and libraries take what they keep
         before = await settled(client, pid)
         counts = dict.fromkeys(counts, 0)
         print(f"{'window':>8}{'tok/s':>9}{'answered':>10}{'left':>8}{'refused':>9}{'MiB':>9}")
@@ -166,15 +192,37 @@ def main(argv: list[str] | None = None) -> int:
         "Stage 06, a soak: a long mixed load with clients that leave; what the server has taken must come back.",
         "  python -m stage06_serving.soak\n  python -m stage06_serving.soak --minutes 60 --clients 32",
     )
-    parser.add_argument("--minutes", type=cli.number(0.1, 10_000), default=10.0, metavar="N", help="default %(default)s")
-    parser.add_argument("--clients", type=cli.whole_number(1, 64), default=16, metavar="N", help="default %(default)s")
-    parser.add_argument("--seed", type=cli.whole_number(0, 2**31), default=0, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--minutes",
+        type=cli.number(0.1, 10_000),
+        default=10.0,
+        metavar="N",
+        help="default %(default)s",
+    )
+    parser.add_argument(
+        "--clients",
+        type=cli.whole_number(1, 64),
+        default=16,
+        metavar="N",
+        help="default %(default)s",
+    )
+    parser.add_argument(
+        "--seed",
+        type=cli.whole_number(0, 2**31),
+        default=0,
+        metavar="N",
+        help="default %(default)s",
+    )
     options = parser.parse_args(argv)
     with own_server(["--max-queue", "1000"]) as server:
-        checks = asyncio.run(soak(server.url, server.pid, options.minutes * 60, options.clients, options.seed))
+        checks = asyncio.run(
+            soak(server.url, server.pid, options.minutes * 60, options.clients, options.seed)
+        )
     print(f"\n{'':<32}{'before':>10}{'after':>10}")
     for check in checks:
-        print(f"{check.what:<32}{check.before:>10}{check.after:>10}  {'good' if check.good else 'BAD'}")
+        print(
+            f"{check.what:<32}{check.before:>10}{check.after:>10}  {'good' if check.good else 'BAD'}"
+        )
     return 0 if all(check.good for check in checks) else 1
 
 

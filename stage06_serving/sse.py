@@ -29,7 +29,9 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], release: Callable[[], None], deadline: float | None = None) -> None:
+    def __init__(
+        self, events: AsyncIterator[str], release: Callable[[], None], deadline: float | None = None
+    ) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.release = release
         self.until = None if deadline is None else deadline + STALLED

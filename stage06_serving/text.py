@@ -53,9 +53,13 @@ class TextStream:
         if self.stop is not None or not self._stops:
             return "" if self.stop is not None else new
         text = self._held + new
-        found = [(text.index(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text]
+        found = [
+            (text.index(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text
+        ]
         if found:
-            end, _, self.stop = min(found)  # the one that is complete first; of several, the longest
+            end, _, self.stop = min(
+                found
+            )  # the one that is complete first; of several, the longest
             self._held = ""
             return text[: end if self._keep_stop else end - len(self.stop)]
         keep = max(overlap(text, stop) for stop in self._stops)

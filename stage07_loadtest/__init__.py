@@ -3,5 +3,7 @@
 It speaks HTTP and imports no stage.
 """
 
-QUESTION = "What do users wait when there are many of them, and how would we know that the figure is true?"
+QUESTION = (
+    "What do users wait when there are many of them, and how would we know that the figure is true?"
+)
 FIRST_FILE = "metrics.py"

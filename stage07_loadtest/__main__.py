@@ -32,7 +32,10 @@ SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the measured capacity, for --rates au
 LEAST_REQUESTS, REQUESTS_A_USER = 20, 4  # of a closed loop, if nobody says
 OPEN_REQUESTS = 50  # of an open loop
 MOST_REQUESTS = 1_000_000  # of one point
-MOST_A_SECOND, MOST_MADE = 20, 250_000  # requests of one user, and of all, in loops that end by time: they are made beforehand
+MOST_A_SECOND, MOST_MADE = (
+    20,
+    250_000,
+)  # requests of one user, and of all, in loops that end by time: they are made beforehand
 WARMUP = 8  # requests before an open loop
 QUEUE = 64  # places in line that our server has at least
 WORKLOADS = (
@@ -63,13 +66,17 @@ class Plan:
         if self.requests is not None:
             count = max(users, self.requests)
         elif self.seconds is not None:
-            count = max(users, min(MOST_MADE, math.ceil(users * (1 + self.seconds * MOST_A_SECOND))))
+            count = max(
+                users, min(MOST_MADE, math.ceil(users * (1 + self.seconds * MOST_A_SECOND)))
+            )
         else:
             count = max(LEAST_REQUESTS, REQUESTS_A_USER * users)
         return schedule.closed(users, count), count
 
     def poisson(self, rate: float) -> tuple[Schedule, int]:
-        count = self.requests or (max(1, round(rate * self.seconds)) if self.seconds is not None else OPEN_REQUESTS)
+        count = self.requests or (
+            max(1, round(rate * self.seconds)) if self.seconds is not None else OPEN_REQUESTS
+        )
         return schedule.poisson(rate, bounded(count), self.seed), count
 
     def burst(self, size: int, every: float) -> tuple[Schedule, int]:
@@ -91,7 +98,9 @@ class Plan:
         `points` that have been measured when it is their turn."""
         yield from self._rounds([self.closed(users) for users in self.users])
         rates = [share * capacity(points) for share in SHARES] if self.auto else self.rates
-        opened = [self.poisson(rate) for rate in rates] + [self.burst(*each) for each in self.bursts]
+        opened = [self.poisson(rate) for rate in rates] + [
+            self.burst(*each) for each in self.bursts
+        ]
         if self.trace is not None:
             asks = workload.load_trace(self.trace)
             opened.append((schedule.trace(asks), len(asks)))
@@ -105,7 +114,9 @@ class Plan:
 def bounded(count: int) -> int:
     """`count` requests of an open loop. Raises UserError if they are too many."""
     if count > MOST_REQUESTS:
-        raise UserError(f"{count:,} requests are too many for one point, which has {MOST_REQUESTS:,} at most: shorten --seconds.")
+        raise UserError(
+            f"{count:,} requests are too many for one point, which has {MOST_REQUESTS:,} at most: shorten --seconds."
+        )
     return count
 
 
@@ -113,7 +124,9 @@ def capacity(points: Sequence[Point]) -> float:
     """Requests/s, the most that a closed loop got. Raises UserError if none got an answer."""
     most = max((metrics.summarize(point, Slo()).request_rate for point in points), default=0.0)
     if most <= 0:
-        raise UserError("--rates auto needs the capacity, and no request of the closed loops succeeded: give rates in numbers.")
+        raise UserError(
+            "--rates auto needs the capacity, and no request of the closed loops succeeded: give rates in numbers."
+        )
     return most
 
 
@@ -136,14 +149,21 @@ async def measure(target: Target, plan: Plan, told: Callable[[Point], object]) -
     for number, (when, count) in enumerate(plan.schedules(points), 1):
         warmup = plan.warmup if plan.warmup is not None else when.users or WARMUP
         seed = f"{plan.seed} {number}"  # other prompts for each point: a prefix cache would know those of the last one
-        traced = workload.load_trace(plan.trace, seed) if plan.trace and when.kind == "trace" else []
-        made = workload.make(plan.workload, warmup + (0 if traced else count), seed, longest=longest)
+        traced = (
+            workload.load_trace(plan.trace, seed) if plan.trace and when.kind == "trace" else []
+        )
+        made = workload.make(
+            plan.workload, warmup + (0 if traced else count), seed, longest=longest
+        )
         point = await run_point(
             target, made + traced, when, workload="trace" if traced else plan.workload, warmup=warmup, seconds=plan.seconds,
             progress=True,
         )  # fmt: skip
         if when.users and plan.seconds and not plan.requests and len(point.records) == count:
-            print(f"note: {when}: all {count} requests that were made for it were sent before the time was up", file=sys.stderr)
+            print(
+                f"note: {when}: all {count} requests that were made for it were sent before the time was up",
+                file=sys.stderr,
+            )
         if point.records:
             points.append(point)
             told(point)
@@ -155,9 +175,13 @@ async def measure(target: Target, plan: Plan, told: Callable[[Point], object]) -
 def check(target: Target, record: Record) -> None:
     """Raise UserError if the first request went wrong in a way in which all others would."""
     if record.failure == REFUSED:
-        raise UserError(f"{target.url} cannot be reached ({record.detail}): start the server, or leave --url out to load ours.")
+        raise UserError(
+            f"{target.url} cannot be reached ({record.detail}): start the server, or leave --url out to load ours."
+        )
     if record.failure in FATAL:
-        raise UserError(f"{target.url} does not serve completions ({record.failure}: {record.detail}): mend that first.")
+        raise UserError(
+            f"{target.url} does not serve completions ({record.failure}: {record.detail}): mend that first."
+        )
 
 
 # ---- the table ----------------------------------------------------------------------------------------------------------
@@ -170,7 +194,10 @@ COLUMNS = (
 
 def header(limits: Slo) -> str:
     """The lines above the rows."""
-    names = "".join(f"{name:>{width}}" if number else f"{name:<{width}}" for number, (name, width) in enumerate(COLUMNS))
+    names = "".join(
+        f"{name:>{width}}" if number else f"{name:<{width}}"
+        for number, (name, width) in enumerate(COLUMNS)
+    )
     return f"Latencies in ms from the intended start, a failure being infinite; goodput: requests/s within {limits}.\n{names}"
 
 
@@ -217,7 +244,9 @@ def burst(text: str) -> tuple[int, float]:
     try:
         return cli.whole_number(1, 100_000)(size), cli.number(0, 86_400, above=True)(every)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"'{text[:40]}' is no burst: write 8x2 for eight requests every two seconds") from None
+        raise argparse.ArgumentTypeError(
+            f"'{text[:40]}' is no burst: write 8x2 for eight requests every two seconds"
+        ) from None
 
 
 def slo(text: str) -> Slo:
@@ -226,7 +255,9 @@ def slo(text: str) -> Slo:
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if name not in ("ttft", "tpot", "e2e"):
-            raise argparse.ArgumentTypeError(f"'{text[:40]}' is no list of limits: write ttft=1,tpot=0.2,e2e=10 or some of them")
+            raise argparse.ArgumentTypeError(
+                f"'{text[:40]}' is no list of limits: write ttft=1,tpot=0.2,e2e=10 or some of them"
+            )
         found[name] = cli.number(0, 1e6, above=True)(value)
     return Slo(**found)
 
@@ -239,14 +270,18 @@ def address(text: str) -> str:
     except ValueError:  # no port, or no IPv6 address
         good = False
     if not good or parts.username is not None or parts.query or parts.fragment:
-        raise argparse.ArgumentTypeError(f"'{text[:80]}' is no address: write it as http://127.0.0.1:8000")
+        raise argparse.ArgumentTypeError(
+            f"'{text[:80]}' is no address: write it as http://127.0.0.1:8000"
+        )
     return text.rstrip("/").removesuffix("/v1")
 
 
 def key(text: str) -> str:
     """An argparse type: what a header can carry."""
     if not text.isprintable():
-        raise argparse.ArgumentTypeError("the key has a line end or another control character in it: leave that out")
+        raise argparse.ArgumentTypeError(
+            "the key has a line end or another control character in it: leave that out"
+        )
     return text
 
 
@@ -261,9 +296,15 @@ def parser() -> cli.Parser:
         f"what stands behind -- are options of our server: python -m {SERVER} --help",
     )
     who = found.add_argument_group("the server")
-    who.add_argument("--url", type=address, help="address of the server; default is to start ours, and to stop it at the end")
     who.add_argument(
-        "--model", metavar="NAME", help="what that server calls its model, or which one ours shall load; default is the first"
+        "--url",
+        type=address,
+        help="address of the server; default is to start ours, and to stop it at the end",
+    )
+    who.add_argument(
+        "--model",
+        metavar="NAME",
+        help="what that server calls its model, or which one ours shall load; default is the first",
     )
     who.add_argument(
         "--api-key",
@@ -288,7 +329,11 @@ def parser() -> cli.Parser:
         f"{', '.join(f'{share * 100:g}' for share in SHARES)} %% of what the closed loops got",
     )  # fmt: skip
     when.add_argument(
-        "--bursts", type=several(burst), default=(), metavar="NxS,...", help="open loops: N requests at once every S seconds"
+        "--bursts",
+        type=several(burst),
+        default=(),
+        metavar="NxS,...",
+        help="open loops: N requests at once every S seconds",
     )
     when.add_argument(
         "--trace", type=Path, metavar="FILE",
@@ -299,7 +344,10 @@ def parser() -> cli.Parser:
         help=f"of each point; default {REQUESTS_A_USER} a user and {LEAST_REQUESTS} at least, {OPEN_REQUESTS} in open loops",
     )  # fmt: skip
     when.add_argument(
-        "--seconds", type=cli.number(0, 86_400, above=True), metavar="S", help="send nothing later than S seconds after the start"
+        "--seconds",
+        type=cli.number(0, 86_400, above=True),
+        metavar="S",
+        help="send nothing later than S seconds after the start",
     )
     when.add_argument(
         "--warmup", type=cli.whole_number(0, 10_000), metavar="N",
@@ -312,13 +360,22 @@ def parser() -> cli.Parser:
     what = found.add_argument_group("requests and results")
     what.add_argument("--workload", choices=workload.WORKLOADS, default="short", help=WORKLOADS)
     what.add_argument(
-        "--seed", type=cli.whole_number(0, 2**31), default=0, metavar="N", help="of prompts and times; default %(default)s"
+        "--seed",
+        type=cli.whole_number(0, 2**31),
+        default=0,
+        metavar="N",
+        help="of prompts and times; default %(default)s",
     )
     what.add_argument(
         "--slo", type=slo, default=Slo(ttft=1.0, tpot=0.2), metavar="LIMITS",
         help="limits in seconds that goodput keeps; default ttft=1,tpot=0.2",
     )  # fmt: skip
-    what.add_argument("--out", type=Path, metavar="FOLDER", help="where to write every request, the summary and the charts")
+    what.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where to write every request, the summary and the charts",
+    )
     return found
 
 
@@ -338,7 +395,12 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def server_options(options: argparse.Namespace, plan: Plan, given: Sequence[str]) -> list[str]:
     """The command line of our server: room in its line for all users, and what was `given` behind --."""
     model = ["--model", options.model] if options.model else []
-    return ["--max-queue", str(max(QUEUE, *plan.users, *(size for size, _ in plan.bursts))), *model, *given]
+    return [
+        "--max-queue",
+        str(max(QUEUE, *plan.users, *(size for size, _ in plan.bursts))),
+        *model,
+        *given,
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -346,15 +408,24 @@ def main(argv: list[str] | None = None) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options, given = parser().parse_args(arguments[:split]), arguments[split + 1 :]
     if options.url and given:
-        raise UserError("There are options for our server behind --, and a --url of another one: leave one of them out.")
+        raise UserError(
+            "There are options for our server behind --, and a --url of another one: leave one of them out."
+        )
     plan = plan_of(options)
     if plan.trace and plan.repeats > 1:
-        print("note: what a trace says word for word is sent again in each repeat, and a prefix cache knows it", file=sys.stderr)
+        print(
+            "note: what a trace says word for word is sent again in each repeat, and a prefix cache knows it",
+            file=sys.stderr,
+        )
     behind = None if options.url else server_options(options, plan, given)
     writer = None
     if options.out:
         writer = results.Writer(
-            options.out, configuration(options, plan, behind), slo=options.slo, seed=options.seed, secret=options.api_key
+            options.out,
+            configuration(options, plan, behind),
+            slo=options.slo,
+            seed=options.seed,
+            secret=options.api_key,
         )
     summaries: list[Summary] = []
 
@@ -366,7 +437,10 @@ def main(argv: list[str] | None = None) -> int:
 
     with nullcontext(None) if behind is None else own_server(behind) as ours:
         target = Target(
-            options.url if ours is None else ours.url, options.model if options.url else None, options.api_key, options.timeout
+            options.url if ours is None else ours.url,
+            options.model if options.url else None,
+            options.api_key,
+            options.timeout,
         )
         complete = run(measure(target, plan, told))
     print("\n".join(["", *notes(summaries)]))
@@ -386,12 +460,19 @@ def run(measuring: Coroutine[Any, Any, bool]) -> bool:
         return False
 
 
-def configuration(options: argparse.Namespace, plan: Plan, behind: Sequence[str] | None) -> dict[str, Any]:
+def configuration(
+    options: argparse.Namespace, plan: Plan, behind: Sequence[str] | None
+) -> dict[str, Any]:
     """What was asked for, as it is written down; `behind` are the options of our server."""
     own = None if behind is None else results.without(options.api_key, shlex.join(behind))
     asked = {field.name: getattr(plan, field.name) for field in fields(plan)}
     asked["trace"] = str(options.trace) if options.trace else None
-    return {"url": options.url, "model": options.model, "server": own, "timeout": options.timeout} | asked
+    return {
+        "url": options.url,
+        "model": options.model,
+        "server": own,
+        "timeout": options.timeout,
+    } | asked
 
 
 if __name__ == "__main__":

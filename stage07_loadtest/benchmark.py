@@ -42,7 +42,13 @@ from .workload import ANSWER, LENGTHS, Ask
 
 STAGE = "stage07_loadtest"
 SLO = Slo(ttft=1.0, tpot=0.2)
-TRANSFORMERS, SEQUENTIAL, STATIC, CONTINUOUS, PAGED = "transformers", "sequential", "static", "continuous", "paged"
+TRANSFORMERS, SEQUENTIAL, STATIC, CONTINUOUS, PAGED = (
+    "transformers",
+    "sequential",
+    "static",
+    "continuous",
+    "paged",
+)
 ENGINES = (TRANSFORMERS, SEQUENTIAL, STATIC, CONTINUOUS, PAGED)
 BROUGHT = {
     TRANSFORMERS: "transformers, one request at a time", SEQUENTIAL: "stage 02's cache, one request at a time",
@@ -63,7 +69,9 @@ class Plan:
     dtype: str = "float32"
     contexts: int = 8  # memory for keys and values: so many whole contexts
     sequences: int = 64  # at a time, where the memory allows it
-    users: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None  # engine -> workload -> users; None is FULL_USERS
+    users: Mapping[str, Mapping[str, tuple[int, ...]]] | None = (
+        None  # engine -> workload -> users; None is FULL_USERS
+    )
     main_users: int = 64  # where the engines are compared
     rounds: int = 2  # of the comparison; all else is measured once
     seconds: float = 30.0
@@ -74,7 +82,11 @@ class Plan:
     prove_prompts: int = 3  # of each length
 
     def loads(self, engine: str) -> list[tuple[str, int]]:
-        return [(name, each) for name, users in (self.users or FULL_USERS)[engine].items() for each in users]
+        return [
+            (name, each)
+            for name, users in (self.users or FULL_USERS)[engine].items()
+            for each in users
+        ]
 
 
 FULL_USERS: dict[str, dict[str, tuple[int, ...]]] = {
@@ -82,7 +94,12 @@ FULL_USERS: dict[str, dict[str, tuple[int, ...]]] = {
     SEQUENTIAL: {"short": (1, 8, 64), "medium": (8,), "long": (8,), "mixed": (8,)},
     STATIC: {"short": (1, 8, 64, 128), "mixed": (64,)},
     CONTINUOUS: {"short": (1, 8, 64, 128), "mixed": (64,)},
-    PAGED: {"short": (1, 2, 4, 8, 16, 32, 64, 128), "medium": (1, 8, 64, 128), "long": (1, 8, 64, 128), "mixed": (64,)},
+    PAGED: {
+        "short": (1, 2, 4, 8, 16, 32, 64, 128),
+        "medium": (1, 8, 64, 128),
+        "long": (1, 8, 64, 128),
+        "mixed": (64,),
+    },
 }
 FULL = Plan()
 QUICK = Plan(
@@ -121,13 +138,22 @@ async def answers(url: str, asks: Sequence[Ask]) -> list[Said]:
     async with open_session(Target(url)) as session:
 
         async def one(ask: Ask) -> Said:
-            body = {"prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True}
+            body = {
+                "prompt": ask.prompt,
+                "max_tokens": ask.max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
             try:
-                async with session.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}) as response:
+                async with session.post(
+                    f"{url}/v1/completions", json=body | {"return_token_ids": True}
+                ) as response:
                     (choice,) = (await response.json())["choices"]
                     return Said(choice["token_ids"], choice["finish_reason"])
             except (aiohttp.ClientError, KeyError) as error:
-                raise UserError(f"The server at {url} did not answer ({error}): try its command line by hand.") from None
+                raise UserError(
+                    f"The server at {url} did not answer ({error}): try its command line by hand."
+                ) from None
 
         return list(await asyncio.gather(*map(one, asks)))
 
@@ -136,14 +162,18 @@ class Oracle:
     """What stage 01's engine says to some prompts of each length, and how long it takes."""
 
     def __init__(self, plan: Plan, bar: Callable[[str], object]) -> None:
-        self.asks = [ask for name in LENGTHS for ask in workload.make(name, plan.prove_prompts, "proof")]
+        self.asks = [
+            ask for name in LENGTHS for ask in workload.make(name, plan.prove_prompts, "proof")
+        ]
         self.expected: dict[str, list[Any]] = {}
         seconds = 0.0
         for dtype in filter(None, (plan.dtype, plan.other_dtype)):
             weights = checkpoint.load(plan.model, random_weights=plan.model != "stories")
             model = stages.load_model(weights, dtype=getattr(torch, dtype))
             engine = stages.oracle(model)
-            sampling = stages.sampling_params()(max_tokens=ANSWER, ignore_eos=True, logprobs=parity.LIKELIEST)
+            sampling = stages.sampling_params()(
+                max_tokens=ANSWER, ignore_eos=True, logprobs=parity.LIKELIEST
+            )
             engine.generate([self.asks[0].prompt], replace(sampling, max_tokens=WARM_TOKENS))
             found = []
             for number, ask in enumerate(self.asks):
@@ -153,23 +183,41 @@ class Oracle:
                     seconds += time.perf_counter() - started
                 bar(f"stage 01 says what is right, {dtype}")
             self.expected[dtype] = found
-        self.naive = plan.prove_prompts * ANSWER / seconds  # tok/s, without HTTP, over the short prompts
+        self.naive = (
+            plan.prove_prompts * ANSWER / seconds
+        )  # tok/s, without HTTP, over the short prompts
 
     def prove(self, name: str, url: str, dtype: str) -> dict[str, Any]:
         """Ask the server at `url` the same, all at once. Raises parity.ParityError if it says something else."""
         found = parity.Parity()
-        parity.compare(name, self.expected[dtype], asyncio.run(answers(url, self.asks)), getattr(torch, dtype), found)
+        parity.compare(
+            name,
+            self.expected[dtype],
+            asyncio.run(answers(url, self.asks)),
+            getattr(torch, dtype),
+            found,
+        )
         return asdict(found)
 
 
 def check_ruler() -> dict[str, Any]:
     """What the load test measures of a server whose latencies are known: both in seconds, and the client's share of a core."""
-    known = {metrics.TTFT: RULER_TTFT, metrics.ITL: RULER_ITL, metrics.E2E: RULER_TTFT + (ANSWER - 1) * RULER_ITL}
+    known = {
+        metrics.TTFT: RULER_TTFT,
+        metrics.ITL: RULER_ITL,
+        metrics.E2E: RULER_TTFT + (ANSWER - 1) * RULER_ITL,
+    }
     asks = workload.make("short", RULER_USERS * (1 + RULER_ROUNDS), "ruler")
     when = schedule.closed(RULER_USERS, RULER_USERS * RULER_ROUNDS)
     with mock.process("--ttft", str(RULER_TTFT), "--itl", str(RULER_ITL)) as url:
-        found = metrics.summarize(asyncio.run(run_point(Target(url), asks, when, warmup=RULER_USERS)), Slo())
-    return {"known": known, "measured": {name: found.at(name, 50) for name in known}, "client_cpu": found.client_cpu}
+        found = metrics.summarize(
+            asyncio.run(run_point(Target(url), asks, when, warmup=RULER_USERS)), Slo()
+        )
+    return {
+        "known": known,
+        "measured": {name: found.at(name, 50) for name in known},
+        "client_cpu": found.client_cpu,
+    }
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------------
@@ -191,21 +239,40 @@ def alone(name: str) -> bool:
 
 def comparison(plan: Plan) -> list[tuple[str, str, int]]:
     """The points that are measured in rounds: the same workload and number of users for every engine that has them."""
-    return [(engine, name, users) for engine in ENGINES for name, users in plan.loads(engine) if users == plan.main_users]
+    return [
+        (engine, name, users)
+        for engine in ENGINES
+        for name, users in plan.loads(engine)
+        if users == plan.main_users
+    ]
 
 
-def measure_all(plan: Plan, keep: Callable[[str], object]) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
+def measure_all(
+    plan: Plan, keep: Callable[[str], object]
+) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
     """Configuration, results, limits; `keep` is given the requests of each point, a line of JSON each. Raises UserError for a
     server that does not start, ParityError for one that is wrong."""
     limits = measure.limits(refresh=True)
     config = PRESETS[plan.model]
     main = comparison(plan)
-    others = [(engine, *load) for engine in ENGINES for load in plan.loads(engine) if (engine, *load) not in main]
-    turns = [turn for number in range(plan.rounds) for turn in main[number % len(main) :] + main[: number % len(main)]] + others
+    others = [
+        (engine, *load)
+        for engine in ENGINES
+        for load in plan.loads(engine)
+        if (engine, *load) not in main
+    ]
+    turns = [
+        turn
+        for number in range(plan.rounds)
+        for turn in main[number % len(main) :] + main[: number % len(main)]
+    ] + others
     extra = [(SEQUENTIAL, 1), (PAGED, 1), (PAGED, plan.main_users)] if plan.other_dtype else []
     proofs = 3 * plan.prove_prompts * (2 if plan.other_dtype else 1)
     results: dict[str, Any] = {"points": [], "proof": {}, "ruler": check_ruler()}
-    with tqdm(total=proofs + len(turns) + len(extra) + len(SHARES) + 1, unit="point") as bar, ExitStack() as stack:
+    with (
+        tqdm(total=proofs + len(turns) + len(extra) + len(SHARES) + 1, unit="point") as bar,
+        ExitStack() as stack,
+    ):
 
         def tell(text: str) -> None:
             bar.set_postfix_str(text, refresh=False)
@@ -221,14 +288,22 @@ def measure_all(plan: Plan, keep: Callable[[str], object]) -> tuple[dict[str, An
             results["proof"][name] = oracle.prove(name, found.url, dtype)
             return found
 
-        def point(server: Server, name: str, when: schedule.Schedule, count: int, seconds: float | None) -> None:
+        def point(
+            server: Server, name: str, when: schedule.Schedule, count: int, seconds: float | None
+        ) -> None:
             number = len(results["points"])
             warmup = min(when.users or plan.sequences, plan.sequences)
             if alone(server.name):
                 warmup = 1
-            asks = workload.make(name, warmup + count, f"point {number}", longest=config.n_positions)
+            asks = workload.make(
+                name, warmup + count, f"point {number}", longest=config.n_positions
+            )
             asks = [replace(ask, max_tokens=WARM_TOKENS) for ask in asks[:warmup]] + asks[warmup:]
-            found = asyncio.run(run_point(Target(server.url), asks, when, workload=name, warmup=warmup, seconds=seconds))
+            found = asyncio.run(
+                run_point(
+                    Target(server.url), asks, when, workload=name, warmup=warmup, seconds=seconds
+                )
+            )
             if found.interrupted:
                 raise KeyboardInterrupt
             summary = metrics.summarize(found, SLO)
@@ -238,7 +313,9 @@ def measure_all(plan: Plan, keep: Callable[[str], object]) -> tuple[dict[str, An
 
         def closed(server: Server, name: str, users: int) -> None:
             if users >= plan.main_users:
-                count = users * (1 if alone(server.name) else plan.a_user)  # one at a time is as fast whoever else waits
+                count = users * (
+                    1 if alone(server.name) else plan.a_user
+                )  # one at a time is as fast whoever else waits
                 point(server, name, schedule.closed(users, count), count, None)
             else:
                 count = math.ceil(users * (1 + MOST_A_SECOND * plan.seconds))
@@ -248,13 +325,21 @@ def measure_all(plan: Plan, keep: Callable[[str], object]) -> tuple[dict[str, An
         for engine, name, users in turns:
             closed(servers[engine], name, users)
         capacity = max(
-            each["request_rate"] for each in results["points"] if each["server"] == PAGED and each["workload"] == "short"
+            each["request_rate"]
+            for each in results["points"]
+            if each["server"] == PAGED and each["workload"] == "short"
         )
         for share in SHARES:
             when = schedule.poisson(share * capacity, plan.open_requests, seed=round(100 * share))
             point(servers[PAGED], "short", when, plan.open_requests, None)
         size, every = plan.burst
-        point(servers[PAGED], "short", schedule.bursts(size, every, BURSTS * size), BURSTS * size, None)
+        point(
+            servers[PAGED],
+            "short",
+            schedule.bursts(size, every, BURSTS * size),
+            BURSTS * size,
+            None,
+        )
         for engine, users in extra:
             name = f"{engine}, {plan.other_dtype}"
             if name not in servers:
@@ -289,7 +374,9 @@ def rows_of(plan: Mapping[str, Any], config: Config, engine: str, name: str, use
     return min(slots, plan["sequences"], users)
 
 
-def predicted(results: Mapping[str, Any], engine: str, name: str, users: int, dtype: str) -> float | None:
+def predicted(
+    results: Mapping[str, Any], engine: str, name: str, users: int, dtype: str
+) -> float | None:
     """Output tok/s if every pass took what its operations and bytes need, and nothing else took time. None for lengths that
     vary."""
     if name not in LENGTHS:
@@ -299,7 +386,9 @@ def predicted(results: Mapping[str, Any], engine: str, name: str, users: int, dt
     rows = rows_of(plan, config, engine, name, users)
     seconds = roofline.forward_cost(config, kind, LENGTHS[name], rows=rows).seconds(limits, kind)
     for number in range(1, ANSWER):
-        seconds += roofline.forward_cost(config, kind, 1, LENGTHS[name] + number - 1, rows=rows).seconds(limits, kind)
+        seconds += roofline.forward_cost(
+            config, kind, 1, LENGTHS[name] + number - 1, rows=rows
+        ).seconds(limits, kind)
     return rows * ANSWER / seconds
 
 
@@ -340,7 +429,13 @@ class Load:
         """A percentile of a latency, failures counted as infinite; the median of the repeats."""
         values = [point.at(name, percent, adjusted=name != metrics.ITL) for point in self.points]
         known = [value for value in values if value is not None]
-        return "" if not known else "inf" if math.isinf(median(known)) else f"{median(known) * 1e3:,.0f}"
+        return (
+            ""
+            if not known
+            else "inf"
+            if math.isinf(median(known))
+            else f"{median(known) * 1e3:,.0f}"
+        )
 
 
 def loads_of(results: Mapping[str, Any], wanted: Callable[[Summary], bool]) -> list[Load]:
@@ -414,11 +509,15 @@ def split_table(results: dict[str, Any]) -> str:
         before = None
         if name == "short" and base:
             before = naive
-            lines.append(f"| {name} | none: stage 01, offline | nothing | {naive:,.1f} |  | {naive / base:.2f}x |")
+            lines.append(
+                f"| {name} | none: stage 01, offline | nothing | {naive:,.1f} |  | {naive / base:.2f}x |"
+            )
         for engine, rate in found:
             step = f"{rate / before:.2f}x" if before and engine != TRANSFORMERS else ""
             over = f"{rate / base:.2f}x" if base else ""
-            lines.append(f"| {name} | {engine} | {BROUGHT[engine]} | {rate:,.1f} | {step} | {over} |")
+            lines.append(
+                f"| {name} | {engine} | {BROUGHT[engine]} | {rate:,.1f} | {step} | {over} |"
+            )
             if engine != TRANSFORMERS:
                 before = rate
     return "\n".join(lines)
@@ -460,7 +559,11 @@ def dtype_table(results: dict[str, Any]) -> str:
     for load in closed_loads(results):
         engine, _, dtype = load.server.partition(", ")
         users = load.points[0].users or 0
-        if load.name != "short" or engine not in (SEQUENTIAL, PAGED) or users not in (1, plan["main_users"]):
+        if (
+            load.name != "short"
+            or engine not in (SEQUENTIAL, PAGED)
+            or users not in (1, plan["main_users"])
+        ):
             continue
         most = predicted(results, engine, "short", users, dtype or plan["dtype"])
         cells = [
@@ -473,7 +576,11 @@ def dtype_table(results: dict[str, Any]) -> str:
 
 def span(values: Sequence[float], digits: int) -> str:
     """From the least to the most, and of how many points."""
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}, {len(values)} points" if values else "0 points"
+    return (
+        f"{min(values):.{digits}f} to {max(values):.{digits}f}, {len(values)} points"
+        if values
+        else "0 points"
+    )
 
 
 def ruler_lines(results: Mapping[str, Any]) -> list[str]:
@@ -482,30 +589,44 @@ def ruler_lines(results: Mapping[str, Any]) -> list[str]:
     if found is None:
         return []
     pairs = [
-        f"{name.upper()} {known * 1e3:,.0f} ms: {found['measured'][name] * 1e3:,.1f}" for name, known in found["known"].items()
+        f"{name.upper()} {known * 1e3:,.0f} ms: {found['measured'][name] * 1e3:,.1f}"
+        for name, known in found["known"].items()
     ]
-    return [f"| a server of known latencies, as measured (p50) | {'; '.join(pairs)}; client CPU {found['client_cpu']:.0%} |"]
+    return [
+        f"| a server of known latencies, as measured (p50) | {'; '.join(pairs)}; client CPU {found['client_cpu']:.0%} |"
+    ]
 
 
 def trust_table(results: dict[str, Any]) -> str:
     """How far the ruler is to be trusted, over all points."""
-    measured = [(load, point) for load in loads_of(results, lambda point: True) for point in load.points]
+    measured = [
+        (load, point) for load in loads_of(results, lambda point: True) for point in load.points
+    ]
     points = [point for _, point in measured]
     ratios = [point.little.ratio for point in points if point.little is not None]
     flags = [(load, point, flag) for load, point in measured for flag in point.flags]
     short = sum(flag.startswith(metrics.SHORT) for _, _, flag in flags)
     marks = [str(sum(bool(point.flags) for point in points))]
     if short:
-        marks += [f"{short} are short: fewer than {metrics.LEAST_REQUESTS} requests, in less than {metrics.LEAST_SECONDS:.0f} s"]
+        marks += [
+            f"{short} are short: fewer than {metrics.LEAST_REQUESTS} requests, in less than {metrics.LEAST_SECONDS:.0f} s"
+        ]
     marks += [
         f"{load.server}, {load.name}, {point.load}: {flag}"
         for load, point, flag in flags if not flag.startswith(metrics.SHORT)
     ]  # fmt: skip
-    steady = [point.steady.output_rate / point.output_rate for point in points if point.steady and point.output_rate]
+    steady = [
+        point.steady.output_rate / point.output_rate
+        for point in points
+        if point.steady and point.output_rate
+    ]
     proofs = results["results"]["proof"].values()
     ties = sum(len(each["near_ties"]) for each in proofs)
     tokens = sum(each["tokens"] for each in proofs)
-    requests, failed = sum(point.requests for point in points), sum(point.requests - point.succeeded for point in points)
+    requests, failed = (
+        sum(point.requests for point in points),
+        sum(point.requests - point.succeeded for point in points),
+    )
     lines = [
         "| what | found |",
         "|---|---|",
@@ -533,7 +654,9 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def servers_of(results: Mapping[str, Any], wanted: Callable[[Load], bool]) -> dict[str, list[Summary]]:
+def servers_of(
+    results: Mapping[str, Any], wanted: Callable[[Load], bool]
+) -> dict[str, list[Summary]]:
     """Points by server, for charts.py."""
     found: dict[str, list[Summary]] = {}
     for load in loads_of(results, lambda point: True):
@@ -556,14 +679,28 @@ def split_chart(results: dict[str, Any]) -> Any:
 
 def charts(results: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     short = servers_of(results, lambda load: load.name == "short" and load.server in ENGINES)
-    several = {name: points for name, points in short.items() if len({p.users for p in points if p.users is not None}) > 1}
+    several = {
+        name: points
+        for name, points in short.items()
+        if len({p.users for p in points if p.users is not None}) > 1
+    }
     paged = {PAGED: short[PAGED]}
     spread = {point.load: point for point in short[PAGED] if point.users in (1, 8, 32, 64, 128)}
     found: dict[str, Callable[[], Any]] = {
         "split": partial(split_chart, results),
-        "throughput": partial(curves.throughput, several or short, "Short prompts: throughput against users"),
-        "latency": partial(curves.latency, several or short, metrics.E2E_INTENDED, 95, "What a user waits: E2E latency, p95"),
-        "offered": partial(curves.offered, paged, title="Paged: latency against offered load, short prompts"),
+        "throughput": partial(
+            curves.throughput, several or short, "Short prompts: throughput against users"
+        ),
+        "latency": partial(
+            curves.latency,
+            several or short,
+            metrics.E2E_INTENDED,
+            95,
+            "What a user waits: E2E latency, p95",
+        ),
+        "offered": partial(
+            curves.offered, paged, title="Paged: latency against offered load, short prompts"
+        ),
         "goodput": partial(curves.goodput, paged),
         "ttft": partial(curves.distribution, spread, metrics.TTFT_INTENDED),
         "itl": partial(curves.distribution, spread, metrics.ITL),
@@ -588,7 +725,13 @@ def shape_of(plan: Mapping[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    benchmarks.main(STAGE, "Measures every engine behind HTTP, under the load of 1 to 128 users.", run, tables, argv)
+    benchmarks.main(
+        STAGE,
+        "Measures every engine behind HTTP, under the load of 1 to 128 users.",
+        run,
+        tables,
+        argv,
+    )
 
 
 if __name__ == "__main__":

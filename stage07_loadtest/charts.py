@@ -19,7 +19,19 @@ from matplotlib.ticker import LogLocator
 from shared import charts
 from shared.tables import median
 
-from .metrics import CURVE, E2E, E2E_INTENDED, ITL, PER_REQUEST, TPOT, TTFT, TTFT_INTENDED, Slo, Summary, knee
+from .metrics import (
+    CURVE,
+    E2E,
+    E2E_INTENDED,
+    ITL,
+    PER_REQUEST,
+    TPOT,
+    TTFT,
+    TTFT_INTENDED,
+    Slo,
+    Summary,
+    knee,
+)
 
 Servers = Mapping[str, Sequence[Summary]]  # points by the name of a server, at most five
 WORDS = {
@@ -37,7 +49,10 @@ Mark = tuple[float, list[float], bool]
 
 def throughput(servers: Servers, title: str = "Throughput against users") -> Figure:
     """Output tok/s against users."""
-    marks = {name: _marks(_closed(points), lambda point: point.output_rate) for name, points in servers.items()}
+    marks = {
+        name: _marks(_closed(points), lambda point: point.output_rate)
+        for name, points in servers.items()
+    }
     return _curves(title, USERS, "output tok/s", marks, log_x=True)
 
 
@@ -45,17 +60,25 @@ def latency(servers: Servers, name: str, percent: int = 95, title: str = "") -> 
     """One latency against users: some percentiles of one server, or the `percent`th of several."""
     closed = {server: _closed(points) for server, points in servers.items()}
     ylabel, marks = _percentiles(closed, name, percent)
-    return _curves(title or f"{WORDS[name]} against users", USERS, ylabel, marks, log_x=True, log_y=True)
+    return _curves(
+        title or f"{WORDS[name]} against users", USERS, ylabel, marks, log_x=True, log_y=True
+    )
 
 
-def offered(servers: Servers, name: str = E2E_INTENDED, percent: int = 95, title: str = "") -> Figure:
+def offered(
+    servers: Servers, name: str = E2E_INTENDED, percent: int = 95, title: str = ""
+) -> Figure:
     """One latency against the load that is offered: some percentiles of one server, or the `percent`th of several. The knee is
     marked."""
     opened = {server: _opened(points) for server, points in servers.items()}
     ylabel, marks = _percentiles(opened, name, percent)
     alone = len(servers) == 1
     figure = _curves(
-        title or f"{WORDS[name]} against offered load", RATE if alone else f"{RATE}; {RINGED}", ylabel, marks, log_y=True
+        title or f"{WORDS[name]} against offered load",
+        RATE if alone else f"{RATE}; {RINGED}",
+        ylabel,
+        marks,
+        log_y=True,
     )
     axes: Any = figure.axes[0]
     for server, points in opened.items():
@@ -83,11 +106,18 @@ def offered(servers: Servers, name: str = E2E_INTENDED, percent: int = 95, title
 def distribution(points: Mapping[str, Summary], name: str, title: str = "") -> Figure:
     """TTFT or ITL of up to five points, by name: how much time so many percent of the values do not exceed. Points without values
     are left out. The axis is stretched towards the slowest, since that is where points differ."""
-    found = {label: point.latency[name].curve for label, point in points.items() if name in point.latency}
+    found = {
+        label: point.latency[name].curve for label, point in points.items() if name in point.latency
+    }
     unit, factor = _unit([value for curve in found.values() for value in curve])
     # Chunks that came together are no time apart, for which a logarithm has no place.
-    curves = {label: [value * factor if 0 < value < math.inf else math.nan for value in curve] for label, curve in found.items()}
-    curves = {label: curve for label, curve in curves.items() if any(value == value for value in curve)}
+    curves = {
+        label: [value * factor if 0 < value < math.inf else math.nan for value in curve]
+        for label, curve in found.items()
+    }
+    curves = {
+        label: curve for label, curve in curves.items() if any(value == value for value in curve)
+    }
     xlabel = f"percentile of the {'gaps' if name == ITL else 'requests'}"
     if any(math.isinf(value) for curve in found.values() for value in curve):
         xlabel += "; a line ends where requests failed"
@@ -97,12 +127,15 @@ def distribution(points: Mapping[str, Summary], name: str, title: str = "") -> F
     )  # fmt: skip
     axes: Any = figure.axes[0]
     axes.set_xticks(
-        [_stretched(percent) for percent in TICKS], [f"p{percent}" if 0 < percent < 100 else EDGES[percent] for percent in TICKS]
+        [_stretched(percent) for percent in TICKS],
+        [f"p{percent}" if 0 < percent < 100 else EDGES[percent] for percent in TICKS],
     )
     for line in axes.get_lines():
         line.set_markevery([CURVE.index(percent) for percent in TICKS])
     medians = [curve[CURVE.index(50)] for curve in curves.values()]
-    least = min((value for value in medians if value == value), default=0.0) / 10  # what is faster still would squeeze the rest
+    least = (
+        min((value for value in medians if value == value), default=0.0) / 10
+    )  # what is faster still would squeeze the rest
     axes.set_ylim(bottom=max(axes.get_ylim()[0], least))
     _plain_ticks(axes)
     return figure
@@ -121,9 +154,16 @@ def goodput(servers: Servers, title: str = "") -> Figure:
         }
     figure = _curves(title or f"Goodput: {limits}", RATE, "requests/s", marks)
     most = max(at for each in marks.values() for at, _, _ in each)
-    figure.axes[0].plot([0, most], [0, most], color=charts.INK, linewidth=1.0, linestyle=(0, (8, 3)), zorder=1)
+    figure.axes[0].plot(
+        [0, most], [0, most], color=charts.INK, linewidth=1.0, linestyle=(0, (8, 3)), zorder=1
+    )
     figure.axes[0].annotate(
-        "all that is offered", (most / 2, most / 2), (-6, 4), textcoords="offset points", fontsize=9, ha="right"
+        "all that is offered",
+        (most / 2, most / 2),
+        (-6, 4),
+        textcoords="offset points",
+        fontsize=9,
+        ha="right",
     )
     return figure
 
@@ -143,7 +183,9 @@ def figures(points: Sequence[Summary]) -> dict[str, Callable[[], Figure]]:
         if all(point.slo != Slo() for point in opened):
             found["goodput"] = partial(goodput, servers)
     for name in (TTFT_INTENDED, ITL):
-        if some := {point.load: point for point in _spread(_answered(closed or opened or points, name))}:
+        if some := {
+            point.load: point for point in _spread(_answered(closed or opened or points, name))
+        }:
             found[f"{name}_distribution"] = partial(distribution, some, name)
     return found
 
@@ -172,7 +214,11 @@ def _opened(points: Sequence[Summary]) -> list[Summary]:
 def _answered(points: Sequence[Summary], name: str) -> list[Summary]:
     """Those in which at least half of the requests have this latency, and it can be seen."""
     medians = [_percentile(point, name, 50) for point in points]
-    return [point for point, value in zip(points, medians, strict=True) if value is not None and 0 < value < math.inf]
+    return [
+        point
+        for point, value in zip(points, medians, strict=True)
+        if value is not None and 0 < value < math.inf
+    ]
 
 
 def _spread(points: Sequence[Summary]) -> list[Summary]:
@@ -204,7 +250,12 @@ def _marks(points: Sequence[Summary], of: Callable[[Summary], float | None]) -> 
 def _percentiles(servers: Servers, name: str, percent: int) -> tuple[str, dict[str, list[Mark]]]:
     """The label of the y axis, and the lines."""
     shown = SHOWN if len(servers) == 1 else (percent,)
-    every = [_percentile(point, name, each) for points in servers.values() for point in points for each in shown]
+    every = [
+        _percentile(point, name, each)
+        for points in servers.values()
+        for point in points
+        for each in shown
+    ]
     unit, factor = _unit([value for value in every if value is not None])
 
     def value(percent: int, point: Summary) -> float | None:
@@ -212,10 +263,14 @@ def _percentiles(servers: Servers, name: str, percent: int) -> tuple[str, dict[s
         return None if found is None else found * factor
 
     if len(servers) > 1:
-        marks = {server: _marks(points, partial(value, percent)) for server, points in servers.items()}
+        marks = {
+            server: _marks(points, partial(value, percent)) for server, points in servers.items()
+        }
         return f"{WORDS[name]}, p{percent}, {unit}", marks
     (points,) = servers.values()
-    return f"{WORDS[name]}, {unit}", {f"p{each}": _marks(points, partial(value, each)) for each in SHOWN}
+    return f"{WORDS[name]}, {unit}", {
+        f"p{each}": _marks(points, partial(value, each)) for each in SHOWN
+    }
 
 
 def _percentile(point: Summary, name: str, percent: int) -> float | None:
@@ -232,10 +287,15 @@ def _unit(seconds: Sequence[float]) -> tuple[str, float]:
 # ---- drawing --------------------------------------------------------------------------------------------------------
 
 
-def _curves(title: str, xlabel: str, ylabel: str, series: Mapping[str, Sequence[Mark]], **scales: bool) -> Figure:
+def _curves(
+    title: str, xlabel: str, ylabel: str, series: Mapping[str, Sequence[Mark]], **scales: bool
+) -> Figure:
     """Lines whose marks need not stand at the same places. Raises ValueError if there is nothing to draw."""
     least = 0.0 if scales.get("log_y") else -math.inf  # a logarithm has no place for nothing
-    series = {name: [mark for mark in marks if least < median(mark[1]) < math.inf] for name, marks in series.items()}
+    series = {
+        name: [mark for mark in marks if least < median(mark[1]) < math.inf]
+        for name, marks in series.items()
+    }
     series = {name: marks for name, marks in series.items() if marks}
     places = sorted({at for marks in series.values() for at, _, _ in marks})
     values = {name: {at: median(each) for at, each, _ in marks} for name, marks in series.items()}
@@ -265,14 +325,26 @@ def _details(axes: Any, number: int, marks: Sequence[Mark]) -> None:
             axes.vlines(at, min(known), max(known), color=colour, linewidth=1.2)
         if failed:
             axes.plot(
-                at, median(values), marker=marker, markerfacecolor="white", markeredgecolor=colour, markeredgewidth=1.4, zorder=4
+                at,
+                median(values),
+                marker=marker,
+                markerfacecolor="white",
+                markeredgecolor=colour,
+                markeredgewidth=1.4,
+                zorder=4,
             )
 
 
 def _plain_ticks(axes: Any) -> None:
     """Numbers without exponents along an axis of times that may be less than one decade long, or many."""
     low, high = axes.get_ylim()
-    steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if high / low < 10 else (1, 2, 5) if high / low < 2000 else (1,)
+    steps = (
+        (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+        if high / low < 10
+        else (1, 2, 5)
+        if high / low < 2000
+        else (1,)
+    )
     axes.yaxis.set_major_locator(LogLocator(subs=steps))
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.minorticks_off()

@@ -23,7 +23,18 @@ ERROR_EVENT = "error_event"  # an error inside the stream, behind a status of 20
 TIMEOUT = "timeout"  # the client's own patience
 TOKENS = "tokens"  # another number of tokens than was asked for, or none told
 PROTOCOL = "protocol"  # not what an OpenAI-style server sends
-FAILURES = (REFUSED, RESET, HTTP_503, HTTP_504, HTTP_OTHER, CUT, ERROR_EVENT, TIMEOUT, TOKENS, PROTOCOL)
+FAILURES = (
+    REFUSED,
+    RESET,
+    HTTP_503,
+    HTTP_504,
+    HTTP_OTHER,
+    CUT,
+    ERROR_EVENT,
+    TIMEOUT,
+    TOKENS,
+    PROTOCOL,
+)
 
 IDLE = 2.0  # seconds for which an unused connection is kept
 LONGEST = 300  # characters of a detail
@@ -45,12 +56,18 @@ class Record:
     arrived."""
 
     index: int  # in the order of the schedule
-    intended: float  # when it was to start: as scheduled; in a closed loop, when its user became free
+    intended: (
+        float  # when it was to start: as scheduled; in a closed loop, when its user became free
+    )
     asked_tokens: int
     sent: float | None = None  # when it was handed to the connection; None if it never was
     status: int | None = None  # of HTTP; None without an answer
-    chunks: list[float] = field(default_factory=list)  # when each chunk arrived that brought text, tokens or a finish reason
-    chunk_tokens: list[int] = field(default_factory=list)  # tokens in each: as many as were told, else 1 if it has text
+    chunks: list[float] = field(
+        default_factory=list
+    )  # when each chunk arrived that brought text, tokens or a finish reason
+    chunk_tokens: list[int] = field(
+        default_factory=list
+    )  # tokens in each: as many as were told, else 1 if it has text
     end: float = 0.0  # when the last byte had arrived, or the failure was seen
     prompt_tokens: int | None = None  # of `usage`, as is the next one
     completion_tokens: int | None = None
@@ -94,7 +111,12 @@ def body_of(target: Target, ask: Ask) -> bytes:
 
 
 async def send(
-    session: aiohttp.ClientSession, target: Target, ask: Ask, intended: float, clock: Callable[[], float], index: int = 0
+    session: aiohttp.ClientSession,
+    target: Target,
+    ask: Ask,
+    intended: float,
+    clock: Callable[[], float],
+    index: int = 0,
 ) -> Record:
     """Ask, read to the end, and return what happened, good or bad. Only a cancellation comes through.
 
@@ -107,7 +129,9 @@ async def send(
     try:
         async with asyncio.timeout(target.timeout):
             record.sent = clock()
-            async with session.post(f"{target.url}/v1/completions", data=body, allow_redirects=False) as response:
+            async with session.post(
+                f"{target.url}/v1/completions", data=body, allow_redirects=False
+            ) as response:
                 record.status = response.status
                 content = response.content
                 while piece := await content.readany():
@@ -157,7 +181,9 @@ def read(record: Record, pieces: Sequence[tuple[float, bytes]]) -> None:
         missing = "[DONE]" if record.finish_reason is not None else "a finish reason"
         record.failure, record.detail = CUT, f"the stream ended without {missing}"
     elif record.completion_tokens != record.asked_tokens:
-        told = "no usage" if record.completion_tokens is None else f"{record.completion_tokens} tokens"
+        told = (
+            "no usage" if record.completion_tokens is None else f"{record.completion_tokens} tokens"
+        )
         record.failure, record.detail = TOKENS, f"{told}, and {record.asked_tokens} were asked for"
 
 
@@ -177,7 +203,10 @@ def _take(record: Record, at: float, event: dict[str, Any]) -> str | None:
     if event.get("error") is not None:
         return _message(event)
     if usage := event.get("usage"):
-        record.prompt_tokens, record.completion_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+        record.prompt_tokens, record.completion_tokens = (
+            int(usage["prompt_tokens"]),
+            int(usage["completion_tokens"]),
+        )
     for choice in event["choices"][:1]:
         ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
         if ids is None and logprobs is not None:

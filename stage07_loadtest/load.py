@@ -34,7 +34,9 @@ class Point:
     duration: float  # seconds, to the end of the last request
     client_cpu: float  # share of one core that this process took meanwhile
     server: ServerDelta | None  # None: the server has no /metrics that we know
-    in_flight: list[tuple[float, int]]  # (seconds, requests sent and not ended), sampled at even intervals
+    in_flight: list[
+        tuple[float, int]
+    ]  # (seconds, requests sent and not ended), sampled at even intervals
     interrupted: bool = False  # by Ctrl-C: requests that had not ended are left out
 
 
@@ -55,9 +57,13 @@ async def run_point(
     """
     measured = asks[warmup:]
     if schedule.starts is not None and len(measured) != len(schedule.starts):
-        raise ValueError(f"{len(schedule.starts)} starts, and {len(measured)} requests after {warmup} to warm up")
+        raise ValueError(
+            f"{len(schedule.starts)} starts, and {len(measured)} requests after {warmup} to warm up"
+        )
     async with open_session(target) as session:
-        await asyncio.gather(*(send(session, target, ask, 0.0, time.perf_counter) for ask in asks[:warmup]))
+        await asyncio.gather(
+            *(send(session, target, ask, 0.0, time.perf_counter) for ask in asks[:warmup])
+        )
         before = await settled(session, target)
         after, interrupted = None, False
         with tqdm(
@@ -93,9 +99,20 @@ class Run:
     """The measured part of a point."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, target: Target, asks: Sequence[Ask], seconds: float | None, bar: tqdm
+        self,
+        session: aiohttp.ClientSession,
+        target: Target,
+        asks: Sequence[Ask],
+        seconds: float | None,
+        bar: tqdm,
     ) -> None:
-        self.session, self.target, self.asks, self.seconds, self.bar = session, target, asks, seconds, bar
+        self.session, self.target, self.asks, self.seconds, self.bar = (
+            session,
+            target,
+            asks,
+            seconds,
+            bar,
+        )
         self.records: list[Record] = []  # in the order in which they ended
         self.in_flight: list[tuple[float, int]] = []
         self.started_unix = self.duration = self.cpu = 0.0
@@ -148,7 +165,10 @@ class Run:
         self.records.append(record)
         self._tokens += record.completion_tokens or 0
         self._failed += record.failure is not None
-        self.bar.set_postfix_str(f"{self._tokens / max(record.end, 1e-9):.0f} tok/s, {self._failed} failed", refresh=False)
+        self.bar.set_postfix_str(
+            f"{self._tokens / max(record.end, 1e-9):.0f} tok/s, {self._failed} failed",
+            refresh=False,
+        )
         self.bar.update()
         return record
 

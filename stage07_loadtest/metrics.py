@@ -18,15 +18,29 @@ from .schedule import in_words
 
 PERCENTILES = (50, 90, 95, 99)
 P99_SAMPLES = 1000  # fewer say nothing of the slowest hundredth: it would be less than ten of them
-CURVE = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)  # percentiles that a distribution is drawn by, where it is one of DRAWN
+CURVE = (
+    0,
+    1,
+    2,
+    *range(5, 100, 5),
+    98,
+    99,
+    100,
+)  # percentiles that a distribution is drawn by, where it is one of DRAWN
 
 # When a point is not to be trusted.
 MOST_CPU = 0.7  # of one core, by the client
 MOST_OFF = 0.05  # by which Little's law may miss
 LEAST_REQUESTS, LEAST_SECONDS = 100, 30.0  # one of the two
 SHORT = "short"  # how the mark of a point that has neither begins
-LATE = 0.005, 0.05  # seconds, and share of the median TTFT, by which the client may send late: more than both is too much
-LEAST_SAMPLES, SAMPLES_A_STAY = 100, 4  # of the requests in flight, in all and during a mean request
+LATE = (
+    0.005,
+    0.05,
+)  # seconds, and share of the median TTFT, by which the client may send late: more than both is too much
+LEAST_SAMPLES, SAMPLES_A_STAY = (
+    100,
+    4,
+)  # of the requests in flight, in all and during a mean request
 
 TTFT, TTFT_INTENDED, TPOT, ITL = "ttft", "ttft_intended", "tpot", "itl"
 E2E, E2E_INTENDED, CLIENT_QUEUE = "e2e", "e2e_intended", "client_queue"
@@ -121,11 +135,17 @@ class Distribution:
     mean: float
     max: float
     percentiles: dict[str, float | None]  # "p50" and so on; None: p99 of too few samples
-    adjusted: dict[str, float | None] | None  # the same with every failure as infinity; None where failures have no place
-    curve: list[float]  # the values at CURVE, adjusted where failures have a place, of what is drawn; else empty
+    adjusted: (
+        dict[str, float | None] | None
+    )  # the same with every failure as infinity; None where failures have no place
+    curve: list[
+        float
+    ]  # the values at CURVE, adjusted where failures have a place, of what is drawn; else empty
 
 
-def distribution(values: Sequence[float], failures: int | None, drawn: bool = False) -> Distribution | None:
+def distribution(
+    values: Sequence[float], failures: int | None, drawn: bool = False
+) -> Distribution | None:
     """None if there are no values. `failures` None: they have no place among these values. `drawn`: with the curve."""
     if not values:
         return None
@@ -133,21 +153,36 @@ def distribution(values: Sequence[float], failures: int | None, drawn: bool = Fa
     everyone = ordered + [math.inf] * (failures or 0)
     adjusted = None if failures is None else _percentiles(everyone)
     curve = [percentile(everyone, percent) for percent in CURVE] if drawn else []
-    return Distribution(len(values), math.fsum(values) / len(values), ordered[-1], _percentiles(ordered), adjusted, curve)
+    return Distribution(
+        len(values),
+        math.fsum(values) / len(values),
+        ordered[-1],
+        _percentiles(ordered),
+        adjusted,
+        curve,
+    )
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
     enough = len(values) >= P99_SAMPLES
-    return {f"p{each}": percentile(values, each) if each < 99 or enough else None for each in PERCENTILES}
+    return {
+        f"p{each}": percentile(values, each) if each < 99 or enough else None
+        for each in PERCENTILES
+    }
 
 
 def latencies(records: Sequence[Record]) -> dict[str, Distribution]:
     """Every latency that has values, by name."""
     good = [record for record in records if succeeded(record)]
     failures = len(records) - len(good)
-    found = {name: distribution(_values(good, of), failures, name in DRAWN) for name, of in PER_REQUEST.items()}
+    found = {
+        name: distribution(_values(good, of), failures, name in DRAWN)
+        for name, of in PER_REQUEST.items()
+    }
     found[ITL] = distribution([gap for record in good for gap in itl(record)], None, ITL in DRAWN)
-    found[CLIENT_QUEUE] = distribution(_values(records, client_queue), None)  # a request that failed had to wait as well
+    found[CLIENT_QUEUE] = distribution(
+        _values(records, client_queue), None
+    )  # a request that failed had to wait as well
     return {name: each for name, each in found.items() if each is not None}
 
 
@@ -168,13 +203,26 @@ class Slo:
 
     def __str__(self) -> str:
         named = {"TTFT": self.ttft, "TPOT": self.tpot, "E2E": self.e2e}
-        return ", ".join(f"{name} {limit * 1e3:,.0f} ms" for name, limit in named.items() if limit is not None) or "no limits"
+        return (
+            ", ".join(
+                f"{name} {limit * 1e3:,.0f} ms"
+                for name, limit in named.items()
+                if limit is not None
+            )
+            or "no limits"
+        )
 
 
 def meets(record: Record, slo: Slo) -> bool:
     """Whether the request succeeded within every limit. A single token has no TPOT, and so keeps any."""
-    measured = ((ttft_intended(record), slo.ttft), (tpot(record), slo.tpot), (e2e_intended(record), slo.e2e))
-    return succeeded(record) and all(value is None or limit is None or value <= limit for value, limit in measured)
+    measured = (
+        (ttft_intended(record), slo.ttft),
+        (tpot(record), slo.tpot),
+        (e2e_intended(record), slo.e2e),
+    )
+    return succeeded(record) and all(
+        value is None or limit is None or value <= limit for value, limit in measured
+    )
 
 
 def goodput(records: Sequence[Record], slo: Slo, seconds: float) -> float:
@@ -202,7 +250,9 @@ class Little:
         return self.in_flight / (self.arrivals * self.stay)
 
 
-def little(records: Sequence[Record], in_flight: Sequence[tuple[float, int]], seconds: float) -> Little | None:
+def little(
+    records: Sequence[Record], in_flight: Sequence[tuple[float, int]], seconds: float
+) -> Little | None:
     """`in_flight`: (when, how many), each until the next, over all `seconds`. None if the samples are too few to judge by: with
     `LEAST_SAMPLES`, and `SAMPLES_A_STAY` of them in a request's stay, the mean is off by about 2 %."""
     stays = [record.end - record.sent for record in records if record.sent is not None]
@@ -236,7 +286,10 @@ def steady(records: Sequence[Record], users: int | None) -> Steady | None:
     sent = sorted(record.sent for record in records if record.sent is not None)
     if len(sent) < 2 or (users is not None and len(sent) <= users):
         return None
-    start, end = sent[users - 1] if users is not None else min(record.end for record in records), sent[-1]
+    start, end = (
+        sent[users - 1] if users is not None else min(record.end for record in records),
+        sent[-1],
+    )
     if end <= start:
         return None
     tokens = sum(count for at, count in _arrivals(records) if start < at <= end)
@@ -315,7 +368,11 @@ def summarize(point: Point, slo: Slo) -> Summary:
         rate=point.schedule.rate,
         requests=len(records),
         succeeded=len(good),
-        failures=dict(sorted(Counter(record.failure for record in records if record.failure is not None).items())),
+        failures=dict(
+            sorted(
+                Counter(record.failure for record in records if record.failure is not None).items()
+            )
+        ),
         seconds=seconds,
         prompt_tokens=prompts,
         completion_tokens=answers,
@@ -339,7 +396,10 @@ def summarize(point: Point, slo: Slo) -> Summary:
 
 def received_tokens(records: Sequence[Record]) -> int:
     """By `usage`; where an answer broke off before it, by what its chunks brought."""
-    return sum(sum(record.chunk_tokens) if record.completion_tokens is None else record.completion_tokens for record in records)
+    return sum(
+        sum(record.chunk_tokens) if record.completion_tokens is None else record.completion_tokens
+        for record in records
+    )
 
 
 def tokens_match(records: Sequence[Record], server_tokens: int) -> bool | None:
@@ -347,7 +407,10 @@ def tokens_match(records: Sequence[Record], server_tokens: int) -> bool | None:
     much of it the server computed, nobody told the client. Where it did not begin, it computed nothing."""
     if received_tokens(records) == server_tokens:
         return True
-    broke_off = any(record.completion_tokens is None and record.failure not in (REFUSED, HTTP_503) for record in records)
+    broke_off = any(
+        record.completion_tokens is None and record.failure not in (REFUSED, HTTP_503)
+        for record in records
+    )
     return None if broke_off else False
 
 
@@ -378,4 +441,8 @@ def knee(points: Sequence[Summary]) -> Summary | None:
     intended start (Kleinrock's power). Below it, more load costs little waiting; above it, more waiting buys little throughput.
     None if no point has a latency."""
     measured = [point for point in points if E2E_INTENDED in point.latency]
-    return max(measured, key=lambda point: point.request_rate / point.latency[E2E_INTENDED].mean, default=None)
+    return max(
+        measured,
+        key=lambda point: point.request_rate / point.latency[E2E_INTENDED].mean,
+        default=None,
+    )

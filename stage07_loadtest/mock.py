@@ -74,13 +74,19 @@ class Behaviour:
 
     def __post_init__(self) -> None:
         if (self.stall > 0) != (self.stall_every > 0) or self.stall < 0:
-            raise UserError("A stall needs both a length and a period: give --stall and --stall-every, both above 0.")
+            raise UserError(
+                "A stall needs both a length and a period: give --stall and --stall-every, both above 0."
+            )
         if self.stall and self.stall >= self.stall_every:
-            raise UserError("The server would never wake up: make --stall shorter than --stall-every.")
+            raise UserError(
+                "The server would never wake up: make --stall shorter than --stall-every."
+            )
         if self.fault is not None and self.fault not in FAULTS:
             raise UserError(f"There is no fault '{self.fault}': choose one of {', '.join(FAULTS)}.")
         if self.fault == "refused" and self.fault_every != 1:
-            raise UserError("Either nobody is refused or everybody: leave --fault-every out with --fault refused.")
+            raise UserError(
+                "Either nobody is refused or everybody: leave --fault-every out with --fault refused."
+            )
 
     def due(self, start: float, work: float) -> float:
         """When `work` seconds of work that began at `start` are done; both moments in seconds since the first request.
@@ -89,7 +95,9 @@ class Behaviour:
         """
         if not self.stall:
             return start + work
-        number = max(1, int(start // self.stall_every))  # the freeze that is on, has just ended, or comes next
+        number = max(
+            1, int(start // self.stall_every)
+        )  # the freeze that is on, has just ended, or comes next
         while True:
             begins = number * self.stall_every
             if start + work <= begins:
@@ -125,7 +133,14 @@ class Answer:
         }  # fmt: skip
 
     def body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": MODEL, "choices": choices, **more}
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": MODEL,
+            "choices": choices,
+            **more,
+        }
 
 
 class Mock:
@@ -154,10 +169,16 @@ class Mock:
         )
         self._prompt_tokens, self._generated = (
             Counter(f"vllm:{name}", about, ["model_name"], registry=self.registry).labels(MODEL)
-            for name, about in (("prompt_tokens", "Tokens of prompts."), ("generation_tokens", "Tokens of answers."))
+            for name, about in (
+                ("prompt_tokens", "Tokens of prompts."),
+                ("generation_tokens", "Tokens of answers."),
+            )
         )
         self._ended = Counter(
-            "vllm:request_success", "Answers that ended.", ["model_name", "finished_reason"], registry=self.registry
+            "vllm:request_success",
+            "Answers that ended.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
         )
         for reason in ("stop", "length", "abort", "error"):
             self._ended.labels(MODEL, reason)
@@ -175,7 +196,12 @@ class Mock:
 
     async def models(self, request: web.Request) -> web.Response:
         self._authorize(request)
-        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]})
+        return web.json_response(
+            {
+                "object": "list",
+                "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}],
+            }
+        )
 
     async def metrics(self, request: web.Request) -> web.Response:
         self._authorize(request)
@@ -189,10 +215,15 @@ class Mock:
         try:
             body = await request.json()
             prompt, asked = body["prompt"], body.get("max_tokens", 16)
-            if not (isinstance(prompt, str | list) and prompt and isinstance(asked, int) and asked > 0):
+            if not (
+                isinstance(prompt, str | list) and prompt and isinstance(asked, int) and asked > 0
+            ):
                 raise ValueError
         except (ValueError, TypeError, KeyError):
-            _refuse(400, "The body must be JSON with a prompt that is not empty, and max_tokens above 0.")
+            _refuse(
+                400,
+                "The body must be JSON with a prompt that is not empty, and max_tokens above 0.",
+            )
         if self.first is None:
             self.first = asyncio.get_running_loop().time()
         self.bodies.append(body)
@@ -222,7 +253,9 @@ class Mock:
         finally:
             self._slots.release()
 
-    async def _answer(self, request: web.Request, body: dict[str, Any], answer: Answer) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, body: dict[str, Any], answer: Answer
+    ) -> web.StreamResponse:
         """Answer in a slot, with the counts kept whatever becomes of it."""
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -246,18 +279,35 @@ class Mock:
     async def _whole(self, answer: Answer) -> web.Response:
         async for tokens in self._paced(answer):
             self._say(answer, tokens)
-        choice = {"index": 0, "text": " noise" * answer.sent, "logprobs": None, "finish_reason": answer.finish_reason}
+        choice = {
+            "index": 0,
+            "text": " noise" * answer.sent,
+            "logprobs": None,
+            "finish_reason": answer.finish_reason,
+        }
         return web.json_response(answer.body([choice], usage=answer.usage))
 
-    async def _stream(self, request: web.Request, body: dict[str, Any], answer: Answer) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], answer: Answer
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+            }
+        )
         await response.prepare(request)
         async for tokens in self._paced(answer):
             last = answer.sent + tokens == answer.count
             if answer.fault in IN_THE_MIDDLE and (answer.sent >= answer.middle or last):
                 await self._break(request, response, answer.fault)
                 return response
-            choice: dict[str, Any] = {"index": 0, "text": " noise" * tokens, "logprobs": None, "finish_reason": None}
+            choice: dict[str, Any] = {
+                "index": 0,
+                "text": " noise" * tokens,
+                "logprobs": None,
+                "finish_reason": None,
+            }
             if body.get("return_token_ids"):
                 choice["token_ids"] = list(range(answer.sent, answer.sent + tokens))
             if last and answer.fault != "no_finish":
@@ -299,11 +349,16 @@ class Mock:
             assert request.transport is not None
             # To close without waiting tells the other side that the connection broke, not that it ended.
             linger = struct.pack("hh" if sys.platform == "win32" else "ii", 1, 0)
-            request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            request.transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, linger
+            )
             request.transport.abort()
             return
         elif fault == "error_event":
-            await response.write(_event(_error(500, "A planted fault: an error in the middle.")) + b"data: [DONE]\n\n")
+            await response.write(
+                _event(_error(500, "A planted fault: an error in the middle."))
+                + b"data: [DONE]\n\n"
+            )
         elif fault == "garbage":
             await response.write(b"data: {this is no JSON\n\ndata: [DONE]\n\n")
         await response.write_eof()
@@ -329,11 +384,15 @@ def _refuse(status: int, message: str) -> NoReturn:
         503: web.HTTPServiceUnavailable, 504: web.HTTPGatewayTimeout,
     }  # fmt: skip
     headers = {"Retry-After": "1"} if status == 503 else None
-    raise kinds[status](text=json.dumps(_error(status, message)), content_type="application/json", headers=headers)
+    raise kinds[status](
+        text=json.dumps(_error(status, message)), content_type="application/json", headers=headers
+    )
 
 
 @contextlib.asynccontextmanager
-async def serving(behaviour: Behaviour | None = None, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Mock]:
+async def serving(
+    behaviour: Behaviour | None = None, host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[Mock]:
     """The mock in this process, for as long as the block lasts. Raises UserError if the port cannot be had.
 
     It shares the event loop with whoever measures it, so what needs exact times starts the program instead.
@@ -353,7 +412,9 @@ async def serving(behaviour: Behaviour | None = None, host: str = "127.0.0.1", p
             taken.bind((host, int(mock.url.rsplit(":", 1)[1])))
             yield mock
         return
-    runner = web.AppRunner(mock.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    runner = web.AppRunner(
+        mock.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+    )
     await runner.setup()
     await web.SockSite(runner, listening).start()
     try:
@@ -369,7 +430,9 @@ def process(*arguments: str) -> Iterator[str]:
     Raises RuntimeError with the program's words if it does not start.
     """
     command = [sys.executable, "-m", __spec__.name, "--port", "0", *arguments]
-    with subprocess.Popen(command, cwd=stages.ROOT, stderr=subprocess.PIPE, encoding="utf-8") as program:
+    with subprocess.Popen(
+        command, cwd=stages.ROOT, stderr=subprocess.PIPE, encoding="utf-8"
+    ) as program:
         assert program.stderr is not None
         try:
             first = program.stderr.readline()
@@ -390,18 +453,66 @@ def parser() -> cli.Parser:
         "  python -m stage07_loadtest.mock --fault cut --fault-every 10  each tenth answer ends in the middle",
     )
     seconds, many = cli.number(0, 86_400), cli.whole_number(1, 100_000)
-    found.add_argument("--host", default="127.0.0.1", help="address to listen on; default %(default)s")
-    found.add_argument("--port", type=cli.whole_number(0, 65_535), default=8000, help="0 takes a free one; default %(default)s")
+    found.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; default %(default)s"
+    )
+    found.add_argument(
+        "--port",
+        type=cli.whole_number(0, 65_535),
+        default=8000,
+        help="0 takes a free one; default %(default)s",
+    )
     found.add_argument("--api-key", metavar="KEY", help="clients must send it; none by default")
     group = found.add_argument_group("what it does")
-    group.add_argument("--ttft", type=seconds, default=0.1, metavar="S", help="seconds to the first token; default %(default)g")
-    group.add_argument("--itl", type=seconds, default=0.02, metavar="S", help="seconds between tokens; default %(default)g")
-    group.add_argument("--slots", type=many, metavar="N", help="answers that grow at a time; default is all that come")
-    group.add_argument("--chunk-tokens", type=many, default=1, metavar="N", help="tokens in one event; default %(default)s")
-    group.add_argument("--stall", type=seconds, default=0.0, metavar="S", help="seconds for which it freezes")
-    group.add_argument("--stall-every", type=seconds, default=0.0, metavar="S", help="seconds from one freeze to the next")
-    group.add_argument("--fault", choices=FAULTS, help="; ".join(f"{name}: {about}" for name, about in FAULTS.items()))
-    group.add_argument("--fault-every", type=many, default=1, metavar="N", help="each N-th request has the fault; default all")
+    group.add_argument(
+        "--ttft",
+        type=seconds,
+        default=0.1,
+        metavar="S",
+        help="seconds to the first token; default %(default)g",
+    )
+    group.add_argument(
+        "--itl",
+        type=seconds,
+        default=0.02,
+        metavar="S",
+        help="seconds between tokens; default %(default)g",
+    )
+    group.add_argument(
+        "--slots",
+        type=many,
+        metavar="N",
+        help="answers that grow at a time; default is all that come",
+    )
+    group.add_argument(
+        "--chunk-tokens",
+        type=many,
+        default=1,
+        metavar="N",
+        help="tokens in one event; default %(default)s",
+    )
+    group.add_argument(
+        "--stall", type=seconds, default=0.0, metavar="S", help="seconds for which it freezes"
+    )
+    group.add_argument(
+        "--stall-every",
+        type=seconds,
+        default=0.0,
+        metavar="S",
+        help="seconds from one freeze to the next",
+    )
+    group.add_argument(
+        "--fault",
+        choices=FAULTS,
+        help="; ".join(f"{name}: {about}" for name, about in FAULTS.items()),
+    )
+    group.add_argument(
+        "--fault-every",
+        type=many,
+        default=1,
+        metavar="N",
+        help="each N-th request has the fault; default all",
+    )
     return found
 
 

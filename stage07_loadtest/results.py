@@ -36,7 +36,15 @@ DIGITS = 6  # after the point of a second
 class Writer:
     """Writes one run. Nothing that is in the folder already is written over."""
 
-    def __init__(self, folder: Path, configuration: Mapping[str, Any], *, slo: Slo, seed: int, secret: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        configuration: Mapping[str, Any],
+        *,
+        slo: Slo,
+        seed: int,
+        secret: str = "",
+    ) -> None:
         """Make the folder. `configuration`: what was asked for, for readers. `secret`: a key, which is kept out of the command
         line that is written down. UserError if the folder holds a run, or cannot be made."""
         self.folder, self.slo = folder, slo
@@ -49,7 +57,9 @@ class Writer:
                 f"The folder {folder} cannot be made or read ({error.strerror}): name another one with --out."
             ) from None
         if taken:
-            raise UserError(f"{folder} holds a run already: name another folder with --out, or move that one.")
+            raise UserError(
+                f"{folder} holds a run already: name another folder with --out, or move that one."
+            )
         if not os.access(folder, os.W_OK):
             raise UserError(f"{folder} cannot be written: name another folder with --out.")
         commit, dirty = measure.git_state()
@@ -70,7 +80,14 @@ class Writer:
         it cannot be written; what was written before stays."""
         summary, number = from_json(to_json(summarize(point, self.slo))), len(self.summaries)
         points = [*self.summaries, summary]
-        text = json.dumps(self.about | {"results": [to_json(each) for each in points]}, indent=1, allow_nan=False) + "\n"
+        text = (
+            json.dumps(
+                self.about | {"results": [to_json(each) for each in points]},
+                indent=1,
+                allow_nan=False,
+            )
+            + "\n"
+        )
         part = self.folder / f"{SUMMARY}.{os.getpid()}.part"
         try:
             with (self.folder / REQUESTS).open("a", encoding="utf-8", newline="\n") as file:
@@ -78,7 +95,9 @@ class Writer:
             part.write_text(text, encoding="utf-8", newline="\n")
             part.replace(self.folder / SUMMARY)
         except OSError as error:
-            raise UserError(f"The run cannot be written to {self.folder} ({error.strerror}): make room, and run again.") from None
+            raise UserError(
+                f"The run cannot be written to {self.folder} ({error.strerror}): make room, and run again."
+            ) from None
         finally:
             part.unlink(missing_ok=True)
         self.summaries = points
@@ -87,7 +106,10 @@ class Writer:
 
 def request_lines(number: int, records: Sequence[Record]) -> str:
     """The requests of one point, a line of JSON each."""
-    return "".join(json.dumps({"point": number} | encode(asdict(record)), allow_nan=False) + "\n" for record in records)
+    return "".join(
+        json.dumps({"point": number} | encode(asdict(record)), allow_nan=False) + "\n"
+        for record in records
+    )
 
 
 def without(secret: str, command: str) -> str:
@@ -96,7 +118,10 @@ def without(secret: str, command: str) -> str:
         return command
     words = shlex.split(command)
     return shlex.join(
-        word.removesuffix(secret) + "hidden" if word == secret or word.endswith(f"={secret}") else word for word in words
+        word.removesuffix(secret) + "hidden"
+        if word == secret or word.endswith(f"={secret}")
+        else word
+        for word in words
     )
 
 
@@ -133,13 +158,19 @@ def load(folder: Path) -> Run:
     """UserError if the run is absent, damaged, or of another version."""
     path = folder / SUMMARY
     if not path.is_file():
-        raise UserError(f"{folder} holds no run: {SUMMARY} is not there. Write one with python -m {KIND} --out {folder}.")
+        raise UserError(
+            f"{folder} holds no run: {SUMMARY} is not there. Write one with python -m {KIND} --out {folder}."
+        )
     about = measure.load(path)
     points = about.pop("results", None)
     if about.get("kind") != KIND or not isinstance(points, list):
-        raise UserError(f"{path} is not of a load test: name a folder that python -m {KIND} --out has written.")
+        raise UserError(
+            f"{path} is not of a load test: name a folder that python -m {KIND} --out has written."
+        )
     try:
-        return Run(about, [from_json(point, f"results[{number}]") for number, point in enumerate(points)])
+        return Run(
+            about, [from_json(point, f"results[{number}]") for number, point in enumerate(points)]
+        )
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): run the load test again.") from None
 
@@ -151,7 +182,9 @@ def load_requests(folder: Path) -> list[list[Record]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UserError(f"{path} cannot be read ({why}): name a folder that python -m {KIND} --out has written.") from None
+        raise UserError(
+            f"{path} cannot be read ({why}): name a folder that python -m {KIND} --out has written."
+        ) from None
     points: list[list[Record]] = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -165,7 +198,9 @@ def load_requests(folder: Path) -> list[list[Record]]:
                 raise ValueError(f"point {point} does not follow point {len(points) - 1}")
             points[point].append(decode(Record, content, "request"))
         except ValueError as error:
-            raise UserError(f"{path}, line {number} is damaged ({error}): delete the line, or run the load test again.") from None
+            raise UserError(
+                f"{path}, line {number} is damaged ({error}): delete the line, or run the load test again."
+            ) from None
     return points
 
 
@@ -179,7 +214,13 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     """`value` as the type `kind`: a dataclass with exactly its fields, a list, a dict, or a plain value. Raises ValueError."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):  # of something and None
-        return None if value is None else decode(next(each for each in arguments if each is not types.NoneType), value, where)
+        return (
+            None
+            if value is None
+            else decode(
+                next(each for each in arguments if each is not types.NoneType), value, where
+            )
+        )
     if is_dataclass(kind):
         _check(isinstance(value, dict), where, "no object")
         names = [each.name for each in fields(kind)]
@@ -189,7 +230,9 @@ def decode(kind: Any, value: Any, where: str) -> Any:
         return kind(**{name: decode(hints[name], value[name], f"{where}.{name}") for name in names})  # type: ignore[operator]
     if origin is list:
         _check(isinstance(value, list), where, "no list")
-        return [decode(arguments[0], each, f"{where}[{number}]") for number, each in enumerate(value)]
+        return [
+            decode(arguments[0], each, f"{where}[{number}]") for number, each in enumerate(value)
+        ]
     if origin is dict:
         _check(isinstance(value, dict), where, "no object")
         return {name: decode(arguments[1], each, f"{where}.{name}") for name, each in value.items()}

@@ -67,5 +67,7 @@ def bursts(size: int, every: float, count: int) -> Schedule:
 def trace(asks: Sequence[Ask]) -> Schedule:
     """As it was recorded. Raises UserError if some request has no time."""
     if not asks or any(ask.at is None for ask in asks):
-        raise UserError("A trace needs requests, and each of them a time: write 'at', in seconds, in every line.")
+        raise UserError(
+            "A trace needs requests, and each of them a time: write 'at', in seconds, in every line."
+        )
     return Schedule("trace", None, sorted(ask.at for ask in asks if ask.at is not None))

@@ -56,7 +56,12 @@ def parse(text: str) -> Counters | None:
     if not all(math.isfinite(found.get(name, math.nan)) for name in NAMES.values()):
         return None
     values = {field: found[name] for field, name in NAMES.items()}
-    return Counters(**{field: value if field == "kv_cache_usage" else int(value) for field, value in values.items()})  # type: ignore[arg-type]
+    return Counters(
+        **{
+            field: value if field == "kv_cache_usage" else int(value)
+            for field, value in values.items()
+        }
+    )  # type: ignore[arg-type]
 
 
 async def scrape(session: aiohttp.ClientSession, target: Target) -> Counters | None:
@@ -68,7 +73,9 @@ async def scrape(session: aiohttp.ClientSession, target: Target) -> Counters | N
         return None
 
 
-async def settled(session: aiohttp.ClientSession, target: Target, patience: float = PATIENCE) -> Counters | None:
+async def settled(
+    session: aiohttp.ClientSession, target: Target, patience: float = PATIENCE
+) -> Counters | None:
     """The counters as soon as nothing is in hand, or as they are after `patience` seconds. None as `scrape`."""
     deadline = time.monotonic() + patience
     while True:
@@ -84,6 +91,14 @@ async def describe(session: aiohttp.ClientSession, target: Target) -> tuple[str 
         async with asyncio.timeout(ANSWERING), session.get(f"{target.url}/v1/models") as response:
             card = (await response.json(content_type=None))["data"][0]
         name, context = card["id"], card.get("max_model_len")
-    except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (
+        aiohttp.ClientError,
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+    ):
         return None, None
     return name if isinstance(name, str) else None, context if isinstance(context, int) else None

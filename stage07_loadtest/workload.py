@@ -35,7 +35,9 @@ class Ask:
     at: float | None = None
 
 
-def make(name: str, count: int, seed: int | str, *, vocab: int = VOCABULARY, longest: int = CONTEXT) -> list[Ask]:
+def make(
+    name: str, count: int, seed: int | str, *, vocab: int = VOCABULARY, longest: int = CONTEXT
+) -> list[Ask]:
     """`count` requests of a workload, the same ones for the same seed.
 
     No two prompts are alike, so that no cache answers for the model; those of "shared" have their beginning in common, because
@@ -47,7 +49,9 @@ def make(name: str, count: int, seed: int | str, *, vocab: int = VOCABULARY, lon
         raise UserError(f"There is no workload '{name}': choose one of {', '.join(WORKLOADS)}.")
     need = _most(name)
     if need > longest:
-        raise UserError(f"The workload '{name}' takes {need} tokens, and the model's context is {longest}: choose another one.")
+        raise UserError(
+            f"The workload '{name}' takes {need} tokens, and the model's context is {longest}: choose another one."
+        )
     chance = random.Random(f"{name} {seed}")
     system = [chance.randrange(vocab) for _ in range(SYSTEM)] if name == "shared" else []
     asks: list[Ask] = []
@@ -91,14 +95,20 @@ def load_trace(path: Path, seed: int | str = 0, *, vocab: int = VOCABULARY) -> l
             raise UserError(f"The trace {path} is over {MOST_TRACE_BYTES // 2**20} MiB: split it.")
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise UserError(f"The trace {path} cannot be read ({error.strerror}): name a JSONL file.") from None
+        raise UserError(
+            f"The trace {path} cannot be read ({error.strerror}): name a JSONL file."
+        ) from None
     chance = random.Random(f"trace {seed}")
     asks = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            asks.append(_ask(json.loads(line), lambda count: [chance.randrange(vocab) for _ in range(count)]))
+            asks.append(
+                _ask(
+                    json.loads(line), lambda count: [chance.randrange(vocab) for _ in range(count)]
+                )
+            )
         except ValueError as error:  # of JSON and of UTF-8 as well
             raise UserError(
                 f"{path}, line {number}: {_why(error)}. Write lines such as "

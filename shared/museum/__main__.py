@@ -35,7 +35,9 @@ def wrapped(text: str, indent: str = "") -> str:
 
 def shown(path: Path) -> str:
     """A path as it is typed in the project's folder."""
-    return path.relative_to(stages.ROOT).as_posix() if path.is_relative_to(stages.ROOT) else str(path)
+    return (
+        path.relative_to(stages.ROOT).as_posix() if path.is_relative_to(stages.ROOT) else str(path)
+    )
 
 
 def list_all(_: argparse.Namespace) -> None:
@@ -46,7 +48,14 @@ def list_all(_: argparse.Namespace) -> None:
             stage = exhibit.stage
             print(stage)
         mark = " (planted)" if now is not None and now.number == exhibit.number else ""
-        print(textwrap.fill(f"{exhibit.title}{mark}", WIDTH, initial_indent=f"  {exhibit.name}  ", subsequent_indent=" " * 6))
+        print(
+            textwrap.fill(
+                f"{exhibit.title}{mark}",
+                WIDTH,
+                initial_indent=f"  {exhibit.name}  ",
+                subsequent_indent=" " * 6,
+            )
+        )
     print("\nPlant one with `python -m shared.museum plant 01`.")
 
 
@@ -61,8 +70,17 @@ def plant(options: argparse.Namespace) -> None:
     right, wrong = show(exhibit, [None, path.parent])
     print(f"With the reference:\n\n{textwrap.indent(right.rstrip(), '  ')}\n")
     print(f"With your copy:\n\n{textwrap.indent(wrong.rstrip(), '  ')}\n")
-    whose = "in your own work" if state is not None and state.own else "which is the reference's but for one place"
-    print(wrapped(f"The bug is somewhere in {shown(path)}, {whose}. Read, print, test, and mend it there.") + "\n")
+    whose = (
+        "in your own work"
+        if state is not None and state.own
+        else "which is the reference's but for one place"
+    )
+    print(
+        wrapped(
+            f"The bug is somewhere in {shown(path)}, {whose}. Read, print, test, and mend it there."
+        )
+        + "\n"
+    )
     print(
         f"  Is it gone?     python -m shared.museum check {exhibit.name}\n"
         f"  A nudge         python -m shared.museum hint {exhibit.name}\n"
@@ -79,15 +97,23 @@ def check(options: argparse.Namespace) -> int:
     exhibit = find(options.number)
     state, path = planting.planted(), planting.place(exhibit)
     if state is None or state.number != exhibit.number or not path.is_file():
-        raise UserError(f"Exhibit {exhibit.name} is not planted: `python -m shared.museum plant {exhibit.name}` does it.")
+        raise UserError(
+            f"Exhibit {exhibit.name} is not planted: `python -m shared.museum plant {exhibit.name}` does it."
+        )
     source = planting.read(path)
     try:
         mine.parse(source)
     except SyntaxError as error:
-        raise UserError(f"{shown(path)} is no Python in line {error.lineno or 1} ({error.msg}): mend that first.") from None
+        raise UserError(
+            f"{shown(path)} is no Python in line {error.lineno or 1} ({error.msg}): mend that first."
+        ) from None
     job = {"stage": exhibit.stage, "files": {exhibit.file: source}, "tests": exhibit.tests}
     same = planting.edit(source, exhibit.new, exhibit.old) is not None
-    verdict = "The bug is still there" if same else "What was planted has been changed, and it is not right yet"
+    verdict = (
+        "The bug is still there"
+        if same
+        else "What was planted has been changed, and it is not right yet"
+    )
     try:
         found = trials.outcomes([job], SECONDS)[0]
     except (TimeoutError, RuntimeError) as error:
@@ -95,12 +121,16 @@ def check(options: argparse.Namespace) -> int:
         return 1
     failed = {name: said for name, said in found.items() if said}
     if found and not failed:
-        print(f"It is gone: {len(found)} tests that catch it pass. The story: python -m shared.museum reveal {exhibit.name}")
+        print(
+            f"It is gone: {len(found)} tests that catch it pass. The story: python -m shared.museum reveal {exhibit.name}"
+        )
         return 0
     print(f"{verdict}: {len(failed)} of {len(found)} tests fail.\n")
     for name, said in failed.items():
         print(f"  {name}")
-        if "::" not in name:  # the file cannot be loaded; what a test says is for those who ask, as it tells much
+        if (
+            "::" not in name
+        ):  # the file cannot be loaded; what a test says is for those who ask, as it tells much
             print(textwrap.indent(said, "    "))
     first = next(iter(failed), exhibit.stage)
     print(f"\nWhy they do: python -m pytest {first.partition('::')[0]} --mine")
@@ -113,7 +143,13 @@ def reveal(options: argparse.Namespace) -> None:
     before = mine.read(stages.ROOT / exhibit.stage / exhibit.file).replace("\r\n", "\n")
     after = planting.with_bug(exhibit).replace("\r\n", "\n")
     names = f"{exhibit.stage}/{exhibit.file}", f"the same with exhibit {exhibit.name}"
-    print("".join(difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), *names)))
+    print(
+        "".join(
+            difflib.unified_diff(
+                before.splitlines(keepends=True), after.splitlines(keepends=True), *names
+            )
+        )
+    )
     print(wrapped(exhibit.story) + "\n")
     print(wrapped(f"Seen in: {exhibit.seen}.") + "\n")
     print("Caught by\n" + "\n".join(f"  {exhibit.stage}/{test}" for test in exhibit.tests))
@@ -133,22 +169,38 @@ def clear_away() -> bool:
 
 
 def main(argv: list[str] | None = None) -> int | None:
-    parser = cli.Parser("shared.museum", "A museum of bugs: plant one, find it, and read where it happened.", EXAMPLES)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_command)
+    parser = cli.Parser(
+        "shared.museum",
+        "A museum of bugs: plant one, find it, and read where it happened.",
+        EXAMPLES,
+    )
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=_command
+    )
 
-    def command(name: str, do: Callable[[argparse.Namespace], int | None], about: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, do: Callable[[argparse.Namespace], int | None], about: str
+    ) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=about)
         made.set_defaults(do=do)
         return made
 
-    def of_one(name: str, do: Callable[[argparse.Namespace], int | None], about: str) -> argparse.ArgumentParser:
+    def of_one(
+        name: str, do: Callable[[argparse.Namespace], int | None], about: str
+    ) -> argparse.ArgumentParser:
         made = command(name, do, about)
-        made.add_argument("number", type=cli.whole_number(1, 99), help="the exhibit's number, such as 07")
+        made.add_argument(
+            "number", type=cli.whole_number(1, 99), help="the exhibit's number, such as 07"
+        )
         return made
 
     command("list", list_all, "all exhibits, by what users complain of")
     made = of_one("plant", plant, "write the bug into your copy, and see what it does")
-    made.add_argument("--reference", action="store_true", help="put your own file away, and plant in the reference's")
+    made.add_argument(
+        "--reference",
+        action="store_true",
+        help="put your own file away, and plant in the reference's",
+    )
     of_one("hint", hint, "a nudge")
     of_one("check", check, "run the tests that catch it against your copy")
     of_one("reveal", reveal, "what it is, where it happened, and what catches it")

@@ -46,7 +46,9 @@ def find(number: int) -> Exhibit:
     for exhibit in EXHIBITS:
         if exhibit.number == number:
             return exhibit
-    raise UserError(f"There is no exhibit {number}: `python -m shared.museum list` shows those there are.")
+    raise UserError(
+        f"There is no exhibit {number}: `python -m shared.museum list` shows those there are."
+    )
 
 
 EXHIBITS = (
@@ -460,7 +462,9 @@ EXHIBITS = (
         "requests back where it fails. What has proved itself: room for what there is now, a little to spare, and an order in "
         "which whoever came first never gives way.",
         seen="mini-sglang, pull requests 81 and 97",
-        tests=("tests/test_scheduler.py::test_a_request_is_let_in_with_blocks_for_what_it_has_and_not_for_what_may_come",),
+        tests=(
+            "tests/test_scheduler.py::test_a_request_is_let_in_with_blocks_for_what_it_has_and_not_for_what_may_come",
+        ),
     ),
     Exhibit(
         number=21,

@@ -41,7 +41,13 @@ class Asking:
     def __init__(self, app: Any, path: str, body: dict[str, Any] | None) -> None:
         self.heard = Heard()
         self._gone = asyncio.Event()
-        self._sent = [{"type": "http.request", "body": b"" if body is None else json.dumps(body).encode(), "more_body": False}]
+        self._sent = [
+            {
+                "type": "http.request",
+                "body": b"" if body is None else json.dumps(body).encode(),
+                "more_body": False,
+            }
+        ]
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "path": path, "root_path": "",
             "raw_path": path.encode(), "query_string": b"", "method": "GET" if body is None else "POST",
@@ -68,7 +74,9 @@ class Asking:
             return  # as a server does with what it cannot send any more
         if message["type"] == "http.response.start":
             self.heard.status = message["status"]
-            self.heard.headers = {name.decode().lower(): value.decode() for name, value in message["headers"]}
+            self.heard.headers = {
+                name.decode().lower(): value.decode() for name, value in message["headers"]
+            }
         else:
             self.heard.body += message.get("body", b"")
 
@@ -82,8 +90,14 @@ class Inside:
     @staticmethod
     def run(script: Callable[[Inside], Awaitable[Any]], **settings: Any) -> Any:
         """What `script` returns. `settings` are the server's."""
-        app_of, making = importlib.import_module("stage06_serving.app"), importlib.import_module("stage06_serving.__main__")
-        asynchronous, chosen = (importlib.import_module(f"stage06_serving.{name}") for name in ("async_engine", "settings"))
+        app_of, making = (
+            importlib.import_module("stage06_serving.app"),
+            importlib.import_module("stage06_serving.__main__"),
+        )
+        asynchronous, chosen = (
+            importlib.import_module(f"stage06_serving.{name}")
+            for name in ("async_engine", "settings")
+        )
 
         async def main() -> Any:
             thread = asynchronous.EngineThread()

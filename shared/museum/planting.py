@@ -55,7 +55,9 @@ def with_bug(exhibit: Exhibit) -> str:
     """The reference's file with the bug in it."""
     source = edit(mine.read(stages.ROOT / exhibit.stage / exhibit.file), exhibit.old, exhibit.new)
     if source is None:
-        raise RuntimeError(f"exhibit {exhibit.name} does not fit {exhibit.stage}/{exhibit.file} any more")
+        raise RuntimeError(
+            f"exhibit {exhibit.name} does not fit {exhibit.stage}/{exhibit.file} any more"
+        )
     return source
 
 
@@ -63,10 +65,18 @@ def planted() -> Planted | None:
     """What is planted now."""
     try:
         found = json.loads((mine.HOME / "museum.json").read_text(encoding="utf-8"))
-        state = Planted(int(found["number"]), bool(found["own"]), str(found["digest"]), found["backup"])
+        state = Planted(
+            int(found["number"]), bool(found["own"]), str(found["digest"]), found["backup"]
+        )
         find(state.number)
         return state
-    except (OSError, ValueError, LookupError, TypeError, UserError):  # there is none, or somebody wrote another one
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        UserError,
+    ):  # there is none, or somebody wrote another one
         return None
 
 
@@ -93,9 +103,16 @@ def plant(exhibit: Exhibit, reference: bool = False) -> list[str]:
         done.append(f"Your {exhibit.file} as it was is in {backup}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     source = with_bug(exhibit) if changed is None else changed
-    state = Planted(exhibit.number, changed is not None, _digest(source), None if backup is None else str(backup))
+    state = Planted(
+        exhibit.number,
+        changed is not None,
+        _digest(source),
+        None if backup is None else str(backup),
+    )
     # The note comes first: should this end in between, `clear` finds a note without a bug, and not a bug without a note.
-    (mine.HOME / "museum.json").write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+    (mine.HOME / "museum.json").write_text(
+        json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8"
+    )
     mine.write(path, source)
     return done
 
@@ -127,10 +144,14 @@ def clear() -> list[str]:
             mine.write(path, clean)
             done.append(f"Exhibit {exhibit.name} is out of your {exhibit.file}.")
         else:
-            done.append(f"Exhibit {exhibit.name} is gone from your {exhibit.file} already, which is left as it is.")
+            done.append(
+                f"Exhibit {exhibit.name} is gone from your {exhibit.file} already, which is left as it is."
+            )
     else:
         if touched and source != mine.read(stages.ROOT / exhibit.stage / exhibit.file):
-            done.append(f"{path} was not as it was planted: it is kept in {mine.backup(exhibit.stage)}.")
+            done.append(
+                f"{path} was not as it was planted: it is kept in {mine.backup(exhibit.stage)}."
+            )
         if state.backup is not None and Path(state.backup).is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(Path(state.backup).read_bytes())

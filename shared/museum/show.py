@@ -80,7 +80,9 @@ def main() -> None:
         timer.start()
         exhibit.symptom()
         timer.cancel()
-    except Exception as error:  # a symptom like any other; the lines above the last would lead to the place
+    except (
+        Exception
+    ) as error:  # a symptom like any other; the lines above the last would lead to the place
         print("".join(traceback.format_exception_only(error)).strip(), flush=True)
 
 

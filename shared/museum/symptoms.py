@@ -60,7 +60,9 @@ def decode(ids: Sequence[int]) -> str:
 def say(text: str, indent: str = "") -> None:
     """Print at once: what has been said stays, should the rest never come."""
     for line in text.splitlines() or [""]:
-        print(textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=indent), flush=True)
+        print(
+            textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=indent), flush=True
+        )
 
 
 def bars(values: Iterable[tuple[str, float]], unit: str, scale: float = 1.0) -> None:
@@ -72,7 +74,9 @@ def bars(values: Iterable[tuple[str, float]], unit: str, scale: float = 1.0) -> 
 def tell(prompts: Sequence[str], outputs: Sequence[Any]) -> None:
     """Each prompt with its answer."""
     for prompt, output in zip(prompts, outputs, strict=True):
-        ended = output.error or f"{len(output.token_ids)} tokens, finish reason {output.finish_reason}"
+        ended = (
+            output.error or f"{len(output.token_ids)} tokens, finish reason {output.finish_reason}"
+        )
         say(f"{prompt} / {decode(output.token_ids)}")
         say(f"[{ended}]", "    ")
 
@@ -85,7 +89,9 @@ def the_end_of_the_context() -> None:
     engine = load("stage01_forward.engine").Engine(stories()[0])
     prompt = (encode(ONCE) * 1020)[:1020]
     for token in engine.stream(prompt, greedy(10, ignore_eos=True)):
-        say(f"token {len(prompt) + len(engine.steps)}: {decode([token.id])!r}, finish reason {token.finish_reason}")
+        say(
+            f"token {len(prompt) + len(engine.steps)}: {decode([token.id])!r}, finish reason {token.finish_reason}"
+        )
 
 
 def a_story() -> None:
@@ -107,7 +113,9 @@ def a_batch_by_hand() -> None:
 
     def plain(q: Any, keys: Any, values: Any, mask: Any) -> Any:
         scores = q @ keys.mT / math.sqrt(q.shape[-1])
-        return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1) @ values
+        return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(
+            -1
+        ) @ values
 
     load("stage03_batching.cache").masked_attention = plain
     a_batch()
@@ -127,7 +135,9 @@ def answers_that_end() -> None:
 
 def slots() -> None:
     """Stage 04 answers six requests in four slots. Each column is a pass; a letter is a request that is computed in it."""
-    engine = load("stage04_continuous.engine").Engine(stories()[0], scheduler=load("stage04_continuous.scheduler").Scheduler(4))
+    engine = load("stage04_continuous.engine").Engine(
+        stories()[0], scheduler=load("stage04_continuous.scheduler").Scheduler(4)
+    )
     request = load("stage04_continuous.request").Request
     lengths = (12, 5, 9, 7, 8, 6)
     for name, count in zip("abcdef", lengths, strict=True):
@@ -159,7 +169,9 @@ def computed_again() -> None:
 
 def paged_engine(blocks: int, block_size: int = 16, sequences: int = 8, **options: Any) -> Any:
     pool = load("stage05_paged.blocks").BlockPool(blocks, block_size)
-    scheduler = load("stage05_paged.scheduler").Scheduler(pool, min(sequences, blocks), 256, **options)
+    scheduler = load("stage05_paged.scheduler").Scheduler(
+        pool, min(sequences, blocks), 256, **options
+    )
     return load("stage05_paged.engine").Engine(stories()[0], scheduler=scheduler)
 
 
@@ -174,7 +186,9 @@ def block_borders() -> None:
     """Stage 05 writes 40 tokens of one request into blocks of 8. A line is a pass: the tokens that have keys and values after
     it, and a box for each block that the request holds."""
     engine = paged_engine(8, block_size=8)
-    request = engine.add(load("stage04_continuous.request").Request(encode(ONCE), greedy(32, ignore_eos=True)))
+    request = engine.add(
+        load("stage04_continuous.request").Request(encode(ONCE), greedy(32, ignore_eos=True))
+    )
     for _ in engine.run():
         step = engine.steps[-1]
         if step.used_tokens % 8 in (7, 0, 1):
@@ -214,7 +228,9 @@ def a_block_given_back() -> None:
     first = engine.generate([prompt], greedy(20, ignore_eos=True))[0]
     say(f"... / {decode(first.token_ids)}")
     ends = [encode(" and his friend"), encode(" but one day the")]
-    for end, output in zip(ends, engine.generate([prompt + end for end in ends], greedy(25)), strict=True):
+    for end, output in zip(
+        ends, engine.generate([prompt + end for end in ends], greedy(25)), strict=True
+    ):
         say(f"...{decode(end)} / {decode(output.token_ids)}")
 
 
@@ -233,7 +249,9 @@ def a_loss_to_be_found() -> None:
         say(f"{type(error).__name__}: {error}")
         return
     say(f"{len(engine.steps)} steps, and the sanitizer has said nothing.")
-    say(f"{engine.scheduler.pool.owned} block is owned, and there are {len(engine.requests)} requests.")
+    say(
+        f"{engine.scheduler.pool.owned} block is owned, and there are {len(engine.requests)} requests."
+    )
 
 
 def what_the_client_has_heard() -> None:
@@ -282,7 +300,9 @@ def who_is_let_in() -> None:
         if step == 10 ** (len(str(step)) - 1):
             scheduler = engine.scheduler
             blocks = f"{scheduler.pool.owned} of {scheduler.pool.count} blocks owned"
-            say(f"step {step}: {len(scheduler.running)} run, {len(scheduler.waiting)} wait; {blocks}; {said} tokens said")
+            say(
+                f"step {step}: {len(scheduler.running)} run, {len(scheduler.waiting)} wait; {blocks}; {said} tokens said"
+            )
     say(f"step {step}: all have ended; {said} tokens said")
 
 
@@ -302,8 +322,12 @@ def no_stream() -> None:
 
     async def script(inside: Inside) -> None:
         for fields in ({}, {"stream": False}):
-            answer = await inside.ask("/v1/completions", {"prompt": ONCE, "max_tokens": 8, "temperature": 0, **fields})
-            say(f"{fields or 'nothing said of it'}: status {answer.status}, {answer.headers['content-type']}")
+            answer = await inside.ask(
+                "/v1/completions", {"prompt": ONCE, "max_tokens": 8, "temperature": 0, **fields}
+            )
+            say(
+                f"{fields or 'nothing said of it'}: status {answer.status}, {answer.headers['content-type']}"
+            )
             try:
                 say(answer.json()["choices"][0]["text"].strip(), "    ")
             except ValueError as error:
@@ -316,7 +340,9 @@ def watch(inside: Inside, steps: list[int], since: float) -> None:
     """A line on what the engine holds now."""
     pool = inside.engine.scheduler.pool
     made = len(inside.engine.steps) - steps[-1]
-    say(f"{time.monotonic() - since:4.1f} s later: {pool.owned} of {pool.count} blocks owned, {made} passes more")
+    say(
+        f"{time.monotonic() - since:4.1f} s later: {pool.owned} of {pool.count} blocks owned, {made} passes more"
+    )
     steps.append(len(inside.engine.steps))
 
 
@@ -375,11 +401,15 @@ def is_it_alive() -> None:
         quiet, waits[:] = max(waits), []
         begun = time.perf_counter()
         for _ in range(5):
-            await inside.ask("/v1/completions", {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1})
+            await inside.ask(
+                "/v1/completions", {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
+            )
         seconds = time.perf_counter() - begun
         looking.cancel()
         say(f"idle: the longest wait for /health was {quiet * 1e3:.0f} ms")
-        say(f"scoring for {seconds:.1f} s: /health answered {len(waits)} times; the longest wait was {max(waits) * 1e3:.0f} ms")
+        say(
+            f"scoring for {seconds:.1f} s: /health answered {len(waits)} times; the longest wait was {max(waits) * 1e3:.0f} ms"
+        )
 
     Inside.run(script)
 
@@ -400,7 +430,13 @@ def half_an_answer() -> None:
             return forward(work)
 
         inside.engine._forward = failing
-        body = {"prompt": ONCE, "max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {
+            "prompt": ONCE,
+            "max_tokens": 30,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
         answer = await inside.ask("/v1/completions", body)
         say(f"status {answer.status}")
         text = ""
@@ -429,18 +465,24 @@ def in_hand() -> None:
             target = load("stage07_loadtest.client").Target(server.url, timeout=60)
             ask = load("stage07_loadtest.workload").Ask
             asks = [ask([1, 2, 3, number], 8) for number in range(40)]
-            return await load("stage07_loadtest.load").run_point(target, asks, when.closed(8, 40)), server
+            return await load("stage07_loadtest.load").run_point(
+                target, asks, when.closed(8, 40)
+            ), server
 
     point, server = asyncio.run(script())
     seen = point.in_flight[:: max(1, len(point.in_flight) // 10)]
     bars([(f"{at * 1e3:.0f} ms", count) for at, count in seen], "in hand")
-    say(f"at most {server.most_running} at once; {len(point.records) / point.duration:.0f} requests/s")
+    say(
+        f"at most {server.most_running} at once; {len(point.records) / point.duration:.0f} requests/s"
+    )
 
 
 def lengths() -> None:
     """Stage 07's workload "mixed", as it is drawn: 24 requests, and how many tokens each asks for."""
     asks = load("stage07_loadtest.workload").make("mixed", 24, 0)
-    bars([(f"request {number}", ask.max_tokens) for number, ask in enumerate(asks, 1)], "tokens", 0.3)
+    bars(
+        [(f"request {number}", ask.max_tokens) for number, ask in enumerate(asks, 1)], "tokens", 0.3
+    )
 
 
 def a_frozen_client() -> None:
@@ -458,14 +500,19 @@ def a_frozen_client() -> None:
 
             freezing = asyncio.create_task(hiccup())
             target = load("stage07_loadtest.client").Target(server.url, timeout=60)
-            asks = [load("stage07_loadtest.workload").Ask([1, 2, 3, number], 1) for number in range(100)]
+            asks = [
+                load("stage07_loadtest.workload").Ask([1, 2, 3, number], 1) for number in range(100)
+            ]
             when = load("stage07_loadtest.schedule").poisson(100, 100, 4)
             point = await load("stage07_loadtest.load").run_point(target, asks, when)
             await freezing
             return point
 
     found = metrics.summarize(asyncio.run(script()), metrics.Slo())
-    shown = [(f"p{percent}", (found.at(metrics.TTFT_INTENDED, percent) or 0) * 1e3) for percent in (50, 90, 95)]
+    shown = [
+        (f"p{percent}", (found.at(metrics.TTFT_INTENDED, percent) or 0) * 1e3)
+        for percent in (50, 90, 95)
+    ]
     bars([(name, round(value)) for name, value in shown], "ms", 0.1)
     notes = [flag for flag in found.flags if not flag.startswith("short")]
     say(f"not to be trusted: {'; '.join(notes)}" if notes else "no reason for distrust")
@@ -476,10 +523,16 @@ def who_says_less() -> None:
     mock, metrics = load("stage07_loadtest.mock"), load("stage07_loadtest.metrics")
 
     async def script() -> Any:
-        async with mock.serving(mock.Behaviour(ttft=0.002, itl=0.001, fault="wrong_count", fault_every=2)) as server:
+        async with mock.serving(
+            mock.Behaviour(ttft=0.002, itl=0.001, fault="wrong_count", fault_every=2)
+        ) as server:
             target = load("stage07_loadtest.client").Target(server.url, timeout=60)
-            asks = [load("stage07_loadtest.workload").Ask([1, 2, 3, number], 8) for number in range(20)]
-            return await load("stage07_loadtest.load").run_point(target, asks, load("stage07_loadtest.schedule").closed(4, 20))
+            asks = [
+                load("stage07_loadtest.workload").Ask([1, 2, 3, number], 8) for number in range(20)
+            ]
+            return await load("stage07_loadtest.load").run_point(
+                target, asks, load("stage07_loadtest.schedule").closed(4, 20)
+            )
 
     found = metrics.summarize(asyncio.run(script()), metrics.Slo())
     say(f"{found.succeeded} of {found.requests} succeeded; failures: {found.failures or 'none'}")

@@ -31,7 +31,11 @@ def outcomes(jobs: Sequence[dict[str, Any]], seconds: float = LONGEST) -> list[d
     with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
         path = Path(temporary) / "jobs.json"
         path.write_text(json.dumps(list(jobs)), encoding="utf-8")
-        variables = {"STAIRCASE_MINE": temporary, "HYPOTHESIS_STORAGE_DIRECTORY": temporary, "PYTHONUTF8": "1"}
+        variables = {
+            "STAIRCASE_MINE": temporary,
+            "HYPOTHESIS_STORAGE_DIRECTORY": temporary,
+            "PYTHONUTF8": "1",
+        }
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "shared.museum.trials", str(path)],
@@ -48,7 +52,9 @@ def outcomes(jobs: Sequence[dict[str, Any]], seconds: float = LONGEST) -> list[d
             raise TimeoutError(f"the tests took longer than {seconds * len(jobs):g} s") from None
         written = path.with_name(WRITTEN)
         if done.returncode or not written.is_file():  # a copy may end the process as it likes
-            raise RuntimeError(f"the tests ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"the tests ended with status {done.returncode}:\n{done.stderr[-2000:]}"
+            )
         found: list[dict[str, str]] = json.loads(written.read_text(encoding="utf-8"))
     return found
 
@@ -63,7 +69,9 @@ class _Outcomes:
         """Keep Hypothesis from looking for the smallest example that fails: that it fails is enough here, and soon said."""
         from hypothesis import Phase, settings
 
-        settings.register_profile("trials", settings.get_profile("staircase"), phases=(Phase.explicit, Phase.generate))
+        settings.register_profile(
+            "trials", settings.get_profile("staircase"), phases=(Phase.explicit, Phase.generate)
+        )
         settings.load_profile("trials")
 
     def pytest_collectreport(self, report: Any) -> None:

@@ -32,7 +32,9 @@ LONGEST_STORY = 600  # tokens; the grammar's longest are under 500
 def text_nats(model: Any, ids: list[int], start: int = 0) -> float:
     """-ln p of ids[start + 1:] given what stands before them, in nats."""
     logits = model(torch.tensor([ids])).logits[0, start:-1].float()  # (T, V)
-    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start + 1 :]), reduction="sum"))
+    return float(
+        torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start + 1 :]), reduction="sum")
+    )
 
 
 def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
@@ -69,10 +71,17 @@ def far_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
         nats += text_nats(model, whole, start=len(ids) - 1)
         floor -= story.log_probability
         tokens += len(whole) - len(ids)
-    return {"tokens": tokens, "cross_entropy": nats / tokens, "floor": floor / tokens, "excess": nats / floor - 1}
+    return {
+        "tokens": tokens,
+        "cross_entropy": nats / tokens,
+        "floor": floor / tokens,
+        "excess": nats / floor - 1,
+    }
 
 
-def sampled(model: Any, tokenizer: Any, count: int, top_p: float, batch: int = 50) -> dict[str, Any]:
+def sampled(
+    model: Any, tokenizer: Any, count: int, top_p: float, batch: int = 50
+) -> dict[str, Any]:
     """Sample `count` stories and count those that the grammar can read; keep the first three that it cannot."""
     torch.manual_seed(0)
     end = tokenizer.eos_token_id
@@ -91,7 +100,10 @@ def sampled(model: Any, tokenizer: Any, count: int, top_p: float, batch: int = 5
         "top_p": top_p,
         "straight": len(texts) - len(broken),
         "different": len(set(texts)),
-        "broken": [{"text": text, "readable_until": text[: grammar.load().readable_until(text)][-60:]} for text in broken[:3]],
+        "broken": [
+            {"text": text, "readable_until": text[: grammar.load().readable_until(text)][-60:]}
+            for text in broken[:3]
+        ],
         "example": texts[0],
     }
 
@@ -100,8 +112,16 @@ def entropy_facts(tokenizer: Any, count: int = 20_000) -> dict[str, Any]:
     """The grammar's entropy: nats a story with its standard error, and nats a token of this tokenizer."""
     nats, error = grammar.entropy(count)
     texts = [story.text for story in itertools.islice(grammar.stories("entropy"), 2000)]
-    tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts) / len(texts)  # and the token that ends the story
-    return {"stories": count, "nats": nats, "standard_error": error, "tokens_per_story": tokens, "nats_per_token": nats / tokens}
+    tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts) / len(
+        texts
+    )  # and the token that ends the story
+    return {
+        "stories": count,
+        "nats": nats,
+        "standard_error": error,
+        "tokens_per_story": tokens,
+        "nats_per_token": nats / tokens,
+    }
 
 
 CARD = """---
@@ -157,19 +177,25 @@ def runs_of(training: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [] if training is None else [*runs_of(training.get("before")), training]
 
 
-def write_card(folder: Path, evaluation: dict[str, Any], training: dict[str, Any], config: Any) -> None:
+def write_card(
+    folder: Path, evaluation: dict[str, Any], training: dict[str, Any], config: Any
+) -> None:
     """README.md of the checkpoint folder, from the two JSON files and the grammar; nothing in it is typed by hand."""
     source = grammar.load()
     weights = folder / "model.safetensors"
     beats = [beat for plot in source.plots for beat in plot.before + plot.after]
-    variants = sum(map(len, beats)) + sum(map(len, (source.openings, source.habits, source.interludes, source.endings)))
+    variants = sum(map(len, beats)) + sum(
+        map(len, (source.openings, source.habits, source.interludes, source.endings))
+    )
     runs = runs_of(training)
     commands = [
         f"Run {number}: `{run['command']}`, {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} minutes on {run['processor']}, "
         f"with torch {run['torch']} and transformers {run['transformers']}."
         for number, run in enumerate(runs, 1)
     ]
-    held, far, told, floor = (evaluation[name] for name in ("held_out", "far_out", "sampled", "entropy"))
+    held, far, told, floor = (
+        evaluation[name] for name in ("held_out", "far_out", "sampled", "entropy")
+    )
     text = CARD.format(
         layers=config.n_layer, width=config.n_embd, heads=config.n_head, vocabulary=config.vocab_size,
         parameters=training["parameters"], megabytes=weights.stat().st_size / 1e6, plots=len(source.plots), variants=variants,
@@ -192,13 +218,20 @@ def main(argv: list[str] | None = None) -> None:
         "  python -m shared.stories.evaluate\n  python -m shared.stories.evaluate --folder my-model --stories 100",
     )
     folder = grammar.FOLDER / "model"
-    parser.add_argument("--folder", type=Path, default=folder, help="the checkpoint; default is the embedded one")
     parser.add_argument(
-        "--stories", type=cli.whole_number(10, 100_000), default=1000, help="held-out stories; default %(default)s"
+        "--folder", type=Path, default=folder, help="the checkpoint; default is the embedded one"
+    )
+    parser.add_argument(
+        "--stories",
+        type=cli.whole_number(10, 100_000),
+        default=1000,
+        help="held-out stories; default %(default)s",
     )
     options = parser.parse_args(argv)
     if not (options.folder / "training.json").exists():
-        raise UserError(f"{options.folder} has no training.json: train a model there with python -m shared.stories.train.")
+        raise UserError(
+            f"{options.folder} has no training.json: train a model there with python -m shared.stories.train."
+        )
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     model = AutoModelForCausalLM.from_pretrained(options.folder).eval()
     started = time.perf_counter()
@@ -211,7 +244,9 @@ def main(argv: list[str] | None = None) -> None:
             "sampled_top_p": sampled(model, tokenizer, 200, top_p=TOP_P),
         }
     evaluation["seconds"] = round(time.perf_counter() - started, 1)
-    (options.folder / "evaluation.json").write_text(json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (options.folder / "evaluation.json").write_text(
+        json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     training = json.loads((options.folder / "training.json").read_text(encoding="utf-8"))
     write_card(options.folder, evaluation, training, model.config)
     held, told = evaluation["held_out"], evaluation["sampled"]

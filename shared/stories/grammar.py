@@ -25,8 +25,22 @@ FOLDER = Path(__file__).parent
 INTERLUDE_PROBABILITY = 0.5
 
 PRONOUNS = {
-    "girl": {"he": "she", "him": "her", "his": "her", "himself": "herself", "girl": "girl", "boy": "girl"},
-    "boy": {"he": "he", "him": "him", "his": "his", "himself": "himself", "girl": "boy", "boy": "boy"},
+    "girl": {
+        "he": "she",
+        "him": "her",
+        "his": "her",
+        "himself": "herself",
+        "girl": "girl",
+        "boy": "girl",
+    },
+    "boy": {
+        "he": "he",
+        "him": "him",
+        "his": "his",
+        "himself": "himself",
+        "girl": "boy",
+        "boy": "boy",
+    },
 }
 
 
@@ -73,7 +87,9 @@ class Story:
 
 def parse_template(source: str) -> Template:
     parts: list[str | Slot | Phrase] = []
-    for literal, phrase, name, form in re.findall(r"([^{}\[\]]+)|\[([^]]+)\]|\{(\w+)(?:\.(\w+))?\}", source):
+    for literal, phrase, name, form in re.findall(
+        r"([^{}\[\]]+)|\[([^]]+)\]|\{(\w+)(?:\.(\w+))?\}", source
+    ):
         if literal:
             parts.append(literal)
         elif phrase:
@@ -90,7 +106,9 @@ def parse_beat(line: str) -> Beat:
 
 def insert_synonyms(text: str, synonyms: str) -> str:
     """Turn every phrase that opens a line of `synonyms` into `[phrase|other|...]`, wherever it stands in `text`."""
-    lines = [line.split(" | ") for line in synonyms.splitlines() if line and not line.startswith("#")]
+    lines = [
+        line.split(" | ") for line in synonyms.splitlines() if line and not line.startswith("#")
+    ]
     marked = {options[0]: "[" + "|".join(options) + "]" for options in lines}
     if not marked:
         return text
@@ -134,11 +152,15 @@ class Grammar:
         self.habits: Beat = tuple(parse_template(line) for line in sections["habits"])
         self.interludes: Beat = tuple(parse_template(line) for line in sections["interludes"])
         self.endings: Beat = tuple(parse_template(line) for line in sections["endings"])
-        self._furthest = 0  # where the last beat ended that `_read_beats` could read: how far a text is right
+        self._furthest = (
+            0  # where the last beat ended that `_read_beats` could read: how far a text is right
+        )
         self.plots: list[Plot] = []
         for name, lines in parse_headings(plots).items():
             if lines.count("~") != 1:
-                raise ValueError(f"plot '{name}' needs exactly one line '~', the place where an interlude may stand")
+                raise ValueError(
+                    f"plot '{name}' needs exactly one line '~', the place where an interlude may stand"
+                )
             pause = lines.index("~")
             self.plots.append(
                 Plot(
@@ -189,13 +211,22 @@ class Grammar:
             return text
 
         plot = choose(self.plots)
-        first = [write(choose(self.openings)), write(choose(self.habits))] + [write(choose(beat)) for beat in plot.before]
+        first = [write(choose(self.openings)), write(choose(self.habits))] + [
+            write(choose(beat)) for beat in plot.before
+        ]
         with_interlude = rng.random() < INTERLUDE_PROBABILITY
-        log_probability += math.log(INTERLUDE_PROBABILITY if with_interlude else 1 - INTERLUDE_PROBABILITY)
+        log_probability += math.log(
+            INTERLUDE_PROBABILITY if with_interlude else 1 - INTERLUDE_PROBABILITY
+        )
         second = [write(choose(self.interludes))] if with_interlude else []
         second += [write(choose(beat)) for beat in plot.after]
         ending = write(choose(self.endings))
-        return Story("\n".join([" ".join(first), " ".join(second), ending]), plot.name, fillings, log_probability)
+        return Story(
+            "\n".join([" ".join(first), " ".join(second), ending]),
+            plot.name,
+            fillings,
+            log_probability,
+        )
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
@@ -236,7 +267,9 @@ class Grammar:
         if not text.startswith(joint, start):
             return
         for template in beat:
-            for end, filled, log_p in self._read_template(template, text, start + len(joint), fillings):
+            for end, filled, log_p in self._read_template(
+                template, text, start + len(joint), fillings
+            ):
                 for last, all_filled, more in self._read_beats(rest, text, end, filled):
                     yield last, all_filled, log_p + more - math.log(len(beat))
 
@@ -254,7 +287,9 @@ class Grammar:
         if isinstance(part, Phrase):
             for option in part.options:
                 if text.startswith(option, start):
-                    for end, filled, log_p in self._read_template(rest, text, start + len(option), fillings):
+                    for end, filled, log_p in self._read_template(
+                        rest, text, start + len(option), fillings
+                    ):
                         yield end, filled, log_p - math.log(len(part.options))
             return
         known = part.name in fillings
@@ -263,7 +298,9 @@ class Grammar:
             spelled = self.spell(part, word)
             if text.startswith(spelled, start):
                 filled = fillings if known else {**fillings, part.name: word}
-                for end, all_filled, log_p in self._read_template(rest, text, start + len(spelled), filled):
+                for end, all_filled, log_p in self._read_template(
+                    rest, text, start + len(spelled), filled
+                ):
                     yield end, all_filled, log_p - math.log(len(options))
 
 
@@ -271,7 +308,10 @@ class Grammar:
 def load() -> Grammar:
     """The grammar of this folder."""
     return Grammar(
-        *(FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("words.txt", "synonyms.txt", "frame.txt", "plots.txt"))
+        *(
+            FOLDER.joinpath(name).read_text(encoding="utf-8")
+            for name in ("words.txt", "synonyms.txt", "frame.txt", "plots.txt")
+        )
     )
 
 

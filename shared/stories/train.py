@@ -41,7 +41,9 @@ from . import grammar
 VOCABULARY = 2048  # 256 bytes, 1,791 merges, <|endoftext|>
 END_OF_TEXT = "<|endoftext|>"
 POSITIONS = 1024
-TOKENS_PER_MICRO_BATCH = 2048  # logits of 16 MB: larger ones leave the cache and pay a page fault a page
+TOKENS_PER_MICRO_BATCH = (
+    2048  # logits of 16 MB: larger ones leave the cache and pay a page fault a page
+)
 MICRO_BATCHES = 2
 WINDOW = 512
 FULL_WINDOW_SHARE = 0.15  # of the steps, at the end
@@ -49,7 +51,9 @@ COPYING_STEPS = 500  # at the start: one story three times in a window
 EMBEDDING_SPREAD = 0.1  # GPT-2's own 0.02 is made for 768 channels, ours are 192
 PEAK_LEARNING_RATE = 3e-3
 EMBEDDING_LEARNING_RATE_SHARE = 0.4
-SECOND_LEARNING_RATE_SHARE = 1 / 3  # of the peak, for a model that goes on from another: it knows nearly all already
+SECOND_LEARNING_RATE_SHARE = (
+    1 / 3
+)  # of the peak, for a model that goes on from another: it knows nearly all already
 WARMUP_STEPS = 100
 
 
@@ -59,7 +63,10 @@ def train_tokenizer(count: int = 20_000) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[], show_progress=False
+        vocab_size=VOCABULARY - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[],
+        show_progress=False,
     )
     texts = (story.text for story in itertools.islice(grammar.stories("tokenizer"), count))
     tokenizer.train_from_iterator(texts, trainer)
@@ -79,11 +86,20 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     ordered = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
     (folder / "vocab.json").write_text(json.dumps(ordered, ensure_ascii=False), encoding="utf-8")
     names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": POSITIONS, "add_prefix_space": False, **names}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "model_max_length": POSITIONS,
+        "add_prefix_space": False,
+        **names,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )
 
 
-def windows(tokenizer: Tokenizer, length: int, rng: random.Random, supply: Iterator[grammar.Story]) -> Iterator[list[int]]:
+def windows(
+    tokenizer: Tokenizer, length: int, rng: random.Random, supply: Iterator[grammar.Story]
+) -> Iterator[list[int]]:
     """Windows of `length` + 1 tokens that open with a whole story; every second one without <|endoftext|> before it,
     as a user's prompt comes without it."""
     end = VOCABULARY - 1
@@ -94,17 +110,23 @@ def windows(tokenizer: Tokenizer, length: int, rng: random.Random, supply: Itera
         yield window[: length + 1]
 
 
-def repeating_windows(tokenizer: Tokenizer, length: int, supply: Iterator[grammar.Story]) -> Iterator[list[int]]:
+def repeating_windows(
+    tokenizer: Tokenizer, length: int, supply: Iterator[grammar.Story]
+) -> Iterator[list[int]]:
     """Windows of `length` + 1 tokens that tell the beginning of one story three times."""
     while True:
         beginning = tokenizer.encode(next(supply).text).ids[: length // 3] + [VOCABULARY - 1]
         yield (beginning * 4)[: length + 1]
 
 
-def micro_batch(source: Iterator[list[int]], length: int, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+def micro_batch(
+    source: Iterator[list[int]], length: int, rng: random.Random
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids (B, length + 1) and positions (B, length): one window in three starts at 0, the others anywhere."""
     rows = TOKENS_PER_MICRO_BATCH // length
-    offsets = [0 if rng.random() < 1 / 3 else rng.randint(0, POSITIONS - length) for _ in range(rows)]
+    offsets = [
+        0 if rng.random() < 1 / 3 else rng.randint(0, POSITIONS - length) for _ in range(rows)
+    ]
     ids = torch.tensor([next(source) for _ in range(rows)])
     return ids, torch.tensor(offsets)[:, None] + torch.arange(length)
 
@@ -149,10 +171,14 @@ def load_start(folder: Path) -> tuple[GPT2LMHeadModel, Tokenizer, dict]:
     """Model, tokenizer and training facts of a folder that `train` wrote. Raises UserError if it is none."""
     try:
         before = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-        vocabulary, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        vocabulary, merges = models.BPE.read_file(
+            str(folder / "vocab.json"), str(folder / "merges.txt")
+        )
         model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no folder that this command wrote ({error}): give one, or leave --start out.") from None
+        raise UserError(
+            f"{folder} is no folder that this command wrote ({error}): give one, or leave --start out."
+        ) from None
     vocabulary.pop(END_OF_TEXT)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -163,7 +189,9 @@ def load_start(folder: Path) -> tuple[GPT2LMHeadModel, Tokenizer, dict]:
     return model, tokenizer, before
 
 
-def train(out: Path, steps: int, seed: int, width: int, layers: int, heads: int, start: Path | None = None) -> dict:
+def train(
+    out: Path, steps: int, seed: int, width: int, layers: int, heads: int, start: Path | None = None
+) -> dict:
     """Train and save to `out`; returns the facts of the run for the model card. `start`: go on from an earlier result."""
     if start is None:
         model, tokenizer, before = build_model(width, layers, heads, seed), train_tokenizer(), None
@@ -179,17 +207,29 @@ def train(out: Path, steps: int, seed: int, width: int, layers: int, heads: int,
     copying = repeating_windows(tokenizer, WINDOW, supply)
     sources = {length: windows(tokenizer, length, rng, supply) for length in (WINDOW, POSITIONS)}
     full_from = int(steps * (1 - FULL_WINDOW_SHARE))
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: learning_rate_share(step, steps)) for each in optimizers]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: learning_rate_share(step, steps))
+        for each in optimizers
+    ]
     started, smooth = time.perf_counter(), None
     progress = tqdm(range(steps), unit="step", smoothing=0.05)
     for step in progress:
         length = POSITIONS if step >= max(full_from, copying_steps) else WINDOW
         total = 0.0
         for _ in range(MICRO_BATCHES):
-            ids, positions = micro_batch(copying if step < copying_steps else sources[length], length, rng)
+            ids, positions = micro_batch(
+                copying if step < copying_steps else sources[length], length, rng
+            )
             with torch.autocast("cpu", torch.bfloat16):
-                logits = model(input_ids=ids[:, :-1], position_ids=positions, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()) / MICRO_BATCHES
+                logits = model(
+                    input_ids=ids[:, :-1], position_ids=positions, use_cache=False
+                ).logits
+            loss = (
+                torch.nn.functional.cross_entropy(
+                    logits.float().flatten(0, 1), ids[:, 1:].flatten()
+                )
+                / MICRO_BATCHES
+            )
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -203,7 +243,8 @@ def train(out: Path, steps: int, seed: int, width: int, layers: int, heads: int,
         if step % 500 == 499 or step == steps - 1:
             save_model(model, out)
     return {
-        "command": f"python -m shared.stories.train --seed {seed} --steps {steps}" + (" --start BEFORE" if start else ""),
+        "command": f"python -m shared.stories.train --seed {seed} --steps {steps}"
+        + (" --start BEFORE" if start else ""),
         "before": before,
         "seed": seed,
         "steps": steps,
@@ -226,19 +267,57 @@ def main(argv: list[str] | None = None) -> None:
     folder = grammar.FOLDER / "model"
     steps = cli.whole_number(1, 1_000_000)
     small = cli.whole_number(1, 4096)
-    parser.add_argument("--out", type=Path, default=folder, help="folder for the checkpoint; default is the embedded one")
-    parser.add_argument("--steps", type=steps, default=6000, help="optimizer steps of 4,096 tokens; default %(default)s")
-    parser.add_argument("--start", type=Path, help="folder of an earlier result to go on from; its size and vocabulary are kept")
-    parser.add_argument("--seed", type=cli.whole_number(0, 2**31), default=0, help="of weights and stories; default %(default)s")
-    parser.add_argument("--threads", type=small, default=2, help="the exact weights depend on it; default %(default)s")
-    parser.add_argument("--width", type=small, default=192, help="width of the model; default %(default)s")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=folder,
+        help="folder for the checkpoint; default is the embedded one",
+    )
+    parser.add_argument(
+        "--steps",
+        type=steps,
+        default=6000,
+        help="optimizer steps of 4,096 tokens; default %(default)s",
+    )
+    parser.add_argument(
+        "--start",
+        type=Path,
+        help="folder of an earlier result to go on from; its size and vocabulary are kept",
+    )
+    parser.add_argument(
+        "--seed",
+        type=cli.whole_number(0, 2**31),
+        default=0,
+        help="of weights and stories; default %(default)s",
+    )
+    parser.add_argument(
+        "--threads",
+        type=small,
+        default=2,
+        help="the exact weights depend on it; default %(default)s",
+    )
+    parser.add_argument(
+        "--width", type=small, default=192, help="width of the model; default %(default)s"
+    )
     parser.add_argument("--layers", type=small, default=4, help="layers; default %(default)s")
-    parser.add_argument("--heads", type=small, default=3, help="attention heads; default %(default)s")
+    parser.add_argument(
+        "--heads", type=small, default=3, help="attention heads; default %(default)s"
+    )
     options = parser.parse_args(argv)
     if options.width % options.heads:
-        raise UserError(f"A width of {options.width} cannot be shared by {options.heads} heads: choose a multiple.")
+        raise UserError(
+            f"A width of {options.width} cannot be shared by {options.heads} heads: choose a multiple."
+        )
     torch.set_num_threads(options.threads)
-    facts = train(options.out, options.steps, options.seed, options.width, options.layers, options.heads, options.start)
+    facts = train(
+        options.out,
+        options.steps,
+        options.seed,
+        options.width,
+        options.layers,
+        options.heads,
+        options.start,
+    )
     (options.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     print(f"Saved to {options.out}. Next: python -m shared.stories.evaluate --folder {options.out}")
 

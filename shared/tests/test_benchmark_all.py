@@ -22,7 +22,10 @@ def test_every_stage_is_measured_and_then_the_staircase(quick: bool) -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
 def test_on_another_device_only_the_staircase_runs(device: str) -> None:
-    assert benchmark_all.commands(False, device) == [["-m", "shared.staircase", "--device", device], ["-m", "shared.report"]]
+    assert benchmark_all.commands(False, device) == [
+        ["-m", "shared.staircase", "--device", device],
+        ["-m", "shared.report"],
+    ]
 
 
 def test_what_fails_is_said_at_the_end_and_stops_nothing(
@@ -38,7 +41,10 @@ def test_what_fails_is_said_at_the_end_and_stops_nothing(
     assert benchmark_all.main(["--quick"]) == 1
     assert ran == [f"{name}.benchmark" for name in stages.discover()] + ["shared.staircase"]
     said = capsys.readouterr()
-    assert "failed: python -m stage02_kv_cache.benchmark --quick\n" in said.err and "stage03" not in said.err
+    assert (
+        "failed: python -m stage02_kv_cache.benchmark --quick\n" in said.err
+        and "stage03" not in said.err
+    )
     assert "=== python -m stage03_batching.benchmark --quick\n" in said.out
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
     assert benchmark_all.main(["--quick"]) == 0

@@ -18,7 +18,9 @@ def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     where = f"{results['machine']['cpus']} CPUs, torch {results['versions']['torch']}, {results['threads']} threads"
-    return {"speed": f"| quick | {results['configuration']['quick']} | {results['results']} | {results['limits']} | {where} |"}
+    return {
+        "speed": f"| quick | {results['configuration']['quick']} | {results['results']} | {results['limits']} | {where} |"
+    }
 
 
 @pytest.fixture
@@ -28,17 +30,27 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "reports"
 
 
-def test_a_quick_run_shows_its_tables_and_keeps_nothing(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run_shows_its_tables_and_keeps_nothing(
+    reports: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     benchmarks.main("stage09_test", "Measures nothing.", run, tables, ["--quick"])
     assert capsys.readouterr().out.startswith("\nspeed\n\n| quick | True | {'speed'")
     assert not reports.exists()
 
 
-def test_a_full_run_is_kept_as_the_quick_one_showed_it(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_run_is_kept_as_the_quick_one_showed_it(
+    reports: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     benchmarks.main("stage09_test", "Measures nothing.", run, tables, [])
     (file,) = reports.glob("*/*.json")
-    assert capsys.readouterr().out == f"Written: reports/{file.parent.name}/stage09_test.json. Next: python -m shared.report\n"
-    kept, shown = measure.load(file), benchmarks.unsaved({**CONFIGURATION, "quick": False}, RESULTS, LIMITS)
+    assert (
+        capsys.readouterr().out
+        == f"Written: reports/{file.parent.name}/stage09_test.json. Next: python -m shared.report\n"
+    )
+    kept, shown = (
+        measure.load(file),
+        benchmarks.unsaved({**CONFIGURATION, "quick": False}, RESULTS, LIMITS),
+    )
     assert kept["kind"] == "stage09_test"
     assert {name: kept[name] for name in shown} == shown
     assert tables(kept) == tables(shown)
@@ -46,4 +58,10 @@ def test_a_full_run_is_kept_as_the_quick_one_showed_it(reports: Path, capsys: py
 
 def test_a_wrong_option_is_the_users_error_before_anything_is_measured(reports: Path) -> None:
     with pytest.raises(UserError, match="Unrecognized arguments: --quik; --help"):
-        benchmarks.main("stage09_test", "Measures nothing.", lambda quick: pytest.fail("it ran"), tables, ["--quik"])
+        benchmarks.main(
+            "stage09_test",
+            "Measures nothing.",
+            lambda quick: pytest.fail("it ran"),
+            tables,
+            ["--quik"],
+        )

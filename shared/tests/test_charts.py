@@ -31,13 +31,35 @@ def some_lines() -> Figure:
         "guess": [9, 18, 36, 78],
     }
     spread = {"first": [(9, 11), (18, 22), (38, 42), (75, 85)]}
-    return charts.lines("Batches help", "batch", "tok/s", X, series, spread=spread, dashed=["guess"], limits={"memory": 90.0})
+    return charts.lines(
+        "Batches help",
+        "batch",
+        "tok/s",
+        X,
+        series,
+        spread=spread,
+        dashed=["guess"],
+        limits={"memory": 90.0},
+    )
 
 
 def some_bars() -> Figure:
-    series = {"plain": [10.0, 20.0], "packed": [30.0, math.nan], "other": [5.0, 6.0], "fourth": [1.0, 2.0], "fifth": [3.0, 4.0]}
+    series = {
+        "plain": [10.0, 20.0],
+        "packed": [30.0, math.nan],
+        "other": [5.0, 6.0],
+        "fourth": [1.0, 2.0],
+        "fifth": [3.0, 4.0],
+    }
     spread = {"plain": [(9.0, 12.0), (19.0, 50.0)]}
-    return charts.bars("Packing helps", "tok/s", ["float32", "bfloat16"], series, spread=spread, limits={"memory": 40.0})
+    return charts.bars(
+        "Packing helps",
+        "tok/s",
+        ["float32", "bfloat16"],
+        series,
+        spread=spread,
+        limits={"memory": 40.0},
+    )
 
 
 def some_roofline() -> Figure:
@@ -45,7 +67,9 @@ def some_roofline() -> Figure:
         "float32": [(0.5, 15.0, "1"), (1.0, 30.0, "2"), (8.0, 190.0, "16")],
         "bfloat16": [(1.0, 30.0, "1"), (2.0, 55.0, "2"), (15.0, 380.0, "16")],
     }
-    return charts.roofline("Batches climb", "numbers are batches", 37.0, {"float32": 228.0, "bfloat16": 459.0}, points)
+    return charts.roofline(
+        "Batches climb", "numbers are batches", 37.0, {"float32": 228.0, "bfloat16": 459.0}, points
+    )
 
 
 CHARTS: list[Callable[[], Figure]] = [some_lines, some_bars, some_roofline]
@@ -56,9 +80,7 @@ def texts(figure: Figure) -> list[Text]:
 
 
 def test_the_same_chart_has_the_same_bytes_in_another_process(tmp_path: Path) -> None:
-    program = (
-        f"from shared.tests.test_charts import *\nfor draw in CHARTS: charts.save(draw(), Path({str(tmp_path)!r}, draw.__name__))"
-    )
+    program = f"from shared.tests.test_charts import *\nfor draw in CHARTS: charts.save(draw(), Path({str(tmp_path)!r}, draw.__name__))"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
     for draw in CHARTS:
         content = (tmp_path / draw.__name__).read_bytes()
@@ -68,7 +90,9 @@ def test_the_same_chart_has_the_same_bytes_in_another_process(tmp_path: Path) ->
 
 def test_the_users_own_settings_change_nothing() -> None:
     before = charts.render(some_bars())
-    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.hashsalt": "other", "lines.linewidth": 9}):
+    with matplotlib.rc_context(
+        {"font.size": 30, "axes.facecolor": "red", "svg.hashsalt": "other", "lines.linewidth": 9}
+    ):
         assert charts.render(some_bars()) == before
 
 
@@ -93,16 +117,30 @@ def linear_rgb(colour: str) -> np.ndarray:
 
 def lab(rgb: np.ndarray) -> np.ndarray:
     """CIE L*a*b* (D65) of linear rgb, in which a distance of about 2 can just be seen."""
-    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb.clip(0, 1)
+    xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    ) @ rgb.clip(0, 1)
     f = np.cbrt(np.maximum(xyz / [0.9505, 1.0, 1.089], 0.008856))
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
 
 # What remains of linear rgb with one kind of cone missing (Machado, Oliveira, Fernandes 2009, severity 1).
 BLINDNESS = {
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
 
 
@@ -120,7 +158,12 @@ def test_colours_are_apart_for_the_colour_blind(kind: str) -> None:
 
 def test_each_series_has_a_shape_of_its_own() -> None:
     count = len(charts.COLOURS)
-    assert len(set(charts.MARKERS)) == len({str(line) for line in charts.LINES}) == len(set(charts.HATCHES)) == count
+    assert (
+        len(set(charts.MARKERS))
+        == len({str(line) for line in charts.LINES})
+        == len(set(charts.HATCHES))
+        == count
+    )
 
 
 @pytest.mark.parametrize("draw", CHARTS)
@@ -138,7 +181,9 @@ def test_no_text_is_small_or_on_top_of_another(draw: Callable[[], Figure]) -> No
 
 
 def test_every_series_and_limit_is_named_beside_its_marks() -> None:
-    assert {"first", "second", "third", "guess", "memory"} <= {text.get_text() for text in texts(some_lines())}
+    assert {"first", "second", "third", "guess", "memory"} <= {
+        text.get_text() for text in texts(some_lines())
+    }
     labels = [text.get_text() for text in texts(some_bars())]
     assert "10.0  plain" in labels and "30.0  packed" in labels and "memory" in labels
     assert "20.0" in labels and not any("nan" in label for label in labels)

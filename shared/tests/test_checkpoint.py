@@ -21,7 +21,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from shared import checkpoint
-from shared.checkpoint import PRESETS, STORIES, WEIGHTS, Config, check_vocabulary, expected_shapes, load, random_tensors
+from shared.checkpoint import (
+    PRESETS,
+    STORIES,
+    WEIGHTS,
+    Config,
+    check_vocabulary,
+    expected_shapes,
+    load,
+    random_tensors,
+)
 from shared.errors import UserError
 from shared.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -62,12 +71,17 @@ def folder(original: Path, tmp_path: Path) -> Path:
 def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
     """Save the weights again as `change` leaves them."""
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
-    save_file({name: tensor.clone().contiguous() for name, tensor in change(tensors).items()}, folder / WEIGHTS)
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in change(tensors).items()},
+        folder / WEIGHTS,
+    )
 
 
 def configure(folder: Path, **fields: object) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields), encoding="utf-8")
+    path.write_text(
+        json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields), encoding="utf-8"
+    )
 
 
 def assert_same(ours: Tensors, theirs: Tensors) -> None:
@@ -87,10 +101,14 @@ def refusal(call: Callable[[], object]) -> str:
 # ---- what transformers wrote ------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_transformers(original: Path, model: GPT2LMHeadModel, expected: Tensors) -> None:
+def test_a_folder_of_transformers(
+    original: Path, model: GPT2LMHeadModel, expected: Tensors
+) -> None:
     loaded = load(str(original))
     assert_same(loaded.tensors, expected)
-    assert loaded.config == Config(**SIZES, layer_norm_epsilon=1e-5, eos_token_id=100, name=original.name)
+    assert loaded.config == Config(
+        **SIZES, layer_norm_epsilon=1e-5, eos_token_id=100, name=original.name
+    )
     assert loaded.config.parameter_count == model.num_parameters()
     assert loaded.config.head_dim == 8
     assert loaded.folder == original
@@ -119,7 +137,9 @@ def to_openai(tensors: Tensors) -> Tensors:
 def with_buffers(tensors: Tensors) -> Tensors:
     """The attention masks that checkpoints of 2019 carry."""
     mask = torch.tril(torch.ones(1, 1, 32, 32)).to(torch.uint8)
-    buffers = {f"h.{layer}.attn.bias": mask for layer in range(2)} | {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}
+    buffers = {f"h.{layer}.attn.bias": mask for layer in range(2)} | {
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4)
+    }
     return tensors | buffers
 
 
@@ -128,7 +148,9 @@ def without_prefix(tensors: Tensors) -> Tensors:
 
 
 SPELLINGS = {
-    "with transformer.": lambda tensors: {f"transformer.{name}": tensor for name, tensor in without_prefix(tensors).items()},
+    "with transformer.": lambda tensors: {
+        f"transformer.{name}": tensor for name, tensor in without_prefix(tensors).items()
+    },
     "without": without_prefix,
     "old buffers": with_buffers,
     "lm_head": lambda tensors: tensors | {"lm_head.weight": tensors["transformer.wte.weight"]},
@@ -137,18 +159,25 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_every_spelling_gives_the_same_tensors(folder: Path, expected: Tensors, spelling: str) -> None:
+def test_every_spelling_gives_the_same_tensors(
+    folder: Path, expected: Tensors, spelling: str
+) -> None:
     rewrite(folder, SPELLINGS[spelling])
     assert_same(load(str(folder)).tensors, expected)
 
 
 @pytest.mark.parametrize("dtype", checkpoint.DTYPES)
-def test_dtypes_of_the_file_are_kept_or_converted(folder: Path, expected: Tensors, dtype: torch.dtype) -> None:
+def test_dtypes_of_the_file_are_kept_or_converted(
+    folder: Path, expected: Tensors, dtype: torch.dtype
+) -> None:
     rewrite(folder, lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()})
     stored = {name: tensor.to(dtype) for name, tensor in expected.items()}
     assert_same(load(str(folder)).tensors, stored)
     assert {tensor.dtype for tensor in load(str(folder)).tensors.values()} == {dtype}
-    assert_same(load(str(folder), dtype=torch.float64).tensors, {name: tensor.double() for name, tensor in stored.items()})
+    assert_same(
+        load(str(folder), dtype=torch.float64).tensors,
+        {name: tensor.double() for name, tensor in stored.items()},
+    )
 
 
 RESIDENT = """
@@ -164,10 +193,19 @@ print(psutil.Process().memory_info().rss - before, sum(tensor.nbytes for tensor 
 def test_loading_maps_the_file_and_copies_nothing(tmp_path: Path) -> None:
     config = Config(vocab_size=60_000, n_positions=8, n_embd=256, n_layer=1, n_head=1)
     save_file(random_tensors(config), tmp_path / WEIGHTS)
-    fields = {name: getattr(config, name) for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")}
+    fields = {
+        name: getattr(config, name)
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+    }
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     command = [sys.executable, "-c", RESIDENT, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(checkpoint.__file__).parent.parent)
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(checkpoint.__file__).parent.parent,
+    )
     grown, size = map(int, run.stdout.split())
     assert size > 60e6
     assert grown < size / 4
@@ -182,7 +220,9 @@ def test_writing_to_a_loaded_tensor_leaves_the_file_alone(folder: Path) -> None:
 def test_stories_opens_in_transformers_with_the_same_tensors() -> None:
     """Needs the embedded model's folder."""
     loaded = load("stories")
-    assert_same(loaded.tensors, dict(AutoModelForCausalLM.from_pretrained(STORIES).transformer.state_dict()))
+    assert_same(
+        loaded.tensors, dict(AutoModelForCausalLM.from_pretrained(STORIES).transformer.state_dict())
+    )
     assert loaded.config == PRESETS["stories"]
     assert loaded.config.name == "stories"
     assert loaded.folder == STORIES
@@ -202,7 +242,9 @@ def test_stories_model_and_vocabulary_agree() -> None:
 # ---- folders that are wrong -------------------------------------------------------------------------------------
 
 
-def change(name: str, value: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[Path], None]:
+def change(
+    name: str, value: Callable[[torch.Tensor], torch.Tensor] | None
+) -> Callable[[Path], None]:
     """Change one tensor of the file; None leaves it out."""
 
     def apply(tensors: Tensors) -> Tensors:
@@ -257,35 +299,71 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config a list": (write("config.json", b"[]"), "no JSON object"),
     "config too deep": (write("config.json", b"[" * 100_000), "cannot be read as JSON"),
     "config a folder": (as_directory, "cannot be read as JSON"),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "has no model.safetensors: give a folder with weights"),
-    "pickle": (only("pytorch_model.bin"), "pytorch_model.bin but no model.safetensors, and pickles"),
+    "no weights": (
+        lambda folder: (folder / WEIGHTS).unlink(),
+        "has no model.safetensors: give a folder with weights",
+    ),
+    "pickle": (
+        only("pytorch_model.bin"),
+        "pytorch_model.bin but no model.safetensors, and pickles",
+    ),
     "pickle .pt": (only("gpt2.pt"), "gpt2.pt but no model.safetensors, and pickles"),
     "h5": (only("tf_model.h5"), "convert it with transformers"),
     "half": (half, "truncated, corrupt or not safetensors"),
     "empty": (write(WEIGHTS, b""), "truncated, corrupt or not safetensors"),
-    "no safetensors": (write(WEIGHTS, b"PK\x03\x04" * 100), "truncated, corrupt or not safetensors"),
-    "LFS pointer": (write(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"), "run git lfs pull"),
+    "no safetensors": (
+        write(WEIGHTS, b"PK\x03\x04" * 100),
+        "truncated, corrupt or not safetensors",
+    ),
+    "LFS pointer": (
+        write(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        "run git lfs pull",
+    ),
     "missing": (change("h.1.ln_2.bias", None), "missing h.1.ln_2.bias;"),
     "unexpected": (add("h.2.ln_1.bias", ZEROS), "unexpected h.2.ln_1.bias;"),
     "misshapen": (
         change("h.0.attn.c_attn.weight", lambda tensor: tensor.T),
         "misshapen h.0.attn.c_attn.weight (72, 24) instead of (24, 72);",
     ),
-    "flat": (change("wte.weight", lambda tensor: tensor.flatten()), "misshapen wte.weight (2424,) instead of (101, 24);"),
-    "another rank": (change("h.0.mlp.c_fc.weight", lambda tensor: tensor[None]), "misshapen h.0.mlp.c_fc.weight (1, 24, 96)"),
-    "whole numbers": (change("h.0.ln_1.bias", lambda tensor: tensor.to(torch.int8)), "h.0.ln_1.bias (torch.int8)"),
-    "config of another size": (lambda folder: configure(folder, n_layer=5), "missing h.2.ln_1.weight, h.2.ln_1.bias"),
+    "flat": (
+        change("wte.weight", lambda tensor: tensor.flatten()),
+        "misshapen wte.weight (2424,) instead of (101, 24);",
+    ),
+    "another rank": (
+        change("h.0.mlp.c_fc.weight", lambda tensor: tensor[None]),
+        "misshapen h.0.mlp.c_fc.weight (1, 24, 96)",
+    ),
+    "whole numbers": (
+        change("h.0.ln_1.bias", lambda tensor: tensor.to(torch.int8)),
+        "h.0.ln_1.bias (torch.int8)",
+    ),
+    "config of another size": (
+        lambda folder: configure(folder, n_layer=5),
+        "missing h.2.ln_1.weight, h.2.ln_1.bias",
+    ),
     "many": (lambda folder: configure(folder, n_layer=5), "and 33 more"),
-    "another vocabulary": (lambda folder: configure(folder, vocab_size=200), "misshapen wte.weight (101, 24) instead of (200,"),
+    "another vocabulary": (
+        lambda folder: configure(folder, vocab_size=200),
+        "misshapen wte.weight (101, 24) instead of (200,",
+    ),
     "two names": (add("wpe.weight", torch.zeros(32, 24)), "hold wpe.weight under two names"),
     "untied head": (add("lm_head.weight", torch.zeros(101, 24)), "lm_head.weight"),
     "head of another size": (add("lm_head.weight", ZEROS), "differs from wte.weight"),
     "index corrupt": (shard([]), "no JSON object"),
     "index empty": (shard({}), "no weight_map"),
     "index of numbers": (shard({"weight_map": {"wte.weight": 1}}), "no weight_map"),
-    "index outside": (shard({"weight_map": {"wte.weight": "../a.safetensors"}}), "not a file of its own folder"),
-    "index outside on Windows": (shard({"weight_map": {"wte.weight": "..\\a.safetensors"}}), "not a file of its own folder"),
-    "shard lost": (shard({"weight_map": {"wte.weight": "a.safetensors"}}), "a.safetensors is missing although"),
+    "index outside": (
+        shard({"weight_map": {"wte.weight": "../a.safetensors"}}),
+        "not a file of its own folder",
+    ),
+    "index outside on Windows": (
+        shard({"weight_map": {"wte.weight": "..\\a.safetensors"}}),
+        "not a file of its own folder",
+    ),
+    "shard lost": (
+        shard({"weight_map": {"wte.weight": "a.safetensors"}}),
+        "a.safetensors is missing although",
+    ),
 }
 
 
@@ -303,9 +381,13 @@ def test_several_faults_are_named_together(folder: Path) -> None:
     assert "missing ln_f.bias; unexpected extra" in message
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
-def test_a_damaged_file_never_gives_another_error_or_another_shape(folder: Path, original: Path, data: st.DataObject) -> None:
+def test_a_damaged_file_never_gives_another_error_or_another_shape(
+    folder: Path, original: Path, data: st.DataObject
+) -> None:
     """Cut anywhere, or with any bytes of its header or size changed."""
     content = bytearray((original / WEIGHTS).read_bytes())
     header = 8 + int.from_bytes(content[:8], "little")
@@ -313,14 +395,18 @@ def test_a_damaged_file_never_gives_another_error_or_another_shape(folder: Path,
         del content[data.draw(st.integers(0, header + 100) | st.integers(0, len(content) - 1)) :]
     else:
         for _ in range(data.draw(st.integers(1, 3))):
-            content[data.draw(st.integers(0, 7) | st.integers(8, header - 1))] = data.draw(st.integers(0, 255))
+            content[data.draw(st.integers(0, 7) | st.integers(8, header - 1))] = data.draw(
+                st.integers(0, 255)
+            )
     (folder / WEIGHTS).unlink()  # a file that is still mapped must not be written over
     (folder / WEIGHTS).write_bytes(content)
     try:
         loaded = load(str(folder))
     except UserError:
         return
-    assert {name: tuple(tensor.shape) for name, tensor in loaded.tensors.items()} == expected_shapes(loaded.config)
+    assert {
+        name: tuple(tensor.shape) for name, tensor in loaded.tensors.items()
+    } == expected_shapes(loaded.config)
 
 
 # ---- config.json ------------------------------------------------------------------------------------------------
@@ -329,13 +415,21 @@ def test_a_damaged_file_never_gives_another_error_or_another_shape(folder: Path,
 @pytest.mark.parametrize(
     "field, value, said",
     [
-        *[(field, value, f"{field} in config.json must be") for field in SIZES for value in (None, 0, -1, 2.0, "24", True)],
+        *[
+            (field, value, f"{field} in config.json must be")
+            for field in SIZES
+            for value in (None, 0, -1, 2.0, "24", True)
+        ],
         ("n_head", 5, "n_embd in config.json must be a multiple of n_head, which is 5, not 24."),
         ("n_inner", 100, "n_inner to 100"),
         ("layer_norm_epsilon", 0, "layer_norm_epsilon"),
         ("layer_norm_epsilon", math.nan, "layer_norm_epsilon"),
         ("layer_norm_epsilon", "1e-5", "layer_norm_epsilon"),
-        ("eos_token_id", 101, "eos_token_id in config.json must be a token id from 0 to 100, not 101."),
+        (
+            "eos_token_id",
+            101,
+            "eos_token_id in config.json must be a token id from 0 to 100, not 101.",
+        ),
         ("eos_token_id", -1, "from 0 to 100, not -1."),
         ("eos_token_id", [1, 2], "from 0 to 100, not [1, 2]."),
         ("activation_function", "relu", "activation_function to 'relu'; only gelu_new"),
@@ -353,7 +447,14 @@ def test_configs_that_are_refused(field: str, value: object, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, {"activation_function": "gelu_pytorch_tanh"}, {"n_inner": 96}, {"n_inner": None}, {"eos_token_id": 0}]
+    "extra",
+    [
+        {},
+        {"activation_function": "gelu_pytorch_tanh"},
+        {"n_inner": 96},
+        {"n_inner": None},
+        {"eos_token_id": 0},
+    ],
 )
 def test_configs_that_are_accepted(extra: dict[str, Any]) -> None:
     config = Config.from_dict({**SIZES, **extra}, "mine")
@@ -362,8 +463,16 @@ def test_configs_that_are_accepted(extra: dict[str, Any]) -> None:
 
 
 def test_presets_are_the_published_models() -> None:
-    counts = {name: PRESETS[name].parameter_count for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
-    assert counts == {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
+    counts = {
+        name: PRESETS[name].parameter_count
+        for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+    }
+    assert counts == {
+        "gpt2": 124_439_808,
+        "gpt2-medium": 354_823_168,
+        "gpt2-large": 774_030_080,
+        "gpt2-xl": 1_557_611_200,
+    }
     assert {PRESETS[name].head_dim for name in counts} == {64}
 
 
@@ -379,13 +488,17 @@ def test_random_weights_of_a_preset() -> None:
     first, again, other = (load("tiny", random_weights=True, seed=seed) for seed in (7, 7, 8))
     assert first.config == PRESETS["tiny"]
     assert first.folder is None
-    assert {name: tuple(tensor.shape) for name, tensor in first.tensors.items()} == expected_shapes(first.config)
+    assert {name: tuple(tensor.shape) for name, tensor in first.tensors.items()} == expected_shapes(
+        first.config
+    )
     assert_same(first.tensors, again.tensors)
     assert not torch.equal(first.tensors["wte.weight"], other.tensors["wte.weight"])
 
 
 def test_random_weights_are_spread_as_when_gpt2_training_begins() -> None:
-    tensors = random_tensors(Config(vocab_size=500, n_positions=200, n_embd=128, n_layer=8, n_head=2))
+    tensors = random_tensors(
+        Config(vocab_size=500, n_positions=200, n_embd=128, n_layer=8, n_head=2)
+    )
     residual = 0.02 / 4  # 2 * 8 layers add to the residual stream
     spreads = {"wte": 0.02, "wpe": 0.01, "h.7.attn.c_attn": 0.02, "h.7.mlp.c_fc": 0.02}
     spreads |= {"h.0.attn.c_proj": residual, "h.7.mlp.c_proj": residual}
@@ -393,7 +506,11 @@ def test_random_weights_are_spread_as_when_gpt2_training_begins() -> None:
         assert tensors[f"{name}.weight"].std().item() == pytest.approx(spread, rel=0.03)
         assert abs(tensors[f"{name}.weight"].mean().item()) < spread / 20
     assert all(not tensor.any() for name, tensor in tensors.items() if name.endswith("bias"))
-    assert all((tensor == 1).all() for name, tensor in tensors.items() if name.endswith("weight") and tensor.ndim == 1)
+    assert all(
+        (tensor == 1).all()
+        for name, tensor in tensors.items()
+        if name.endswith("weight") and tensor.ndim == 1
+    )
 
 
 def test_random_weights_are_the_same_in_every_dtype() -> None:
@@ -413,8 +530,12 @@ def test_random_weights_of_a_folder_need_its_config_alone(folder: Path) -> None:
 
 
 def test_random_weights_of_what_does_not_exist(tmp_path: Path) -> None:
-    assert "No model and no folder is called 'gpt5'" in refusal(lambda: load("gpt5", random_weights=True))
-    assert "No model and no folder" in refusal(lambda: load("owner/name", random_weights=True))  # would need the network
+    assert "No model and no folder is called 'gpt5'" in refusal(
+        lambda: load("gpt5", random_weights=True)
+    )
+    assert "No model and no folder" in refusal(
+        lambda: load("owner/name", random_weights=True)
+    )  # would need the network
     assert "config.json is missing" in refusal(lambda: load(str(tmp_path), random_weights=True))
 
 
@@ -422,7 +543,19 @@ def test_random_weights_of_what_does_not_exist(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "gpt5", "./nowhere", "../a/b", "/no/such/folder", "a/b/c", "nul\0", "~nobody-here/x", "x" * 5000], ids=str
+    "name",
+    [
+        "",
+        "gpt5",
+        "./nowhere",
+        "../a/b",
+        "/no/such/folder",
+        "a/b/c",
+        "nul\0",
+        "~nobody-here/x",
+        "x" * 5000,
+    ],
+    ids=str,
 )
 def test_unknown_names_are_told_what_is_known(name: str) -> None:
     message = refusal(lambda: load(name))
@@ -438,7 +571,9 @@ def test_tiny_has_no_weights() -> None:
     assert "add --random-weights" in refusal(lambda: load("tiny"))
 
 
-def test_a_preset_name_is_never_a_folder_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_name_is_never_a_folder_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder.rename(folder.parent / "tiny")
     monkeypatch.chdir(folder.parent)
     assert "add --random-weights" in refusal(lambda: load("tiny"))
@@ -484,7 +619,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_name_that_the_hub_does_not_know(hub: Path) -> None:
-    assert "Neither a folder nor a public model on the hub is called nobody/nothing" in refusal(lambda: load("nobody/nothing"))
+    assert "Neither a folder nor a public model on the hub is called nobody/nothing" in refusal(
+        lambda: load("nobody/nothing")
+    )
 
 
 def test_a_name_that_the_hub_does_not_allow(hub: Path) -> None:
@@ -507,7 +644,9 @@ def test_no_network(hub: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> Non
     assert "gpt2 cannot be downloaded" in message and "--model stories" in message
 
 
-def test_no_network_but_a_copy_from_before(hub: Path, original: Path, expected: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network_but_a_copy_from_before(
+    hub: Path, original: Path, expected: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -530,10 +669,14 @@ def tokenizer(words: int, eos: int | None) -> Tokenizer:
 
 
 def config_of(size: int, eos: int | None) -> Config:
-    return Config(vocab_size=size, n_positions=8, n_embd=4, n_layer=1, n_head=1, eos_token_id=eos, name="m")
+    return Config(
+        vocab_size=size, n_positions=8, n_embd=4, n_layer=1, n_head=1, eos_token_id=eos, name="m"
+    )
 
 
-@pytest.mark.parametrize("size, eos, model_eos", [(260, 259, 259), (300, 259, 259), (260, None, 259), (260, 259, None)])
+@pytest.mark.parametrize(
+    "size, eos, model_eos", [(260, 259, 259), (300, 259, 259), (260, None, 259), (260, 259, None)]
+)
 def test_vocabularies_that_fit(size: int, eos: int | None, model_eos: int | None) -> None:
     check_vocabulary(tokenizer(260, eos), config_of(size, model_eos))
 
@@ -543,4 +686,6 @@ def test_vocabularies_that_do_not_fit() -> None:
     assert "has 260 tokens and the model m only 259" in too_big
     other_end = refusal(lambda: check_vocabulary(tokenizer(260, 259), config_of(260, 0)))
     assert "with token 259 and the model m with 0" in other_end
-    assert "has 256 tokens and the model tiny only 101" in refusal(lambda: check_vocabulary(ByteTokenizer(), PRESETS["tiny"]))
+    assert "has 256 tokens and the model tiny only 101" in refusal(
+        lambda: check_vocabulary(ByteTokenizer(), PRESETS["tiny"])
+    )

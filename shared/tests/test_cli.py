@@ -49,7 +49,9 @@ def make_folder(folder: Path, vocabulary: int = 257) -> Path:
     save_file(random_tensors(Config.from_dict(FIELDS)), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
     tokens = byte_alphabet() | {f"<{i}>": i for i in range(256, vocabulary - 1)}
-    (folder / "vocab.json").write_text(json.dumps(tokens | {"<|endoftext|>": vocabulary - 1}), encoding="utf-8")
+    (folder / "vocab.json").write_text(
+        json.dumps(tokens | {"<|endoftext|>": vocabulary - 1}), encoding="utf-8"
+    )
     (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
     return folder
 
@@ -87,31 +89,55 @@ def refuses(result: tuple[int, str, str], words: str) -> None:
 def test_stages_say_the_same_and_count_it(run: Run, folder: Path) -> None:
     said = {}
     for name, main in MAINS.items():
-        status, said[name], err = run(main, "hello", "--model", str(folder), "--dtype", "float64", "--max-tokens", "9")
+        status, said[name], err = run(
+            main, "hello", "--model", str(folder), "--dtype", "float64", "--max-tokens", "9"
+        )
         assert status == 0
         speed = r"9 tokens in \d+\.\d\d s, \d+\.\d tok/s"
         assert re.fullmatch(
-            rf"\[{speed}, finish reason length; model, float64 on cpu, \d+ threads?, plain linear layers\]\n", err
+            rf"\[{speed}, finish reason length; model, float64 on cpu, \d+ threads?, plain linear layers\]\n",
+            err,
         )
     assert len(set(said.values())) == 1 and said[name].startswith("hello")
 
 
 def test_a_seed_repeats_and_another_does_not(run: Run, folder: Path) -> None:
     main = MAINS["stage02_kv_cache"]
-    arguments = ("hello", "--model", str(folder), "--max-tokens", "20", "--temperature", "1", "--seed")
+    arguments = (
+        "hello",
+        "--model",
+        str(folder),
+        "--max-tokens",
+        "20",
+        "--temperature",
+        "1",
+        "--seed",
+    )
     one, again, other = (run(main, *arguments, seed)[1] for seed in ("1", "1", "2"))
     assert one == again != other
 
 
 def test_random_weights_need_only_a_config(run: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
-    arguments = ("hello", "--model", str(tmp_path), "--random-weights", "--max-tokens", "20", "--seed")
-    one, again, other = (run(MAINS["stage02_kv_cache"], *arguments, seed) for seed in ("1", "1", "2"))
+    arguments = (
+        "hello",
+        "--model",
+        str(tmp_path),
+        "--random-weights",
+        "--max-tokens",
+        "20",
+        "--seed",
+    )
+    one, again, other = (
+        run(MAINS["stage02_kv_cache"], *arguments, seed) for seed in ("1", "1", "2")
+    )
     assert one[0] == 0 and one[1] == again[1] != other[1]
 
 
 def test_a_long_answer_stops_where_the_context_ends(run: Run, folder: Path) -> None:
-    status, _, err = run(MAINS["stage02_kv_cache"], "hello", "--model", str(folder), "--max-tokens", "1000000")
+    status, _, err = run(
+        MAINS["stage02_kv_cache"], "hello", "--model", str(folder), "--max-tokens", "1000000"
+    )
     assert status == 0 and "[43 tokens" in err and "finish reason length" in err
 
 
@@ -124,15 +150,35 @@ def test_help_shows_every_option_with_an_example(run: Run) -> None:
 
 def test_defaults_are_greedy_and_float32() -> None:
     options = cli.generation_parser("a_stage", "About.").parse_args([])
-    assert cli.sampling_fields(options) == {"max_tokens": 400, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
+    assert cli.sampling_fields(options) == {
+        "max_tokens": 400,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "seed": None,
+    }
     assert cli.choose_dtype(options.dtype, torch.device("cpu")) == torch.float32
-    assert (options.model, options.random_weights, options.linear, options.threads) == ("stories", False, "auto", None)
+    assert (options.model, options.random_weights, options.linear, options.threads) == (
+        "stories",
+        False,
+        "auto",
+        None,
+    )
 
 
 def test_threads_are_set(run: Run, folder: Path) -> None:
     before = torch.get_num_threads()
     try:
-        _, _, err = run(MAINS["stage02_kv_cache"], "hello", "--model", str(folder), "--max-tokens", "2", "--threads", "3")
+        _, _, err = run(
+            MAINS["stage02_kv_cache"],
+            "hello",
+            "--model",
+            str(folder),
+            "--max-tokens",
+            "2",
+            "--threads",
+            "3",
+        )
         assert torch.get_num_threads() == 3 and "3 threads" in err
     finally:
         torch.set_num_threads(before)
@@ -142,7 +188,9 @@ def test_text_shows_whole_characters_and_no_end_of_text(folder: Path) -> None:
     parser = cli.generation_parser("a_stage", "About.")
     loaded = cli.load_model_from(parser.parse_args(["--model", str(folder)]), stages.load_model)
     ids = [*"aé".encode(), *"€".encode()[:2], 256]
-    tokens = [SimpleNamespace(id=i, finish_reason=None) for i in ids[:-1]] + [SimpleNamespace(id=256, finish_reason="stop")]
+    tokens = [SimpleNamespace(id=i, finish_reason=None) for i in ids[:-1]] + [
+        SimpleNamespace(id=256, finish_reason="stop")
+    ]
     shown = list(cli.with_text(iter(tokens), loaded))
     assert [text for _, text in shown] == ["a", "", "é", "", "", "\ufffd"]
     assert [token for token, _ in shown] == tokens
@@ -184,12 +232,16 @@ def test_prompt_from_argument_or_standard_input(
         (b"", "a" * (cli.MOST_PROMPT_BYTES + 1), "256 KiB"),
     ],
 )
-def test_prompt_refused(monkeypatch: pytest.MonkeyPatch, data: bytes, argument: str | None, words: str) -> None:
+def test_prompt_refused(
+    monkeypatch: pytest.MonkeyPatch, data: bytes, argument: str | None, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         prompt_from(monkeypatch, data, argument)
 
 
-def test_a_person_at_a_terminal_is_told_that_the_prompt_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_person_at_a_terminal_is_told_that_the_prompt_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     with pytest.raises(UserError, match="no prompt"):
         cli.read_prompt(argparse.Namespace(prompt=None))
@@ -226,7 +278,10 @@ def test_a_person_at_a_terminal_is_told_that_the_prompt_is_missing(monkeypatch: 
         (["hello", "--seed", "many"], "--seed.*'many' is not a whole number"),
         (["hello", "--dtype", "int8"], "--dtype.*int8.*float32"),
         (["hello", "--device", "tpu"], "--device.*tpu.*cuda"),
-        (["hello", "--linear", "packed", "--dtype", "float64"], "float32.*not float64.*--linear auto"),
+        (
+            ["hello", "--linear", "packed", "--dtype", "float64"],
+            "float32.*not float64.*--linear auto",
+        ),
         (["hello", "--tempo", "1"], "unrecognized arguments: --tempo.*--help"),
         (["hello", "--temp", "1"], "unrecognized arguments"),
         (["hello", "world"], "unrecognized arguments: world"),
@@ -234,7 +289,9 @@ def test_a_person_at_a_terminal_is_told_that_the_prompt_is_missing(monkeypatch: 
     ],
 )
 def test_bad_arguments(run: Run, folder: Path, name: str, arguments: list[str], words: str) -> None:
-    refuses(run(MAINS[name], *arguments[:1], "--model", str(folder), *arguments[1:]), f"(?i){words}")
+    refuses(
+        run(MAINS[name], *arguments[:1], "--model", str(folder), *arguments[1:]), f"(?i){words}"
+    )
 
 
 def break_folder(folder: Path, how: str) -> None:
@@ -277,23 +334,35 @@ def test_broken_folders(run: Run, tmp_path: Path, how: str, words: str) -> None:
 
 
 def test_vocabulary_and_model_that_disagree(run: Run, tmp_path: Path) -> None:
-    refuses(run(MAINS["stage01_forward"], "hello", "--model", str(make_folder(tmp_path / "m", 302))), "302.*300")
+    refuses(
+        run(MAINS["stage01_forward"], "hello", "--model", str(make_folder(tmp_path / "m", 302))),
+        "302.*300",
+    )
 
 
 def test_a_name_that_is_no_model(run: Run, tmp_path: Path) -> None:
-    refuses(run(MAINS["stage01_forward"], "hello", "--model", "no-such-model"), "no-such-model.*stories, gpt2")
+    refuses(
+        run(MAINS["stage01_forward"], "hello", "--model", "no-such-model"),
+        "no-such-model.*stories, gpt2",
+    )
     refuses(run(MAINS["stage01_forward"], "hello", "--model", str(tmp_path / "missing")), "missing")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_that_is_not_there(run: Run, folder: Path) -> None:
-    refuses(run(MAINS["stage01_forward"], "hello", "--model", str(folder), "--device", "cuda"), "cuda.*--device cpu")
+    refuses(
+        run(MAINS["stage01_forward"], "hello", "--model", str(folder), "--device", "cuda"),
+        "cuda.*--device cpu",
+    )
     assert cli.choose_device("auto").type == "cpu"
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is an Apple GPU")
 def test_mps_that_is_not_there(run: Run, folder: Path) -> None:
-    refuses(run(MAINS["stage01_forward"], "hello", "--model", str(folder), "--device", "mps"), "mps.*--device cpu")
+    refuses(
+        run(MAINS["stage01_forward"], "hello", "--model", str(folder), "--device", "mps"),
+        "mps.*--device cpu",
+    )
 
 
 def test_apple_gpus_have_no_float64() -> None:
@@ -305,8 +374,13 @@ def test_apple_gpus_have_no_float64() -> None:
 
 
 def test_a_model_that_no_memory_can_hold(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"n_positions": 10**12}), encoding="utf-8")
-    refuses(run(MAINS["stage01_forward"], "hello", "--model", str(tmp_path), "--random-weights"), "memory is not enough")
+    (tmp_path / "config.json").write_text(
+        json.dumps(FIELDS | {"n_positions": 10**12}), encoding="utf-8"
+    )
+    refuses(
+        run(MAINS["stage01_forward"], "hello", "--model", str(tmp_path), "--random-weights"),
+        "memory is not enough",
+    )
 
 
 @pytest.mark.parametrize(
@@ -316,7 +390,13 @@ def test_a_model_that_no_memory_can_hold(run: Run, tmp_path: Path) -> None:
         (KeyboardInterrupt(), 130, "\n"),
         (MemoryError(), 2, "error: The memory is not enough"),
         (torch.OutOfMemoryError(), 2, "error: The memory is not enough"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."), 2, "error: The memory is"),
+        (
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+            ),
+            2,
+            "error: The memory is",
+        ),
     ],
 )
 def test_exit_status(run: Run, raised: BaseException, status: int, words: str) -> None:
@@ -340,31 +420,44 @@ def test_a_bug_keeps_its_traceback_and_a_status_is_passed_on(run: Run) -> None:
 
 def test_real_processes(folder: Path, interruptible: None) -> None:
     """What only a process of its own can show: pipes, encodings, signals. All at once, as each takes seconds to start."""
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
+    environment = {
+        **os.environ,
+        "PYTHONIOENCODING": "ascii",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hub"),
+    }
     model = ("--model", str(folder), "--max-tokens", "5")
     (long := folder / "long").mkdir()
-    (long / "config.json").write_text(json.dumps(FIELDS | {"n_positions": 20_000, "eos_token_id": None}), encoding="utf-8")
+    (long / "config.json").write_text(
+        json.dumps(FIELDS | {"n_positions": 20_000, "eos_token_id": None}), encoding="utf-8"
+    )
     with ExitStack() as stack:
 
         def start(stage: str, *arguments: str) -> subprocess.Popen[bytes]:
             command = [sys.executable, "-m", stage, *arguments]
             pipe = subprocess.PIPE
             return stack.enter_context(
-                subprocess.Popen(command, cwd=stages.ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
+                subprocess.Popen(
+                    command, cwd=stages.ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe
+                )
             )
 
         offline = start("stage02_kv_cache", "hello", "--model", "gpt2")
         reader_gone = start("stage02_kv_cache", "hello", *model)
         assert reader_gone.stdout is not None and reader_gone.stderr is not None
         reader_gone.stdout.close()
-        endless = start("stage01_forward", "--model", str(long), "--random-weights", "--max-tokens", "1000000")
+        endless = start(
+            "stage01_forward", "--model", str(long), "--random-weights", "--max-tokens", "1000000"
+        )
         assert endless.stdin is not None and endless.stdout is not None
         prompt = "Ein schöner Tag".encode()
         endless.stdin.write(prompt + b"\n")
         endless.stdin.close()
         endless.stdin = None  # or communicate would flush it
         assert endless.stdout.read(len(prompt)) == prompt  # it speaks: the loading is over
-        if sys.platform == "win32":  # there Ctrl-C goes to a whole console, this test's own process included
+        if (
+            sys.platform == "win32"
+        ):  # there Ctrl-C goes to a whole console, this test's own process included
             endless.kill()
         else:
             endless.send_signal(signal.SIGINT)
@@ -372,6 +465,8 @@ def test_real_processes(folder: Path, interruptible: None) -> None:
             assert (endless.returncode, err) == (130, b"\n")
 
         out, err = offline.communicate(timeout=120)
-        assert (offline.returncode, out) == (2, b"") and err.startswith(b"error: gpt2 cannot be downloaded"), err
+        assert (offline.returncode, out) == (2, b"") and err.startswith(
+            b"error: gpt2 cannot be downloaded"
+        ), err
         assert err.count(b"\n") == 1
         assert reader_gone.wait(120) == 141 and b"Traceback" not in reader_gone.stderr.read()

@@ -39,8 +39,13 @@ def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Once upon a time there lived" in out
 
 
-def test_one_wrong_line_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    some = {"one": lambda: doctor.Finding(NOTE, "odd", "look"), "two": lambda: doctor.Finding(WRONG, "broken", "mend it")}
+def test_one_wrong_line_is_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = {
+        "one": lambda: doctor.Finding(NOTE, "odd", "look"),
+        "two": lambda: doctor.Finding(WRONG, "broken", "mend it"),
+    }
     monkeypatch.setattr(doctor, "checks", lambda: some)
     assert doctor.main([]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -56,7 +61,11 @@ def test_one_wrong_line_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys
 def test_it_speaks_where_nothing_is_installed() -> None:
     """-S leaves out what is installed, so that not even PyTorch is there."""
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "shared.doctor"], cwd=doctor.ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-S", "-m", "shared.doctor"],
+        cwd=doctor.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 1 and done.stderr == ""
     assert re.search(r"^WRONG  packages +missing: torch, numpy, ", done.stdout, re.MULTILINE)
@@ -75,7 +84,11 @@ def test_every_pin_is_read() -> None:
     ("installed", "state", "text"),
     [
         ({"numpy": "2.4.6", "torch": "2.13.0"}, OK, "2 as in requirements.txt"),
-        ({"numpy": "2.4.6", "torch": "2.14.1+cu130"}, OK, "2 as in requirements.txt"),  # a PyTorch of one's own is allowed
+        (
+            {"numpy": "2.4.6", "torch": "2.14.1+cu130"},
+            OK,
+            "2 as in requirements.txt",
+        ),  # a PyTorch of one's own is allowed
         ({"numpy": "2.4.6+local", "torch": "2.13.0"}, OK, "2 as in requirements.txt"),
         ({"numpy": "2.4.5", "torch": "2.13.0"}, WRONG, "numpy 2.4.5 instead of 2.4.6"),
         ({"numpy": "2.4.6"}, WRONG, "missing: torch"),
@@ -94,16 +107,25 @@ def test_packages(installed: dict[str, str], state: str, text: str) -> None:
 def test_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 9, "final", 0))
     found = doctor.python()
-    assert (found.state, found.text) == (WRONG, "3.10.9 is older than 3.11") and "make .venv anew" in found.remedy
+    assert (found.state, found.text) == (
+        WRONG,
+        "3.10.9 is older than 3.11",
+    ) and "make .venv anew" in found.remedy
 
 
 def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     found = doctor.libraries()
-    assert found.state == WRONG and found.text.startswith("tiktoken cannot be imported") and found.remedy == doctor.INSTALL
+    assert (
+        found.state == WRONG
+        and found.text.startswith("tiktoken cannot be imported")
+        and found.remedy == doctor.INSTALL
+    )
 
 
-@pytest.mark.parametrize(("version", "state"), [("2.10.0", WRONG), ("2.11.0+cu128", OK), ("3.0.1", OK)])
+@pytest.mark.parametrize(
+    ("version", "state"), [("2.10.0", WRONG), ("2.11.0+cu128", OK), ("3.0.1", OK)]
+)
 def test_an_old_torch(monkeypatch: pytest.MonkeyPatch, version: str, state: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     assert doctor.libraries().state == state
@@ -111,9 +133,17 @@ def test_an_old_torch(monkeypatch: pytest.MonkeyPatch, version: str, state: str)
 
 @pytest.mark.parametrize(
     ("taken", "cpus", "quota", "state"),
-    [(4, 4, "max 100000", OK), (1, 4, "", OK), (8, 4, "", NOTE), (8, 8, "200000 100000", NOTE), (2, 8, "200000 100000", OK)],
+    [
+        (4, 4, "max 100000", OK),
+        (1, 4, "", OK),
+        (8, 4, "", NOTE),
+        (8, 8, "200000 100000", NOTE),
+        (2, 8, "200000 100000", OK),
+    ],
 )
-def test_more_threads_than_processors(monkeypatch: pytest.MonkeyPatch, taken: int, cpus: int, quota: str, state: str) -> None:
+def test_more_threads_than_processors(
+    monkeypatch: pytest.MonkeyPatch, taken: int, cpus: int, quota: str, state: str
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: taken)
     monkeypatch.setattr(measure, "cpus", lambda: cpus)
     monkeypatch.setattr(doctor, "_cgroup", lambda name: quota)
@@ -125,10 +155,18 @@ def test_more_threads_than_processors(monkeypatch: pytest.MonkeyPatch, taken: in
 
 @pytest.mark.parametrize(
     ("available", "most", "state"),
-    [(8.0, "max", OK), (8.0, "", OK), (2.0, "max", NOTE), (8.0, str(2 * doctor.GIB), NOTE), (0.5, "max", WRONG)],
+    [
+        (8.0, "max", OK),
+        (8.0, "", OK),
+        (2.0, "max", NOTE),
+        (8.0, str(2 * doctor.GIB), NOTE),
+        (0.5, "max", WRONG),
+    ],
 )
 def test_memory(monkeypatch: pytest.MonkeyPatch, available: float, most: str, state: str) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(available * doctor.GIB)))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=int(available * doctor.GIB))
+    )
     monkeypatch.setattr(doctor, "_cgroup", lambda name: most)
     found = doctor.memory()
     assert (found.state, bool(found.remedy)) == (state, state != OK)
@@ -136,7 +174,9 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, available: float, most: str, st
 
 @pytest.mark.parametrize(("free", "state"), [(5.0, OK), (0.5, NOTE), (0.01, WRONG)])
 def test_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: float, state: str) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free * doctor.GIB)))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free * doctor.GIB))
+    )
     assert doctor.disk(tmp_path).state == state
     assert not list(tmp_path.iterdir())
 
@@ -154,7 +194,9 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         (("abcdef1234", True), NOTE, "differ from commit abcdef1"),
     ],
 )
-def test_changed_files_are_said(monkeypatch: pytest.MonkeyPatch, git: tuple[Any, Any], state: str, text: str) -> None:
+def test_changed_files_are_said(
+    monkeypatch: pytest.MonkeyPatch, git: tuple[Any, Any], state: str, text: str
+) -> None:
     monkeypatch.setattr(measure, "git_state", lambda: git)
     found = doctor.code()
     assert found.state == state and text in found.text
@@ -165,7 +207,10 @@ def test_a_gpu_that_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(torch, "ones", raising(RuntimeError("no kernel image is available\nmore")))
     found = doctor.device()
-    assert (found.state, found.text) == (WRONG, "Some GPU does not compute: no kernel image is available")
+    assert (found.state, found.text) == (
+        WRONG,
+        "Some GPU does not compute: no kernel image is available",
+    )
     assert "--device cpu" in found.remedy
 
 
@@ -184,10 +229,14 @@ def test_a_machine_that_does_not_answer_itself(monkeypatch: pytest.MonkeyPatch) 
 def test_a_model_that_says_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer of four without its attention: the text is still a text, and another one."""
     changed = checkpoint.load("stories")
-    changed.tensors["h.1.attn.c_proj.weight"] = torch.zeros_like(changed.tensors["h.1.attn.c_proj.weight"])
+    changed.tensors["h.1.attn.c_proj.weight"] = torch.zeros_like(
+        changed.tensors["h.1.attn.c_proj.weight"]
+    )
     monkeypatch.setattr(checkpoint, "load", lambda name: changed)
     found = doctor.model()
-    assert found.state == WRONG and f"and not with '{doctor.STORY[:60]}" in found.text and found.remedy
+    assert (
+        found.state == WRONG and f"and not with '{doctor.STORY[:60]}" in found.text and found.remedy
+    )
 
 
 def test_a_model_file_that_is_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -202,7 +251,10 @@ def test_a_model_file_that_is_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_a_check_that_fails_is_what_it_found() -> None:
     found = doctor.examine("odd", raising(ZeroDivisionError("by zero")))
-    assert (found.state, found.text) == (WRONG, "ZeroDivisionError: by zero") and "'odd'" in found.remedy
+    assert (found.state, found.text) == (
+        WRONG,
+        "ZeroDivisionError: by zero",
+    ) and "'odd'" in found.remedy
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:

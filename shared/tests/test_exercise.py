@@ -45,7 +45,11 @@ def solve(stage: str, number: int) -> None:
     path = mine.folder(stage) / task.file
     reference = mine.read(stages.ROOT / stage / task.file)
     for other in mine.tasks(stage):
-        if other.file == task.file and other != task and mine.is_open(mine.read(path), stage, other):
+        if (
+            other.file == task.file
+            and other != task
+            and mine.is_open(mine.read(path), stage, other)
+        ):
             reference = mine.emptied(reference, stage, other)
     mine.write(path, reference)
 
@@ -67,7 +71,12 @@ def pytest_mine(*runs: tuple[Path, list[str]]) -> list[tuple[int, str]]:
     All in one process, which is what it takes most of the time to start.
     """
     done = subprocess.run(
-        [sys.executable, "-c", RUN_AGAIN, json.dumps([(str(home), arguments) for home, arguments in runs])],
+        [
+            sys.executable,
+            "-c",
+            RUN_AGAIN,
+            json.dumps([(str(home), arguments) for home, arguments in runs]),
+        ],
         cwd=stages.ROOT,
         env=os.environ | {"PYTHONUTF8": "1"},
         stdin=subprocess.DEVNULL,
@@ -83,7 +92,11 @@ def pytest_mine(*runs: tuple[Path, list[str]]) -> list[tuple[int, str]]:
 
 def ran(output: str, outcome: str) -> set[str]:
     """The tests that ended so, FAILED, ERROR or PASSED, by ids without parameters."""
-    return {line.split()[1].partition("[")[0] for line in output.splitlines() if line.startswith(f"{outcome} ")}
+    return {
+        line.split()[1].partition("[")[0]
+        for line in output.splitlines()
+        if line.startswith(f"{outcome} ")
+    }
 
 
 # ---- the tasks ----
@@ -96,7 +109,9 @@ def test_tasks_are_well_formed(stage: str) -> None:
 
 def test_an_empty_task_fails_with_its_own_message() -> None:
     """One test of each task, in all stages; the rest takes minutes and is below."""
-    fresh = {stage: {file: mine.fresh(stage, file) for file in mine.files(stage)} for stage in WITH_TASKS}
+    fresh = {
+        stage: {file: mine.fresh(stage, file) for file in mine.files(stage)} for stage in WITH_TASKS
+    }
     assert list(proof.judge_empty(proof.run(fresh, most=1), None, most=1)) == []
 
 
@@ -113,7 +128,9 @@ def test_with_all_tasks_open_all_other_tests_pass(stage: str, home: Path) -> Non
     ((_, output),) = pytest_mine((home, [stage]))
     tests = [each.partition("/")[2] for each in ran(output, "FAILED") | ran(output, "ERROR")]
     assert tests, output[-2000:]
-    assert [test for test in tests if not any(task.judged_by(test) for task in mine.tasks(stage))] == []
+    assert [
+        test for test in tests if not any(task.judged_by(test) for task in mine.tasks(stage))
+    ] == []
 
 
 def test_the_proof_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,25 +151,35 @@ def test_the_proof_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         "there is no KVCache.none", "task 4: its title is too long", "task 5: it needs",
     ):  # fmt: skip
         assert words in said
-    two = (task(1, "KVCache.crop", "tests/a.py::test_a", "tests/a.py::test_b"), task(2, "KVCache.extend", "tests/a.py::test_c"))
+    two = (
+        task(1, "KVCache.crop", "tests/a.py::test_a", "tests/a.py::test_b"),
+        task(2, "KVCache.extend", "tests/a.py::test_c"),
+    )
     monkeypatch.setattr(mine, "tasks", lambda stage: two)
     own = mine.message(STAGE, two[0])
     said_by = {"test_a[1]": own, "test_a[2]": "", "test_b": own, "test_c": ""}
     outcomes = {(STAGE, f"tests/a.py::{name}"): said for name, said in said_by.items()}
     assert list(proof.judge_empty(outcomes, 1)) == []
     assert "task 2: tests/a.py::test_c passes though" in "".join(proof.judge_empty(outcomes, None))
-    assert "test_b was not run" in "".join(proof.judge_empty({each: outcomes[each] for each in list(outcomes)[:2]}, 1))
+    assert "test_b was not run" in "".join(
+        proof.judge_empty({each: outcomes[each] for each in list(outcomes)[:2]}, 1)
+    )
     outcomes[STAGE, "tests/a.py::test_b"] = "AssertionError"
     outcomes[STAGE, "tests/a.py::test_c"] = own
     said = "".join(proof.judge_empty(outcomes, 1))
-    assert "test_b fails with another message" in said and "task 2: tests/a.py::test_c fails because task 1 is empty" in said
+    assert (
+        "test_b fails with another message" in said
+        and "task 2: tests/a.py::test_c fails because task 1 is empty" in said
+    )
     assert "test_c fails with the reference" in "".join(proof.failures(outcomes, "the reference"))
 
 
 # ---- pytest --mine ----
 
 
-def test_a_student_starts_fails_writes_and_passes(tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_student_starts_fails_writes_and_passes(
+    tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def at(name: str) -> Path:
         monkeypatch.setattr(mine, "HOME", tmp_path / name)
         return tmp_path / name
@@ -181,10 +208,18 @@ def test_a_student_starts_fails_writes_and_passes(tmp_path: Path, say: Any, monk
         (serving, ["stage06_serving/tests/test_text.py", "-k", "streams_say or overlap"]),
         (tmp_path / "none", [STAGE]),
     )
-    (failure, of_fresh), (success, of_solved), (spoilt_failure, _), (_, of_serving), (usage_error, of_none) = runs
+    (
+        (failure, of_fresh),
+        (success, of_solved),
+        (spoilt_failure, _),
+        (_, of_serving),
+        (usage_error, of_none),
+    ) = runs
 
     assert failure == 1
-    assert ran(of_fresh, "FAILED") == {f"{STAGE}/{test}" for task in mine.tasks(STAGE) for test in task.tests}, of_fresh
+    assert ran(of_fresh, "FAILED") == {
+        f"{STAGE}/{test}" for task in mine.tasks(STAGE) for test in task.tests
+    }, of_fresh
     assert ran(of_fresh, "PASSED")  # tests that no task has
     for task in mine.tasks(STAGE):
         assert mine.message(STAGE, task) in of_fresh
@@ -192,7 +227,9 @@ def test_a_student_starts_fails_writes_and_passes(tmp_path: Path, say: Any, monk
     assert "to write" in status() and "written" not in status() and "passes" not in status()
 
     assert success == 0
-    assert ran(of_solved, "PASSED") == {f"{STAGE}/{test}" for test in mine.find_task(STAGE, 1).tests}, of_solved
+    assert ran(of_solved, "PASSED") == {
+        f"{STAGE}/{test}" for test in mine.find_task(STAGE, 1).tests
+    }, of_solved
     at("solved")
     assert "1  passes" in status() and "  20 of 100" in say("status")
 
@@ -201,9 +238,10 @@ def test_a_student_starts_fails_writes_and_passes(tmp_path: Path, say: Any, monk
     assert "1  fails" in status()
 
     # What starts a process is skipped, and says why.
-    assert "1 failed, 1 skipped" in of_serving and "it starts a process, and that would run the reference" in of_serving, (
-        of_serving
-    )
+    assert (
+        "1 failed, 1 skipped" in of_serving
+        and "it starts a process, and that would run the reference" in of_serving
+    ), of_serving
     # Without a copy there is nothing to test.
     assert usage_error == 4 and "python -m shared.exercise start stage02" in of_none, of_none
 
@@ -232,7 +270,9 @@ def test_status_of_all_stages(home: Path, say: Any) -> None:
 def test_hints_come_in_steps(say: Any) -> None:
     task = mine.find_task(STAGE, 3)
     first = say("hint", "stage02", "3")
-    assert "Hint 1 of 3" in first and "Hint 2 of 3" not in first and "hint stage02 3 --step 2" in first
+    assert (
+        "Hint 1 of 3" in first and "Hint 2 of 3" not in first and "hint stage02 3 --step 2" in first
+    )
     assert all(f"{STAGE}/{test}" in first for test in task.tests)
     last = say("hint", "stage02", "3", "--step", "3")
     assert "Hint 1 of 3" in last and "Hint 3 of 3" in last and "--step" not in last
@@ -253,7 +293,11 @@ def test_diff_shows_what_is_otherwise(home: Path, say: Any) -> None:
         say("diff", "2")
     mine.start(STAGE)
     said = say("diff", "2", "4")
-    assert "-        raise NotImplementedError(" in said and "+        while reason is None:" in said and "cache.py" not in said
+    assert (
+        "-        raise NotImplementedError(" in said
+        and "+        while reason is None:" in said
+        and "cache.py" not in said
+    )
     for task in mine.tasks(STAGE):
         solve(STAGE, task.number)
     assert "word for word" in say("diff", "2")
@@ -320,12 +364,16 @@ def test_diff_of_a_file_that_is_no_text(home: Path, say: Any) -> None:
     ],
     ids=str,
 )
-def test_bad_arguments_are_one_sentence(arguments: list[str], says: str, home: Path, say: Any) -> None:
+def test_bad_arguments_are_one_sentence(
+    arguments: list[str], says: str, home: Path, say: Any
+) -> None:
     with pytest.raises(UserError, match=says):
         say(*arguments)
 
 
-def test_grade_writes_both_kinds_of_results(home: Path, say: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grade_writes_both_kinds_of_results(
+    home: Path, say: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a stand-in for the judge, which has tests of its own: the first task is right and the others are not."""
     mine.start(STAGE)
     judged = []
@@ -338,6 +386,10 @@ def test_grade_writes_both_kinds_of_results(home: Path, say: Any, tmp_path: Path
     out, junit = tmp_path / "results.json", tmp_path / "results.xml"
     said = say("grade", "--out", str(out), "--junit", str(junit))
     assert judged == [(STAGE, task.number) for task in mine.tasks(STAGE)]
-    assert " 20 of  20  stage02 task 1" in said and "  0 of  30  stage02 task 2" in said and " 20 of 100  all" in said
+    assert (
+        " 20 of  20  stage02 task 1" in said
+        and "  0 of  30  stage02 task 2" in said
+        and " 20 of 100  all" in said
+    )
     assert json.loads(out.read_text(encoding="utf-8"))["score"] == 20
     assert 'failures="3"' in junit.read_text(encoding="utf-8")

@@ -78,7 +78,10 @@ def test_what_is_right_passes(judge: Any) -> None:
 
 def test_what_is_wrong_fails_and_prints_no_passing_report(judge: Any) -> None:
     """It tells pytest that everything passes: a test that cannot pass gives it away."""
-    why = judge(WRONG + "import _pytest.reports\n_pytest.reports.TestReport.failed = property(lambda self: False)\n")
+    why = judge(
+        WRONG
+        + "import _pytest.reports\n_pytest.reports.TestReport.failed = property(lambda self: False)\n"
+    )
     assert why.startswith("A test that cannot pass was reported as passed")
 
 
@@ -147,8 +150,15 @@ def child(tmp_path: Path) -> Any:
 
 
 def test_a_process_gets_its_job_and_reports(child: Any) -> None:
-    ended, report, output = child("import sys; print('report', sys.stdin.read()); print('said', file=sys.stderr); sys.exit(3)")
-    assert "exit status 3" in ended and report.startswith(b"report {") and b"secret" in report and output.strip() == "said"
+    ended, report, output = child(
+        "import sys; print('report', sys.stdin.read()); print('said', file=sys.stderr); sys.exit(3)"
+    )
+    assert (
+        "exit status 3" in ended
+        and report.startswith(b"report {")
+        and b"secret" in report
+        and output.strip() == "said"
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,9 +166,21 @@ def test_a_process_gets_its_job_and_reports(child: Any) -> None:
     [
         ("while True: pass", Limits(seconds=1), "longer than 1 s"),
         ("while True: print('x' * 10000)", Limits(seconds=1), "longer than 1 s"),
-        ("import sys\nwhile True: sys.stderr.write('x' * 10000)", Limits(seconds=1), "longer than 1 s"),
-        ("import time\nx = [b'1' * 2**20 for _ in range(300)]\ntime.sleep(60)", Limits(memory=200), "200 MiB of memory"),
-        ("import time\nopen('../scratch/x', 'wb').write(b'1' * 2**24)\ntime.sleep(60)", Limits(disk=8), "8 MiB to disk"),
+        (
+            "import sys\nwhile True: sys.stderr.write('x' * 10000)",
+            Limits(seconds=1),
+            "longer than 1 s",
+        ),
+        (
+            "import time\nx = [b'1' * 2**20 for _ in range(300)]\ntime.sleep(60)",
+            Limits(memory=200),
+            "200 MiB of memory",
+        ),
+        (
+            "import time\nopen('../scratch/x', 'wb').write(b'1' * 2**24)\ntime.sleep(60)",
+            Limits(disk=8),
+            "8 MiB to disk",
+        ),
     ],
     ids=["loops", "prints", "prints errors", "memory", "disk"],
 )
@@ -181,7 +203,10 @@ print(subprocess.check_output([sys.executable, "-c", {orphan!r}], text=True))
     _, report, _ = child(code)
     pids = [int(word) for word in report.split()]
     assert len(pids) == 2 and time.monotonic() - started < 90
-    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    assert not any(
+        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        for pid in pids
+    )
 
 
 def test_a_folder_is_measured_while_it_changes(tmp_path: Path) -> None:
@@ -318,12 +343,23 @@ def test_only_a_whole_report_counts() -> None:
 def test_a_report_needs_the_word_and_comes_once() -> None:
     good = b'w0rd {"tests": {}}\n'
     assert grading._read_report(b"noise\n" + good, "w0rd") == {"tests": {}}
-    for data in (b"", b"noise", b'{"tests": {}}', good + good, b"w0rd [1]\n", b"w0rd {", b"word {}"):
+    for data in (
+        b"",
+        b"noise",
+        b'{"tests": {}}',
+        good + good,
+        b"w0rd [1]\n",
+        b"w0rd {",
+        b"word {}",
+    ):
         assert grading._read_report(data, "w0rd") is None
 
 
 def test_what_is_shown_is_short_and_harmless() -> None:
-    why = verdict({"tests": {TEST: "\x1b[31m" + "long " * 1000, CANARY: "x"}}, "\x1b]0;title\x07\0" + "noise " * 5000)
+    why = verdict(
+        {"tests": {TEST: "\x1b[31m" + "long " * 1000, CANARY: "x"}},
+        "\x1b]0;title\x07\0" + "noise " * 5000,
+    )
     assert len(why) < 3000 and all(letter.isprintable() or letter == "\n" for letter in why)
 
 
@@ -343,13 +379,18 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Path | Non
 
 
 @pytest.mark.parametrize("place", [STAGE, f"mine/{STAGE}", "."])
-def test_a_submission_is_found_in_three_shapes(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submission_is_found_in_three_shapes(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / place
     folder.mkdir(parents=True, exist_ok=True)
     mine.write(folder / FILE, REFERENCE)
     judged = stand_in(monkeypatch)
     verdicts = list(grading.grade([STAGE], tmp_path))
-    assert [(each.task.number, each.passed, each.points) for each in verdicts][:2] == [(1, True, TASK.points), (2, False, 0)]
+    assert [(each.task.number, each.passed, each.points) for each in verdicts][:2] == [
+        (1, True, TASK.points),
+        (2, False, 0),
+    ]
     assert [found for *_, found in judged] == [folder] * len(mine.tasks(STAGE))
 
 
@@ -360,7 +401,9 @@ def test_what_cannot_be_graded_is_refused(tmp_path: Path) -> None:
         list(grading.grade([STAGE], tmp_path))
 
 
-def test_a_file_that_is_missing_too_large_or_a_link_is_no_solution(tmp_path: Path, trusted: Path) -> None:
+def test_a_file_that_is_missing_too_large_or_a_link_is_no_solution(
+    tmp_path: Path, trusted: Path
+) -> None:
     def judge() -> str:
         return grading._judge(STAGE, TASK, tmp_path, trusted, SHORT)
 
@@ -383,7 +426,9 @@ def test_a_file_that_is_missing_too_large_or_a_link_is_no_solution(tmp_path: Pat
         list(grading.grade([STAGE], tmp_path))
 
 
-def test_no_result_counts_once_the_tests_have_been_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_result_counts_once_the_tests_have_been_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def judge(stage: str, task: mine.Task, folder: Path, trusted: Path, limits: Limits) -> str:
         if task.number == 2:
             (trusted / stage / "tests" / "test_request.py").write_text("", encoding="utf-8")
@@ -401,19 +446,34 @@ def verdicts() -> list[Verdict]:
     """Two tasks, of which one is not solved."""
     return [
         Verdict(STAGE, TASK, True, "", 1.25),
-        Verdict("stage02_kv_cache", mine.find_task("stage02_kv_cache", 1), False, "wrong:\n<&> and why", 2.0),
+        Verdict(
+            "stage02_kv_cache",
+            mine.find_task("stage02_kv_cache", 1),
+            False,
+            "wrong:\n<&> and why",
+            2.0,
+        ),
     ]
 
 
 def test_results_as_gradescope_reads_them() -> None:
     results = json.loads(json.dumps(grading.gradescope(verdicts())))
-    assert results["score"] == TASK.points and results["execution_time"] == 3 and results["stdout_visibility"] == "hidden"
+    assert (
+        results["score"] == TASK.points
+        and results["execution_time"] == 3
+        and results["stdout_visibility"] == "hidden"
+    )
     first, second = results["tests"]
     assert first == {
         "name": "stage04 task 1: the tokens of a request", "number": "4.1", "score": TASK.points, "max_score": TASK.points,
         "status": "passed", "output": "All tests passed.", "visibility": "visible",
     }  # fmt: skip
-    assert (second["status"], second["score"], second["max_score"], second["output"]) == ("failed", 0, 20, "wrong:\n<&> and why")
+    assert (second["status"], second["score"], second["max_score"], second["output"]) == (
+        "failed",
+        0,
+        20,
+        "wrong:\n<&> and why",
+    )
 
 
 def test_results_as_junit_xml() -> None:
@@ -426,6 +486,10 @@ def test_results_as_junit_xml() -> None:
     case = suites[1].find("testcase")
     assert case is not None and case.get("name") == "stage02 task 1: take slots, and forget them"
     failure = case.find("failure")
-    assert failure is not None and failure.get("message") == "wrong:" and failure.text == "wrong:\n<&> and why"
+    assert (
+        failure is not None
+        and failure.get("message") == "wrong:"
+        and failure.text == "wrong:\n<&> and why"
+    )
     points = {each.get("name"): each.get("value") for each in case.iter("property")}
     assert points == {"points": "0", "max_points": "20"}

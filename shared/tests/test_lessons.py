@@ -40,13 +40,19 @@ def run_here(words: list[str]) -> tuple[int, str]:
     if words[:2] != [sys.executable, "-m"] or not links.OURS.match(words[2]):
         return in_a_process(words)
     found = importlib.import_module(words[2])
-    program = importlib.import_module(f"{words[2]}.__main__") if hasattr(found, "__path__") else found
+    program = (
+        importlib.import_module(f"{words[2]}.__main__") if hasattr(found, "__path__") else found
+    )
     threads, said = torch.get_num_threads(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, open(os.devnull, encoding="utf-8") as nothing:
         patch.setattr(sys, "stdin", nothing)
         for name, value in lessons.environment().items():
             patch.setenv(name, value)
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.raises(SystemExit) as end:
+        with (
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+            pytest.raises(SystemExit) as end,
+        ):
             cli.run(program.main, words[3:])
     torch.set_num_threads(threads)
     assert isinstance(end.value.code, int)
@@ -58,9 +64,14 @@ in_a_process = lessons.run
 
 @pytest.mark.parametrize(
     "shown",
-    [pytest.param(each, marks=[pytest.mark.slow] * (lessons.SLOW in each.words), id=str(each)) for each in lessons.checked()],
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (lessons.SLOW in each.words), id=str(each))
+        for each in lessons.checked()
+    ],
 )
-def test_a_lesson_shows_what_happens(shown: Block, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lesson_shows_what_happens(
+    shown: Block, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lessons, "run", run_here)
     address = request.getfixturevalue("server") if lessons.SERVER in shown.words else ""
     found = lessons.check(shown, address)
@@ -68,8 +79,12 @@ def test_a_lesson_shows_what_happens(shown: Block, request: pytest.FixtureReques
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shown", [each for each in lessons.checked() if each.kind == "console"], ids=str)
-def test_a_lesson_shows_what_happens_to_a_reader(shown: Block, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "shown", [each for each in lessons.checked() if each.kind == "console"], ids=str
+)
+def test_a_lesson_shows_what_happens_to_a_reader(
+    shown: Block, request: pytest.FixtureRequest
+) -> None:
     """Each command in a process of its own."""
     address = request.getfixturevalue("server") if lessons.SERVER in shown.words else ""
     found = lessons.check(shown, address)
@@ -83,36 +98,53 @@ def test_a_lesson_is_whole(path: Path) -> None:
     places = [text.find(f"\n## {section}") for section in SECTIONS]
     assert -1 not in places and places == sorted(places), dict(zip(SECTIONS, places, strict=True))
     assert "console" in {each.kind for each in lessons.blocks(path)}
-    assert text == lessons.with_tasks(path), "python -m shared.lessons --write puts the table of tasks in"
+    assert text == lessons.with_tasks(path), (
+        "python -m shared.lessons --write puts the table of tasks in"
+    )
     assert f"python -m shared.exercise start {path.parent.name[:7]}" in text
 
 
 def test_code_of_others_is_linked_by_commit() -> None:
     """A branch moves on, and then a lesson says of a file what is no longer so."""
     for path in links.texts(stages.ROOT):
-        for target in re.findall(r"https://github\.com/[^/]+/[^/]+/(?:blob|tree)/([^/]+)/", path.read_text(encoding="utf-8")):
+        for target in re.findall(
+            r"https://github\.com/[^/]+/[^/]+/(?:blob|tree)/([^/]+)/",
+            path.read_text(encoding="utf-8"),
+        ):
             assert re.fullmatch(r"[0-9a-f]{40}", target), f"{path}: {target}"
 
 
 def names(texts: Iterable[str]) -> set[str]:
     """What cannot be mistaken for an English word: names with an underscore or a capital inside."""
-    return {word for text in texts for word in re.findall(r"\w+", text) if "_" in word or re.search("[a-z][A-Z]", word)}
+    return {
+        word
+        for text in texts
+        for word in re.findall(r"\w+", text)
+        if "_" in word or re.search("[a-z][A-Z]", word)
+    }
 
 
 @pytest.mark.parametrize("path", lessons.lessons()[1:], ids=lambda path: path.parent.name)
 def test_names_in_a_lesson_exist(path: Path) -> None:
     """Up to the exercises, which invent some; and tests are there wherever they are named."""
     code = [place for folder in stages.ROOT.glob("s*") for place in folder.rglob("*.py")]
-    known = names(place.read_text(encoding="utf-8") for place in code) | {place.stem for place in code}
+    known = names(place.read_text(encoding="utf-8") for place in code) | {
+        place.stem for place in code
+    }
     lesson, exercises = path.read_text(encoding="utf-8").split("\n## Exercises\n")
     prose = re.sub(r"^```.*?^```$|\]\(https?://[^)]*\)", "", lesson, flags=re.MULTILINE | re.DOTALL)
-    spoken = names(re.findall(r"`([^`\n]+)`", prose)) | {name for name in names([exercises]) if name.startswith("test_")}
+    spoken = names(re.findall(r"`([^`\n]+)`", prose)) | {
+        name for name in names([exercises]) if name.startswith("test_")
+    }
     assert spoken and not spoken - known
 
 
 def test_blocks_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "README.md"
-    path.write_text("# T\n\n```console slow\n$ python a\nout\n```\n\n~~~text\n```\n~~~\n```\nplain\n```\n", encoding="utf-8")
+    path.write_text(
+        "# T\n\n```console slow\n$ python a\nout\n```\n\n~~~text\n```\n~~~\n```\nplain\n```\n",
+        encoding="utf-8",
+    )
     monkeypatch.setattr(stages, "ROOT", tmp_path)
     found = lessons.blocks(path)
     assert [(each.line, each.kind, each.words, each.lines) for each in found] == [
@@ -136,7 +168,10 @@ def test_blocks_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("a\n...\nz", "a\nb\nc\nz"),
         ("a\n...\nz", "a\nz"),
         ("...", ""),
-        ("~/.cache [x] (y) a+b", "~/.cache [x] (y) a+b"),  # no number, and nothing of a regular expression
+        (
+            "~/.cache [x] (y) a+b",
+            "~/.cache [x] (y) a+b",
+        ),  # no number, and nothing of a regular expression
     ],
 )
 def test_what_matches(shown: str, said: str) -> None:
@@ -162,10 +197,20 @@ def test_what_does_not_match(shown: str, said: str) -> None:
 
 def test_commands_are_run_and_compared() -> None:
     program = "$ python -c 'print(1); print(2.5)'"
-    twice = block("console", program, "1", "~7.0", "$ python -c 'print(\"b\")' # with a remark", "b")
+    twice = block(
+        "console", program, "1", "~7.0", "$ python -c 'print(\"b\")' # with a remark", "b"
+    )
     assert lessons.check(twice) == []
     (found,) = lessons.check(block("console", program, "1", "7.0"))
-    assert found.splitlines() == [program, "-- shown:", "1", "7.0", "-- printed, with exit status 0:", "1", "2.5"]
+    assert found.splitlines() == [
+        program,
+        "-- shown:",
+        "1",
+        "7.0",
+        "-- printed, with exit status 0:",
+        "1",
+        "2.5",
+    ]
 
 
 def test_standard_error_and_a_failure_are_output_too() -> None:
@@ -182,12 +227,27 @@ def test_a_long_command_goes_on_in_the_next_line() -> None:
 
 
 def test_the_words_of_a_command() -> None:
-    assert lessons.arguments("python -m shared.tour --threads 1") == [sys.executable, "-m", "shared.tour", "--threads", "1"]
-    assert lessons.arguments("pytest shared -k 'a b'") == [sys.executable, "-m", "pytest", "shared", "-k", "a b"]
+    assert lessons.arguments("python -m shared.tour --threads 1") == [
+        sys.executable,
+        "-m",
+        "shared.tour",
+        "--threads",
+        "1",
+    ]
+    assert lessons.arguments("pytest shared -k 'a b'") == [
+        sys.executable,
+        "-m",
+        "pytest",
+        "shared",
+        "-k",
+        "a b",
+    ]
     assert lessons.arguments("curl -s http://127.0.0.1:1/")[0] == "curl"
 
 
-@pytest.mark.parametrize("command", ["ls", "", "python -m a | head", "python -m a > b", "rm -r python"])
+@pytest.mark.parametrize(
+    "command", ["ls", "", "python -m a | head", "python -m a > b", "rm -r python"]
+)
 def test_what_needs_a_shell_is_refused(command: str) -> None:
     with pytest.raises(UserError, match="show it in a block of sh"):
         lessons.check(block("console", f"$ {command}"))
@@ -202,13 +262,18 @@ def test_blocks_that_are_written_wrong() -> None:
 
 def test_the_address_of_the_server_is_put_in_and_taken_out() -> None:
     shown = block(
-        "console", '$ python -c \'print("127.0.0.1:8000", len("127.0.0.1:8000"))\'', "127.0.0.1:8000 16", words=("server",)
+        "console",
+        '$ python -c \'print("127.0.0.1:8000", len("127.0.0.1:8000"))\'',
+        "127.0.0.1:8000 16",
+        words=("server",),
     )
     assert lessons.check(shown, "127.0.0.1:123456") == []
 
 
 def test_a_program_must_end_well() -> None:
-    good = block("python", "import sys", "assert '127.0.0.1:8000'.endswith(':12')", words=(lessons.SERVER,))
+    good = block(
+        "python", "import sys", "assert '127.0.0.1:8000'.endswith(':12')", words=(lessons.SERVER,)
+    )
     assert lessons.check(good, "127.0.0.1:12") == []
     (found,) = lessons.check(good, "127.0.0.1:13")
     assert "ended with 1" in found and "AssertionError" in found
@@ -217,9 +282,15 @@ def test_a_program_must_end_well() -> None:
 @pytest.mark.parametrize(
     ("line", "wrong"),
     [
-        ('python -m stage01_forward "--gone is text" --threads 1   # and --this is a remark', ["--gone"]),
+        (
+            'python -m stage01_forward "--gone is text" --threads 1   # and --this is a remark',
+            ["--gone"],
+        ),
         ('python -m stage01_forward "Once" --temperature 0.8 --seed 7', []),
-        ("python -m stage01_forward.benchmark --quick && python -m shared.report --chekc", ["--chekc"]),
+        (
+            "python -m stage01_forward.benchmark --quick && python -m shared.report --chekc",
+            ["--chekc"],
+        ),
         ("python -m pytest --gone | head --gone", []),
         ("git diff --no-index a b", []),
         ("python -m shared.links --gone -- --for-another", ["--gone"]),
@@ -231,7 +302,9 @@ def test_options_must_exist(line: str, wrong: list[str]) -> None:
 
 
 def test_quotations_must_be_the_code() -> None:
-    source = (stages.ROOT / "stage01_forward" / "engine.py").read_text(encoding="utf-8").splitlines()
+    source = (
+        (stages.ROOT / "stage01_forward" / "engine.py").read_text(encoding="utf-8").splitlines()
+    )
     at = next(number for number, line in enumerate(source) if "def generate" in line)
     lines = source[at : at + 6]
     assert lessons.check(block("python", *lines)) == []
@@ -240,13 +313,27 @@ def test_quotations_must_be_the_code() -> None:
     assert lessons.check(block("python", lines[5], "...", lines[0])) != []
     assert lessons.check(block("python", lines[0], lines[2])) != []
     assert lessons.check(block("python", *lines[:5], lines[5] + "  # changed")) != []
-    assert lessons.check(block("python", "    " + lines[0], *lines[1:])) != []  # indented as it is not
+    assert (
+        lessons.check(block("python", "    " + lines[0], *lines[1:])) != []
+    )  # indented as it is not
     later = (stages.ROOT / "stage02_kv_cache" / "cache.py").read_text(encoding="utf-8").splitlines()
-    assert lessons.check(block("python", next(line for line in later if line.startswith("class ")))) != []
+    assert (
+        lessons.check(block("python", next(line for line in later if line.startswith("class "))))
+        != []
+    )
 
 
 def test_the_table_of_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    task = mine.Task(1, "cache.py", ("Cache.a", "b"), "two of them", "text", 15, ("hint",), ("tests/test_cache.py",))
+    task = mine.Task(
+        1,
+        "cache.py",
+        ("Cache.a", "b"),
+        "two of them",
+        "text",
+        15,
+        ("hint",),
+        ("tests/test_cache.py",),
+    )
     monkeypatch.setattr(mine, "tasks", lambda stage: (task,) if stage == "stage01_first" else ())
     path = tmp_path / "stage01_first" / "README.md"
     path.parent.mkdir()
@@ -264,10 +351,13 @@ def test_the_table_of_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert lessons.with_tasks(other) == "# T\n"  # no stage, no tasks
 
 
-def test_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "README.md"
     path.write_text(
-        "```console\n$ python -c 'print(1)'\n1\n```\n```console slow\n$ python -c 'print(1)'\n2\n```\n", encoding="utf-8"
+        "```console\n$ python -c 'print(1)'\n1\n```\n```console slow\n$ python -c 'print(1)'\n2\n```\n",
+        encoding="utf-8",
     )
     monkeypatch.setattr(stages, "ROOT", tmp_path)
     assert lessons.main([]) == 0

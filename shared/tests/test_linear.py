@@ -14,7 +14,9 @@ from stage01_forward.attention import Recompute
 from stage01_forward.model import load_model
 
 CPU = torch.device("cpu")
-needs_packing = pytest.mark.skipif(not linear.can_pack(CPU, torch.float32), reason="this build of PyTorch cannot pack")
+needs_packing = pytest.mark.skipif(
+    not linear.can_pack(CPU, torch.float32), reason="this build of PyTorch cannot pack"
+)
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
 
@@ -29,7 +31,9 @@ def test_packed_is_plain_to_rounding(shape, dtype, bias, single, gelu):
     torch.manual_seed(0)
     plain = nn.Linear(7, 24, bias=bias).to(dtype)
     x = torch.randn(shape).to(dtype)
-    expected = nn.functional.linear(x.float(), plain.weight.float(), plain.bias.float() if bias else None)
+    expected = nn.functional.linear(
+        x.float(), plain.weight.float(), plain.bias.float() if bias else None
+    )
     expected = nn.functional.gelu(expected, approximate="tanh") if gelu else expected
     layer = linear.PackedLinear(plain, gelu)
     got = (layer.by_rows(plain.weight, single) if single else layer)(x)
@@ -37,7 +41,9 @@ def test_packed_is_plain_to_rounding(shape, dtype, bias, single, gelu):
     assert (got.float() - expected).abs().max() <= BOUNDS[dtype]
 
 
-@pytest.mark.parametrize(("features", "count"), [(768, 8), (50257, 29), (2048, 8), (9, 9), (7, 0), (67, 0)])
+@pytest.mark.parametrize(
+    ("features", "count"), [(768, 8), (50257, 29), (2048, 8), (9, 9), (7, 0), (67, 0)]
+)
 def test_parts_divide_or_there_are_none(features, count):
     assert linear.parts(features) == count
 
@@ -71,7 +77,9 @@ def test_plain_layers_must_beat_the_best_of_the_packed_ways(monkeypatch):
     *ways, (plain, best, rows) = asked
     assert rows == (1, 32) and all(isinstance(layer, nn.Linear) for _, layer in plain)
     assert {layer.single for _, layer in best} == {linear.ONE_ROW[-1]}
-    first, last = ([layer.rows for _, layer in tried if layer.rows is not None] for _, tried, _ in ways)
+    first, last = (
+        [layer.rows for _, layer in tried if layer.rows is not None] for _, tried, _ in ways
+    )
     assert {each.data_ptr() for each in first} <= {each.data_ptr() for each in last}
 
 
@@ -105,5 +113,7 @@ def test_the_faster_way_is_found_by_measuring():
 
 def test_only_gpt2s_gelu_right_behind_a_linear_layer_is_moved():
     exact, tanh = nn.GELU(), nn.GELU(approximate="tanh")
-    assert linear.followed_by_gelu(nn.Sequential(nn.Linear(2, 2), exact, nn.Linear(2, 2), tanh)) == {"2": "3"}
+    assert linear.followed_by_gelu(
+        nn.Sequential(nn.Linear(2, 2), exact, nn.Linear(2, 2), tanh)
+    ) == {"2": "3"}
     assert linear.followed_by_gelu(nn.Sequential(nn.Linear(2, 2), nn.Identity(), tanh)) == {}

@@ -44,9 +44,13 @@ def root(tmp_path: Path) -> Path:
     """A small repository without a fault."""
     stage = tmp_path / "stage01_first"
     stage.mkdir()
-    (stage / "code.py").write_text("class Class:\n    def test_in(self): ...\n\ndef test_it(): ...\n", encoding="utf-8")
+    (stage / "code.py").write_text(
+        "class Class:\n    def test_in(self): ...\n\ndef test_it(): ...\n", encoding="utf-8"
+    )
     (stage / "chart.svg").write_text("<svg/>\n", encoding="utf-8")
-    (stage / "README.md").write_text("# A lesson\n\n`code.py`, [up](../README.md), `stage01_first/code.py`\n", encoding="utf-8")
+    (stage / "README.md").write_text(
+        "# A lesson\n\n`code.py`, [up](../README.md), `stage01_first/code.py`\n", encoding="utf-8"
+    )
     (tmp_path / "README.md").write_text(GOOD, encoding="utf-8")
     return tmp_path
 
@@ -81,7 +85,10 @@ def test_a_text_without_fault(root: Path) -> None:
         ("`stage01_first/code.py::test_gone`", "`stage01_first/code.py` has no test_gone"),
         ("`python -m shared.gone`", "python -m shared.gone: there is no such module"),
         ("```\npython -m gone.gone\n```", "python -m gone.gone: there is no such module"),
-        ("`python -m shared`", "python -m shared: there is no such module"),  # a package that is none to run
+        (
+            "`python -m shared`",
+            "python -m shared: there is no such module",
+        ),  # a package that is none to run
         ("https://" + "npmjs" + ".com/x", "is a package registry"),
     ],
 )
@@ -91,7 +98,10 @@ def test_each_kind_of_wrong_is_named(root: Path, line: str, message: str) -> Non
     path.write_text("# Fine\n", encoding="utf-8")
     (root / "stage01_first" / "README.md").write_text("# A lesson\n", encoding="utf-8")
     (found,) = links.problems(root)
-    assert found.startswith(f"README.md, line {4 if line.startswith('```') else 3}: ") and message in found
+    assert (
+        found.startswith(f"README.md, line {4 if line.startswith('```') else 3}: ")
+        and message in found
+    )
 
 
 def test_hidden_folders_and_virtual_environments_are_left_alone(root: Path) -> None:

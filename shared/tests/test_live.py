@@ -23,7 +23,9 @@ CONFIG = Config(vocab_size=300, n_positions=64, n_embd=16, n_layer=1, n_head=1, 
 LOADED = cli.Loaded(None, ByteTokenizer(), CONFIG, "plain", torch.device("cpu"), torch.float32)
 
 
-def output(ids: bytes | list[int] = b"", reason: str | None = None, error: str | None = None) -> Any:
+def output(
+    ids: bytes | list[int] = b"", reason: str | None = None, error: str | None = None
+) -> Any:
     return SimpleNamespace(token_ids=list(ids), finish_reason=reason, error=error)
 
 
@@ -43,12 +45,19 @@ def test_a_text_grows_by_whole_characters() -> None:
     assert growing.text() == growing.text() == "abc€"
     growing.output.token_ids += ["é".encode()[0], 256]
     growing.output.finish_reason = "stop"
-    assert growing.text() == growing.text() == "abc€\ufffd"  # half a character is shown at the end, end-of-text never
+    assert (
+        growing.text() == growing.text() == "abc€\ufffd"
+    )  # half a character is shown at the end, end-of-text never
 
 
 def test_an_answer_without_an_engine_waits() -> None:
     waiting = live.Answer(1, "ab", LOADED)
-    assert (waiting.text(), waiting.tokens, waiting.finish_reason, waiting.error) == ("ab", 0, None, None)
+    assert (waiting.text(), waiting.tokens, waiting.finish_reason, waiting.error) == (
+        "ab",
+        0,
+        None,
+        None,
+    )
 
 
 def test_errors_are_named_by_the_number_of_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,10 +83,16 @@ def test_a_prompt_that_cannot_be_cut_into_tokens_is_an_error_of_its_own() -> Non
 
 
 def test_summary_counts_the_reasons() -> None:
-    answers = [answer(ids=b"abcd", reason="stop"), answer(ids=b"ab", reason="length"), answer(ids=b"ab", reason="stop")]
+    answers = [
+        answer(ids=b"abcd", reason="stop"),
+        answer(ids=b"ab", reason="length"),
+        answer(ids=b"ab", reason="stop"),
+    ]
     answers.append(answer(error="No.", reason="error"))
     words = live.summary(answers, 5, 2.0, LOADED)
-    assert words.startswith("[4 prompts, 8 tokens in 5 steps and 2.00 s, 4.0 tok/s, finish reasons: 1 error, 1 length, 2 stop; ")
+    assert words.startswith(
+        "[4 prompts, 8 tokens in 5 steps and 2.00 s, 4.0 tok/s, finish reasons: 1 error, 1 length, 2 stop; "
+    )
     assert "0.0 tok/s" in live.summary(answers[3:], 0, 0.0, LOADED)
 
 
@@ -103,22 +118,18 @@ def test_the_tail_of_a_text_is_one_harmless_line(text: str, width: int, end: str
 
 @pytest.mark.parametrize("width", [1, 5, 11, 30])
 def test_a_line_is_never_wider_than_the_terminal(width: int) -> None:
-    drawn = live.line(width, ("7", 4, "bold"), ("[red]語語語語", 6, ""), text="a long, long tail of a text")
+    drawn = live.line(
+        width, ("7", 4, "bold"), ("[red]語語語語", 6, ""), text="a long, long tail of a text"
+    )
     assert drawn.cell_len <= width and "\n" not in drawn.plain
     assert drawn.plain.startswith("7   [red]"[:width])  # words of the user are no markup
 
 
 def test_what_has_ended_gives_way_first() -> None:
     answers = [answer(n, reason="stop" if n in (1, 3) else None) for n in range(1, 7)]
-    assert [[each.number for each in live.visible(answers, room)] for room in (9, 6, 5, 4, 3, 1, 0)] == [
-        [1, 2, 3, 4, 5, 6],
-        [1, 2, 3, 4, 5, 6],
-        [2, 3, 4, 5, 6],
-        [2, 4, 5, 6],
-        [2, 4, 5],
-        [2],
-        [],
-    ]
+    assert [
+        [each.number for each in live.visible(answers, room)] for room in (9, 6, 5, 4, 3, 1, 0)
+    ] == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [2, 4, 5, 6], [2, 4, 5], [2], []]
 
 
 @pytest.mark.parametrize("height", [1, 2, 7])
@@ -153,7 +164,9 @@ def test_a_terminal_is_cleared_and_its_cursor_comes_back(monkeypatch: pytest.Mon
     drawn = iter(range(9))
     with (
         pytest.raises(KeyboardInterrupt),
-        live.Screen(lambda width, height: [live.line(width, text=f"drawn {next(drawn)}")]) as screen,
+        live.Screen(
+            lambda width, height: [live.line(width, text=f"drawn {next(drawn)}")]
+        ) as screen,
     ):
         for _ in range(3):
             screen.refresh()
@@ -179,7 +192,10 @@ def read(prompts: str | None, prompt: str | None = None) -> str | list[str] | No
         (b"one\ntwo\n", ["one", "two"]),
         (b"one\r\ntwo", ["one", "two"]),
         (b"one\n\n two \n\n", ["one", "", " two ", ""]),
-        ("\ufeffcafé 😀\x0c\u2028x\n".encode(), ["café 😀\x0c\u2028x"]),  # only a newline ends a line
+        (
+            "\ufeffcafé 😀\x0c\u2028x\n".encode(),
+            ["café 😀\x0c\u2028x"],
+        ),  # only a newline ends a line
     ],
 )
 def test_a_prompt_a_line(tmp_path: Path, data: bytes, prompts: list[str]) -> None:
@@ -233,6 +249,10 @@ def test_a_file_to_write_is_checked_first(tmp_path: Path) -> None:
     assert cli.output_file(str(tmp_path / "a.svg"), ".svg") == tmp_path / "a.svg"
     assert list(tmp_path.iterdir()) == []  # checked, not made
     (tmp_path / "folder.svg").mkdir()
-    for name, words in (("folder.svg", "is a folder"), ("no/a.svg", "does not exist"), ("a.png", "ends in .svg")):
+    for name, words in (
+        ("folder.svg", "is a folder"),
+        ("no/a.svg", "does not exist"),
+        ("a.png", "ends in .svg"),
+    ):
         with pytest.raises(UserError, match=words):
             cli.output_file(str(tmp_path / name), ".svg")

@@ -55,7 +55,9 @@ def test_summary_turns_seconds_into_rates_with_the_range_the_right_way_round() -
     assert rates.show() == "4.0 (2.0 to 8.0)"
 
 
-def test_limits_are_measured_once_and_again_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_measured_once_and_again_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Small loops in place of the ten seconds that the real limits take: what is kept and when is tested here.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
@@ -120,20 +122,28 @@ def test_peak_memory_is_that_of_the_fresh_process(hungry: str) -> None:
 
 
 def test_a_program_that_fails_is_reported_with_what_it_said(hungry: str) -> None:
-    with pytest.raises(RuntimeError, match=r"hungry_program many ended with status 1(.|\n)*invalid literal"):
+    with pytest.raises(
+        RuntimeError, match=r"hungry_program many ended with status 1(.|\n)*invalid literal"
+    ):
         measure.run_fresh(hungry, ["many"])
 
 
 def test_results_survive_writing_and_reading(tmp_path: Path) -> None:
     path = tmp_path / "machine" / "stage.json"
     limits = measure.Limits("cpu", 2, 40.0, {"float32": 500.0})
-    written = measure.save(path, "speed", {"model": "tiny"}, {"seconds": [0.1, 1 / 3]}, seed=7, limits=limits)
+    written = measure.save(
+        path, "speed", {"model": "tiny"}, {"seconds": [0.1, 1 / 3]}, seed=7, limits=limits
+    )
     found = measure.load(path)
     assert found == written
     assert found["schema"] == measure.SCHEMA and found["kind"] == "speed" and found["seed"] == 7
     assert found["results"]["seconds"] == [0.1, 1 / 3]  # to the last bit
     assert found["limits"]["bandwidth_gb_s"] == 40.0 and found["threads"] == torch.get_num_threads()
-    assert found["machine"] == measure.machine() and found["versions"] == measure.versions() and found["command"]
+    assert (
+        found["machine"] == measure.machine()
+        and found["versions"] == measure.versions()
+        and found["command"]
+    )
     assert list(path.parent.iterdir()) == [path]  # nothing half-written is left
 
 
@@ -156,7 +166,9 @@ def test_what_is_no_number_is_not_written(tmp_path: Path) -> None:
         (json.dumps({"schema": measure.SCHEMA + 1}), f"schema {measure.SCHEMA + 1}"),
     ],
 )
-def test_results_that_cannot_be_trusted_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
+def test_results_that_cannot_be_trusted_are_refused(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
     path = tmp_path / "stage.json"
     if text is not None:
         path.write_text(text)
@@ -164,7 +176,9 @@ def test_results_that_cannot_be_trusted_are_refused(tmp_path: Path, text: str | 
         measure.load(path)
 
 
-def test_results_and_texts_do_not_make_a_checkout_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_and_texts_do_not_make_a_checkout_dirty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measure, "ROOT", tmp_path)
     assert measure.git_state() == (None, None)  # no checkout
     if measure._output("git", "init", "-q") is None:
@@ -172,7 +186,9 @@ def test_results_and_texts_do_not_make_a_checkout_dirty(tmp_path: Path, monkeypa
     (tmp_path / "code.py").write_text("a = 1\n")
     (tmp_path / "README.md").write_text("old\n")
     measure._output("git", "add", ".")
-    measure._output("git", "-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-q", "-m", "first")
+    measure._output(
+        "git", "-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-q", "-m", "first"
+    )
     commit, dirty = measure.git_state()
     assert commit is not None and len(commit) == 40 and dirty is False
     (tmp_path / "reports").mkdir()

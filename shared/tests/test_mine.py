@@ -55,7 +55,12 @@ def test_a_test_belongs_to_a_task_by_its_name_whatever_its_parameters() -> None:
         "tests/test_b.py::A::b",
     ):
         assert task.judged_by(test)
-    for test in ("tests/test_a.py::test_one_more", "tests/test_a.py::test_two", "tests/test_bb.py::test_any", "test_one"):
+    for test in (
+        "tests/test_a.py::test_one_more",
+        "tests/test_a.py::test_two",
+        "tests/test_bb.py::test_any",
+        "test_one",
+    ):
         assert not task.judged_by(test)
 
 
@@ -81,14 +86,21 @@ def without_bodies(source: str, names: set[str]) -> str:
 @pytest.mark.parametrize("stage", WITH_TASKS)
 def test_a_fresh_copy_is_the_reference_without_some_bodies(stage: str, home: Path) -> None:
     folder = mine.start(stage)
-    assert folder == home / stage and sorted(path.name for path in folder.iterdir()) == mine.files(stage)
+    assert folder == home / stage and sorted(path.name for path in folder.iterdir()) == mine.files(
+        stage
+    )
     for file in mine.files(stage):
         reference, copy = mine.read(stages.ROOT / stage / file), mine.read(folder / file)
         names = {name for task in mine.tasks(stage) if task.file == file for name in task.functions}
         assert without_bodies(copy, names) == without_bodies(reference, names)
-        kept = iter(reference.split("\n"))  # comments and blank lines too: what is not a stub's line is the reference's, in order
+        kept = iter(
+            reference.split("\n")
+        )  # comments and blank lines too: what is not a stub's line is the reference's, in order
         for line in copy.split("\n"):
-            if "raise NotImplementedError(" not in line and "so that it is an async generator" not in line:
+            if (
+                "raise NotImplementedError(" not in line
+                and "so that it is an async generator" not in line
+            ):
                 assert line in kept, line
     for task in mine.tasks(stage):
         assert mine.is_open(mine.read(folder / task.file), stage, task)
@@ -137,11 +149,15 @@ def a_task(*functions: str) -> Task:
     return Task(2, "a.py", functions, "a title", "text", 1, ("hint",), ("tests/test_a.py",))
 
 
-STUB = 'raise NotImplementedError("stage04 task 2: a title; python -m shared.exercise hint stage04 2")'
+STUB = (
+    'raise NotImplementedError("stage04 task 2: a title; python -m shared.exercise hint stage04 2")'
+)
 
 
 def test_bodies_go_and_the_rest_stays() -> None:
-    empty = mine.emptied(SOURCE, "stage04_continuous", a_task("cached", "Thing.plain", "Thing.stream", "Thing.wait"))
+    empty = mine.emptied(
+        SOURCE, "stage04_continuous", a_task("cached", "Thing.plain", "Thing.stream", "Thing.wait")
+    )
     assert (
         empty
         == f'''\
@@ -178,8 +194,12 @@ class Thing:
 
 
 def test_line_ends_stay_as_they_are() -> None:
-    empty = mine.emptied(SOURCE.replace("\n", "\r\n"), "stage04_continuous", a_task("Thing.plain", "Thing.stream"))
-    assert empty == mine.emptied(SOURCE, "stage04_continuous", a_task("Thing.plain", "Thing.stream")).replace("\n", "\r\n")
+    empty = mine.emptied(
+        SOURCE.replace("\n", "\r\n"), "stage04_continuous", a_task("Thing.plain", "Thing.stream")
+    )
+    assert empty == mine.emptied(
+        SOURCE, "stage04_continuous", a_task("Thing.plain", "Thing.stream")
+    ).replace("\n", "\r\n")
 
 
 @pytest.mark.parametrize("name", ["Thing.last", "Thing.none", "None.plain", "plain"])
@@ -190,7 +210,9 @@ def test_a_function_that_cannot_be_emptied_is_named(name: str) -> None:
 
 def test_a_body_may_begin_with_a_decorated_function() -> None:
     inner = "    @wrap\n    # why\n    def inner():\n        return 1\n\n    return inner\n"
-    empty = mine.emptied(f"def outer():\n    'Docstring.'\n\n{inner}", "stage04_continuous", a_task("outer"))
+    empty = mine.emptied(
+        f"def outer():\n    'Docstring.'\n\n{inner}", "stage04_continuous", a_task("outer")
+    )
     assert empty == f"def outer():\n    'Docstring.'\n    {STUB}\n"
     with pytest.raises(LookupError, match="on the line of its signature"):
         mine.emptied("def outer(): 'Docstring.'\n", "stage04_continuous", a_task("outer"))
@@ -211,7 +233,9 @@ def test_a_task_is_open_until_its_last_line_of_stub_is_gone() -> None:
         (empty.replace(STUB, "pass", 1), True),  # one of two
         (empty.replace(STUB, "pass"), False),
         (
-            empty.replace(STUB, f"x = 1\n        {STUB}").replace("    x = 1\n        raise", "    x = 1\n    raise", 1),
+            empty.replace(STUB, f"x = 1\n        {STUB}").replace(
+                "    x = 1\n        raise", "    x = 1\n    raise", 1
+            ),
             True,
         ),  # half
         (SOURCE.replace("def plain", "def renamed"), True),
@@ -244,7 +268,9 @@ def test_reset_keeps_what_was_there_every_time(home: Path) -> None:
         kept.append(mine.reset(STAGE))
         assert mine.read(folder / "cache.py") == fresh and not (folder / "more.py").exists()
     assert [mine.read(each / "cache.py") for each in kept] == ["work 0", "work 1", "work 2"]
-    assert (folder / "notes.txt").exists() and all((each / "notes.txt").exists() and (each / "more.py").exists() for each in kept)
+    assert (folder / "notes.txt").exists() and all(
+        (each / "notes.txt").exists() and (each / "more.py").exists() for each in kept
+    )
 
 
 def test_reset_of_one_task_leaves_the_others(home: Path) -> None:
@@ -253,7 +279,9 @@ def test_reset_of_one_task_leaves_the_others(home: Path) -> None:
     mine.write(folder / "cache.py", mine.read(stages.ROOT / STAGE / "cache.py") + "\n# mine\n")
     kept = mine.reset(STAGE, tasks[1])
     source = mine.read(folder / "cache.py")
-    assert [mine.is_open(source, STAGE, task) for task in tasks] == [task is tasks[1] for task in tasks]
+    assert [mine.is_open(source, STAGE, task) for task in tasks] == [
+        task is tasks[1] for task in tasks
+    ]
     assert source.endswith("# mine\n") and "# mine" in mine.read(kept / "cache.py")
 
 
@@ -383,7 +411,10 @@ def test_an_open_task_speaks_only_where_it_is_judged(demo: Path, function: str) 
     active.judged.add(2)
     assert CALLS[function](work) == expected
     active.judged.add(1)
-    with pytest.raises(NotImplementedError, match="^stage98 task 1: all kinds; python -m shared.exercise hint stage98 1$"):
+    with pytest.raises(
+        NotImplementedError,
+        match="^stage98 task 1: all kinds; python -m shared.exercise hint stage98 1$",
+    ):
         CALLS[function](work)
     active.judged.clear()
     assert CALLS[function](work) == expected
@@ -414,7 +445,11 @@ def test_the_references_body_meets_the_students_helpers(demo: Path) -> None:
 
 def test_a_task_with_one_open_function_is_open_as_a_whole(demo: Path) -> None:
     """Half of a task beside half of the reference could contradict each other."""
-    half = mine.emptied(DEMO.replace("reference", "mine"), DEMO_STAGE, Task(1, "", ("Thing.size",), "all kinds", "", 1, (), ()))
+    half = mine.emptied(
+        DEMO.replace("reference", "mine"),
+        DEMO_STAGE,
+        Task(1, "", ("Thing.size",), "all kinds", "", 1, (), ()),
+    )
     mine.write(demo / "work.py", half)
     active = mine.overlay(DEMO_STAGE)
     assert load("work").decorated(1) == "reference 1 reference 1 "
@@ -433,7 +468,10 @@ def test_a_function_that_is_gone_is_an_open_one(demo: Path) -> None:
 
 
 def test_a_task_alone_is_the_students_and_all_others_are_the_references(demo: Path) -> None:
-    mine.write(demo / "work.py", DEMO.replace("reference", "mine").replace("the other task", "my other task"))
+    mine.write(
+        demo / "work.py",
+        DEMO.replace("reference", "mine").replace("the other task", "my other task"),
+    )
     mine.overlay(DEMO_STAGE, alone=2)
     work = load("work")
     assert work.decorated(1) == "reference 1 reference 1 " and work.Thing().size == "reference size"

@@ -45,7 +45,9 @@ def test_an_edit_fits_once_and_can_be_undone(exhibit: Exhibit) -> None:
     """Somebody who changes a stage is told here which exhibit must follow."""
     source = reference(exhibit)
     bug = planting.edit(source, exhibit.old, exhibit.new)
-    assert bug is not None, f"the old text of exhibit {exhibit.name} occurs {source.count(exhibit.old)} times"
+    assert bug is not None, (
+        f"the old text of exhibit {exhibit.name} occurs {source.count(exhibit.old)} times"
+    )
     compile(bug, exhibit.file, "exec")
     assert planting.edit(bug, exhibit.new, exhibit.old) == source
 
@@ -65,10 +67,16 @@ def said() -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("exhibit", EXHIBITS, ids=NAMES)
-def test_each_is_caught_by_its_tests_and_the_reference_is_not(exhibit: Exhibit, said: dict[str, dict[str, str]]) -> None:
+def test_each_is_caught_by_its_tests_and_the_reference_is_not(
+    exhibit: Exhibit, said: dict[str, dict[str, str]]
+) -> None:
     for test in exhibit.tests:
         with_bug, without = (
-            [why for name, why in said[of].items() if name.partition("[")[0] == f"{exhibit.stage}/{test}"]
+            [
+                why
+                for name, why in said[of].items()
+                if name.partition("[")[0] == f"{exhibit.stage}/{test}"
+            ]
             for of in (exhibit.name, exhibit.stage)
         )
         assert without and not any(without), f"{test} fails with the reference: {without}"
@@ -88,7 +96,10 @@ def test_a_symptom_that_never_ends_is_stopped_and_what_it_said_is_kept(tmp_path:
 
 def test_a_copy_may_be_as_broken_as_it_likes(tmp_path: Path) -> None:
     exhibit = find(12)
-    sources = {"no Python": "def (:", "ends": "import os; print('x' * 100_000, flush=True); os._exit(3)"}
+    sources = {
+        "no Python": "def (:",
+        "ends": "import os; print('x' * 100_000, flush=True); os._exit(3)",
+    }
     for name, source in sources.items():
         (tmp_path / name).mkdir()
         mine.write(tmp_path / name / exhibit.file, source)
@@ -137,7 +148,9 @@ def test_what_the_student_has_mended_is_left_as_it_is(home: Path) -> None:
     folder.mkdir(parents=True)
     mine.write(folder / EXHIBIT.file, reference(EXHIBIT) + "\n# mine\n")
     planting.plant(EXHIBIT)
-    mended = mine.read(folder / EXHIBIT.file).replace(EXHIBIT.new, "self.positions = my_own_way(start, end)")
+    mended = mine.read(folder / EXHIBIT.file).replace(
+        EXHIBIT.new, "self.positions = my_own_way(start, end)"
+    )
     mine.write(folder / EXHIBIT.file, mended)
     planting.clear()
     assert mine.read(folder / EXHIBIT.file) == mended and planting.planted() is None
@@ -157,7 +170,9 @@ def test_a_fresh_exercise_has_no_room_for_the_bug_and_can_be_put_away(home: Path
     before = {path.name: mine.read(path) for path in folder.iterdir()}
     with pytest.raises(UserError, match="plant 02 --reference"):
         planting.plant(EXHIBIT)
-    assert {path.name: mine.read(path) for path in folder.iterdir()} == before and planting.planted() is None
+    assert {
+        path.name: mine.read(path) for path in folder.iterdir()
+    } == before and planting.planted() is None
     planting.plant(EXHIBIT, reference=True)
     assert mine.read(folder / EXHIBIT.file) == planting.with_bug(EXHIBIT)
     planting.clear()
@@ -189,13 +204,20 @@ def test_a_mended_file_of_the_museum_needs_no_backup(home: Path) -> None:
 def test_line_ends_of_windows(exhibit: Exhibit) -> None:
     source = reference(exhibit).replace("\r\n", "\n").replace("\n", "\r\n")
     bug = planting.edit(source, exhibit.old, exhibit.new)
-    assert bug is not None and bug.replace("\r\n", "\n") == planting.with_bug(exhibit).replace("\r\n", "\n")
+    assert bug is not None and bug.replace("\r\n", "\n") == planting.with_bug(exhibit).replace(
+        "\r\n", "\n"
+    )
     assert bug.count("\n") == bug.count("\r\n")
 
 
 def test_notes_of_the_museum_that_make_no_sense_are_none(home: Path) -> None:
     home.mkdir()
-    for junk in ("", "[]", '{"number": "x"}', '{"number": 99, "own": true, "digest": "", "backup": null}'):
+    for junk in (
+        "",
+        "[]",
+        '{"number": "x"}',
+        '{"number": 99, "own": true, "digest": "", "backup": null}',
+    ):
         (home / "museum.json").write_text(junk, encoding="utf-8")
         assert planting.planted() is None
         assert planting.plant(EXHIBIT) == []
@@ -223,7 +245,11 @@ def test_a_visit(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"09 {exhibit.title} (planted)" in visit("list")[1]
     assert visit("hint", "9") == (0, exhibit.hint)
     status, said = visit("check", "09")
-    assert status == 1 and said.startswith("The bug is still there: ") and "test_engine.py::test_one_forward_pass" in said
+    assert (
+        status == 1
+        and said.startswith("The bug is still there: ")
+        and "test_engine.py::test_one_forward_pass" in said
+    )
     mine.write(planting.place(exhibit), "x = 1\ndef (:\n")
     with pytest.raises(UserError, match="no Python in line 2"):
         main(["check", "09"])

@@ -14,7 +14,11 @@ import pytest
 from shared import notebooks, stages
 from shared.errors import UserError
 
-GOOD = ("import pathlib, sys\nprint(pathlib.Path('beside.txt').read_text())", "sys.executable", "for i in range(3): print(i)")
+GOOD = (
+    "import pathlib, sys\nprint(pathlib.Path('beside.txt').read_text())",
+    "sys.executable",
+    "for i in range(3): print(i)",
+)
 BROKEN = ("before = 41", "before / 0", "print('never')")
 DEAD = ("import os\nos._exit(1)",)
 ENDLESS = ("import time\nwhile True: time.sleep(0.1)",)
@@ -22,10 +26,14 @@ ENDLESS = ("import time\nwhile True: time.sleep(0.1)",)
 
 def save(path: Path, cells: Sequence[str]) -> None:
     """A notebook with a heading and these cells, and with traces of an earlier run."""
-    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": {"display_name": "mine", "name": "mine"}, "widgets": {}})
+    notebook = nbformat.v4.new_notebook(
+        metadata={"kernelspec": {"display_name": "mine", "name": "mine"}, "widgets": {}}
+    )
     notebook.cells = [nbformat.v4.new_markdown_cell("# A lab")]
     for index, source in enumerate(cells):
-        cell = nbformat.v4.new_code_cell(source, metadata={"execution": {"iopub.status.busy": "2026-01-01"}}, execution_count=9)
+        cell = nbformat.v4.new_code_cell(
+            source, metadata={"execution": {"iopub.status.busy": "2026-01-01"}}, execution_count=9
+        )
         cell.id = f"cell-{index}"
         notebook.cells.append(cell)
     nbformat.write(notebook, path)
@@ -53,16 +61,22 @@ def written(folder: Path) -> subprocess.CompletedProcess[str]:
     return run("--write", *(folder / f"{name}.ipynb" for name in ("broken", "good", "dead")))
 
 
-def test_each_notebook_is_run_and_each_failure_named(written: subprocess.CompletedProcess[str]) -> None:
+def test_each_notebook_is_run_and_each_failure_named(
+    written: subprocess.CompletedProcess[str],
+) -> None:
     assert written.returncode == 1
-    assert "broken.ipynb: cell 2 failed:" in written.stdout and "ZeroDivisionError" in written.stdout
+    assert (
+        "broken.ipynb: cell 2 failed:" in written.stdout and "ZeroDivisionError" in written.stdout
+    )
     assert "\x1b[" not in written.stdout and "never" not in written.stdout
     assert "good.ipynb: 4 cells in " in written.stdout  # a failure before it does not hide it
     assert "dead.ipynb: cell 1 ended the whole process" in written.stdout
     assert "2 failed" in written.stderr and "Traceback" not in written.stderr
 
 
-def test_outputs_are_kept_without_what_changes(folder: Path, written: subprocess.CompletedProcess[str]) -> None:
+def test_outputs_are_kept_without_what_changes(
+    folder: Path, written: subprocess.CompletedProcess[str]
+) -> None:
     notebook = nbformat.read(folder / "good.ipynb", as_version=4)
     _, first, second, third = notebook.cells
     assert first.outputs[0].text == "found beside\n"  # it ran in its own folder
@@ -73,11 +87,15 @@ def test_outputs_are_kept_without_what_changes(folder: Path, written: subprocess
     assert not any(cell.metadata for cell in notebook.cells)
 
 
-def test_a_failed_notebook_is_left_as_it_was(folder: Path, written: subprocess.CompletedProcess[str]) -> None:
+def test_a_failed_notebook_is_left_as_it_was(
+    folder: Path, written: subprocess.CompletedProcess[str]
+) -> None:
     assert nbformat.read(folder / "broken.ipynb", as_version=4).cells[1].execution_count == 9
 
 
-def test_a_second_run_writes_the_same_bytes(folder: Path, written: subprocess.CompletedProcess[str]) -> None:
+def test_a_second_run_writes_the_same_bytes(
+    folder: Path, written: subprocess.CompletedProcess[str]
+) -> None:
     before = (folder / "good.ipynb").read_bytes()
     again = run("--write", folder / "good.ipynb")
     assert again.returncode == 0

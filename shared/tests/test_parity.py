@@ -42,12 +42,22 @@ def test_200_prompts_by_64_tokens_in_float64(stage, longer, prompts):
     outputs = ENGINES[stage](longer).generate(many, stages.sampling_params()(max_tokens=64))
     assert [output.prompt_ids for output in outputs] == many
     for output in outputs:
-        assert prove(longer, output.prompt_ids, output.token_ids) == {"tokens": 64, "near_ties": 0, "widest_gap": 0.0}
+        assert prove(longer, output.prompt_ids, output.token_ids) == {
+            "tokens": 64,
+            "near_ties": 0,
+            "widest_gap": 0.0,
+        }
 
 
 def test_one_pass_over_an_answer_has_what_the_oracle_says_token_by_token(longer, prompts):
-    for output in stages.oracle(longer).generate(prompts(longer.config, 12, 30), stages.sampling_params()(max_tokens=64)):
-        assert prove(longer, output.prompt_ids, output.token_ids) == {"tokens": 64, "near_ties": 0, "widest_gap": 0.0}
+    for output in stages.oracle(longer).generate(
+        prompts(longer.config, 12, 30), stages.sampling_params()(max_tokens=64)
+    ):
+        assert prove(longer, output.prompt_ids, output.token_ids) == {
+            "tokens": 64,
+            "near_ties": 0,
+            "widest_gap": 0.0,
+        }
         wrong = [*output.token_ids[:-1], (output.token_ids[-1] + 1) % 101]
         with pytest.raises(AssertionError, match="below the best"):
             prove(longer, output.prompt_ids, wrong)
@@ -66,7 +76,9 @@ def test_records_tell_what_was_run(stage, tiny_model):
     engine = ENGINES[stage](tiny_model)
     outputs = engine.generate([[1, 2, 3], [4, 5]], stages.sampling_params()(max_tokens=5))
     assert sum(step.prefill_tokens for step in engine.steps) == 5
-    assert sum(step.decode_tokens for step in engine.steps) == sum(len(o.token_ids) - 1 for o in outputs)
+    assert sum(step.decode_tokens for step in engine.steps) == sum(
+        len(o.token_ids) - 1 for o in outputs
+    )
 
 
 # ---- the ruler itself must be able to say no ------------------------------------------------------------------------
@@ -115,7 +127,9 @@ def test_a_sequence_that_ends_early_is_refused(tiny_model):
         (torch.float16, 20.0, 0.0625, False),
     ],
 )
-def test_a_near_tie_is_counted_and_a_clear_choice_is_not_excused(tiny_model, dtype, highest, gap, tie):
+def test_a_near_tie_is_counted_and_a_clear_choice_is_not_excused(
+    tiny_model, dtype, highest, gap, tie
+):
     oracle = stages.oracle(tiny_model)
     params = stages.sampling_params()(max_tokens=8, logprobs=parity.LIKELIEST)
     expected, got = oracle.generate([[1, 2]], params), oracle.generate([[1, 2]], params)
@@ -127,11 +141,16 @@ def test_a_near_tie_is_counted_and_a_clear_choice_is_not_excused(tiny_model, dty
     if tie:
         found = parity.Parity()
         parity.compare("tie", expected, got, dtype, found)
-        assert found.near_ties == [{"scenario": "tie", "row": 0, "token": 4, "gap": pytest.approx(gap)}]
+        assert found.near_ties == [
+            {"scenario": "tie", "row": 0, "token": 4, "gap": pytest.approx(gap)}
+        ]
     else:
         with pytest.raises(parity.ParityError, match="sequence 0, token 4"):
             parity.compare("tie", expected, got, dtype, parity.Parity())
-    for wrong in (third, next(i for i in range(101) if i not in dict(judged.top))):  # a tie of others is no excuse
+    for wrong in (
+        third,
+        next(i for i in range(101) if i not in dict(judged.top)),
+    ):  # a tie of others is no excuse
         got[0].token_ids[4] = wrong
         with pytest.raises(parity.ParityError):
             parity.compare("tie", expected, got, dtype, parity.Parity())
@@ -157,6 +176,8 @@ def test_real_gpt2_says_what_transformers_says(stage):
     loaded = checkpoint.load(folder)
     ids = load_tokenizer(loaded.folder).encode("The meaning of life is")
     model = stages.load_model(loaded, dtype=torch.float64)
-    (output,) = ENGINES[stage](model).generate([ids], stages.sampling_params()(max_tokens=24, ignore_eos=True))
+    (output,) = ENGINES[stage](model).generate(
+        [ids], stages.sampling_params()(max_tokens=24, ignore_eos=True)
+    )
     theirs = AutoModelForCausalLM.from_pretrained(folder).double().eval()
     assert output.token_ids == transformers_greedy(theirs, ids, 24)

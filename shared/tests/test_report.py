@@ -69,7 +69,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / SECOND / "REPORT.md").write_bytes(REPORT.encode())
     for machine, speed in (("amd", 1.0), ("zen", 2.0)):
         measure.save(folder / "reports" / machine / f"{FIRST}.json", "speed", {}, {"speed": speed})
-        measure.save(folder / "reports" / machine / f"{SECOND}.json", "memory", {}, {"memory": 10 * speed})
+        measure.save(
+            folder / "reports" / machine / f"{SECOND}.json", "memory", {}, {"memory": 10 * speed}
+        )
     assert report.report(folder, MODULES, check=False) == 0
     return folder
 
@@ -81,10 +83,16 @@ def root(written: Path, tmp_path: Path) -> Path:
 
 
 def files(root: Path) -> dict[str, bytes]:
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
 
 
-def found(root: Path, capsys: pytest.CaptureFixture[str], modules: Mapping[str, Any] = MODULES) -> tuple[int, str]:
+def found(
+    root: Path, capsys: pytest.CaptureFixture[str], modules: Mapping[str, Any] = MODULES
+) -> tuple[int, str]:
     """Status and output of a check, which must write nothing."""
     capsys.readouterr()
     before = files(root)
@@ -96,9 +104,14 @@ def found(root: Path, capsys: pytest.CaptureFixture[str], modules: Mapping[str, 
 def test_tables_are_filled_in_and_all_else_is_left_alone(root: Path) -> None:
     text = (root / "README.md").read_text()
     assert "<!-- table: speed -->\n\n| speed |\n|--:|\n| 1.0 |\n\n<!-- /table -->\n" in text
-    assert "<!-- table: stage02_second.memory -->\n\n| memory |\n|--:|\n| 10.0 |\n\n<!-- /table -->\n" in text
+    assert (
+        "<!-- table: stage02_second.memory -->\n\n| memory |\n|--:|\n| 10.0 |\n\n<!-- /table -->\n"
+        in text
+    )
     text = (root / SECOND / "REPORT.md").read_text()
-    assert text.startswith("Before.\n\n<!-- table: memory -->\n\n| memory |\n|--:|\n| 10.0 |\n\n<!-- /table -->\nAfter,")
+    assert text.startswith(
+        "Before.\n\n<!-- table: memory -->\n\n| memory |\n|--:|\n| 10.0 |\n\n<!-- /table -->\nAfter,"
+    )
     assert "| speed |\n|--:|\n| 2.0 |" in text and "old numbers" not in text
     assert text.endswith(REPORT.splitlines()[-1] + "\n")
 
@@ -106,7 +119,9 @@ def test_tables_are_filled_in_and_all_else_is_left_alone(root: Path) -> None:
 def test_charts_are_drawn_for_every_machine(root: Path) -> None:
     drawn = {path for path in files(root) if path.endswith(".svg")}
     stems = (f"{FIRST}_speed", f"{SECOND}_memory")
-    assert drawn == {f"reports/{machine}/{stem}.svg" for machine in ("amd", "zen") for stem in stems}
+    assert drawn == {
+        f"reports/{machine}/{stem}.svg" for machine in ("amd", "zen") for stem in stems
+    }
     assert json.loads((root / "reports" / "machines.json").read_text())["default"] == "amd"
 
 
@@ -125,7 +140,9 @@ def test_line_ends_of_windows_are_not_stale(root: Path, capsys: pytest.CaptureFi
     assert found(root, capsys)[0] == 0
 
 
-def test_new_results_make_chart_and_tables_stale_until_the_next_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_results_make_chart_and_tables_stale_until_the_next_run(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     measure.save(root / "reports" / "amd" / f"{FIRST}.json", "speed", {}, {"speed": 7.0})
     status, output = found(root, capsys)
     assert status == 1
@@ -163,10 +180,26 @@ def change(root: Path, old: str, new: str) -> None:
     [
         ("table: speed ", "table: haste ", "README.md, line 3: there is no table 'haste': run"),
         ("table: speed ", "table: speed @ nowhere ", "no table 'speed' from nowhere"),
-        ("<!-- table: speed -->", "<!-- /table -->", "line 3: '<!-- /table -->' where no table began"),
-        ("<!-- /table -->\n\n<!-- table: stage02", "<!-- table: stage02", "where the table before has not ended"),
-        ("| 10.0 |\n\n<!-- /table -->", "| 10.0 |", "README.md: the last table has no '<!-- /table -->'"),
-        ("first_speed.svg", "first_haste.svg", "line 19: reports/amd/stage01_first_haste.svg does not exist"),
+        (
+            "<!-- table: speed -->",
+            "<!-- /table -->",
+            "line 3: '<!-- /table -->' where no table began",
+        ),
+        (
+            "<!-- /table -->\n\n<!-- table: stage02",
+            "<!-- table: stage02",
+            "where the table before has not ended",
+        ),
+        (
+            "| 10.0 |\n\n<!-- /table -->",
+            "| 10.0 |",
+            "README.md: the last table has no '<!-- /table -->'",
+        ),
+        (
+            "first_speed.svg",
+            "first_haste.svg",
+            "line 19: reports/amd/stage01_first_haste.svg does not exist",
+        ),
     ],
 )
 def test_markers_and_links_that_lead_nowhere(
@@ -180,16 +213,27 @@ def test_markers_and_links_that_lead_nowhere(
     assert (root / "README.md").read_text() == text  # what is not understood is left alone
 
 
-def test_a_name_that_two_stages_use_must_be_made_plain(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    modules = {FIRST: benchmark("speed"), SECOND: SimpleNamespace(tables=MODULES[FIRST].tables, charts=MODULES[SECOND].charts)}
+def test_a_name_that_two_stages_use_must_be_made_plain(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modules = {
+        FIRST: benchmark("speed"),
+        SECOND: SimpleNamespace(tables=MODULES[FIRST].tables, charts=MODULES[SECOND].charts),
+    }
     for path in (root / "reports").glob(f"*/{SECOND}.json"):
         measure.save(path, "both", {}, {"memory": 3.0, "speed": 4.0})
     change(root, "stage02_second.memory", "stage02_second.speed")
     status, output = found(root, capsys, modules)
-    assert status == 1 and "the table 'speed' is one of stage01_first and stage02_second: write stage01_first.speed" in output
+    assert (
+        status == 1
+        and "the table 'speed' is one of stage01_first and stage02_second: write stage01_first.speed"
+        in output
+    )
     report.report(root, modules, check=False)
     assert "| 4.0 |" in (root / "README.md").read_text()  # the full name is
-    assert "| 4.0 |" in (root / SECOND / "REPORT.md").read_text()  # and so is a stage's own, in its own text
+    assert (
+        "| 4.0 |" in (root / SECOND / "REPORT.md").read_text()
+    )  # and so is a stage's own, in its own text
 
 
 def add_stages(root: Path) -> dict[str, Any]:
@@ -200,9 +244,14 @@ def add_stages(root: Path) -> dict[str, Any]:
         (root / stage / "__init__.py").write_text(about)
         (root / stage / "engine.py").write_text("")
     change(root, "# Stairs\n", "# Stairs\n\n<!-- table: stages -->\n<!-- /table -->\n")
-    tell = {name: lambda found, name=name: f"{found['results'][name]:.0f} tok/s" for name in ("speed", "memory")}
+    tell = {
+        name: lambda found, name=name: f"{found['results'][name]:.0f} tok/s"
+        for name in ("speed", "memory")
+    }
     return {
-        stage: SimpleNamespace(tables=MODULES[stage].tables, charts=MODULES[stage].charts, headline=tell[name])
+        stage: SimpleNamespace(
+            tables=MODULES[stage].tables, charts=MODULES[stage].charts, headline=tell[name]
+        )
         for stage, name in ((FIRST, "speed"), (SECOND, "memory"))
     }
 
@@ -240,13 +289,17 @@ def test_what_no_benchmark_makes_is_named(root: Path, capsys: pytest.CaptureFixt
     assert "reports/amd/stage99_gone.json belongs to no stage" in output
 
 
-def test_results_of_another_schema_are_a_problem_not_a_crash(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_of_another_schema_are_a_problem_not_a_crash(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (root / "reports" / "zen" / f"{FIRST}.json").write_text('{"schema": 99}')
     status, output = found(root, capsys)
     assert status == 1 and "have schema 99" in output
 
 
-def test_charts_of_another_matplotlib_are_looked_for_but_not_compared(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_charts_of_another_matplotlib_are_looked_for_but_not_compared(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = root / "reports" / "machines.json"
     settings.write_text(settings.read_text().replace(report.drawn_with()["matplotlib"], "0.1"))
     chart = root / "reports" / "zen" / f"{FIRST}_speed.svg"
@@ -266,7 +319,9 @@ def test_damaged_settings_are_the_users_to_mend(root: Path) -> None:
         report.build(root, MODULES)
 
 
-def test_a_repository_without_results_is_not_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repository_without_results_is_not_stale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "README.md").write_text("# Nothing yet\n")
     status, output = found(tmp_path, capsys)
     assert status == 0 and "no results" in output

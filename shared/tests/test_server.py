@@ -20,7 +20,10 @@ def instead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_server_is_started_and_stopped_whatever_happens(instead: None, quiet: bool) -> None:
-    with pytest.raises(RuntimeError, match="what happens"), server.own_server(["--ttft", "0.01"], quiet=quiet) as running:
+    with (
+        pytest.raises(RuntimeError, match="what happens"),
+        server.own_server(["--ttft", "0.01"], quiet=quiet) as running,
+    ):
         with urllib.request.urlopen(f"{running.url}/v1/models", timeout=20) as answer:
             assert answer.status == 200
         assert psutil.Process(running.pid).is_running()
@@ -29,5 +32,8 @@ def test_a_server_is_started_and_stopped_whatever_happens(instead: None, quiet: 
 
 
 def test_a_server_that_does_not_start_says_why(instead: None) -> None:
-    with pytest.raises(UserError, match=r"The server did not start: .*--itl.*--help"), server.own_server(["--itl", "fast"]):
+    with (
+        pytest.raises(UserError, match=r"The server did not start: .*--itl.*--help"),
+        server.own_server(["--itl", "fast"]),
+    ):
         pass

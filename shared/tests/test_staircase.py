@@ -44,8 +44,12 @@ def test_the_workload_is_of_the_plan_and_the_same_for_all() -> None:
     prompts, counts = staircase.workload(TINY)
     assert (prompts, counts) == staircase.workload(replace(TINY, rounds=9))
     assert len(prompts) == len(counts) == TINY.requests
-    assert {len(prompt) for prompt in prompts} <= set(range(2, 10)) and len({len(prompt) for prompt in prompts}) > 1
-    assert set(counts) <= set(range(2, 8)) and len(set(counts)) > 1  # of one length, nobody would leave before the others
+    assert {len(prompt) for prompt in prompts} <= set(range(2, 10)) and len(
+        {len(prompt) for prompt in prompts}
+    ) > 1
+    assert (
+        set(counts) <= set(range(2, 8)) and len(set(counts)) > 1
+    )  # of one length, nobody would leave before the others
     assert all(0 <= token < WORDS for prompt in prompts for token in prompt)
 
 
@@ -87,10 +91,16 @@ def test_the_server_says_what_the_first_stage_says(right: Run) -> None:
 # ---- proof ---------------------------------------------------------------------------------------------------------------
 
 
-def test_equal_tokens_are_proved_without_asking_again(right: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_tokens_are_proved_without_asking_again(
+    right: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stages, "oracle", lambda _: pytest.fail("nothing differs"))
     found = staircase.prove(TINY, right.tokens, right.tokens)
-    assert (found.sequences, found.tokens, found.near_ties) == (TINY.requests, sum(staircase.workload(TINY)[1]), [])
+    assert (found.sequences, found.tokens, found.near_ties) == (
+        TINY.requests,
+        sum(staircase.workload(TINY)[1]),
+        [],
+    )
 
 
 def test_a_wrong_token_is_found(right: Run) -> None:
@@ -134,13 +144,16 @@ def test_a_peer_is_asked_all_at_once_over_http() -> None:
     run, server = ask(Behaviour(ttft=0.6, itl=0.001), prompts, counts)
     measured = list(server.bodies)[2:]  # two were to warm up
     assert server.most_running == TINY.requests
-    assert sorted((body["prompt"], body["max_tokens"]) for body in measured) == sorted(zip(prompts, counts, strict=True))
+    assert sorted((body["prompt"], body["max_tokens"]) for body in measured) == sorted(
+        zip(prompts, counts, strict=True)
+    )
     assert {body["model"] for body in measured} == {mock.MODEL}
     assert len(run.ends) == TINY.requests and 0.6 <= min(run.ends) <= max(run.ends) <= run.seconds
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"), [("503", "answered 503: .*no room"), ("wrong_count", "tokens, and 2 were asked for")]
+    ("fault", "words"),
+    [("503", "answered 503: .*no room"), ("wrong_count", "tokens, and 2 were asked for")],
 )
 def test_a_peer_that_does_not_answer_stops_everything(fault: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
@@ -150,7 +163,9 @@ def test_a_peer_that_does_not_answer_stops_everything(fault: str, words: str) ->
 @pytest.mark.parametrize("answer", ["<html>", "{}", '{"data": []}', '{"data": [{"id": "m"}]}'])
 def test_a_peer_that_is_no_such_server_is_said(answer: str) -> None:
     async def handle(_: web.Request) -> web.Response:
-        return web.Response(text=answer, content_type="text/html" if answer.startswith("<") else "application/json")
+        return web.Response(
+            text=answer, content_type="text/html" if answer.startswith("<") else "application/json"
+        )
 
     async def talk() -> None:
         app = web.Application()
@@ -169,7 +184,9 @@ def test_a_peer_that_is_no_such_server_is_said(answer: str) -> None:
         asyncio.run(talk())
 
 
-def test_a_peer_that_is_not_there_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_there_is_said_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(measure, "limits", lambda *_, **__: pytest.fail("something was measured"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
@@ -178,7 +195,9 @@ def test_a_peer_that_is_not_there_is_said_before_anything_is_measured(monkeypatc
             staircase.measure_all(TINY, [Peer("peer", url, "run it")])
 
 
-def test_a_run_that_fails_is_said_by_name(in_process: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_is_said_by_name(
+    in_process: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run_fresh(module: str, arguments: list[str]) -> measure.FreshRun:
         raise RuntimeError("-m shared.staircase ended with status 1: no room")
 
@@ -191,7 +210,14 @@ def test_a_peer_is_a_name_an_address_and_how_it_was_started() -> None:
     assert staircase.peer("llama.cpp=http://127.0.0.1:8080/=server -m x -c=4") == Peer(
         "llama.cpp", "http://127.0.0.1:8080", "server -m x -c=4"
     )
-    for text in ("", "name", "name=http://a", "name=ftp://a=command", "=http://a=command", "name=http://a="):
+    for text in (
+        "",
+        "name",
+        "name=http://a",
+        "name=ftp://a=command",
+        "=http://a=command",
+        "name=http://a=",
+    ):
         with pytest.raises(argparse.ArgumentTypeError, match="is no peer: write NAME=URL=COMMAND"):
             staircase.peer(text)
 
@@ -209,10 +235,14 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fields = json.loads(arguments[1])
         job = Job(**fields | {"plan": staircase.read_plan(fields["plan"])})
         ran.append(job.variant)
-        return measure.FreshRun(2**20 * len(ran), "noise\n" + json.dumps(asdict(staircase.work(job))) + "\n")
+        return measure.FreshRun(
+            2**20 * len(ran), "noise\n" + json.dumps(asdict(staircase.work(job))) + "\n"
+        )
 
     monkeypatch.setattr(measure, "run_fresh", run_fresh)
-    monkeypatch.setattr(measure, "limits", lambda *_, **__: measure.Limits("cpu", 1, 30.0, {"float32": 100.0}))
+    monkeypatch.setattr(
+        measure, "limits", lambda *_, **__: measure.Limits("cpu", 1, 30.0, {"float32": 100.0})
+    )
     monkeypatch.setattr(staircase, "variants", lambda _: [FIRST, "stage05_paged"])
     return ran
 
@@ -220,13 +250,23 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_all_is_measured_in_turn_and_proved(in_process: list[str]) -> None:
     configuration, results, limits = staircase.measure_all(replace(TINY, rounds=2))
     assert in_process == [FIRST, "stage05_paged", "stage05_paged", FIRST]
-    assert {name: len(runs) for name, runs in results["runs"].items()} == {FIRST: 2, "stage05_paged": 2}
-    assert list(results["proof"]) == ["stage05_paged"] and results["proof"]["stage05_paged"]["sequences"] == TINY.requests
+    assert {name: len(runs) for name, runs in results["runs"].items()} == {
+        FIRST: 2,
+        "stage05_paged": 2,
+    }
+    assert (
+        list(results["proof"]) == ["stage05_paged"]
+        and results["proof"]["stage05_paged"]["sequences"] == TINY.requests
+    )
     assert [run["bytes"] for run in results["runs"]["stage05_paged"]] == [2 * 2**20, 3 * 2**20]
-    assert staircase.read_plan(json.loads(json.dumps(configuration))["plan"]) == replace(TINY, rounds=2)
+    assert staircase.read_plan(json.loads(json.dumps(configuration))["plan"]) == replace(
+        TINY, rounds=2
+    )
 
 
-def test_nothing_comes_of_it_if_a_token_differs(in_process: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_comes_of_it_if_a_token_differs(
+    in_process: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest: Callable[[Job], Run] = staircase.work
 
     def work(job: Job) -> Run:
@@ -248,9 +288,16 @@ def results() -> dict[str, Any]:
     tokens = sum(staircase.workload(TINY)[1])
     names = [ONE_BY_ONE, *stages.engines(), MODULE, "peer"]
     seconds = {name: tokens / 2.0**power for power, name in enumerate(names)}
-    runs = {name: [{"seconds": each, "ends": [each / 2] * 4 + [each], "bytes": 2**30}] for name, each in seconds.items()}
+    runs = {
+        name: [{"seconds": each, "ends": [each / 2] * 4 + [each], "bytes": 2**30}]
+        for name, each in seconds.items()
+    }
     runs[MODULE].append({"seconds": 2 * seconds[MODULE], "ends": [1.0] * 5, "bytes": 2**30})
-    proof = {name: {"sequences": 5, "tokens": tokens, "near_ties": []} for name in names if name not in (FIRST, "peer")}
+    proof = {
+        name: {"sequences": 5, "tokens": tokens, "near_ties": []}
+        for name in names
+        if name not in (FIRST, "peer")
+    }
     proof[MODULE]["near_ties"] = [{"gap": 0.0001}]
     return {
         "configuration": {"plan": json.loads(json.dumps(asdict(TINY))), "peers": [asdict(Peer("peer", "http://a", "run it"))]},
@@ -261,7 +308,9 @@ def results() -> dict[str, Any]:
 
 
 def rows(table: str) -> dict[str, list[str]]:
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]
+    ]
     return {row[0]: row[1:] for row in cells}
 
 
@@ -271,7 +320,10 @@ def test_the_table_has_a_line_for_each_with_its_mark() -> None:
     rate, gain, mean, slowest, memory, mark = found[list(stages.engines())[1]]
     each = sum(staircase.workload(TINY)[1]) / 4
     assert (rate, gain, memory) == ("4.0 (4.0 to 4.0)", "2.0x", "1,024")
-    assert (mean, slowest) == (f"{statistics.fmean([each / 2] * 4 + [each]):.1f}", f"{each:.1f}") and mark == "all equal"
+    assert (mean, slowest) == (
+        f"{statistics.fmean([each / 2] * 4 + [each]):.1f}",
+        f"{each:.1f}",
+    ) and mark == "all equal"
     assert found[FIRST][1] == "1.0x" and found[FIRST][-1] == "the oracle"
     assert found[MODULE][-1] == "equal, but 1 of 5 answers part at a near tie"
     assert found["peer"][-1] == "not compared"
@@ -282,7 +334,10 @@ def test_all_tables_and_the_headline_are_whole() -> None:
         assert len({line.count("|") for line in text.splitlines()}) == 1, name
     assert list(staircase.tables(results())) == ["limits", "workload", "steps"]
     last = list(stages.engines())[-1]
-    assert staircase.headline(results()) == f"{2 ** (len(stages.engines()) - 1)}x from {FIRST} to {last}"
+    assert (
+        staircase.headline(results())
+        == f"{2 ** (len(stages.engines()) - 1)}x from {FIRST} to {last}"
+    )
 
 
 def test_the_chart_is_the_same_every_time() -> None:

@@ -28,7 +28,19 @@ def stories():
 
 
 def test_there_is_variety():
-    names_things_places = ("girl", "boy", "animal", "pet", "petkind", "toy", "tool", "treasure", "food", "place", "home")
+    names_things_places = (
+        "girl",
+        "boy",
+        "animal",
+        "pet",
+        "petkind",
+        "toy",
+        "tool",
+        "treasure",
+        "food",
+        "place",
+        "home",
+    )
     assert len(GRAMMAR.plots) >= 40
     assert sum(len(GRAMMAR.words[kind]) for kind in names_things_places) >= 150
     assert all(len(set(words)) == len(words) for words in GRAMMAR.words.values())
@@ -48,7 +60,9 @@ def test_every_story_reads_well(stories):
         assert not re.search(r"[{}\[\]|~]|  | [.,!?]|\.\.", story.text), story.text
         assert story.text.count('"') % 2 == 0, story.text
         assert not re.search(r"\ba [aeio]", story.text), story.text
-        assert not re.search(r"(?:^|[.!?\n] )[a-z]", story.text.replace('"', "")) or '"' in story.text, story.text
+        assert (
+            not re.search(r"(?:^|[.!?\n] )[a-z]", story.text.replace('"', "")) or '"' in story.text
+        ), story.text
 
 
 def test_every_story_has_one_derivation_with_its_own_probability(stories):
@@ -90,11 +104,15 @@ def test_one_wrong_word_anywhere_makes_a_story_unreadable(stories, kind):
     rng, refused, tried = random.Random(kind), 0, 0
     for story in stories[:150]:
         for name, word in story.fillings.items():
-            mentions = [match.start() for match in re.finditer(rf"\b{re.escape(word)}\b", story.text)]
+            mentions = [
+                match.start() for match in re.finditer(rf"\b{re.escape(word)}\b", story.text)
+            ]
             if word not in GRAMMAR.words[kind] or len(mentions) < 2:
                 continue
             at = rng.choice(mentions)
-            other = rng.choice([each for each in GRAMMAR.words[kind] if each not in story.fillings.values()])
+            other = rng.choice(
+                [each for each in GRAMMAR.words[kind] if each not in story.fillings.values()]
+            )
             tried += 1
             refused += not GRAMMAR.read(story.text[:at] + other + story.text[at + len(word) :])
             assert name
@@ -115,12 +133,22 @@ def test_entropy_is_a_sum_of_choices():
     frame = "## openings\n{hero} sat.\n## habits\n{hero} hums.\n## interludes\nRain.\n## endings\nThe end.\n"
     plots = "## one\n{hero} ran. | {hero} [hid|slept].\n~\nSo {hero.he} saw the {place}.\n"
     small = grammar.Grammar(words, "# none\n", frame, plots)
-    expected = math.log(4) + 0.5 * math.log(2) + 0.5 * (math.log(2) + math.log(2)) + math.log(2) + math.log(2)
+    expected = (
+        math.log(4)
+        + 0.5 * math.log(2)
+        + 0.5 * (math.log(2) + math.log(2))
+        + math.log(2)
+        + math.log(2)
+    )
     rng = random.Random(0)
     drawn = [small.sample(rng) for _ in range(4000)]
-    assert -sum(story.log_probability for story in drawn) / 4000 == pytest.approx(expected, abs=0.03)
+    assert -sum(story.log_probability for story in drawn) / 4000 == pytest.approx(
+        expected, abs=0.03
+    )
     assert len({story.text for story in drawn}) == 4 * 3 * 2 * 2
-    assert sum(math.exp(p) for p in {story.text: story.log_probability for story in drawn}.values()) == pytest.approx(1)
+    assert sum(
+        math.exp(p) for p in {story.text: story.log_probability for story in drawn}.values()
+    ) == pytest.approx(1)
 
 
 def test_a_plot_without_a_pause_is_refused():
@@ -139,7 +167,14 @@ def loaded():
 
 def test_the_folder_is_complete_and_small():
     names = {path.name for path in checkpoint.STORIES.iterdir()}
-    assert {"config.json", "model.safetensors", "vocab.json", "merges.txt", "tokenizer_config.json", "README.md"} <= names
+    assert {
+        "config.json",
+        "model.safetensors",
+        "vocab.json",
+        "merges.txt",
+        "tokenizer_config.json",
+        "README.md",
+    } <= names
     assert sum(path.stat().st_size for path in checkpoint.STORIES.iterdir()) <= 12e6
     assert checkpoint.PRESETS["stories"].n_positions == 1024
 
@@ -147,7 +182,9 @@ def test_the_folder_is_complete_and_small():
 def test_transformers_opens_the_folder_and_agrees_token_for_token(loaded, stories):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    theirs, their_tokenizer = (kind.from_pretrained(checkpoint.STORIES) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    theirs, their_tokenizer = (
+        kind.from_pretrained(checkpoint.STORIES) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     theirs = theirs.double().eval()
     ours = Tokenizer.from_folder(checkpoint.STORIES)
     engine = stages.oracle(stages.load_model(loaded, dtype=torch.float64))
@@ -158,7 +195,11 @@ def test_transformers_opens_the_folder_and_agrees_token_for_token(loaded, storie
         (output,) = engine.generate([ids], stages.sampling_params()(max_tokens=60))
         inputs = torch.tensor([ids])
         reply = theirs.generate(
-            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=60, do_sample=False, pad_token_id=0
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=60,
+            do_sample=False,
+            pad_token_id=0,
         )
         assert reply[0, len(ids) :].tolist() == output.token_ids
 
@@ -167,7 +208,9 @@ def test_sampled_stories_stay_straight(loaded):
     """The full count, 200 stories, is in the card; 8 of them here, as one static batch."""
     tokenizer = Tokenizer.from_folder(checkpoint.STORIES)
     engine = stages.engines()["stage03_batching"](stages.load_model(loaded, dtype=torch.float32))
-    params = [stages.sampling_params()(max_tokens=600, temperature=0.8, seed=seed) for seed in range(8)]
+    params = [
+        stages.sampling_params()(max_tokens=600, temperature=0.8, seed=seed) for seed in range(8)
+    ]
     outputs = engine.generate([[tokenizer.eos_id]] * 8, params)
     texts = [tokenizer.decode(output.token_ids[:-1]) for output in outputs]
     assert {output.finish_reason for output in outputs} == {"stop"}
@@ -184,7 +227,8 @@ def test_the_card_is_what_the_measurements_say(tmp_path):
     for name in ("model.safetensors", "README.md"):
         (tmp_path / name).write_bytes((checkpoint.STORIES / name).read_bytes())
     evaluation, training = (
-        json.loads((checkpoint.STORIES / f"{name}.json").read_text(encoding="utf-8")) for name in ("evaluation", "training")
+        json.loads((checkpoint.STORIES / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("evaluation", "training")
     )
     before = (tmp_path / "README.md").read_text(encoding="utf-8")
     write_card(tmp_path, evaluation, training, AutoConfig.from_pretrained(checkpoint.STORIES))
@@ -198,7 +242,9 @@ def test_training_is_deterministic_and_learns(tmp_path):
     torch.set_num_threads(2)
     for name in ("first", "second"):
         train(tmp_path / name, steps=12, seed=3, width=48, layers=2, heads=2)
-    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
+    first, second = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second")
+    )
     assert first == second
 
 
@@ -212,9 +258,16 @@ def test_training_goes_on_from_an_earlier_result(tmp_path):
     (tmp_path / "first" / "training.json").write_text(json.dumps(facts), encoding="utf-8")
     model, tokenizer, before = load_start(tmp_path / "first")
     assert before == facts and tokenizer.get_vocab_size() == model.config.vocab_size
-    assert Tokenizer.from_folder(tmp_path / "first").encode("Once upon a time") == tokenizer.encode("Once upon a time").ids
-    more = train(tmp_path / "second", steps=1, seed=3, width=0, layers=0, heads=0, start=tmp_path / "first")
+    assert (
+        Tokenizer.from_folder(tmp_path / "first").encode("Once upon a time")
+        == tokenizer.encode("Once upon a time").ids
+    )
+    more = train(
+        tmp_path / "second", steps=1, seed=3, width=0, layers=0, heads=0, start=tmp_path / "first"
+    )
     assert [run["steps"] for run in runs_of(more)] == [2, 1]
-    assert (tmp_path / "second" / "vocab.json").read_bytes() == (tmp_path / "first" / "vocab.json").read_bytes()
+    assert (tmp_path / "second" / "vocab.json").read_bytes() == (
+        tmp_path / "first" / "vocab.json"
+    ).read_bytes()
     with pytest.raises(UserError, match="no folder that this command wrote"):
         load_start(tmp_path)

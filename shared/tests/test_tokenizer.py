@@ -50,7 +50,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vocabulary")
     trained = TokenizersTokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     trained.train_from_iterator([SAMPLE] * 3, trainer)
     trained.model.save(str(folder))
     edit(folder, lambda vocabulary: vocabulary.update({END_OF_TEXT: len(vocabulary)}))
@@ -77,7 +79,9 @@ def theirs(original: Path) -> GPT2Tokenizer:
 
 
 @pytest.mark.parametrize("text", [SAMPLE, *AWKWARD], ids=lambda text: ascii(text[:10]))
-def test_awkward_texts_get_the_ids_of_transformers_and_come_back(ours: Tokenizer, theirs: GPT2Tokenizer, text: str) -> None:
+def test_awkward_texts_get_the_ids_of_transformers_and_come_back(
+    ours: Tokenizer, theirs: GPT2Tokenizer, text: str
+) -> None:
     ids = ours.encode(text)
     assert ids == theirs.encode(text)
     assert ours.decode(ids) == text
@@ -85,8 +89,13 @@ def test_awkward_texts_get_the_ids_of_transformers_and_come_back(ours: Tokenizer
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text(st.characters(exclude_categories=["Cs"])) | st.text("ab 's\n\t.,1é世\u3000", max_size=40))
-def test_any_text_gets_the_ids_of_transformers_and_comes_back(ours: Tokenizer, theirs: GPT2Tokenizer, text: str) -> None:
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]))
+    | st.text("ab 's\n\t.,1é世\u3000", max_size=40)
+)
+def test_any_text_gets_the_ids_of_transformers_and_comes_back(
+    ours: Tokenizer, theirs: GPT2Tokenizer, text: str
+) -> None:
     ids = ours.encode(text)
     assert ids == theirs.encode(text)
     assert ours.decode(ids) == text
@@ -94,7 +103,9 @@ def test_any_text_gets_the_ids_of_transformers_and_comes_back(ours: Tokenizer, t
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_any_ids_decode_as_transformers_decodes_them(ours: Tokenizer, theirs: GPT2Tokenizer, data: st.DataObject) -> None:
+def test_any_ids_decode_as_transformers_decodes_them(
+    ours: Tokenizer, theirs: GPT2Tokenizer, data: st.DataObject
+) -> None:
     ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 2)))
     assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
 
@@ -110,7 +121,15 @@ def test_size_and_end_of_text(ours: Tokenizer, theirs: GPT2Tokenizer) -> None:
 
 def test_ids_that_do_not_begin_with_the_bytes(folder: Path) -> None:
     """Some vocabularies put the special tokens first, so that no byte has its own number."""
-    edit(folder, lambda v: v.update({token: 0 if token == END_OF_TEXT else token_id + 1 for token, token_id in list(v.items())}))
+    edit(
+        folder,
+        lambda v: v.update(
+            {
+                token: 0 if token == END_OF_TEXT else token_id + 1
+                for token, token_id in list(v.items())
+            }
+        ),
+    )
     ours, theirs = Tokenizer.from_folder(folder), GPT2Tokenizer.from_pretrained(folder)
     assert ours.eos_id == theirs.eos_token_id == 0
     assert ours.encode(SAMPLE) == theirs.encode(SAMPLE)
@@ -121,7 +140,11 @@ def test_stories_vocabulary_agrees_with_transformers() -> None:
     """Needs the embedded model's folder."""
     ours, theirs = Tokenizer.from_folder(STORIES), AutoTokenizer.from_pretrained(STORIES)
     assert (ours.vocab_size, ours.eos_id) == (len(theirs), theirs.eos_token_id)
-    for text in ['Once upon a time there was a girl named Anna. "Good day!" she said.\n\nThe end.', SAMPLE, *AWKWARD]:
+    for text in [
+        'Once upon a time there was a girl named Anna. "Good day!" she said.\n\nThe end.',
+        SAMPLE,
+        *AWKWARD,
+    ]:
         assert ours.encode(text) == theirs.encode(text)
         assert ours.decode(ours.encode(text)) == text
 
@@ -140,7 +163,9 @@ LONE = [("a\ud83d b", "a\ufffd b"), ("\ude00\ud83d", "\ufffd\ufffd"), ("\ud83d\u
 
 
 @pytest.mark.parametrize("text, well_formed", LONE, ids=["lone", "in the wrong order", "pair"])
-def test_lone_surrogates_are_replaced_and_pairs_joined(ours: Tokenizer, text: str, well_formed: str) -> None:
+def test_lone_surrogates_are_replaced_and_pairs_joined(
+    ours: Tokenizer, text: str, well_formed: str
+) -> None:
     for tokenizer in (ours, ByteTokenizer()):
         assert tokenizer.decode(tokenizer.encode(text)) == well_formed
 
@@ -179,12 +204,20 @@ def test_pieces_together_are_the_whole(tokenizer: AnyTokenizer, data: st.DataObj
     """For any ids at all, invalid UTF-8 and ids without a token among them; and again with the same decoder."""
     decoder = IncrementalDecoder(tokenizer)
     for _ in range(2):
-        ids = data.draw(st.lists(st.integers(0, 500) | st.sampled_from([0xE4, 0xB8, 0x96, 0xF0, 0x9F, 0xED, 0xA0, 0x80])))
+        ids = data.draw(
+            st.lists(
+                st.integers(0, 500)
+                | st.sampled_from([0xE4, 0xB8, 0x96, 0xF0, 0x9F, 0xED, 0xA0, 0x80])
+            )
+        )
         assert "".join([*map(decoder.push, ids), decoder.flush()]) == tokenizer.decode(ids)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd")) | st.text("é世😀\u200d", max_size=12))
+@given(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"))
+    | st.text("é世😀\u200d", max_size=12)
+)
 def test_no_half_character_is_ever_shown(tokenizer: AnyTokenizer, text: str) -> None:
     decoder, shown = IncrementalDecoder(tokenizer), ""
     ids = tokenizer.encode(text)
@@ -192,7 +225,9 @@ def test_no_half_character_is_ever_shown(tokenizer: AnyTokenizer, text: str) -> 
         shown += decoder.push(token_id)
         assert text.startswith(shown)
         assert shown.encode() == tokenizer.decode_bytes(ids[:count])[: len(shown.encode())]
-        assert len(tokenizer.decode_bytes(ids[:count])) - len(shown.encode()) < 4  # nothing is held back longer than needed
+        assert (
+            len(tokenizer.decode_bytes(ids[:count])) - len(shown.encode()) < 4
+        )  # nothing is held back longer than needed
     assert shown == text
     assert decoder.flush() == ""
 
@@ -212,7 +247,11 @@ def test_other_spellings_of_merges(folder: Path, ours: Tokenizer, how: str) -> N
     path = folder / "merges.txt"
     lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     assert lines[0].startswith("#version")
-    lines = lines[1:] if how == "no version line" else lines + ["", ""] * (how == "blank lines at the end")
+    lines = (
+        lines[1:]
+        if how == "no version line"
+        else lines + ["", ""] * (how == "blank lines at the end")
+    )
     path.write_bytes(("\r\n" if how == "CRLF" else "\n").join(lines).encode())
     assert Tokenizer.from_folder(folder).encode(SAMPLE) == ours.encode(SAMPLE)
 
@@ -229,7 +268,9 @@ def test_a_first_merge_of_two_hashes_is_not_a_version_line(folder: Path) -> None
 @pytest.mark.parametrize("entry", ["<stop>", {"content": "<stop>", "lstrip": False}])
 def test_the_end_of_text_that_the_folder_names(folder: Path, entry: object) -> None:
     edit(folder, lambda v: v.update({"<stop>": len(v)}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": entry}), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": entry}), encoding="utf-8"
+    )
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.eos_id == tokenizer.vocab_size - 1
     assert tokenizer.decode([tokenizer.vocab_size - 1]) == "<stop>"
@@ -271,12 +312,20 @@ def write(name: str, content: str | bytes) -> Callable[[Path], object]:
         (write("merges.txt", ""), "disagree: no merge makes"),
         (drop_last_merge, "disagree: no merge makes 1 of the tokens"),
         (swap_first_merges, "disagree: the ids do not rise"),
-        (lambda folder: edit(folder, lambda v: v.pop("a")), "lacks 1 of the 256 bytes, such as 'a'"),
-        (lambda folder: edit(folder, lambda v: v.update({"fox": len(v)})), "no merge makes 1 of the tokens, such as 'fox'"),
+        (
+            lambda folder: edit(folder, lambda v: v.pop("a")),
+            "lacks 1 of the 256 bytes, such as 'a'",
+        ),
+        (
+            lambda folder: edit(folder, lambda v: v.update({"fox": len(v)})),
+            "no merge makes 1 of the tokens, such as 'fox'",
+        ),
         (write("tokenizer_config.json", "{"), "tokenizer_config.json cannot be read as JSON"),
     ],
 )
-def test_each_fault_of_the_files_is_one_sentence(folder: Path, spoil: Callable[[Path], object], said: str) -> None:
+def test_each_fault_of_the_files_is_one_sentence(
+    folder: Path, spoil: Callable[[Path], object], said: str
+) -> None:
     spoil(folder)
     with pytest.raises(UserError) as caught:
         load_tokenizer(folder)
@@ -285,7 +334,9 @@ def test_each_fault_of_the_files_is_one_sentence(folder: Path, spoil: Callable[[
     assert str(caught.value).endswith(".")
 
 
-def test_a_folder_with_only_tokenizer_json_is_told_how_to_convert_it(folder: Path, theirs: GPT2Tokenizer) -> None:
+def test_a_folder_with_only_tokenizer_json_is_told_how_to_convert_it(
+    folder: Path, theirs: GPT2Tokenizer
+) -> None:
     (folder / "vocab.json").unlink()
     theirs.save_pretrained(folder)
     if not (folder / "vocab.json").exists():  # newer transformers write tokenizer.json alone

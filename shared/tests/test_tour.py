@@ -24,7 +24,9 @@ TOKENS = 6
 
 def loaded(checkpoint: Checkpoint, dtype: torch.dtype) -> cli.Loaded:
     model = stages.load_model(checkpoint, dtype=dtype)
-    return cli.Loaded(model, ByteTokenizer(), checkpoint.config, "plain", torch.device("cpu"), dtype)
+    return cli.Loaded(
+        model, ByteTokenizer(), checkpoint.config, "plain", torch.device("cpu"), dtype
+    )
 
 
 def changing(change: dict[int, int]) -> type:
@@ -46,14 +48,33 @@ def visit(model: cli.Loaded, engines: dict[str, Any]) -> int:
 
 
 def test_all_stages_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fields = {"model_type": "gpt2", "vocab_size": 300, "n_positions": 160, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    fields = {
+        "model_type": "gpt2",
+        "vocab_size": 300,
+        "n_positions": 160,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+    }
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    options = ["--model", str(tmp_path), "--random-weights", "--dtype", "float64", "--max-tokens", str(TOKENS)]
+    options = [
+        "--model",
+        str(tmp_path),
+        "--random-weights",
+        "--dtype",
+        "float64",
+        "--max-tokens",
+        str(TOKENS),
+    ]
     assert tour.main(options) == 0
     out = capsys.readouterr().out
     for name in stages.engines():
         assert f"--- {name} ---\n{tour.PROMPTS[0]}" in out
-        assert re.search(rf"^{name} +{TOKENS * len(tour.PROMPTS)} +\d+\.\d\d +\d+\.\d +\d+\.\dx$", out, re.MULTILINE)
+        assert re.search(
+            rf"^{name} +{TOKENS * len(tour.PROMPTS)} +\d+\.\d\d +\d+\.\d +\d+\.\dx$",
+            out,
+            re.MULTILINE,
+        )
     assert out.count(f"3 sequences, {3 * TOKENS} tokens, identical") == len(stages.engines()) - 1
     assert out.endswith("All stages agree.\n")
 

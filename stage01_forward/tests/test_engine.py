@@ -35,7 +35,12 @@ def test_stream_is_generate_token_by_token(engine):
 
 def test_every_pass_computes_everything_again(engine):
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
-    assert [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps] == [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 3, 3)]
+    assert [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps] == [
+        (1, 3, 0),
+        (1, 3, 1),
+        (1, 3, 2),
+        (1, 3, 3),
+    ]
 
 
 def test_stops_at_end_of_text_unless_told_to_ignore_it(engine, tiny_model):
@@ -58,7 +63,10 @@ def test_end_of_text_on_the_last_allowed_token_is_a_stop(tiny):
     assert finish_reason([5, 7], 3, SamplingParams(max_tokens=2), tiny.config, eos_id=7) == "stop"
     assert finish_reason([5, 6], 3, SamplingParams(max_tokens=2), tiny.config, eos_id=7) == "length"
     assert finish_reason([5], 3, SamplingParams(max_tokens=2), tiny.config, eos_id=7) is None
-    assert finish_reason([7], 3, SamplingParams(max_tokens=2, min_tokens=2), tiny.config, eos_id=7) is None
+    assert (
+        finish_reason([7], 3, SamplingParams(max_tokens=2, min_tokens=2), tiny.config, eos_id=7)
+        is None
+    )
 
 
 @pytest.mark.parametrize("length", [1, 62, 63])
@@ -81,7 +89,9 @@ def test_unfit_prompts_are_refused_before_any_work(engine, prompt, says):
 
 
 def test_one_sampling_for_all_or_one_each(engine):
-    outputs = engine.generate([[1], [1]], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=5)])
+    outputs = engine.generate(
+        [[1], [1]], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=5)]
+    )
     assert [len(output.token_ids) for output in outputs] == [2, 5]
     with pytest.raises(UserError, match="2 prompts and 1"):
         engine.generate([[1], [1]], [SamplingParams()])

@@ -29,7 +29,9 @@ WINDOW = CONFIG.n_positions
 def models() -> tuple[GPT2, Any]:
     """Ours and `transformers`', both float64, with the same weights."""
     checkpoint = random_checkpoint(CONFIG)
-    return load_model(checkpoint, dtype=torch.float64), transformers_model(checkpoint, torch.float64)
+    return load_model(checkpoint, dtype=torch.float64), transformers_model(
+        checkpoint, torch.float64
+    )
 
 
 @torch.inference_mode()
@@ -49,15 +51,21 @@ def test_one_window_is_the_loss_of_transformers(models: tuple[GPT2, Any]) -> Non
     tokens = torch.tensor([ids])
     loss = twin(tokens, labels=tokens).loss.item()
     result = perplexity(ours, ids)
-    assert result["cross_entropy"] == pytest.approx(loss, abs=1e-6)  # `transformers` takes its loss in float32
+    assert result["cross_entropy"] == pytest.approx(
+        loss, abs=1e-6
+    )  # `transformers` takes its loss in float32
     assert result["perplexity"] == pytest.approx(math.exp(result["cross_entropy"]), rel=1e-12)
     assert result["tokens"] == WINDOW - 1
 
 
 @pytest.mark.parametrize("length", [2, WINDOW + 1, WINDOW + 2, 3 * WINDOW - 5])
 @pytest.mark.parametrize("stride", [1, 7, WINDOW // 2, WINDOW - 1, WINDOW])
-def test_sliding_windows(models: tuple[GPT2, Any], monkeypatch: pytest.MonkeyPatch, length: int, stride: int) -> None:
-    monkeypatch.setattr(module, "ROWS", 5)  # so that a window's logits come in several pieces, the last one short
+def test_sliding_windows(
+    models: tuple[GPT2, Any], monkeypatch: pytest.MonkeyPatch, length: int, stride: int
+) -> None:
+    monkeypatch.setattr(
+        module, "ROWS", 5
+    )  # so that a window's logits come in several pieces, the last one short
     ours, twin = models
     ids = random_prompt(length, CONFIG, 2)
     seen: list[int] = []
@@ -68,11 +76,21 @@ def test_sliding_windows(models: tuple[GPT2, Any], monkeypatch: pytest.MonkeyPat
 
 def test_default_stride_is_half_a_window(models: tuple[GPT2, Any]) -> None:
     ids = random_prompt(60, CONFIG, 3)
-    assert perplexity(models[0], ids) == perplexity(models[0], ids, WINDOW // 2) != perplexity(models[0], ids, WINDOW)
+    assert (
+        perplexity(models[0], ids)
+        == perplexity(models[0], ids, WINDOW // 2)
+        != perplexity(models[0], ids, WINDOW)
+    )
 
 
 @pytest.mark.parametrize(
-    ("ids", "stride", "words"), [([], 1, "0 tokens"), ([5], 1, "1 tokens"), ([1, 2], 0, "stride of 0"), ([1, 2], 25, "1 to 24")]
+    ("ids", "stride", "words"),
+    [
+        ([], 1, "0 tokens"),
+        ([5], 1, "1 tokens"),
+        ([1, 2], 0, "stride of 0"),
+        ([1, 2], 25, "1 to 24"),
+    ],
 )
 def test_refused(models: tuple[GPT2, Any], ids: list[int], stride: int, words: str) -> None:
     with pytest.raises(UserError, match=words):
@@ -80,17 +98,27 @@ def test_refused(models: tuple[GPT2, Any], ids: list[int], stride: int, words: s
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fields = {"model_type": "gpt2", "vocab_size": 256, "n_positions": 24, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    fields = {
+        "model_type": "gpt2",
+        "vocab_size": 256,
+        "n_positions": 24,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+    }
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     text, latin, short = tmp_path / "text.txt", tmp_path / "latin.txt", tmp_path / "short.txt"
-    text.write_text("Once upon a time there was a café. " * 3, encoding="utf-8-sig")  # the mark is none of the text
+    text.write_text(
+        "Once upon a time there was a café. " * 3, encoding="utf-8-sig"
+    )  # the mark is none of the text
     latin.write_bytes("café au lait".encode("latin-1"))
     short.write_text("a", encoding="utf-8")
     model = ["--model", str(tmp_path), "--random-weights", "--dtype", "float64"]
 
     main([str(text), "--stride", "8", *model])
     found = re.fullmatch(
-        r"perplexity +(\d+\.\d{4})\ncross-entropy +(\d+\.\d{4}) nats per token\ntokens +(\d+)\n", capsys.readouterr().out
+        r"perplexity +(\d+\.\d{4})\ncross-entropy +(\d+\.\d{4}) nats per token\ntokens +(\d+)\n",
+        capsys.readouterr().out,
     )
     assert found is not None and int(found[3]) == 3 * 36 - 1  # é is two bytes
     assert float(found[1]) == pytest.approx(math.exp(float(found[2])), rel=1e-3)
@@ -105,4 +133,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as exit:
             cli.run(main, [str(file), *model])
         err = capsys.readouterr().err
-        assert exit.value.code == 2 and words in err and err.startswith("error: ") and err.count("\n") == 1
+        assert (
+            exit.value.code == 2
+            and words in err
+            and err.startswith("error: ")
+            and err.count("\n") == 1
+        )

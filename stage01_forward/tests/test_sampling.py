@@ -18,7 +18,12 @@ from stage01_forward.sampling import History, Logprobs, SamplingParams, _first_a
 EMPTY: History = ((), ())
 
 
-def draw(logits: torch.Tensor, params: SamplingParams, history: History = EMPTY, eos_id: int | None = None) -> int:
+def draw(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    history: History = EMPTY,
+    eos_id: int | None = None,
+) -> int:
     """One row, alone, with a new generator."""
     return int(sample(logits[None], [params], [history], [params.generator()], eos_id)[0][0])
 
@@ -26,7 +31,9 @@ def draw(logits: torch.Tensor, params: SamplingParams, history: History = EMPTY,
 # ---- the reference: one row, NumPy, float64, every step spelled out, nothing clever ----
 
 
-def reference_scores(logits: np.ndarray, params: SamplingParams, history: History, eos_id: int | None) -> np.ndarray:
+def reference_scores(
+    logits: np.ndarray, params: SamplingParams, history: History, eos_id: int | None
+) -> np.ndarray:
     scores = logits.astype(np.float64)
     prompt, output = history
     if len(output) < params.min_tokens:
@@ -37,13 +44,19 @@ def reference_scores(logits: np.ndarray, params: SamplingParams, history: Histor
     for token, bias in params.logit_bias.items():
         scores[token] += bias
     for token in {*prompt, *output}:
-        scores[token] *= 1 / params.repetition_penalty if scores[token] > 0 else params.repetition_penalty
+        scores[token] *= (
+            1 / params.repetition_penalty if scores[token] > 0 else params.repetition_penalty
+        )
     for token in set(output):
-        scores[token] -= params.frequency_penalty * list(output).count(token) + params.presence_penalty
+        scores[token] -= (
+            params.frequency_penalty * list(output).count(token) + params.presence_penalty
+        )
     return scores
 
 
-def reference_filtered(scores: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray, float]:
+def reference_filtered(
+    scores: np.ndarray, params: SamplingParams
+) -> tuple[np.ndarray, np.ndarray, float]:
     """The weights before top_p, which of them top_p lets through, and by how much the closest call was decided."""
     weights = np.exp((scores - scores.max()) / max(params.temperature, 0.01))
     weights[weights < params.min_p * weights.max()] = 0
@@ -56,7 +69,9 @@ def reference_filtered(scores: np.ndarray, params: SamplingParams) -> tuple[np.n
     return weights, (weights > 0) & (above < wanted), float(np.abs(above - wanted).min())
 
 
-def reference_token(logits: np.ndarray, params: SamplingParams, history: History, eos_id: int | None) -> int:
+def reference_token(
+    logits: np.ndarray, params: SamplingParams, history: History, eos_id: int | None
+) -> int:
     scores = reference_scores(logits, params, history, eos_id)
     if params.temperature == 0:
         return int(np.argmax(scores))
@@ -77,13 +92,17 @@ def rows(draw: Any, vocabulary: int) -> SamplingParams:
     some = st.booleans()
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.005, 0.3, 1.0, 1.7, 2.0])),
-        top_k=draw(st.integers(1, vocabulary)) if draw(some) else draw(st.sampled_from([0, -1, 10**30])),
+        top_k=draw(st.integers(1, vocabulary))
+        if draw(some)
+        else draw(st.sampled_from([0, -1, 10**30])),
         top_p=draw(st.floats(0.01, 0.999)) if draw(some) else 1.0,
         min_p=draw(st.floats(0.001, 1)) if draw(some) else 0.0,
         repetition_penalty=draw(st.floats(0.5, 2)) if draw(some) else 1.0,
         presence_penalty=draw(st.floats(-2, 2)) if draw(some) else 0.0,
         frequency_penalty=draw(st.floats(-2, 2)) if draw(some) else 0.0,
-        logit_bias=draw(st.dictionaries(ids, st.floats(-100, 100), max_size=4)) if draw(some) else {},
+        logit_bias=draw(st.dictionaries(ids, st.floats(-100, 100), max_size=4))
+        if draw(some)
+        else {},
         stop_token_ids=tuple(draw(st.lists(ids, max_size=1))),
         min_tokens=draw(st.integers(0, 4)),
         seed=draw(st.integers(0, 2**32)),
@@ -94,25 +113,34 @@ def rows(draw: Any, vocabulary: int) -> SamplingParams:
 def batches(draw: Any) -> tuple[torch.Tensor, list[SamplingParams], list[History], int | None]:
     vocabulary = draw(st.sampled_from([3, 63, 64, 65, 200, 1000]))
     params = draw(st.lists(rows(vocabulary), min_size=1, max_size=4))
-    random, spread = np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.sampled_from([0.5, 3.0]))
+    random, spread = (
+        np.random.default_rng(draw(st.integers(0, 2**32))),
+        draw(st.sampled_from([0.5, 3.0])),
+    )
     logits = random.normal(0, spread, (len(params), vocabulary))
     if draw(st.booleans()):
         logits = logits.round()  # many ties
     # Short ones, so that some are shorter than min_tokens; of few words, so that some come again and again.
     words = vocabulary if draw(st.booleans()) else 3
     lengths = random.integers(0, 9, (len(params), 2))
-    histories = [tuple(random.integers(0, words, length).tolist() for length in pair) for pair in lengths]
+    histories = [
+        tuple(random.integers(0, words, length).tolist() for length in pair) for pair in lengths
+    ]
     return torch.from_numpy(logits), params, histories, draw(st.sampled_from([None, 0]))
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(batches())
 def test_the_plain_reference_takes_the_same_tokens(batch: Any) -> None:
     logits, params, histories, eos_id = batch
     before = logits.clone()
     tokens, _ = sample(logits, params, histories, [p.generator() for p in params], eos_id)
     cases = zip(logits.numpy(), params, histories, strict=True)
-    assert tokens.tolist() == [reference_token(row, p, history, eos_id) for row, p, history in cases]
+    assert tokens.tolist() == [
+        reference_token(row, p, history, eos_id) for row, p, history in cases
+    ]
     assert tokens.dtype == torch.int64 and torch.equal(logits, before)
 
 
@@ -129,14 +157,20 @@ DISTRIBUTIONS = [
 ]
 
 
-@pytest.mark.parametrize("params", DISTRIBUTIONS, ids=lambda p: f"t{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}")
+@pytest.mark.parametrize(
+    "params", DISTRIBUTIONS, ids=lambda p: f"t{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}"
+)
 def test_frequencies_follow_the_softmax(params: SamplingParams) -> None:
     draws, vocabulary = 20_000, 150
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(5)) * 1.5
     weights, inside, _ = reference_filtered(logits.double().numpy(), params)
     expected = np.where(inside, weights, 0) / weights[inside].sum() * draws
-    generator = torch.Generator().manual_seed(11)  # one generator through all rows: 20,000 draws in one call
-    tokens, _ = sample(logits.expand(draws, -1), [params] * draws, [EMPTY] * draws, [generator] * draws)
+    generator = torch.Generator().manual_seed(
+        11
+    )  # one generator through all rows: 20,000 draws in one call
+    tokens, _ = sample(
+        logits.expand(draws, -1), [params] * draws, [EMPTY] * draws, [generator] * draws
+    )
     counts = np.bincount(tokens.numpy(), minlength=vocabulary)
     assert counts[~inside].sum() == 0
     # Pearson's test wants at least some five in every cell: rare tokens are counted as one cell.
@@ -150,7 +184,11 @@ def test_frequencies_follow_the_softmax(params: SamplingParams) -> None:
 
 def upper_tail(statistic: float, degrees: int) -> float:
     """P(chi-square > statistic)."""
-    return float(torch.special.gammaincc(torch.tensor(degrees / 2).double(), torch.tensor(statistic / 2).double()))
+    return float(
+        torch.special.gammaincc(
+            torch.tensor(degrees / 2).double(), torch.tensor(statistic / 2).double()
+        )
+    )
 
 
 def test_upper_tail_is_the_textbook_one() -> None:
@@ -178,7 +216,9 @@ def many() -> tuple[torch.Tensor, list[SamplingParams], list[History]]:
         )
         for row in range(24)
     ]
-    histories: list[History] = [(random.integers(0, 997, 30).tolist(), random.integers(0, 997, row)) for row in range(24)]
+    histories: list[History] = [
+        (random.integers(0, 997, 30).tolist(), random.integers(0, 997, row)) for row in range(24)
+    ]
     return logits, params, histories
 
 
@@ -191,7 +231,13 @@ def test_alone_and_in_a_crowd_the_same(dtype: torch.dtype) -> None:
     for _ in range(5):  # the generators have to go on alike too
         tokens, logprobs = sample(logits, params, histories, crowd, 0)
         for row in range(len(params)):
-            token, logprob = sample(logits[row : row + 1], params[row : row + 1], histories[row : row + 1], [lonely[row]], 0)
+            token, logprob = sample(
+                logits[row : row + 1],
+                params[row : row + 1],
+                histories[row : row + 1],
+                [lonely[row]],
+                0,
+            )
             assert int(token[0]) == int(tokens[row])
             assert logprob[0] == logprobs[row]
         assert [g.get_state().tolist() for g in crowd] == [g.get_state().tolist() for g in lonely]
@@ -215,7 +261,9 @@ def test_greedy_takes_the_lowest_id_of_a_tie_and_no_random_number() -> None:
     generator = torch.Generator().manual_seed(1)
     state = generator.get_state()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        tokens, logprobs = sample(logits.to(dtype), [SamplingParams()] * 2, [EMPTY] * 2, [generator, None])
+        tokens, logprobs = sample(
+            logits.to(dtype), [SamplingParams()] * 2, [EMPTY] * 2, [generator, None]
+        )
         assert tokens.tolist() == [1, 0]
         assert logprobs == [None, None]
     assert torch.equal(generator.get_state(), state)
@@ -228,14 +276,21 @@ def test_no_rows_no_tokens() -> None:
 
 def test_float64_is_not_rounded() -> None:
     logits = torch.tensor([[1.0, 1.0 + 1e-12]], dtype=torch.float64)
-    for params in (SamplingParams(), SamplingParams(presence_penalty=1.0), SamplingParams(temperature=1.0, top_k=1, seed=0)):
+    for params in (
+        SamplingParams(),
+        SamplingParams(presence_penalty=1.0),
+        SamplingParams(temperature=1.0, top_k=1, seed=0),
+    ):
         assert sample(logits, [params], [EMPTY], [params.generator()])[0].tolist() == [1]
 
 
 def test_tokens_of_equal_weight_stay_together() -> None:
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
     for params in ({"top_k": 2}, {"top_p": 0.5}):  # both limits fall among the three ones
-        seen = {draw(logits, SamplingParams(temperature=1.0, seed=seed, **params)) for seed in range(200)}
+        seen = {
+            draw(logits, SamplingParams(temperature=1.0, seed=seed, **params))
+            for seed in range(200)
+        }
         assert seen == {0, 1, 2, 3}
 
 
@@ -259,13 +314,22 @@ def test_tokens_of_equal_weight_stay_together() -> None:
         ({"frequency_penalty": 0.6}, ([0, 0], []), 0),
         ({"min_tokens": 2, "stop_token_ids": (0,)}, ([], [5]), 1),
         ({"min_tokens": 2, "stop_token_ids": (0,)}, ([], [5, 5]), 0),
-        ({"min_tokens": 2, "stop_token_ids": (0,), "logit_bias": {0: 100}}, ([], []), 1),  # a bias does not bring it back
+        (
+            {"min_tokens": 2, "stop_token_ids": (0,), "logit_bias": {0: 100}},
+            ([], []),
+            1,
+        ),  # a bias does not bring it back
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.02])  # at 0.02 the rest weighs less than 1e-8
-def test_each_option(options: dict[str, Any], history: History, expected: int, temperature: float) -> None:
+def test_each_option(
+    options: dict[str, Any], history: History, expected: int, temperature: float
+) -> None:
     logits = torch.tensor([4.0, 3.0, 2.0, 1.0, 0.0, -1.0])
-    assert draw(logits, SamplingParams(temperature=temperature, seed=0, **options), history) == expected
+    assert (
+        draw(logits, SamplingParams(temperature=temperature, seed=0, **options), history)
+        == expected
+    )
 
 
 def test_min_tokens_holds_back_the_end_of_text_even_when_it_is_ignored() -> None:
@@ -292,8 +356,13 @@ def test_bias_comes_before_the_penalties() -> None:
 def test_top_p_judges_what_top_k_left() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     # top_k leaves 0.4 and 0.3, so 0.57 of the rest is the first alone; of the whole, the nucleus would be both.
-    assert {draw(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.55, seed=s)) for s in range(60)} == {0}
-    assert {draw(logits, SamplingParams(temperature=1.0, top_p=0.55, seed=s)) for s in range(60)} == {0, 1}
+    assert {
+        draw(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.55, seed=s))
+        for s in range(60)
+    } == {0}
+    assert {
+        draw(logits, SamplingParams(temperature=1.0, top_p=0.55, seed=s)) for s in range(60)
+    } == {0, 1}
 
 
 # ---- log probabilities ----
@@ -304,7 +373,9 @@ def test_logprobs_are_those_of_the_unmodified_logits(count: int) -> None:
     logits = torch.randn(3, 130, generator=torch.Generator().manual_seed(0)) * 4
     logits[:, 100] = logits[:, 20]  # a tie
     params = SamplingParams(temperature=0.5, top_k=3, logit_bias={9: 100.0}, logprobs=count, seed=0)
-    tokens, answers = sample(logits, [params, SamplingParams(), params], [EMPTY] * 3, [params.generator()] * 3)
+    tokens, answers = sample(
+        logits, [params, SamplingParams(), params], [EMPTY] * 3, [params.generator()] * 3
+    )
     assert answers[1] is None
     for row in (0, 2):
         expected = logits[row].double().log_softmax(-1)
@@ -313,7 +384,9 @@ def test_logprobs_are_those_of_the_unmodified_logits(count: int) -> None:
         assert isinstance(answer, Logprobs)
         assert tokens[row] == 9 and answer.token == pytest.approx(float(expected[9]), abs=1e-5)
         assert [token for token, _ in answer.top] == order
-        assert [value for _, value in answer.top] == pytest.approx(expected[order].tolist(), abs=1e-5)
+        assert [value for _, value in answer.top] == pytest.approx(
+            expected[order].tolist(), abs=1e-5
+        )
         assert answer.highest == float(logits[row].max())
 
 
@@ -409,12 +482,20 @@ def test_scores_that_are_no_numbers_are_refused(bad: Sequence[float], temperatur
 def test_forbidden_tokens_with_minus_infinity_are_never_drawn() -> None:
     logits = torch.full((200,), -math.inf)
     logits[130] = logits[70] = -3.0
-    assert {draw(logits, SamplingParams(temperature=2.0, top_k=50, top_p=0.99, seed=s)) for s in range(40)} == {70, 130}
+    assert {
+        draw(logits, SamplingParams(temperature=2.0, top_k=50, top_p=0.99, seed=s))
+        for s in range(40)
+    } == {70, 130}
 
 
 def test_a_dart_at_either_end_hits_something_that_weighs_something() -> None:
-    cumulative = torch.tensor([[0.0, 0.0, 1.0, 1.0, 3.0, 3.0]], dtype=torch.float64)  # places 2 and 4 weigh something
-    hits = [int(_first_above(cumulative, torch.tensor([[dart]], dtype=torch.float64))) for dart in (0.0, 0.99, 1.0, 3.0, 3.1)]
+    cumulative = torch.tensor(
+        [[0.0, 0.0, 1.0, 1.0, 3.0, 3.0]], dtype=torch.float64
+    )  # places 2 and 4 weigh something
+    hits = [
+        int(_first_above(cumulative, torch.tensor([[dart]], dtype=torch.float64)))
+        for dart in (0.0, 0.99, 1.0, 3.0, 3.1)
+    ]
     assert hits == [2, 2, 4, 4, 4]
 
 

@@ -29,9 +29,13 @@ def whole(tiny_model):
         return tiny_model(torch.tensor(IDS), torch.arange(len(IDS)), Recompute().attend)
 
 
-@pytest.mark.parametrize("cuts", [[12], [1] * 12, [5, 7], [5, 1, 6], [1, 11], [3, 3, 3, 3], [11, 1]], ids=str)
+@pytest.mark.parametrize(
+    "cuts", [[12], [1] * 12, [5, 7], [5, 1, 6], [1, 11], [3, 3, 3, 3], [11, 1]], ids=str
+)
 @torch.inference_mode()
-def test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass(cuts, tiny_model, cache, whole):
+def test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass(
+    cuts, tiny_model, cache, whole
+):
     """Catches: a decode step that forgets the past, positions that restart at 0, a square causal mask on a short query."""
     done, parts = 0, []
     for cut in cuts:
@@ -51,7 +55,11 @@ def test_positions_go_on_where_the_cache_ends(cache):
 def test_a_chunk_sees_all_before_it_and_nothing_after(cache):
     """The mask of a pass of 3 tokens after 4: row i sees 5 + i columns."""
     cache.extend(4)
-    assert cache.extend(3).mask.int().tolist() == [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]]
+    assert cache.extend(3).mask.int().tolist() == [
+        [1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1, 1, 1],
+    ]
 
 
 @torch.inference_mode()
@@ -92,10 +100,14 @@ def test_bfloat16_is_explicit_attention_within_its_rounding(count, tiny_model):
     cache.extend(9 - count).attend(1, q[:-count], k[:-count], v[:-count])
     attention = cache.extend(count)
     last = attention.attend(1, q[-count:], k[-count:], v[-count:])
-    explicit = explicit_attention(*(each.double().transpose(0, 1) for each in (q, k, v))).transpose(0, 1)
+    explicit = explicit_attention(*(each.double().transpose(0, 1) for each in (q, k, v))).transpose(
+        0, 1
+    )
     assert attention.widen == (count == 1) and last.dtype == torch.bfloat16
     # Query, scores, weights and result are rounded, by half of what neighbouring numbers of about 1 lie apart.
-    assert torch.allclose(last.double(), explicit[-count:], rtol=0, atol=4 * torch.finfo(torch.bfloat16).eps / 2)
+    assert torch.allclose(
+        last.double(), explicit[-count:], rtol=0, atol=4 * torch.finfo(torch.bfloat16).eps / 2
+    )
 
 
 def test_the_cache_refuses_more_than_it_holds(cache):

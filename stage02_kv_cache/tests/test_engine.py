@@ -19,7 +19,12 @@ def engine(tiny_model):
 
 def test_one_prefill_then_one_token_a_pass(engine):
     engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=4))
-    assert [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps] == [(1, 5, 0), (1, 0, 1), (1, 0, 1), (1, 0, 1)]
+    assert [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps] == [
+        (1, 5, 0),
+        (1, 0, 1),
+        (1, 0, 1),
+        (1, 0, 1),
+    ]
 
 
 def test_a_prompt_of_one_token_is_a_prefill_too(engine):
@@ -30,7 +35,9 @@ def test_a_prompt_of_one_token_is_a_prefill_too(engine):
 def test_greedy_tokens_are_those_of_transformers(engine, tiny, prompts):
     twin = transformers_model(tiny, torch.float64)
     many = prompts(tiny.config, 25, 20)
-    for prompt, output in zip(many, engine.generate(many, SamplingParams(max_tokens=16)), strict=True):
+    for prompt, output in zip(
+        many, engine.generate(many, SamplingParams(max_tokens=16)), strict=True
+    ):
         assert output.token_ids == transformers_greedy(twin, prompt, 16)
 
 
@@ -39,7 +46,10 @@ def test_nothing_of_the_request_before_is_visible(engine, tiny_model):
     params = SamplingParams(max_tokens=10)
     engine.generate([[3] * 50], params)
     engine.cache.kv.fill_(torch.nan)
-    assert engine.generate([[4, 5]], params)[0].token_ids == Naive(tiny_model).generate([[4, 5]], params)[0].token_ids
+    assert (
+        engine.generate([[4, 5]], params)[0].token_ids
+        == Naive(tiny_model).generate([[4, 5]], params)[0].token_ids
+    )
 
 
 @pytest.mark.parametrize("length", [1, 62, 63])

@@ -30,7 +30,9 @@ def by_hand(q, keys, values, sees):
     """In float64, one query at a time, over the keys that it sees and no others: (B, H, T, D). `sees` is (B, T, S)."""
     q, keys, values = q.double(), keys.double(), values.double()
     out = torch.empty(q.shape, dtype=torch.float64)
-    for b, h, t in torch.cartesian_prod(torch.arange(B), torch.arange(H), torch.arange(q.shape[2])).tolist():
+    for b, h, t in torch.cartesian_prod(
+        torch.arange(B), torch.arange(H), torch.arange(q.shape[2])
+    ).tolist():
         seen = sees[b, t]
         out[b, h, t] = (keys[b, h, seen] @ q[b, h, t] / D**0.5).softmax(0) @ values[b, h, seen]
     return out
@@ -42,7 +44,9 @@ def test_a_query_sees_what_its_mask_says(dtype, queries):
     q, keys, values, mask = problem(dtype, queries)
     out = masked_attention(q, keys, values, mask)
     assert (out.shape, out.dtype) == (q.shape, dtype)
-    assert torch.allclose(out.double(), by_hand(q, keys, values, mask[:, 0]), rtol=0, atol=EXACT[dtype])
+    assert torch.allclose(
+        out.double(), by_hand(q, keys, values, mask[:, 0]), rtol=0, atol=EXACT[dtype]
+    )
 
 
 @pytest.mark.parametrize("queries", [1, 4])
@@ -77,7 +81,9 @@ def test_hidden_keys_and_values_may_hold_any_finite_number(dtype, queries):
     q, keys, values, mask = problem(dtype, queries)
     expected = masked_attention(q, keys, values, mask)
     hidden = ~mask.any(2)[:, :, :, None].expand(B, H, S, D)  # what no query of the row sees
-    poisoned = masked_attention(q, keys.masked_fill(hidden, 1e30), values.masked_fill(hidden, -1e30), mask)
+    poisoned = masked_attention(
+        q, keys.masked_fill(hidden, 1e30), values.masked_fill(hidden, -1e30), mask
+    )
     assert torch.equal(poisoned, expected)
     assert hidden.any()
 

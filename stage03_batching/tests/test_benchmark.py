@@ -38,7 +38,13 @@ def test_every_table_is_whole(results: dict[str, Any]) -> None:
             if block.startswith("|"):
                 assert len({line.count("|") for line in block.splitlines()}) == 1, name
     rows = {name: len(text.splitlines()) - 2 for name, text in found.items()}
-    assert (rows["scaling"], rows["peers"], rows["win"], rows["null"], rows["waste"]) == (2 * 4, 2 * 2 * 4, 2, 2, 4)
+    assert (rows["scaling"], rows["peers"], rows["win"], rows["null"], rows["waste"]) == (
+        2 * 4,
+        2 * 2 * 4,
+        2,
+        2,
+        4,
+    )
 
 
 def test_every_chart_is_drawn_and_the_headline_has_its_number(results: dict[str, Any]) -> None:
@@ -68,7 +74,11 @@ def test_waste_is_counted_as_arithmetic_counts_it(results: dict[str, Any]) -> No
     found = {row["case"]: row for row in results["results"]["waste"]}
     # 4 rows of 3 tokens, 11 passes of 4 rows, and 3 of the rows end with the third token: nobody needs their last 9 passes.
     answers = found["one long answer"]
-    assert (answers["passes"], answers["wasted"], answers["useful"]) == (12, 3 * 9, 4 * 3 + 3 * 2 + 11)
+    assert (answers["passes"], answers["wasted"], answers["useful"]) == (
+        12,
+        3 * 9,
+        4 * 3 + 3 * 2 + 11,
+    )
     # 3 prompts of 3 beside one of 20, then 2 passes.
     prompts = found["one long prompt"]
     assert (prompts["passes"], prompts["wasted"], prompts["useful"]) == (3, 3 * 17, 29 + 2 * 4)
@@ -81,14 +91,20 @@ def test_the_cost_of_a_batch_reads_the_weights_once_and_each_rows_cache() -> Non
     one, many = (roofline.forward_cost(config, torch.float32, 1, 79, rows=rows) for rows in (1, 32))
     assert many.flops == 32 * one.flops
     assert many.bytes - one.bytes == 31 * 79 * config.kv_bytes_per_token(torch.float32)
-    assert (one.bound(LIMITS, torch.float32), many.bound(LIMITS, torch.float32)) == ("memory", "compute")
+    assert (one.bound(LIMITS, torch.float32), many.bound(LIMITS, torch.float32)) == (
+        "memory",
+        "compute",
+    )
 
 
 def test_a_wrong_token_stops_the_benchmark(tiny: Checkpoint) -> None:
     subject = benchmark.Subject(tiny, torch.float32)
     outputs = subject.engine.generate(subject.prompts(3, 5), benchmark.greedy(6))
     assert subject.prove(outputs)["tokens"] == 18
-    assert subject.prove(subject.engine.generate(subject.prompts(3, 5), benchmark.greedy(2)))["tokens"] == 6
+    assert (
+        subject.prove(subject.engine.generate(subject.prompts(3, 5), benchmark.greedy(2)))["tokens"]
+        == 6
+    )
     outputs[1].token_ids[4] = (outputs[1].token_ids[4] + 1) % tiny.config.vocab_size
     with pytest.raises(AssertionError, match="below the best"):
         subject.prove(outputs)
@@ -100,10 +116,17 @@ def test_a_quick_run_is_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "load", lambda *_, **__: None)
     monkeypatch.setattr(benchmark, "DTYPES", ())
     configuration, _, _ = benchmark.run(quick=True)
-    assert configuration["repeats"] == {"scaling": 1, "single": {1: 2, 8: 1}, "peers": {8: 2}, "waste": 1}
+    assert configuration["repeats"] == {
+        "scaling": 1,
+        "single": {1: 2, 8: 1},
+        "peers": {8: 2},
+        "waste": 1,
+    }
 
 
-def test_a_batch_that_does_not_fit_into_memory_is_left_out(tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_does_not_fit_into_memory_is_left_out(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert benchmark.fits(PRESETS["gpt2"], torch.float32, 1, 8)
     assert not benchmark.fits(PRESETS["gpt2"], torch.float32, 10**7, 8)
     monkeypatch.setattr(benchmark, "PROMPT", 6)

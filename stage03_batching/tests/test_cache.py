@@ -34,7 +34,10 @@ def cache(tiny_model):
 def alone(tiny_model, rows):
     """Hidden states (tokens, C) of each row computed alone, in one pass, without a cache and without padding."""
     with torch.inference_mode():
-        return [tiny_model(torch.tensor(row), torch.arange(len(row)), Recompute().attend) for row in rows]
+        return [
+            tiny_model(torch.tensor(row), torch.arange(len(row)), Recompute().attend)
+            for row in rows
+        ]
 
 
 def rectangle(rows):
@@ -53,7 +56,9 @@ def through_cache(model, cache, tokens, cuts):
 
 def assert_each_as_alone(hidden, alone):
     for row, (crowded, single) in enumerate(zip(hidden, alone, strict=True)):
-        assert torch.allclose(crowded[len(crowded) - len(single) :], single, rtol=0, atol=1e-12), f"row {row}"
+        assert torch.allclose(crowded[len(crowded) - len(single) :], single, rtol=0, atol=1e-12), (
+            f"row {row}"
+        )
 
 
 # ---- a row in a crowd is the row alone ----
@@ -65,10 +70,14 @@ def test_each_row_is_what_it_is_alone(steps, tiny_model, cache, rows, alone):
     """Prefill and decode. Catches: positions that count padding, and a mask that decode steps forget."""
     tokens = rectangle(rows)[:, : WIDTH + steps]
     hidden = through_cache(tiny_model, cache, tokens, [WIDTH] + [1] * steps)
-    assert_each_as_alone(hidden, [single[: length + steps] for length, single in zip(LENGTHS, alone, strict=True)])
+    assert_each_as_alone(
+        hidden, [single[: length + steps] for length, single in zip(LENGTHS, alone, strict=True)]
+    )
 
 
-@pytest.mark.parametrize("cuts", [[COLUMNS], [1] * COLUMNS, [4, 9, 6], [2, 2, 8, 1, 1, 5], [11, 1, 7]], ids=str)
+@pytest.mark.parametrize(
+    "cuts", [[COLUMNS], [1] * COLUMNS, [4, 9, 6], [2, 2, 8, 1, 1, 5], [11, 1, 7]], ids=str
+)
 @torch.inference_mode()
 def test_any_cutting_into_passes_gives_the_same(cuts, tiny_model, cache, rows, alone):
     """Also cuts inside the padding, and passes of several columns behind it."""
@@ -79,14 +88,18 @@ def test_any_cutting_into_passes_gives_the_same(cuts, tiny_model, cache, rows, a
 def test_equal_lengths_need_no_padding(tiny_model, rows, alone):
     cache = PaddedCache(tiny_model.config, [4] * len(rows), 9, dtype=torch.float64)
     assert cache.padding.tolist() == [0] * len(rows)
-    hidden = through_cache(tiny_model, cache, torch.tensor([row[:8] for row in rows]), [4, 1, 1, 1, 1])
+    hidden = through_cache(
+        tiny_model, cache, torch.tensor([row[:8] for row in rows]), [4, 1, 1, 1, 1]
+    )
     assert_each_as_alone(hidden, [single[:8] for single in alone])
 
 
 @torch.inference_mode()
 def test_one_row_is_a_batch_too(tiny_model, rows, alone):
     cache = PaddedCache(tiny_model.config, [12], COLUMNS, dtype=torch.float64)
-    assert_each_as_alone(through_cache(tiny_model, cache, torch.tensor(rows[2:3]), [12] + [1] * STEPS), alone[2:3])
+    assert_each_as_alone(
+        through_cache(tiny_model, cache, torch.tensor(rows[2:3]), [12] + [1] * STEPS), alone[2:3]
+    )
 
 
 # ---- positions and masks ----
@@ -98,7 +111,9 @@ def test_positions_are_the_cumulative_mask_minus_one(cache):
     expected = REAL.cumsum(1) - 1
     got = torch.cat([cache.extend(count).positions for count in [WIDTH] + [1] * STEPS], dim=1)
     assert torch.equal(got[REAL], expected[REAL])
-    assert got[1].tolist() == [0] * 11 + list(range(1 + STEPS))  # and padding has a position that the model knows
+    assert got[1].tolist() == [0] * 11 + list(
+        range(1 + STEPS)
+    )  # and padding has a position that the model knows
 
 
 @torch.inference_mode()
@@ -129,7 +144,9 @@ def test_a_plain_softmax_makes_no_nan_of_padding(tiny_model, cache, rows, alone,
     the next layer keeps it in the cache, and zero times NaN is NaN for all that should not have seen it."""
 
     def plain(q, keys, values, mask):
-        return (q @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf).softmax(-1) @ values
+        return (q @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf).softmax(
+            -1
+        ) @ values
 
     monkeypatch.setattr(cache_module, "masked_attention", plain)
     hidden = through_cache(tiny_model, cache, rectangle(rows), [WIDTH] + [1] * STEPS)
@@ -161,14 +178,18 @@ def test_padding_may_hold_any_finite_number(tiny_model, cache, rows):
     for row, padding in enumerate(cache.padding.tolist()):
         assert cache.kv[:, :, row, :, :padding].isfinite().all()
         cache.kv[:, 0, row, :, :padding], cache.kv[:, 1, row, :, :padding] = 1e30, -1e30
-    expected, got = (through_cache(tiny_model, each, tokens[:, WIDTH:], [1, 1, 3, 2]) for each in (clean, cache))
+    expected, got = (
+        through_cache(tiny_model, each, tokens[:, WIDTH:], [1, 1, 3, 2]) for each in (clean, cache)
+    )
     assert torch.equal(got, expected)
 
 
 @torch.inference_mode()
 def test_columns_not_yet_taken_are_never_read(tiny_model, cache, rows, alone):
     cache.kv.fill_(torch.nan)
-    assert_each_as_alone(through_cache(tiny_model, cache, rectangle(rows), [WIDTH] + [1] * STEPS), alone)
+    assert_each_as_alone(
+        through_cache(tiny_model, cache, rectangle(rows), [WIDTH] + [1] * STEPS), alone
+    )
 
 
 @torch.inference_mode()

@@ -26,7 +26,13 @@ MIXED: list[dict[str, Any]] = [
     {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logprobs": 4},
     {"frequency_penalty": 1.0, "logit_bias": {7: 2.0, 8: -100.0}},
     {"temperature": 1.0, "seed": 4, "min_p": 0.1, "frequency_penalty": 0.3, "max_tokens": 1},
-    {"temperature": 2.0, "seed": 5, "stop_token_ids": tuple(range(0, 101, 5)), "min_tokens": 6, "logprobs": 2},
+    {
+        "temperature": 2.0,
+        "seed": 5,
+        "stop_token_ids": tuple(range(0, 101, 5)),
+        "min_tokens": 6,
+        "logprobs": 2,
+    },
     {"stop_token_ids": tuple(range(50)), "logprobs": 1},
 ]
 
@@ -49,7 +55,9 @@ def assert_same(outputs, expected):
     """Tokens, finish reasons, and the log-probabilities of the tokens: these move long before another token is taken."""
     assert answers(outputs) == answers(expected)
     for got, want in zip(outputs, expected, strict=True):
-        assert [each.token for each in got.logprobs] == pytest.approx([each.token for each in want.logprobs], abs=1e-11)
+        assert [each.token for each in got.logprobs] == pytest.approx(
+            [each.token for each in want.logprobs], abs=1e-11
+        )
 
 
 def work(engine):
@@ -66,12 +74,16 @@ def test_greedy_tokens_are_those_of_transformers_for_the_same_batch(engine, tiny
     width = max(len(prompt) for prompt in many)
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in many])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in many])
-    theirs = twin.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, pad_token_id=0)[:, width:]
+    theirs = twin.generate(
+        ids, attention_mask=mask, max_new_tokens=16, do_sample=False, pad_token_id=0
+    )[:, width:]
     outputs = engine.generate(many, SamplingParams(max_tokens=16))
     assert [output.token_ids for output in outputs] == theirs.tolist()
 
 
-@pytest.mark.parametrize("lengths", [[9], [6] * 5, [1, 2], [2, 1], [1, 30, 4, 17], [1] * 4], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[9], [6] * 5, [1, 2], [2, 1], [1, 30, 4, 17], [1] * 4], ids=str
+)
 def test_a_batch_gives_the_tokens_of_one_at_a_time(engine, tiny_model, lengths):
     many = [random_prompt(length, tiny_model.config, i) for i, length in enumerate(lengths)]
     params = SamplingParams(max_tokens=14, logprobs=0)
@@ -85,7 +97,10 @@ def test_a_needle_is_the_same_in_50_crowds(engine, tiny_model):
     (alone,) = engine.generate([needle], params)
     for crowd in range(50):
         rng = random.Random(crowd)
-        prompts = [random_prompt(rng.randint(1, 40), tiny_model.config, f"{crowd} {i}") for i in range(rng.randint(1, 11))]
+        prompts = [
+            random_prompt(rng.randint(1, 40), tiny_model.config, f"{crowd} {i}")
+            for i in range(rng.randint(1, 11))
+        ]
         place = rng.randint(0, len(prompts))
         outputs = engine.generate([*prompts[:place], needle, *prompts[place:]], params)
         assert_same([outputs[place]], [alone])
@@ -107,7 +122,9 @@ def test_each_request_has_its_own_sampling(engine, naive, prompts, tiny):
     params = [SamplingParams(**{"max_tokens": 10, **each}) for each in MIXED]
     crowd, alone = engine.generate(many, params), naive.generate(many, params)
     assert_same(crowd, alone)
-    assert len({len(output.token_ids) for output in crowd}) > 3  # or little was tested: rows must have ended at several steps
+    assert (
+        len({len(output.token_ids) for output in crowd}) > 3
+    )  # or little was tested: rows must have ended at several steps
     for each, got, expected in zip(params, crowd, alone, strict=True):
         assert len(got.logprobs) == (0 if each.logprobs is None else len(got.token_ids))
         for ours, theirs in zip(got.logprobs, expected.logprobs, strict=True):
@@ -118,9 +135,13 @@ def test_a_seed_gives_one_sample_alone_and_in_a_crowd(engine):
     params = SamplingParams(max_tokens=12, temperature=1.5, seed=11)
     (alone,) = engine.generate([[5, 6, 7]], params)
     neighbours = [SamplingParams(max_tokens=5 + i, temperature=1.0, seed=i) for i in range(4)]
-    crowd = engine.generate([[1] * 9, [2], [5, 6, 7], [3] * 4, [4] * 20], [*neighbours[:2], params, *neighbours[2:]])
+    crowd = engine.generate(
+        [[1] * 9, [2], [5, 6, 7], [3] * 4, [4] * 20], [*neighbours[:2], params, *neighbours[2:]]
+    )
     assert crowd[2].token_ids == alone.token_ids
-    twins = engine.generate([[5, 6, 7]] * 3, params)  # one seed and one prompt are one sample, however often
+    twins = engine.generate(
+        [[5, 6, 7]] * 3, params
+    )  # one seed and one prompt are one sample, however often
     assert answers(twins) == answers([alone] * 3)
 
 
@@ -140,11 +161,17 @@ def test_end_of_text_in_one_row_ends_that_row_alone(tiny_model, naive):
         assert (output.token_ids, output.finish_reason) == (expected, "stop" if ended else "length")
     lengths = [len(output.token_ids) for output in outputs]
     assert lengths[0] <= 5 and max(lengths) == 12  # one ended early, one went on to its limit
-    ignoring = stopping.generate(prompts, [SamplingParams(max_tokens=12, ignore_eos=row == 0) for row in range(4)])
+    ignoring = stopping.generate(
+        prompts, [SamplingParams(max_tokens=12, ignore_eos=row == 0) for row in range(4)]
+    )
     assert ignoring[0].token_ids == free[0].token_ids
     assert answers(ignoring[1:]) == answers(outputs[1:])
-    later = [SamplingParams(max_tokens=12, min_tokens=count) for count in (8, 12, 0, 3)]  # hold the end of text back
-    assert answers(stopping.generate(prompts, later)) == answers(Naive(tiny_model, eos_id=eos).generate(prompts, later))
+    later = [
+        SamplingParams(max_tokens=12, min_tokens=count) for count in (8, 12, 0, 3)
+    ]  # hold the end of text back
+    assert answers(stopping.generate(prompts, later)) == answers(
+        Naive(tiny_model, eos_id=eos).generate(prompts, later)
+    )
 
 
 def test_a_row_that_has_ended_says_nothing_more(engine):
@@ -159,23 +186,33 @@ def test_a_row_that_has_ended_says_nothing_more(engine):
     assert [output.finish_reason for output in outputs] == ["length"] * 4
 
 
-@pytest.mark.parametrize("lengths", [[60, 2], [2, 60], [63, 1], [63, 62, 61, 1], [1, 1, 40]], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[60, 2], [2, 60], [63, 1], [63, 62, 61, 1], [1, 1, 40]], ids=str
+)
 def test_rows_end_at_the_end_of_the_context_while_others_go_on(engine, naive, tiny_model, lengths):
     """The rectangle grows wider than the context (64): its columns are no positions, and there is no index error."""
     many = [random_prompt(length, tiny_model.config, i) for i, length in enumerate(lengths)]
     params = SamplingParams(max_tokens=500, ignore_eos=True, logprobs=0)
     outputs = engine.generate(many, params)
-    assert [(len(output.token_ids), output.finish_reason) for output in outputs] == [(64 - n, "length") for n in lengths]
+    assert [(len(output.token_ids), output.finish_reason) for output in outputs] == [
+        (64 - n, "length") for n in lengths
+    ]
     assert_same(outputs, naive.generate(many, params))
-    columns = max(lengths) + (64 - min(lengths)) - 1  # of memory: what can be filled, whatever max_tokens asks for
-    assert engine.cache_bytes == len(lengths) * columns * tiny_model.config.kv_bytes_per_token(torch.float64)
+    columns = (
+        max(lengths) + (64 - min(lengths)) - 1
+    )  # of memory: what can be filled, whatever max_tokens asks for
+    assert engine.cache_bytes == len(lengths) * columns * tiny_model.config.kv_bytes_per_token(
+        torch.float64
+    )
 
 
 # ---- the records: what was really batched ----
 
 
 def test_a_record_of_every_pass(engine):
-    engine.generate([[1] * 5, [2] * 3, [3]], [SamplingParams(max_tokens=count) for count in (2, 4, 3)])
+    engine.generate(
+        [[1] * 5, [2] * 3, [3]], [SamplingParams(max_tokens=count) for count in (2, 4, 3)]
+    )
     # 15 columns for 9 tokens; then all three rows; then the first has ended, and the third too.
     assert work(engine) == [(3, 9, 0, 6), (3, 0, 3, 0), (2, 0, 2, 1), (1, 0, 1, 2)]
     assert all(step.seconds > 0 for step in engine.steps)
@@ -193,7 +230,9 @@ def test_the_records_add_up(tiny_model, max_batch):
     many = [random_prompt(rng.randint(1, 30), tiny_model.config, i) for i in range(8)]
     outputs = engine.generate(many, [SamplingParams(max_tokens=rng.randint(1, 20)) for _ in many])
     assert sum(step.prefill_tokens for step in engine.steps) == sum(len(prompt) for prompt in many)
-    assert sum(step.decode_tokens for step in engine.steps) == sum(len(output.token_ids) - 1 for output in outputs)
+    assert sum(step.decode_tokens for step in engine.steps) == sum(
+        len(output.token_ids) - 1 for output in outputs
+    )
     passes, through, largest = 0, 0, 0
     for start in range(0, len(outputs), max_batch):
         batch = outputs[start : start + max_batch]
@@ -201,8 +240,12 @@ def test_the_records_add_up(tiny_model, max_batch):
         passes += longest
         through += len(batch) * (width + longest - 1)
         largest = max(largest, len(batch) * (width + longest - 1))
-    assert len(engine.steps) == passes  # a pass serves all rows: the longest answer says how many there are
-    assert sum(s.prefill_tokens + s.decode_tokens + s.wasted_tokens for s in engine.steps) == through
+    assert (
+        len(engine.steps) == passes
+    )  # a pass serves all rows: the longest answer says how many there are
+    assert (
+        sum(s.prefill_tokens + s.decode_tokens + s.wasted_tokens for s in engine.steps) == through
+    )
     assert engine.cache_bytes == largest * tiny_model.config.kv_bytes_per_token(torch.float64)
 
 
@@ -211,7 +254,9 @@ def test_more_prompts_than_a_batch_holds(tiny_model, naive, prompts):
     many = prompts(tiny_model.config, 7, 9)
     outputs = [Output(prompt) for prompt in many]
     order = [place for place, _ in engine.run(outputs, params)]
-    assert order == [0, 1, 2] * 4 + [3, 4, 5] * 4 + [6] * 4  # one batch after the other, each to its end
+    assert (
+        order == [0, 1, 2] * 4 + [3, 4, 5] * 4 + [6] * 4
+    )  # one batch after the other, each to its end
     assert [step.rows for step in engine.steps] == [3] * 8 + [1] * 4
     assert_same(outputs, naive.generate(many, params))
 
@@ -238,7 +283,10 @@ def test_stream_is_generate_token_by_token(engine):
 
 def test_streams_read_in_turn_are_independent(engine, naive):
     """Each call has a cache of its own."""
-    prompts, params = [[1, 2], [3, 4, 5, 6], [7]], SamplingParams(max_tokens=6, temperature=0.9, seed=3, logprobs=0)
+    prompts, params = (
+        [[1, 2], [3, 4, 5, 6], [7]],
+        SamplingParams(max_tokens=6, temperature=0.9, seed=3, logprobs=0),
+    )
     outputs = [Output(prompt) for prompt in prompts]
     for tokens in zip(*[engine.stream(prompt, params) for prompt in prompts], strict=True):
         for output, token in zip(outputs, tokens, strict=True):
@@ -255,7 +303,9 @@ def test_a_call_that_is_left_early_leaves_nothing_behind(engine, naive):
     prompts = [[1, 2], [3]]
     for _ in range(2):
         assert_same(engine.generate(prompts, params), naive.generate(prompts, params))
-        assert work(engine) == [(2, 3, 0, 1)] + [(2, 0, 2, 0)] * 4  # of the last call, and only of that
+        assert (
+            work(engine) == [(2, 3, 0, 1)] + [(2, 0, 2, 0)] * 4
+        )  # of the last call, and only of that
 
 
 # ---- bad input ----
@@ -306,7 +356,13 @@ def test_an_unfit_prompt_fails_alone(engine, naive, place, prompt, options, says
 def test_unfit_prompts_take_no_seat_in_a_batch(tiny_model):
     engine = Engine(tiny_model, max_batch=2)
     outputs = engine.generate([[], [1], [101], [2, 3], [4]], SamplingParams(max_tokens=2))
-    assert [output.finish_reason for output in outputs] == ["error", "length", "error", "length", "length"]
+    assert [output.finish_reason for output in outputs] == [
+        "error",
+        "length",
+        "error",
+        "length",
+        "length",
+    ]
     assert work(engine) == [(2, 3, 0, 1), (2, 0, 2, 0), (1, 1, 0, 0), (1, 0, 1, 0)]
 
 
@@ -332,7 +388,9 @@ def test_a_request_that_leaves_no_token_to_take_fails_alone(engine, naive):
 
 
 @pytest.mark.parametrize("good", [0, 2])
-def test_scores_that_are_not_numbers_end_one_row_and_a_stream_says_so(engine, naive, tiny_model, monkeypatch, good):
+def test_scores_that_are_not_numbers_end_one_row_and_a_stream_says_so(
+    engine, naive, tiny_model, monkeypatch, good
+):
     """A row whose scores are NaN, after `good` tokens, ends with an error; its neighbours' answers stand."""
     params = SamplingParams(max_tokens=6)
     forward = tiny_model.logits

@@ -32,8 +32,18 @@ def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, folder: Path) -> An
     """call(lines, *options) -> (status, standard output, standard error) of --prompts with these lines."""
 
     def run(lines: list[str], *options: str) -> tuple[int, str, str]:
-        (tmp_path / "prompts.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        arguments = ["--prompts", str(tmp_path / "prompts.txt"), "--model", str(folder), "--dtype", "float64", *options]
+        (tmp_path / "prompts.txt").write_text(
+            "".join(f"{line}\n" for line in lines), encoding="utf-8"
+        )
+        arguments = [
+            "--prompts",
+            str(tmp_path / "prompts.txt"),
+            "--model",
+            str(folder),
+            "--dtype",
+            "float64",
+            *options,
+        ]
         with pytest.raises(SystemExit) as exit:
             cli.run(stage.main, arguments)
         return (exit.value.code, *capsys.readouterr())  # type: ignore[return-value]
@@ -45,7 +55,10 @@ def answers(out: str) -> dict[int, str]:
     """Printed answers by the number of their prompt, in the order in which they were printed."""
     parts = re.split(r"--- prompt (\d+) ---\n", out)
     assert parts[0] == ""
-    return {int(number): text.removesuffix("\n\n") for number, text in zip(parts[1::2], parts[2::2], strict=True)}
+    return {
+        int(number): text.removesuffix("\n\n")
+        for number, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
 
 
 def test_every_prompt_is_answered_in_order_as_it_would_be_alone(call, folder, capsys):
@@ -54,25 +67,39 @@ def test_every_prompt_is_answered_in_order_as_it_would_be_alone(call, folder, ca
     assert status == 0 and list(answers(out)) == [1, 2, 3, 4]
     for line, text in zip(lines, answers(out).values(), strict=True):
         with pytest.raises(SystemExit):
-            cli.run(stage.main, [line, "--model", str(folder), "--dtype", "float64", "--max-tokens", "9"])
+            cli.run(
+                stage.main,
+                [line, "--model", str(folder), "--dtype", "float64", "--max-tokens", "9"],
+            )
         assert capsys.readouterr().out == text + "\n"
     # 4 prompts of 15 columns, and 8 passes of 4 rows, none of which ends before the others.
     padding, total = 60 - 26, 60 + 8 * 4
     assert re.match(
-        r"\[4 prompts, 36 tokens in 9 steps and \d+\.\d\d s, \d+\.\d tok/s, finish reasons: 4 length; model, float64", err
+        r"\[4 prompts, 36 tokens in 9 steps and \d+\.\d\d s, \d+\.\d tok/s, finish reasons: 4 length; model, float64",
+        err,
     )
     wasted = f"{padding} padded tokens in prefill and 0 idle row-steps in decode, {100 * padding / total:.1f} % of all {total}"
     assert err.endswith(f"\n[wasted: {wasted} tokens computed]\n")
 
 
 def test_rows_that_end_early_idle_and_the_count_is_that_of_the_records(call):
-    status, _, err = call(["a" * 46, "b"], "--max-tokens", "20")  # the first is at the end of the context after 2 tokens
+    status, _, err = call(
+        ["a" * 46, "b"], "--max-tokens", "20"
+    )  # the first is at the end of the context after 2 tokens
     assert status == 0
-    assert "[wasted: 45 padded tokens in prefill and 18 idle row-steps in decode" in err and "of all 130 tokens" in err
+    assert (
+        "[wasted: 45 padded tokens in prefill and 18 idle row-steps in decode" in err
+        and "of all 130 tokens" in err
+    )
 
 
 def test_waste_of_several_batches_is_told_apart():
-    steps = [StepRecord(2, 5, 0, 1.0, 3), StepRecord(1, 0, 1, 1.0, 1), StepRecord(1, 4, 0, 1.0, 0), StepRecord(1, 0, 1, 1.0)]
+    steps = [
+        StepRecord(2, 5, 0, 1.0, 3),
+        StepRecord(1, 0, 1, 1.0, 1),
+        StepRecord(1, 4, 0, 1.0, 0),
+        StepRecord(1, 0, 1, 1.0),
+    ]
     assert stage.waste(steps) == (
         "[wasted: 3 padded tokens in prefill and 1 idle row-steps in decode, 26.7 % of all 15 tokens computed]"
     )
@@ -83,7 +110,11 @@ def test_a_bad_prompt_is_an_error_and_the_others_go_on(call):
     status, out, err = call(["hello", "", "a" * 48, "b"], "--max-tokens", "4")
     assert status == 2 and list(answers(out)) == [1, 4]
     errors = err.splitlines()[:-2]
-    assert errors[0].startswith("error: prompt 2: The prompt is empty") and "48 tokens" in errors[1] and len(errors) == 2
+    assert (
+        errors[0].startswith("error: prompt 2: The prompt is empty")
+        and "48 tokens" in errors[1]
+        and len(errors) == 2
+    )
     assert errors[1].startswith("error: prompt 3: ") and "2 error, 2 length" in err
 
 
@@ -109,7 +140,11 @@ def test_options_that_fit_no_prompt_are_one_error(call):
 
 def test_help_has_the_option(call):
     status, out, _ = call([], "--help")
-    assert status == 0 and "--prompts FILE" in out and "python -m stage03_batching --prompts prompts.txt" in out
+    assert (
+        status == 0
+        and "--prompts FILE" in out
+        and "python -m stage03_batching --prompts prompts.txt" in out
+    )
 
 
 @pytest.mark.parametrize(("height", "shown"), [(24, 6), (7, 6), (6, 4), (4, 2), (1, 0)])
@@ -120,11 +155,15 @@ def test_the_view_has_a_line_for_each_prompt_and_fits(tiny_model, height, shown)
     for each in texts:
         each.output = Output([1, 2, 3])
     assert stage.view(engine, texts, 40, height) == []
-    for _ in engine.run([each.output for each in texts], [SamplingParams(max_tokens=2 + n) for n in range(6)]):
+    for _ in engine.run(
+        [each.output for each in texts], [SamplingParams(max_tokens=2 + n) for n in range(6)]
+    ):
         lines = stage.view(engine, texts, 40, height)
         newest = engine.steps[-1]
         rows = newest.rows + (newest.wasted_tokens if newest.decode_tokens else 0)
-        assert lines[0].plain.startswith(f"step {len(engine.steps)}: {newest.rows} of {rows} rows alive")
+        assert lines[0].plain.startswith(
+            f"step {len(engine.steps)}: {newest.rows} of {rows} rows alive"
+        )
         assert sum(line.plain[:4].strip().isdigit() for line in lines) == shown
         assert height == 1 or len(lines) <= height
         assert all(line.cell_len <= 40 for line in lines) and Console().render_lines(lines[0])
@@ -139,7 +178,9 @@ def test_without_a_prompt_the_built_in_stories_are_told(monkeypatch, capsys):
     out, err = capsys.readouterr()
     told = answers(out)
     assert len(told) == len(stage.PROMPTS) and "[wasted: " in err
-    loaded = cli.load_model_from(cli.generation_parser("stage03_batching", "").parse_args(options), stages.load_model)
+    loaded = cli.load_model_from(
+        cli.generation_parser("stage03_batching", "").parse_args(options), stages.load_model
+    )
     naive = Naive(loaded.model)
     for prompt, text in zip(stage.PROMPTS, told.values(), strict=True):
         ids = loaded.tokenizer.encode(prompt)

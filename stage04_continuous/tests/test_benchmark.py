@@ -19,7 +19,18 @@ from shared.peers import TransformersContinuous, transformers_greedy, transforme
 from stage02_kv_cache.benchmark import greedy
 from stage03_batching import benchmark as static_benchmark
 from stage04_continuous import benchmark, timeline
-from stage04_continuous.benchmark import FULL, OURS, QUICK, SINGLE, STATIC, WHOLE, Part, Plan, simulate, workload
+from stage04_continuous.benchmark import (
+    FULL,
+    OURS,
+    QUICK,
+    SINGLE,
+    STATIC,
+    WHOLE,
+    Part,
+    Plan,
+    simulate,
+    workload,
+)
 from stage04_continuous.engine import Engine
 from stage04_continuous.scheduler import Scheduler
 
@@ -59,7 +70,14 @@ def test_every_table_is_whole(results: dict[str, Any]) -> None:
         for block in text.split("\n\n"):
             assert len({line.count("|") for line in block.splitlines()}) == 1, name
     rows = {name: len(text.split("\n\n")[0].splitlines()) - 2 for name, text in found.items()}
-    assert (rows["win"], rows["null"], rows["lose"], rows["chunking"], rows["overhead"], rows["peers"]) == (3, 8, 6, 8, 4, 16)
+    assert (
+        rows["win"],
+        rows["null"],
+        rows["lose"],
+        rows["chunking"],
+        rows["overhead"],
+        rows["peers"],
+    ) == (3, 8, 6, 8, 4, 16)
 
 
 def test_every_chart_is_drawn_and_the_headline_has_its_number(results: dict[str, Any]) -> None:
@@ -78,25 +96,36 @@ def test_answers_of_the_winning_workload_differ_in_length() -> None:
         assert lengths == workload(plan) and len(lengths) == plan.requests
         assert plan.answers[0] <= answers[0] and answers[-1] <= plan.answers[1]
         assert len(set(answers)) > plan.requests / 3
-        assert answers[-1] > 4 * answers[len(answers) // 2]  # the longest, and the one in the middle
+        assert (
+            answers[-1] > 4 * answers[len(answers) // 2]
+        )  # the longest, and the one in the middle
         assert all(plan.prompts[0] <= prompt <= plan.prompts[1] for prompt, _ in lengths)
         batches = [lengths[at : at + plan.slots] for at in range(0, plan.requests, plan.slots)]
         static = sum(max(count for _, count in batch) for batch in batches)
-        assert static > 1.5 * len(simulate(Scheduler(plan.slots, plan.budget), [(0, *each) for each in lengths]))
+        assert static > 1.5 * len(
+            simulate(Scheduler(plan.slots, plan.budget), [(0, *each) for each in lengths])
+        )
     answers = [count for _, count in workload(FULL)]
     assert 80 < sum(answers) / len(answers) < 120
 
 
-def test_both_engines_ran_the_same_requests_and_every_answer_was_proved(results: dict[str, Any]) -> None:
+def test_both_engines_ran_the_same_requests_and_every_answer_was_proved(
+    results: dict[str, Any],
+) -> None:
     for row in results["results"]["win"] + results["results"]["equal"]:
         tokens = sum(count for _, count in row["lengths"])
         assert {row["proof"][name]["tokens"] for name in (STATIC, OURS)} == {tokens}
         if row["dtype"] == "float32":
-            assert set(row["same"].values()) == {len(row["lengths"])}  # transformers says the same too
+            assert set(row["same"].values()) == {
+                len(row["lengths"])
+            }  # transformers says the same too
     for row in results["results"]["single"]:
         assert {each["tokens"] for each in row["proof"].values()} == {TINY.single_answer}
     for row in results["results"]["chunking"]:
-        assert row["proof"]["tokens"] == TINY.neighbours * (1 + TINY.before + TINY.after) + TINY.long_answer
+        assert (
+            row["proof"]["tokens"]
+            == TINY.neighbours * (1 + TINY.before + TINY.after) + TINY.long_answer
+        )
 
 
 def test_the_cache_of_both_has_room_for_as_much(results: dict[str, Any]) -> None:
@@ -104,7 +133,10 @@ def test_the_cache_of_both_has_room_for_as_much(results: dict[str, Any]) -> None
     each = PRESETS["tiny"].kv_bytes_per_token(torch.float32)
     assert row["slot_tokens"] == max(sum(lengths) for lengths in row["lengths"])
     assert row["cache_bytes"][OURS] == row["slots"] * row["slot_tokens"] * each
-    assert row["cache_bytes"][STATIC] <= row["cache_bytes"][OURS] + row["slots"] * TINY.prompts[1] * each
+    assert (
+        row["cache_bytes"][STATIC]
+        <= row["cache_bytes"][OURS] + row["slots"] * TINY.prompts[1] * each
+    )
 
 
 def test_passes_are_predicted_to_the_last_one(results: dict[str, Any]) -> None:
@@ -120,10 +152,14 @@ def test_occupancy_counts_places_that_worked(results: dict[str, Any]) -> None:
     for name in (STATIC, OURS):
         assert sum(rows * times for rows, times in row["rows"][name]) == row["busy"][name]
         assert sum(times for _, times in row["rows"][name]) == row["passes"][name]
-    assert row["busy"][STATIC] == sum(count for _, count in row["lengths"])  # a row is alive once for each of its tokens
+    assert row["busy"][STATIC] == sum(
+        count for _, count in row["lengths"]
+    )  # a row is alive once for each of its tokens
 
 
-def test_no_pass_of_the_winning_run_has_an_empty_slot_while_somebody_waits(tiny: Checkpoint) -> None:
+def test_no_pass_of_the_winning_run_has_an_empty_slot_while_somebody_waits(
+    tiny: Checkpoint,
+) -> None:
     lengths = workload(TINY)
     passes = simulate(Scheduler(TINY.slots, 64), [(0, *each) for each in lengths])
     admitted = 0
@@ -155,12 +191,16 @@ def test_a_long_prompt_is_run_as_its_name_says(results: dict[str, Any]) -> None:
     for name, count in {"6": 5, "16": 2, WHOLE: 1}.items():
         crowd = [(0, TINY.neighbours_prompt, 20)] * TINY.neighbours
         passes = simulate(benchmark.chunk_scheduler(TINY, name), [*crowd, (4, TINY.long_prompt, 1)])
-        mixed = [parts for parts in passes if any(part.request == TINY.neighbours for part in parts)]
+        mixed = [
+            parts for parts in passes if any(part.request == TINY.neighbours for part in parts)
+        ]
         assert len(mixed) == count and all(len(parts) == 1 + TINY.neighbours for parts in mixed)
     for row in results["results"]["chunking"]:
         for name, first in row["first"].items():
             assert len(first) == TINY.chunk_repeats
-            assert all(0 < wait <= sum(gaps) for wait, gaps in zip(first, row["after"][name], strict=True))
+            assert all(
+                0 < wait <= sum(gaps) for wait, gaps in zip(first, row["after"][name], strict=True)
+            )
             longest, least = benchmark.predicted_arrival(results, row, name)
             assert (longest == least) == (name == WHOLE)
 
@@ -189,7 +229,9 @@ def test_run_lengths_keep_every_pass() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
-def test_transformers_batches_continuously_with_a_limit_for_each_request(tiny: Checkpoint, kind: str) -> None:
+def test_transformers_batches_continuously_with_a_limit_for_each_request(
+    tiny: Checkpoint, kind: str
+) -> None:
     model = transformers_model(tiny, torch.float32, kind)
     prompts, counts = [random_prompt(2 + i, tiny.config, i) for i in range(5)], [1, 6, 3, 4, 2]
     threads = threading.active_count()
@@ -199,13 +241,19 @@ def test_transformers_batches_continuously_with_a_limit_for_each_request(tiny: C
         assert peer.generate(prompts, counts) == answers
     assert threading.active_count() == threads  # its thread has ended
     assert [len(answer) for answer in answers] == counts
-    assert answers == [transformers_greedy(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    assert answers == [
+        transformers_greedy(model, prompt, count)
+        for prompt, count in zip(prompts, counts, strict=True)
+    ]
 
 
 def test_transformers_thread_ends_after_an_error_too(tiny: Checkpoint) -> None:
     model = transformers_model(tiny, torch.float32)
     threads = threading.active_count()
-    with pytest.raises(ZeroDivisionError), TransformersContinuous(model, slots=2, slot_tokens=16, token_budget=8) as peer:
+    with (
+        pytest.raises(ZeroDivisionError),
+        TransformersContinuous(model, slots=2, slot_tokens=16, token_budget=8) as peer,
+    ):
         peer.generate([[1, 2]], [2])
         raise ZeroDivisionError
     assert threading.active_count() == threads
@@ -214,7 +262,9 @@ def test_transformers_thread_ends_after_an_error_too(tiny: Checkpoint) -> None:
 def test_a_wrong_token_stops_the_benchmark(results: dict[str, Any], tiny: Checkpoint) -> None:
     subject = benchmark.Subject(tiny, torch.float32)
     runs = benchmark.Runs(
-        Engine(subject.model, scheduler=Scheduler(2, 8)), [random_prompt(3, tiny.config, i) for i in range(3)], [5] * 3
+        Engine(subject.model, scheduler=Scheduler(2, 8)),
+        [random_prompt(3, tiny.config, i) for i in range(3)],
+        [5] * 3,
     )
     runs()
     assert runs.proof(subject)["tokens"] == 15
@@ -233,6 +283,9 @@ def test_a_single_request_is_measured_on_three_stages(results: dict[str, Any]) -
 def test_the_quick_plan_is_the_smaller_one() -> None:
     assert QUICK.runs < FULL.runs / 2
     for plan in (FULL, QUICK):
-        assert plan.model == "gpt2" and plan.long_prompt + plan.long_answer <= PRESETS["gpt2"].n_positions
+        assert (
+            plan.model == "gpt2"
+            and plan.long_prompt + plan.long_answer <= PRESETS["gpt2"].n_positions
+        )
     few, many = (sum(count for _, count in workload(plan)) for plan in (QUICK, FULL))
     assert few < many / 10

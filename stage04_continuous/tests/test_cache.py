@@ -28,7 +28,9 @@ def test_memory_is_as_computed_and_a_slot_is_checked(tiny_model):
 
 
 @pytest.mark.parametrize(
-    "share", [(2, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, 0), (1, 0, 11), (0, 10, 1), (0, 7, 4)], ids=lambda share: str(share)
+    "share",
+    [(2, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, 0), (1, 0, 11), (0, 10, 1), (0, 7, 4)],
+    ids=lambda share: str(share),
 )
 def test_a_share_outside_the_slots_is_refused(share):
     with pytest.raises(ValueError, match="no place for"):
@@ -67,15 +69,44 @@ def test_grouping_rules(shares, sizes):
 
 
 def test_a_group_says_what_it_reads():
-    attention = SlotCache(CONFIG, 8, 100).extend([(0, 7, 1), (1, 4, 1), (3, 7, 1), (4, 0, 5), (6, 2, 3)])
+    attention = SlotCache(CONFIG, 8, 100).extend(
+        [(0, 7, 1), (1, 4, 1), (3, 7, 1), (4, 0, 5), (6, 2, 3)]
+    )
     two, one, whole, chunk = attention.groups
-    assert (two.rows, two.slots, two.end, two.new, two.causal) == (slice(0, 2), slice(0, 2), 8, 1, False)
+    assert (two.rows, two.slots, two.end, two.new, two.causal) == (
+        slice(0, 2),
+        slice(0, 2),
+        8,
+        1,
+        False,
+    )
     assert two.mask is not None and chunk.mask is not None
     assert two.mask.squeeze().int().tolist() == [[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0]]
-    assert (one.rows, one.slots, one.end, one.mask, one.causal) == (slice(2, 3), slice(3, 4), 8, None, False)
-    assert (whole.rows, whole.slots, whole.end, whole.mask, whole.causal) == (slice(3, 8), slice(4, 5), 5, None, True)
-    assert (chunk.rows, chunk.slots, chunk.end, chunk.causal) == (slice(8, 11), slice(6, 7), 5, False)
-    assert chunk.mask.squeeze().int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert (one.rows, one.slots, one.end, one.mask, one.causal) == (
+        slice(2, 3),
+        slice(3, 4),
+        8,
+        None,
+        False,
+    )
+    assert (whole.rows, whole.slots, whole.end, whole.mask, whole.causal) == (
+        slice(3, 8),
+        slice(4, 5),
+        5,
+        None,
+        True,
+    )
+    assert (chunk.rows, chunk.slots, chunk.end, chunk.causal) == (
+        slice(8, 11),
+        slice(6, 7),
+        5,
+        False,
+    )
+    assert chunk.mask.squeeze().int().tolist() == [
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1],
+    ]
     assert attention.positions.tolist() == [7, 4, 7, 0, 1, 2, 3, 4, 2, 3, 4]
     assert attention.slots.tolist() == [0, 1, 3, 4, 4, 4, 4, 4, 6, 6, 6]
 
@@ -87,25 +118,37 @@ def test_a_group_says_what_it_reads():
 @given(st.data())
 def test_any_packing_is_explicit_attention_of_each_sequence(data):
     """Passes of random shares, in any order, of sequences that lie in slots full of somebody else's numbers."""
-    slots, generator = data.draw(st.integers(1, 5)), torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    slots, generator = (
+        data.draw(st.integers(1, 5)),
+        torch.Generator().manual_seed(data.draw(st.integers(0, 999))),
+    )
     cache = SlotCache(CONFIG, slots, 200, torch.float64)
     cache.kv.copy_(1e3 * torch.randn(cache.kv.shape, dtype=torch.float64, generator=generator))
-    past = {slot: torch.empty(3, 2, 0, 4, dtype=torch.float64) for slot in range(slots)}  # q, k, v as (3, H, T, D)
+    past = {
+        slot: torch.empty(3, 2, 0, 4, dtype=torch.float64) for slot in range(slots)
+    }  # q, k, v as (3, H, T, D)
     for _ in range(data.draw(st.integers(1, 5))):
         order = data.draw(st.permutations(range(slots)))[: data.draw(st.integers(1, slots))]
         if data.draw(st.booleans()):
             order = sorted(order)
         counts = [data.draw(st.sampled_from([1, 1, 1, 2, 3, 7, 40])) for _ in order]
         shares = [
-            (slot, past[slot].shape[2], min(count, 200 - past[slot].shape[2])) for slot, count in zip(order, counts, strict=True)
+            (slot, past[slot].shape[2], min(count, 200 - past[slot].shape[2]))
+            for slot, count in zip(order, counts, strict=True)
         ]
         shares = [share for share in shares if share[2]]
         if not shares:
             return
         attention = cache.extend(shares)
-        assert attention.positions.tolist() == [start + i for _, start, count in shares for i in range(count)]
-        fresh = torch.randn(3, len(attention.positions), 2, 4, dtype=torch.float64, generator=generator)  # (3, N, H, D)
-        got = [attention.attend(layer, *(fresh * (1 + layer))) for layer in range(2)]  # (N, H, D) each
+        assert attention.positions.tolist() == [
+            start + i for _, start, count in shares for i in range(count)
+        ]
+        fresh = torch.randn(
+            3, len(attention.positions), 2, 4, dtype=torch.float64, generator=generator
+        )  # (3, N, H, D)
+        got = [
+            attention.attend(layer, *(fresh * (1 + layer))) for layer in range(2)
+        ]  # (N, H, D) each
         row = 0
         for slot, start, count in shares:
             mine = slice(row, row + count)
@@ -113,7 +156,9 @@ def test_any_packing_is_explicit_attention_of_each_sequence(data):
             past[slot] = torch.cat([past[slot], fresh[:, mine].transpose(1, 2)], dim=2)
             for layer in range(2):
                 whole = explicit_attention(*(past[slot] * (1 + layer)))  # (H, T, D)
-                assert torch.allclose(got[layer][mine], whole[:, start:].transpose(0, 1), rtol=0, atol=1e-12)
+                assert torch.allclose(
+                    got[layer][mine], whole[:, start:].transpose(0, 1), rtol=0, atol=1e-12
+                )
 
 
 @pytest.mark.parametrize("cuts", [[12], [1] * 12, [5, 7], [5, 1, 6], [11, 1]], ids=str)

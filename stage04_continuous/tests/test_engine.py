@@ -66,7 +66,9 @@ def finish(engine):
 
 def shape(engine):
     """(rows, prefill, decode, waiting) of each record."""
-    return [(each.rows, each.prefill_tokens, each.decode_tokens, each.waiting) for each in engine.steps]
+    return [
+        (each.rows, each.prefill_tokens, each.decode_tokens, each.waiting) for each in engine.steps
+    ]
 
 
 # ---- what was run ---------------------------------------------------------------------------------------------------
@@ -105,7 +107,9 @@ def test_one_forward_pass_serves_all_rows(model, passes):
     assert passes() == [(42, 6)] + [(6, 6)] * 9
 
 
-@pytest.mark.parametrize("slots, budget, max_chunk", [(1, 1, None), (3, 5, 2), (4, 32, None), (8, 16, 7), (5, 64, 64)])
+@pytest.mark.parametrize(
+    "slots, budget, max_chunk", [(1, 1, None), (3, 5, 2), (4, 32, None), (8, 16, 7), (5, 64, 64)]
+)
 def test_tokens_through_the_model_are_those_of_the_records(slots, budget, max_chunk, model, passes):
     """Packed: no row and no column of padding, and logits for no row that is not sampled."""
     engine = engine_of(model, slots, budget, max_chunk=max_chunk)
@@ -115,17 +119,25 @@ def test_tokens_through_the_model_are_those_of_the_records(slots, budget, max_ch
         sampled.append(len(engine.step()))
     ran = passes()
     assert len(ran) == len(engine.steps)
-    assert [tokens for tokens, _ in ran] == [each.prefill_tokens + each.decode_tokens for each in engine.steps]
+    assert [tokens for tokens, _ in ran] == [
+        each.prefill_tokens + each.decode_tokens for each in engine.steps
+    ]
     assert [rows for _, rows in ran] == sampled
-    assert sum(each.prefill_tokens for each in engine.steps) == sum(len(each.output.prompt_ids) for each in requests)
-    assert sum(each.decode_tokens for each in engine.steps) == sum(len(each.output.token_ids) - 1 for each in requests)
+    assert sum(each.prefill_tokens for each in engine.steps) == sum(
+        len(each.output.prompt_ids) for each in requests
+    )
+    assert sum(each.decode_tokens for each in engine.steps) == sum(
+        len(each.output.token_ids) - 1 for each in requests
+    )
     assert sum(sampled) == sum(len(each.output.token_ids) for each in requests)
     assert max(tokens for tokens, _ in ran) <= budget
     assert max(each.rows for each in engine.steps) == slots
     for record in engine.steps:
         if record.waiting:
             assert record.rows == slots or record.prefill_tokens + record.decode_tokens == budget
-    ends = [each.finish_reason for record in engine.steps for each in record.slots if each.finish_reason]
+    ends = [
+        each.finish_reason for record in engine.steps for each in record.slots if each.finish_reason
+    ]
     assert ends == ["length"] * 14
 
 
@@ -140,7 +152,11 @@ def test_a_mixed_pass_is_one_pass(model, passes):
     tokens = [engine.step() for _ in range(3)]
     assert shape(engine)[-3:] == [(4, 13, 3, 0), (4, 13, 3, 0), (4, 4, 3, 0)]
     assert passes()[before:] == [(16, 3), (16, 3), (7, 4)]
-    assert [len({id for id, _ in each} & {request.id for request in early}) for each in tokens] == [3, 3, 3]
+    assert [len({id for id, _ in each} & {request.id for request in early}) for each in tokens] == [
+        3,
+        3,
+        3,
+    ]
 
 
 def test_a_freed_slot_is_filled_in_the_next_pass(model):
@@ -161,7 +177,9 @@ def test_equal_lengths_go_in_waves(model):
     engine = engine_of(model, 4, 64)
     engine.generate([prompt_of(6)] * 12, words(5))
     assert shape(engine) == [
-        (4, prefill, decode, waiting) for waiting in (8, 4, 0) for prefill, decode in ((24, 0), (0, 4), (0, 4), (0, 4), (0, 4))
+        (4, prefill, decode, waiting)
+        for waiting in (8, 4, 0)
+        for prefill, decode in ((24, 0), (0, 4), (0, 4), (0, 4), (0, 4))
     ]
 
 
@@ -206,7 +224,11 @@ def test_a_stop_frees_the_slot_at_once(model):
     answer = naive(model, 9, 12)
     stop = answer[4]
     engine = engine_of(model, 1)
-    first = engine.add(Request(prompt_of(9), SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(stop,))))
+    first = engine.add(
+        Request(
+            prompt_of(9), SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(stop,))
+        )
+    )
     second = ask(engine, 5, 3)
     finish(engine)
     said = answer[: answer.index(stop) + 1]
@@ -255,7 +277,11 @@ BAD = {
     "too long": ([1] * 64, SamplingParams(), "has 64 tokens, and wide sees 64"),
     "no such token": ([1, 101], SamplingParams(), "Token id 101 is not in the vocabulary"),
     "no such stop token": ([1], SamplingParams(stop_token_ids=(101,)), "stop_token_ids"),
-    "no token left": ([1], SamplingParams(stop_token_ids=tuple(range(101)), min_tokens=1), "no token could begin the answer"),
+    "no token left": (
+        [1],
+        SamplingParams(stop_token_ids=tuple(range(101)), min_tokens=1),
+        "no token could begin the answer",
+    ),
 }
 
 
@@ -267,9 +293,13 @@ def test_a_bad_request_is_refused_and_the_others_go_on(prompt, params, message, 
     bad = Request(prompt, params, id="bad")
     with pytest.raises(UserError, match=message):
         engine.add(bad)
-    assert bad.state is State.NEW and "bad" not in engine.requests and engine.scheduler.unfinished == 3
+    assert (
+        bad.state is State.NEW and "bad" not in engine.requests and engine.scheduler.unfinished == 3
+    )
     finish(engine)
-    assert [request.output.token_ids for request in good] == [naive(model, length, 6) for length in (5, 9, 2)]
+    assert [request.output.token_ids for request in good] == [
+        naive(model, length, 6) for length in (5, 9, 2)
+    ]
 
 
 @pytest.mark.parametrize("prompt, params, message", BAD.values(), ids=BAD)
@@ -312,7 +342,9 @@ def test_without_chunks_a_prompt_over_the_budget(model):
 
 @pytest.mark.parametrize("slots, budget", [(4, 3), (1, 0)])
 def test_a_budget_that_cannot_serve_its_slots(slots, budget, model):
-    with pytest.raises(UserError, match=f"budget of {budget} tokens a step is too small for {slots} slots"):
+    with pytest.raises(
+        UserError, match=f"budget of {budget} tokens a step is too small for {slots} slots"
+    ):
         engine_of(model, slots, budget)
 
 
@@ -384,7 +416,9 @@ def test_several_streams_read_in_turn(model):
     """Whoever asks for a token moves all of them on, and nobody misses one."""
     engine = engine_of(model, 2)
     asked = [(5, 8), (9, 3), (2, 12), (14, 5)]
-    streams = {i: engine.stream(prompt_of(length), words(count)) for i, (length, count) in enumerate(asked)}
+    streams = {
+        i: engine.stream(prompt_of(length), words(count)) for i, (length, count) in enumerate(asked)
+    }
     told: dict[int, list[Token]] = {i: [] for i in streams}
     while streams:
         for i in list(streams):

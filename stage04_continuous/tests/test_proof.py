@@ -24,7 +24,9 @@ from stage04_continuous.request import Request
 from stage04_continuous.scheduler import POLICIES, Scheduler
 
 B = 16  # the size around which chunks are cut
-GREEDY = SamplingParams(max_tokens=64, logprobs=0)  # with the numbers behind each token: they move before a token does
+GREEDY = SamplingParams(
+    max_tokens=64, logprobs=0
+)  # with the numbers behind each token: they move before a token does
 SAMPLED = SamplingParams(
     max_tokens=24,
     temperature=0.9,
@@ -64,18 +66,24 @@ def in_one_pass(model, prompt, answer):
     ids = torch.tensor(prompt + answer[:-1])
     hidden = model(ids, torch.arange(len(ids)), Recompute().attend)[len(prompt) - 1 :]
     count = len(answer)
-    tokens, logprobs = sample(model.logits(hidden), [GREEDY] * count, [((), ())] * count, [None] * count)
+    tokens, logprobs = sample(
+        model.logits(hidden), [GREEDY] * count, [((), ())] * count, [None] * count
+    )
     return tokens.tolist(), logprobs
 
 
 def test_one_pass_over_an_answer_is_the_naive_engine(model, pool):
-    for entry, naive in zip(pool, Naive(model).generate([entry.prompt_ids for entry in pool[:5]], GREEDY), strict=False):
+    for entry, naive in zip(
+        pool, Naive(model).generate([entry.prompt_ids for entry in pool[:5]], GREEDY), strict=False
+    ):
         assert entry.token_ids == naive.token_ids
         assert_close(entry.logprobs, naive.logprobs)
 
 
 def engine_of(model, slots, budget=None, **options):
-    return Engine(model, scheduler=Scheduler(slots, max(slots, 32) if budget is None else budget, **options))
+    return Engine(
+        model, scheduler=Scheduler(slots, max(slots, 32) if budget is None else budget, **options)
+    )
 
 
 def random_engine(model, rng):
@@ -120,7 +128,10 @@ def check(engine):
         assert record.decode_tokens == sum(each.decode_tokens for each in record.slots)
         assert all(each.prefill_tokens + each.decode_tokens >= 1 for each in record.slots)
         if record.waiting:  # then all slots are at work, or the budget is used up
-            assert record.rows == slots or record.prefill_tokens + record.decode_tokens == scheduler.token_budget
+            assert (
+                record.rows == slots
+                or record.prefill_tokens + record.decode_tokens == scheduler.token_budget
+            )
         if following is not None:  # who shared a slot in turn: the first had ended
             owners = {each.slot: each for each in record.slots}
             for each in following.slots:
@@ -139,14 +150,23 @@ def request_of(entry, count, **options):
 
 def assert_told(entry, request, count, reason="length"):
     """`request` has said the first `count` tokens of the entry, and with the same certainty."""
-    assert (request.output.token_ids, request.output.finish_reason) == (entry.token_ids[:count], reason)
+    assert (request.output.token_ids, request.output.finish_reason) == (
+        entry.token_ids[:count],
+        reason,
+    )
     assert_close(request.output.logprobs, entry.logprobs[:count])
 
 
 def assert_close(got, want):
     """Log-probabilities as the other engine gave them: two orders of adding lie some 1e-14 apart."""
-    assert [[id for id, _ in each.top] for each in got] == [[id for id, _ in each.top] for each in want]
-    apart = [abs(a - b) for mine, its in zip(got, want, strict=True) for a, b in zip(numbers(mine), numbers(its), strict=True)]
+    assert [[id for id, _ in each.top] for each in got] == [
+        [id for id, _ in each.top] for each in want
+    ]
+    apart = [
+        abs(a - b)
+        for mine, its in zip(got, want, strict=True)
+        for a, b in zip(numbers(mine), numbers(its), strict=True)
+    ]
     assert max(apart, default=0.0) < 1e-9
 
 
@@ -178,7 +198,9 @@ def test_200_prompts_by_64_tokens_with_random_arrivals_and_aborts(model, pool):
     for entry, request, said in zip(pool, requests[200:], partly, strict=False):
         assert_told(entry, request, said, "abort")
     assert 0 in partly and max(partly) > 30  # early and late
-    assert sum(record.prefill_tokens > 0 and record.decode_tokens > 0 for record in engine.steps) > 200
+    assert (
+        sum(record.prefill_tokens > 0 and record.decode_tokens > 0 for record in engine.steps) > 200
+    )
 
 
 @pytest.mark.parametrize("slots, budget", [(1, 1), (1, 32), (3, B), (7, 7), (8, 256), (40, 64)])
@@ -219,14 +241,21 @@ def test_without_chunks(model, pool):
     engine = engine_of(model, 5, 30, chunked=False)
     requests = [request_of(entry, 16) for entry in pool[:30]]
     arrivals = {2 * step: [request] for step, request in enumerate(requests)}
-    while engine.scheduler.unfinished or arrivals:  # records differ: a whole prompt may have to wait for budget
+    while (
+        engine.scheduler.unfinished or arrivals
+    ):  # records differ: a whole prompt may have to wait for budget
         for request in arrivals.pop(len(engine.steps), ()):
             engine.add(request)
         engine.step()
     for entry, request in zip(pool[:30], requests, strict=True):
         assert_told(entry, request, 16)
     lengths = {request.id: len(request.output.prompt_ids) for request in requests}
-    chunks = [(each.request_id, each.prefill_tokens) for record in engine.steps for each in record.slots if each.prefill_tokens]
+    chunks = [
+        (each.request_id, each.prefill_tokens)
+        for record in engine.steps
+        for each in record.slots
+        if each.prefill_tokens
+    ]
     assert dict(chunks) == lengths and len(chunks) == 30
 
 
@@ -247,7 +276,10 @@ def test_abort_at_any_moment_changes_nobody_else(model, pool):
             break
         state, computed, slot = victim.state.value, victim.computed, victim.slot
         found.add((state, computed and computed < prompt, bool(victim.output.token_ids)))
-        free, waiting = list(engine.scheduler.free_slots), [each for each in engine.scheduler.waiting if each is not victim]
+        free, waiting = (
+            list(engine.scheduler.free_slots),
+            [each for each in engine.scheduler.waiting if each is not victim],
+        )
         output = engine.abort("victim")
         assert output is victim.output
         assert_told(pool[25], victim, len(output.token_ids), "abort")
@@ -261,7 +293,11 @@ def test_abort_at_any_moment_changes_nobody_else(model, pool):
         check(engine)
         for i, request in zip((17, 29, 4, 11, 21), others, strict=True):
             assert_told(pool[i], request, 8)
-        assert not any(each.request_id == "victim" for record in list(engine.steps)[moment:] for each in record.slots)
+        assert not any(
+            each.request_id == "victim"
+            for record in list(engine.steps)[moment:]
+            for each in record.slots
+        )
     assert found == {("waiting", 0, False), ("running", True, False), ("running", False, True)}
     assert "victim" not in engine.requests  # the loop saw it through to its end
 
@@ -303,8 +339,17 @@ def test_a_needle_says_the_same_alone_and_in_any_crowd(crowd, model, pool, needl
         mine.append(request)
         arrivals.setdefault(rng.randrange(15), []).append(request)
     for number in range(rng.randint(1, 14)):
-        sampling = replace(rng.choice([GREEDY, SAMPLED]), max_tokens=rng.randint(1, 20), seed=rng.choice([None, 11, number]))
-        request = Request(rng.choice(pool).prompt_ids, sampling, id=f"neighbour {number}", priority=rng.randint(-2, 2))
+        sampling = replace(
+            rng.choice([GREEDY, SAMPLED]),
+            max_tokens=rng.randint(1, 20),
+            seed=rng.choice([None, 11, number]),
+        )
+        request = Request(
+            rng.choice(pool).prompt_ids,
+            sampling,
+            id=f"neighbour {number}",
+            priority=rng.randint(-2, 2),
+        )
         step = rng.randrange(25)
         arrivals.setdefault(step, []).append(request)
         if rng.random() < 0.3:
@@ -313,7 +358,10 @@ def test_a_needle_says_the_same_alone_and_in_any_crowd(crowd, model, pool, needl
         rng.shuffle(requests)
     drive(engine, arrivals, aborts)
     for request, (_, _, alone) in zip(mine, needles, strict=True):
-        assert (request.output.token_ids, request.output.finish_reason) == (alone.token_ids, alone.finish_reason)
+        assert (request.output.token_ids, request.output.finish_reason) == (
+            alone.token_ids,
+            alone.finish_reason,
+        )
         assert_close(request.output.logprobs, alone.logprobs)
 
 
@@ -325,8 +373,12 @@ def test_what_a_neighbour_says_never_leaks_not_even_in_the_last_bit(model):
     heard, others = [], set()
     for seed in range(4):
         engine = engine_of(narrow, 4, 12)
-        neighbours = [random_prompt(length, model.config, f"other {seed}") for length in (5, 17, 9, 2, 12)]
-        first, needle, *_ = engine.generate([neighbours[0], [7, 8, 9, 10, 11, 12, 13], *neighbours[1:]], params)
+        neighbours = [
+            random_prompt(length, model.config, f"other {seed}") for length in (5, 17, 9, 2, 12)
+        ]
+        first, needle, *_ = engine.generate(
+            [neighbours[0], [7, 8, 9, 10, 11, 12, 13], *neighbours[1:]], params
+        )
         heard.append((needle.token_ids, needle.logprobs))
         others.add(tuple(first.token_ids))
     assert heard == [heard[0]] * 4
@@ -336,7 +388,9 @@ def test_what_a_neighbour_says_never_leaks_not_even_in_the_last_bit(model):
 # ---- slots: nothing of the last tenant, nothing of a sick neighbour ----------------------------------------------------
 
 
-@pytest.mark.parametrize("when", [1, 2, 3, 6], ids=["first chunk", "second chunk", "end of prompt", "decoding"])
+@pytest.mark.parametrize(
+    "when", [1, 2, 3, 6], ids=["first chunk", "second chunk", "end of prompt", "decoding"]
+)
 def test_poison_stays_with_its_request_and_goes_with_it(when, model, pool):
     """NaN in a request's keys and values: it alone ends with "error", and the next tenant of its slot never meets it."""
     engine = engine_of(model, 3, 32, max_chunk=10)
@@ -356,7 +410,9 @@ def test_poison_stays_with_its_request_and_goes_with_it(when, model, pool):
     assert sick.output.error is not None and "NaN or infinite" in sick.output.error
     for i, request in zip((8, 16, 29, 3), healthy + later, strict=True):
         assert_told(pool[i], request, 20)
-    tenants = [each.request_id for record in engine.steps for each in record.slots if each.slot == slot]
+    tenants = [
+        each.request_id for record in engine.steps for each in record.slots if each.slot == slot
+    ]
     assert list(dict.fromkeys(tenants))[:2] == ["sick", later[0].id]
 
 
@@ -367,7 +423,9 @@ def test_everybody_sick_ends_everybody_and_the_engine_lives(model, pool):
     engine.cache.kv[:] = torch.nan
     assert engine.step() == []
     assert [request.output.finish_reason for request in sick] == ["error"] * 2
-    engine.cache.kv[:] = 0  # NaN beyond what the two had used was planted too, and no tenant of a slot can do that
+    engine.cache.kv[:] = (
+        0  # NaN beyond what the two had used was planted too, and no tenant of a slot can do that
+    )
     assert engine.generate([pool[3].prompt_ids], GREEDY)[0].token_ids == pool[3].token_ids
 
 
@@ -387,7 +445,9 @@ def test_positions_begin_anew_in_a_slot_used_again(model, pool):
             for _ in engine.run():
                 pass
             assert_told(pool[i], request, 5)
-            assert [p for passed in asked for p in passed] == list(range(len(pool[i].prompt_ids) + 4))
+            assert [p for passed in asked for p in passed] == list(
+                range(len(pool[i].prompt_ids) + 4)
+            )
     finally:
         handle.remove()
 
@@ -430,10 +490,18 @@ def test_computing_again_goes_on_where_the_answer_was(answered, max_chunk, model
     check(engine)
     assert_told(pool[6], greedy, 30)
     assert_told(pool[29], neighbour, 40)
-    assert (drawn.output.token_ids, drawn.output.finish_reason) == (alone.token_ids, alone.finish_reason)
+    assert (drawn.output.token_ids, drawn.output.finish_reason) == (
+        alone.token_ids,
+        alone.finish_reason,
+    )
     assert_close(drawn.output.logprobs, alone.logprobs)
     # The records call a prompt token a prompt token, the second time too, and every token is computed once more.
     for request in lost:
-        after = [each for record in list(engine.steps)[before:] for each in record.slots if each.request_id == request.id]
+        after = [
+            each
+            for record in list(engine.steps)[before:]
+            for each in record.slots
+            if each.request_id == request.id
+        ]
         assert sum(each.prefill_tokens for each in after) == len(request.output.prompt_ids)
         assert sum(each.decode_tokens for each in after) == len(request.output.token_ids) - 1

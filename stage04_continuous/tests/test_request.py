@@ -28,7 +28,9 @@ def answered(prompt, answer):
     return request
 
 
-@pytest.mark.parametrize("before, after", list(itertools.product(State, State)), ids=lambda state: state.value)
+@pytest.mark.parametrize(
+    "before, after", list(itertools.product(State, State)), ids=lambda state: state.value
+)
 def test_only_legal_transitions(before, after):
     request = Request([1], SamplingParams(), id="a")
     request.state = before
@@ -36,14 +38,21 @@ def test_only_legal_transitions(before, after):
         request.move(after)
         assert request.state is after
     else:
-        with pytest.raises(RuntimeError, match=f"request a cannot go from {before.value} to {after.value}"):
+        with pytest.raises(
+            RuntimeError, match=f"request a cannot go from {before.value} to {after.value}"
+        ):
             request.move(after)
         assert request.state is before
 
 
 def test_a_new_request_has_nothing_and_is_nowhere():
     request = Request((4, 5, 6), SamplingParams())
-    assert (request.state, request.computed, request.slot, request.arrival) == (State.NEW, 0, -1, -1)
+    assert (request.state, request.computed, request.slot, request.arrival) == (
+        State.NEW,
+        0,
+        -1,
+        -1,
+    )
     assert (request.token_count, request.remaining, request.output.finish_reason) == (3, 3, None)
 
 
@@ -56,7 +65,11 @@ def test_remaining_is_what_there_is_less_what_is_computed():
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 99), min_size=1, max_size=9), st.lists(st.integers(0, 99), max_size=9), st.data())
+@given(
+    st.lists(st.integers(0, 99), min_size=1, max_size=9),
+    st.lists(st.integers(0, 99), max_size=9),
+    st.data(),
+)
 def test_tokens_across_the_border_of_prompt_and_answer(prompt, answer, data):
     start = data.draw(st.integers(0, len(prompt) + len(answer)))
     count = data.draw(st.integers(0, len(prompt) + len(answer) - start))

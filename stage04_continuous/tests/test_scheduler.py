@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from shared.errors import UserError
 from stage01_forward.generation import Token
@@ -48,7 +55,10 @@ def step(scheduler):
     "options, message",
     [
         ({"max_sequences": 0}, "at least 1 slot, not 0"),
-        ({"max_sequences": 8, "token_budget": 7}, "budget of 7 tokens a step is too small for 8 slots"),
+        (
+            {"max_sequences": 8, "token_budget": 7},
+            "budget of 7 tokens a step is too small for 8 slots",
+        ),
         ({"max_sequences": 1, "token_budget": 0}, "budget of 0 tokens"),
         ({"policy": "lifo"}, "Unknown policy 'lifo': choose one of fcfs, priority"),
         ({"max_chunk": 0}, "at least 1 token, not 0"),
@@ -63,7 +73,12 @@ def test_settings_that_cannot_work(options, message):
 
 def test_no_tensors_and_no_clock():
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not names & {"torch", "numpy", "time", "random"}
 
@@ -92,8 +107,17 @@ def test_decodes_go_first_and_prompts_share_the_rest():
     assert step(scheduler) == [("long", 0, 8, 4, True), ("b", 1, 0, 2, True)]
     ask(scheduler, 9, "c")
     ask(scheduler, 3, "d")
-    assert step(scheduler) == [("long", 0, 12, 1, True), ("b", 1, 2, 1, True), ("c", 2, 0, 6, False)]
-    assert step(scheduler) == [("long", 0, 13, 1, True), ("b", 1, 3, 1, True), ("c", 2, 6, 3, True), ("d", 3, 0, 3, True)]
+    assert step(scheduler) == [
+        ("long", 0, 12, 1, True),
+        ("b", 1, 2, 1, True),
+        ("c", 2, 0, 6, False),
+    ]
+    assert step(scheduler) == [
+        ("long", 0, 13, 1, True),
+        ("b", 1, 3, 1, True),
+        ("c", 2, 6, 3, True),
+        ("d", 3, 0, 3, True),
+    ]
 
 
 def test_a_decode_overtakes_a_prompt_that_was_admitted_before_it():
@@ -110,7 +134,9 @@ def test_without_chunks_a_prompt_runs_whole_and_nobody_overtakes_it():
     ask(scheduler, 10, "big")
     ask(scheduler, 1, "small")
     assert step(scheduler) == [("a", 0, 0, 6, True)]
-    assert step(scheduler) == [("a", 0, 6, 1, True)]  # there is a slot for "small", but "big" is first in line
+    assert step(scheduler) == [
+        ("a", 0, 6, 1, True)
+    ]  # there is a slot for "small", but "big" is first in line
     scheduler.finish(first)
     assert step(scheduler) == [("big", 0, 0, 10, True)]
     assert step(scheduler) == [("big", 0, 10, 1, True), ("small", 1, 0, 1, True)]
@@ -119,7 +145,10 @@ def test_without_chunks_a_prompt_runs_whole_and_nobody_overtakes_it():
 def test_without_chunks_a_prompt_over_the_budget_is_refused_and_leaves_no_trace():
     scheduler = Scheduler(max_sequences=2, token_budget=10, chunked=False)
     request = Request([1] * 11, GREEDY)
-    with pytest.raises(UserError, match="has 11 tokens and a step has room for 10: allow chunks, or raise the budget"):
+    with pytest.raises(
+        UserError,
+        match="has 11 tokens and a step has room for 10: allow chunks, or raise the budget",
+    ):
         scheduler.add(request)
     assert (request.state, scheduler.unfinished) == (State.NEW, 0)
 
@@ -205,7 +234,15 @@ def test_nobody_starves_under_a_constant_stream_of_urgent_requests(priority, pat
 
 def test_work_knows_its_prompt_tokens():
     request = Request([1] * 5, GREEDY)
-    for start, count, prefill in [(0, 5, 5), (0, 3, 3), (3, 2, 2), (5, 1, 0), (3, 4, 2), (0, 9, 5), (7, 2, 0)]:
+    for start, count, prefill in [
+        (0, 5, 5),
+        (0, 3, 3),
+        (3, 2, 2),
+        (5, 1, 0),
+        (3, 4, 2),
+        (0, 9, 5),
+        (7, 2, 0),
+    ]:
         assert Work(request, 0, start, count, True).prefill_tokens == prefill
 
 
@@ -215,7 +252,9 @@ def test_work_knows_its_prompt_tokens():
 class Life(RuleBasedStateMachine):
     """Calls in any order. What the scheduler should do is worked out beside it, from what was asked and nothing else."""
 
-    seen: Counter[str] = Counter()  # over all lives: that what is promised was really put to the test
+    seen: Counter[str] = (
+        Counter()
+    )  # over all lives: that what is promised was really put to the test
 
     @initialize(
         slots=st.integers(1, 4),
@@ -234,7 +273,13 @@ class Life(RuleBasedStateMachine):
             "chunked": chunked,
             "patience": patience,
         }
-        self.slots, self.budget, self.policy, self.chunked, self.patience = slots, slots + spare, policy, chunked, patience
+        self.slots, self.budget, self.policy, self.chunked, self.patience = (
+            slots,
+            slots + spare,
+            policy,
+            chunked,
+            patience,
+        )
         self.longest = max_chunk or self.budget
         self.scheduler = Scheduler(**self.options)
         self.passes = 0
@@ -247,7 +292,12 @@ class Life(RuleBasedStateMachine):
         self.decisions: list[list[tuple[int, ...]]] = []
         self.length = 0  # calls of the rules below
 
-    @rule(length=st.integers(1, 16), answer=st.integers(1, 6), priority=st.integers(-1, 3), copies=st.integers(1, 3))
+    @rule(
+        length=st.integers(1, 16),
+        answer=st.integers(1, 6),
+        priority=st.integers(-1, 3),
+        copies=st.integers(1, 3),
+    )
     def add(self, length, answer, priority, copies):
         self.length += 1
         for _ in range(copies):
@@ -309,7 +359,12 @@ class Life(RuleBasedStateMachine):
         self.passes += 1
         work = self.scheduler.schedule()
         self.calls.append(("pass",))
-        self.decisions.append([(each.request.arrival, each.slot, each.start, each.count, each.samples) for each in work])
+        self.decisions.append(
+            [
+                (each.request.arrival, each.slot, each.start, each.count, each.samples)
+                for each in work
+            ]
+        )
 
         # What each gets: in one piece, from where it stands, within the chunk and the budget.
         spent = sum(each.count for each in work)
@@ -391,7 +446,9 @@ class Life(RuleBasedStateMachine):
             if not self.scheduler.unfinished:
                 break
             self._pass()
-        assert all(request.state is State.FINISHED and request.slot == -1 for request in self.accepted)
+        assert all(
+            request.state is State.FINISHED and request.slot == -1 for request in self.accepted
+        )
         assert (self.scheduler.unfinished, self.scheduler.schedule()) == (0, [])
         assert sorted(self.scheduler.free_slots) == list(range(self.slots))
         assert self._replay() == self.decisions
@@ -408,7 +465,12 @@ class Life(RuleBasedStateMachine):
                 requests[details[0]].computed = 0
             else:
                 work = scheduler.schedule()
-                decisions.append([(each.request.arrival, each.slot, each.start, each.count, each.samples) for each in work])
+                decisions.append(
+                    [
+                        (each.request.arrival, each.slot, each.start, each.count, each.samples)
+                        for each in work
+                    ]
+                )
                 compute(work)
         return decisions
 
@@ -419,7 +481,13 @@ def lives(examples):
     # One call more, because the beginning counts; more examples, because Hypothesis cuts some of them short.
     run_state_machine_as_test(
         Life,
-        settings=settings(max_examples=examples * 3 // 2, stateful_step_count=51, deadline=None, derandomize=True, database=None),
+        settings=settings(
+            max_examples=examples * 3 // 2,
+            stateful_step_count=51,
+            deadline=None,
+            derandomize=True,
+            database=None,
+        ),
     )
     assert Life.seen["lives of 50 calls"] >= examples
     for event in (

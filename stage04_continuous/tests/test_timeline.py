@@ -21,8 +21,17 @@ SLOTS = 4
 
 
 def record(*slots: tuple[int, str, int, str | None]) -> SlotsRecord:
-    each = tuple(SlotRecord(slot, name, prefill, int(not prefill), reason) for slot, name, prefill, reason in slots)
-    return SlotsRecord(len(each), sum(s.prefill_tokens for s in each), sum(s.decode_tokens for s in each), 1.0, slots=each)
+    each = tuple(
+        SlotRecord(slot, name, prefill, int(not prefill), reason)
+        for slot, name, prefill, reason in slots
+    )
+    return SlotsRecord(
+        len(each),
+        sum(s.prefill_tokens for s in each),
+        sum(s.decode_tokens for s in each),
+        1.0,
+        slots=each,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +74,12 @@ def test_a_request_has_one_bar_and_a_slot_one_tenant(steps):
 
 
 def test_a_step_without_a_share_is_a_gap_and_a_name_may_come_again():
-    steps = [record((0, "a", 3, None)), record((1, "b", 0, None)), record((0, "a", 0, "stop")), record((0, "a", 2, None))]
+    steps = [
+        record((0, "a", 3, None)),
+        record((1, "b", 0, None)),
+        record((0, "a", 0, "stop")),
+        record((0, "a", 2, None)),
+    ]
     first, again, other = bars(steps)
     assert (first.start, first.end, first.pieces) == (0, 3, [("prefill", 0, 1), ("decode", 2, 3)])
     assert (again.start, again.end, again.pieces) == (3, 4, [("prefill", 3, 4)])
@@ -88,9 +102,20 @@ def test_the_chart_draws_every_piece_and_labels_inside_the_bars(steps):
     assert len(labels) >= 5
     for text in labels:
         box = Text.get_window_extent(text).transformed(axes.transData.inverted())
-        (bar,) = [bar for bar in tenants if bar.request_id.endswith(f"-{text.get_text().removeprefix('request-')}")]
-        assert any(kind == "decode" and start <= box.x0 and box.x1 <= end for kind, start, end in bar.pieces)
-        assert float(text.get_fontsize()) >= 9 and bar.slot - 0.4 <= min(box.y0, box.y1) and max(box.y0, box.y1) <= bar.slot + 0.4
+        (bar,) = [
+            bar
+            for bar in tenants
+            if bar.request_id.endswith(f"-{text.get_text().removeprefix('request-')}")
+        ]
+        assert any(
+            kind == "decode" and start <= box.x0 and box.x1 <= end
+            for kind, start, end in bar.pieces
+        )
+        assert (
+            float(text.get_fontsize()) >= 9
+            and bar.slot - 0.4 <= min(box.y0, box.y1)
+            and max(box.y0, box.y1) <= bar.slot + 0.4
+        )
     keys = [text.get_text() for text in figure.legends[0].get_texts()]
     assert keys == ["prefill", "decode"]
 
@@ -117,20 +142,34 @@ def test_the_trace_holds_a_slice_for_each_record_inside_its_step(steps):
         assert event["ts"] == pytest.approx(begin, abs=0.002)
         assert event["dur"] > 0 and event["ts"] + event["dur"] <= begin + step.seconds * 1e6 + 0.002
         (each,) = [each for each in step.slots if each.slot == event["tid"] - 1]
-        assert event["name"] == each.request_id and event["args"].get("finish_reason") == each.finish_reason
-        assert (event["args"]["prefill_tokens"], event["args"]["decode_tokens"]) == (each.prefill_tokens, each.decode_tokens)
+        assert (
+            event["name"] == each.request_id
+            and event["args"].get("finish_reason") == each.finish_reason
+        )
+        assert (event["args"]["prefill_tokens"], event["args"]["decode_tokens"]) == (
+            each.prefill_tokens,
+            each.decode_tokens,
+        )
         assert event["cat"] == ("prefill" if each.prefill_tokens else "decode")
-    for _, track in itertools.groupby(sorted(slices, key=lambda e: (e["tid"], e["ts"])), key=lambda e: e["tid"]):
+    for _, track in itertools.groupby(
+        sorted(slices, key=lambda e: (e["tid"], e["ts"])), key=lambda e: e["tid"]
+    ):
         for one, other in itertools.pairwise(track):
             assert one["ts"] + one["dur"] <= other["ts"] + 1e-6
 
 
 def test_the_trace_names_its_tracks_and_counts_rows_and_waiting(steps):
     events = perfetto(steps)["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    names = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     assert names == {slot + 1: f"slot {slot}" for slot in range(SLOTS)}
     for counter in ("rows", "waiting"):
-        values = [event["args"][counter] for event in events if event["ph"] == "C" and event["name"] == counter]
+        values = [
+            event["args"][counter]
+            for event in events
+            if event["ph"] == "C" and event["name"] == counter
+        ]
         assert values == [*(getattr(step, counter) for step in steps), 0]
     assert {event["pid"] for event in events} == {1}
     assert [event["ph"] for event in perfetto([])["traceEvents"]] == ["M"]

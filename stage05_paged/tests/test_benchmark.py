@@ -79,9 +79,17 @@ def test_every_table_is_whole(results: dict[str, Any]) -> None:
     for name, text in found.items():
         for block in text.split("\n\n"):
             assert len({line.count("|") for line in block.splitlines()}) == 1, name
-    rows = {name: [len(block.splitlines()) - 2 for block in text.split("\n\n")] for name, text in found.items()}
+    rows = {
+        name: [len(block.splitlines()) - 2 for block in text.split("\n\n")]
+        for name, text in found.items()
+    }
     assert (rows["capacity"], rows["grid"], rows["lose"], rows["waste"]) == ([6], [4, 2], [12], [5])
-    assert (rows["memory"], rows["gather"], rows["prefix"], rows["preemption"]) == ([4], [8, 3], [8], [4, 2])
+    assert (rows["memory"], rows["gather"], rows["prefix"], rows["preemption"]) == (
+        [4],
+        [8, 3],
+        [8],
+        [4, 2],
+    )
     assert rows["profile"] == [4, 6]
 
 
@@ -116,14 +124,24 @@ def test_passes_and_memory_are_predicted_to_the_last_one(results: dict[str, Any]
     assert capacity(results, WIN)["preemptions"][OURS] > 0
     for row in results["results"]["capacity"]:
         for name in row["seconds"]:
-            assert benchmark.predicted(results, row, name)[0] == row["passes"][name], (row["case"], name)
+            assert benchmark.predicted(results, row, name)[0] == row["passes"][name], (
+                row["case"],
+                name,
+            )
             if name != STATIC:
                 passes = benchmark.passes_of(row, name)
-                assert [sum(each.reserved for each in passes), sum(each.used for each in passes)] == row["memory"][name]
-                assert benchmark.run_lengths([len(each.parts) for each in passes]) == row["rows"][name]
+                assert [
+                    sum(each.reserved for each in passes),
+                    sum(each.used for each in passes),
+                ] == row["memory"][name]
+                assert (
+                    benchmark.run_lengths([len(each.parts) for each in passes]) == row["rows"][name]
+                )
 
 
-def test_blocks_hold_more_sequences_unless_all_are_as_long_as_a_slot(results: dict[str, Any]) -> None:
+def test_blocks_hold_more_sequences_unless_all_are_as_long_as_a_slot(
+    results: dict[str, Any],
+) -> None:
     win, null = capacity(results, WIN), capacity(results, NULL)
     assert benchmark.most_rows(win, OURS) > benchmark.most_rows(win, CONTINUOUS) == TINY.slots
     assert win["crowded"][OURS] > TINY.slots >= win["crowded"][CONTINUOUS]
@@ -179,22 +197,37 @@ def test_no_run_finds_what_another_has_left(subject: Subject) -> None:
     assert not pool.cached and not pool.found and len(pool.free) == pool.count
 
 
-def test_more_is_unused_in_larger_blocks_and_most_in_whole_contexts(results: dict[str, Any]) -> None:
+def test_more_is_unused_in_larger_blocks_and_most_in_whole_contexts(
+    results: dict[str, Any],
+) -> None:
     for waste in (results["results"]["waste"], benchmark.measure_waste(FULL)):
         shares = {name: benchmark.unused(memory) for name, memory in waste.items()}
-        whole, exact = shares.pop("contiguous, whole context"), shares.pop("contiguous, exact length known")
+        whole, exact = (
+            shares.pop("contiguous, whole context"),
+            shares.pop("contiguous, exact length known"),
+        )
         assert list(shares.values()) == sorted(shares.values())
         assert max(shares.values()) < exact < whole < 1
-        assert len({used for _, used in waste.values()}) == 1  # the same passes, only the memory differs
+        assert (
+            len({used for _, used in waste.values()}) == 1
+        )  # the same passes, only the memory differs
 
 
 def test_reserved_and_used_are_counted_in_every_pass() -> None:
     """A prompt of 3 tokens and an answer of 5: after its passes it has 3, 4, 5, 6 and 7 keys, and the last token needs none."""
     whole, exact = (benchmark.simulate_slots([(3, 5)], 2, 8, tokens) for tokens in (64, None))
     assert [each.used for each in whole] == [each.used for each in exact] == [3, 4, 5, 6, 7]
-    assert [each.reserved for each in whole] == [64] * 5 and [each.reserved for each in exact] == [7] * 5
+    assert [each.reserved for each in whole] == [64] * 5 and [each.reserved for each in exact] == [
+        7
+    ] * 5
     blocks = benchmark.simulate_blocks([(3, 5)], 8, 4, 8)
-    assert [(each.reserved, each.used) for each in blocks] == [(4, 3), (4, 4), (8, 5), (8, 6), (8, 7)]
+    assert [(each.reserved, each.used) for each in blocks] == [
+        (4, 3),
+        (4, 4),
+        (8, 5),
+        (8, 6),
+        (8, 7),
+    ]
 
 
 def test_memory_by_arithmetic_is_what_the_caches_take(results: dict[str, Any]) -> None:
@@ -202,7 +235,11 @@ def test_memory_by_arithmetic_is_what_the_caches_take(results: dict[str, Any]) -
     assert PagedCache(config, TINY.table_blocks, 4).bytes == TINY.table_blocks * size
     pool = BlockPool(TINY.table_blocks, 4)
     fixed = benchmark.crossover(pool.count, 4, config.n_positions)
-    assert SlotCache(config, fixed - 1).bytes <= PagedCache(config, pool.count, 4).bytes < SlotCache(config, fixed).bytes
+    assert (
+        SlotCache(config, fixed - 1).bytes
+        <= PagedCache(config, pool.count, 4).bytes
+        < SlotCache(config, fixed).bytes
+    )
     last = benchmark.memory_table(results).splitlines()[-1]
     assert f"from {fixed} sequences on" in last and "from 1 on" in last
     row = benchmark.memory_table(results).splitlines()[-2].split("|")
@@ -213,7 +250,11 @@ def test_memory_by_arithmetic_is_what_the_caches_take(results: dict[str, Any]) -
 
 def test_both_caches_of_a_pair_hold_the_same(subject: Subject) -> None:
     pair = Pair(subject, 3, 9, 4)
-    assert sorted(block for table in pair.tables for block in table) == list(range(9)) != sum(pair.tables, [])
+    assert (
+        sorted(block for table in pair.tables for block in table)
+        == list(range(9))
+        != sum(pair.tables, [])
+    )
     for row, table in enumerate(pair.tables):
         for position in range(9):
             there = pair.blocks.kv[:, :, :, table[position // 4], position % 4]
@@ -233,13 +274,22 @@ def test_the_bytes_of_a_gather_are_those_of_whole_blocks(results: dict[str, Any]
     for row in results["results"]["gather"] + results["results"]["sizes"]:
         parts = [Part(number, row["context"], 1, True) for number in range(row["rows"])]
         kind = getattr(torch, row["dtype"])
-        assert row["gathered_bytes"] == benchmark.gathered_bytes(PRESETS["tiny"], kind, parts, row["block_size"])
+        assert row["gathered_bytes"] == benchmark.gathered_bytes(
+            PRESETS["tiny"], kind, parts, row["block_size"]
+        )
     gpt2 = PRESETS["gpt2"]
-    assert benchmark.gathered_bytes(gpt2, torch.float32, [Part(0, 255, 1, True)] * 32, 16) == 32 * 256 * 73_728
-    assert benchmark.gathered_bytes(gpt2, torch.float32, [Part(0, 0, 200, True)], 16) == 0  # a whole prompt needs nothing
+    assert (
+        benchmark.gathered_bytes(gpt2, torch.float32, [Part(0, 255, 1, True)] * 32, 16)
+        == 32 * 256 * 73_728
+    )
+    assert (
+        benchmark.gathered_bytes(gpt2, torch.float32, [Part(0, 0, 200, True)], 16) == 0
+    )  # a whole prompt needs nothing
 
 
-def test_too_little_memory_leaves_a_pair_out_and_says_so(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_leaves_a_pair_out_and_says_so(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Bar:
         lines: list[str] = []
 
@@ -270,7 +320,9 @@ def test_only_a_later_request_finds_the_system_prompt(results: dict[str, Any]) -
 def test_a_preempted_request_is_measured_each_way(subject: Subject) -> None:
     """Recompute computes everything again, swap moves every block out and in, and own blocks are found but the last tokens."""
     pool, swap_pool = BlockPool(32, 4), BlockPool(32, 4)
-    engine = Engine(subject.model, scheduler=Scheduler(pool, 1, 64, preemption="swap", swap_pool=swap_pool))
+    engine = Engine(
+        subject.model, scheduler=Scheduler(pool, 1, 64, preemption="swap", swap_pool=swap_pool)
+    )
     steps = {}
     for way in (benchmark.RECOMPUTE, benchmark.SWAP, benchmark.FOUND):
         engine.steps.clear()
@@ -289,7 +341,10 @@ def test_the_crossing_lies_where_the_lines_meet() -> None:
     assert benchmark.crossing([10, 20, 30], [1.0, 2.0, 5.0], [2.0, 3.0, 4.0]) == "from 25 tokens"
     assert benchmark.crossing([10, 20], [1.0, 1.0], [2.0, 2.0]) == "never, up to 20"
     assert benchmark.crossing([10, 20], [2.0, 2.0], [1.0, 1.0]) == "always, from 10"
-    assert benchmark.crossing([10, 20, 30, 40], [3.0, 1.0, 2.0, 4.0], [2.0, 2.0, 2.0, 2.0]) == "from 30 tokens"
+    assert (
+        benchmark.crossing([10, 20, 30, 40], [3.0, 1.0, 2.0, 4.0], [2.0, 2.0, 2.0, 2.0])
+        == "from 30 tokens"
+    )
 
 
 def test_the_map_is_the_winning_run_pass_by_pass(results: dict[str, Any], subject: Subject) -> None:
@@ -300,7 +355,9 @@ def test_the_map_is_the_winning_run_pass_by_pass(results: dict[str, Any], subjec
         engine.add(Request(random_prompt(prompt, subject.config, f"request {i}"), greedy(count)))
     for frame in frames:
         engine.step()
-        assert [min(state, 0) for state in frame] == [min(state, 0) for state in blockmap(engine.scheduler)]
+        assert [min(state, 0) for state in frame] == [
+            min(state, 0) for state in blockmap(engine.scheduler)
+        ]
     assert any(CACHED in frame for frame in frames)
     assert benchmark.unpacked(benchmark.packed(frames)) == frames
     assert benchmark.packed([[-1, 7], [-1, 7], [12, -3]]) == ["-1x2 12x1", "7x2 -3x1"]
@@ -309,7 +366,9 @@ def test_the_map_is_the_winning_run_pass_by_pass(results: dict[str, Any], subjec
 def test_the_parts_of_a_pass_make_the_whole(results: dict[str, Any]) -> None:
     for name, operators in results["results"]["profile"]["operators"].items():
         parts = benchmark.profile_parts(operators)
-        assert sum(parts.values()) == pytest.approx(sum(each["seconds"] for each in operators) * 1e3)
+        assert sum(parts.values()) == pytest.approx(
+            sum(each["seconds"] for each in operators) * 1e3
+        )
         assert min(parts.values()) > 0, name  # the embedding is looked up by index_select too
     selected = {
         name: sum(each["calls"] for each in operators if each["operator"] == "index_select")
@@ -339,7 +398,10 @@ def test_the_quick_plan_is_the_smaller_one() -> None:
     for plan in (FULL, QUICK):
         config = PRESETS[plan.model]
         assert plan.slots * config.n_positions == plan.budget_tokens
-        assert max(plan.contexts) < config.n_positions and max(map(sum, plan.singles)) <= config.n_positions
+        assert (
+            max(plan.contexts) < config.n_positions
+            and max(map(sum, plan.singles)) <= config.n_positions
+        )
         assert max(plan.preempted) + plan.plain_steps + 1 <= config.n_positions
         assert plan.system % plan.block_size == 0 and plan.sized_context in plan.contexts
     few, many = (sum(count for _, count in plan.lengths) for plan in (QUICK, FULL))

@@ -13,7 +13,18 @@ from matplotlib.collections import PolyCollection
 from shared import charts
 from stage01_forward.sampling import SamplingParams
 from stage04_continuous.request import Request
-from stage05_paged.blockmap import CACHED, COLOURS, FREE, LETTERS, SHARED, blockmap, lines, look, mark, picture
+from stage05_paged.blockmap import (
+    CACHED,
+    COLOURS,
+    FREE,
+    LETTERS,
+    SHARED,
+    blockmap,
+    lines,
+    look,
+    mark,
+    picture,
+)
 from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import Engine
 from stage05_paged.scheduler import Scheduler
@@ -23,12 +34,19 @@ BLOCKS = 24
 
 def run(model: Any) -> Iterator[Engine]:
     """A run with a shared beginning, samples, a short pool, and an abort; the engine after each step."""
-    scheduler = Scheduler(BlockPool(BLOCKS, 4), 6, 24, swap_pool=BlockPool(BLOCKS, 4), preemption="swap")
+    scheduler = Scheduler(
+        BlockPool(BLOCKS, 4), 6, 24, swap_pool=BlockPool(BLOCKS, 4), preemption="swap"
+    )
     engine = Engine(model, eos_id=-1, scheduler=scheduler, sanitize=True)
     beginning = list(range(1, 10))
     for n in range(8):
-        engine.add(Request([*beginning, n], SamplingParams(max_tokens=5 + 7 * n % 30), priority=n % 2))
-    engine.add_samples([50, 51, 52, 53, 54], [SamplingParams(max_tokens=12, temperature=1, seed=n) for n in range(3)])
+        engine.add(
+            Request([*beginning, n], SamplingParams(max_tokens=5 + 7 * n % 30), priority=n % 2)
+        )
+    engine.add_samples(
+        [50, 51, 52, 53, 54],
+        [SamplingParams(max_tokens=12, temperature=1, seed=n) for n in range(3)],
+    )
     while scheduler.unfinished:
         engine.step()
         if len(engine.steps) == 9:
@@ -51,10 +69,14 @@ def test_every_block_is_what_the_tables_and_lists_say(tiny_model):
         scheduler, states = engine.scheduler, blockmap(engine.scheduler)
         assert len(states) == BLOCKS
         for block, state in enumerate(states):
-            holders = [request for request, table in scheduler.tables.items() if block in table.blocks]
+            holders = [
+                request for request, table in scheduler.tables.items() if block in table.blocks
+            ]
             if state >= 0:
                 (holder,) = holders
-                assert owners.setdefault(state, holder) is holder  # one number, one request, from beginning to end
+                assert (
+                    owners.setdefault(state, holder) is holder
+                )  # one number, one request, from beginning to end
             else:
                 assert (len(holders) > 1, block in scheduler.pool.cached, block in scheduler.pool.free) == (
                     state == SHARED, state == CACHED, state == FREE,
@@ -68,9 +90,13 @@ def test_every_block_is_what_the_tables_and_lists_say(tiny_model):
 
 def test_marks_are_enough_without_colours():
     signs = [mark(state) for state in (FREE, CACHED, SHARED, *range(len(LETTERS)))]
-    assert len(set(signs)) == len(signs) and all(len(sign) == 1 and sign.isprintable() for sign in signs)
+    assert len(set(signs)) == len(signs) and all(
+        len(sign) == 1 and sign.isprintable() for sign in signs
+    )
     assert mark(len(LETTERS) + 1) == mark(1)
-    assert len({look(state) for state in range(len(COLOURS))}) == len(COLOURS) and look(0) == look(len(COLOURS))
+    assert len({look(state) for state in range(len(COLOURS))}) == len(COLOURS) and look(0) == look(
+        len(COLOURS)
+    )
     assert "reverse" not in look(SHARED) + look(CACHED) + look(FREE)
 
 
@@ -78,7 +104,8 @@ def test_marks_are_enough_without_colours():
 
 
 @pytest.mark.parametrize(
-    ("count", "width", "height"), [(24, 80, 5), (200, 50, 9), (200, 50, 3), (7, 9, 1), (300, 7, 2), (5, 1, 2)]
+    ("count", "width", "height"),
+    [(24, 80, 5), (200, 50, 9), (200, 50, 3), (7, 9, 1), (300, 7, 2), (5, 1, 2)],
 )
 def test_a_character_a_block_and_the_rest_is_counted(count, width, height):
     draw = random.Random(count)
@@ -94,7 +121,11 @@ def test_a_character_a_block_and_the_rest_is_counted(count, width, height):
         assert int(first) == len(marks)
         for offset, character in enumerate(characters):
             state = states[len(marks) + offset]
-            (span,) = [span for span in line.spans if span.start <= line.plain.rindex(characters) + offset < span.end]
+            (span,) = [
+                span
+                for span in line.spans
+                if span.start <= line.plain.rindex(characters) + offset < span.end
+            ]
             assert character == mark(state) and span.style == look(state)
         marks += characters
     rest = states[len(marks) :]
@@ -110,7 +141,11 @@ def test_a_character_a_block_and_the_rest_is_counted(count, width, height):
 
 def test_a_line_begins_at_a_round_number():
     drawn = lines([FREE] * 100, 48, 9)
-    assert [line.plain for line in drawn] == ["  0 " + "." * 40, " 40 " + "." * 40, " 80 " + "." * 20]
+    assert [line.plain for line in drawn] == [
+        "  0 " + "." * 40,
+        " 40 " + "." * 40,
+        " 80 " + "." * 20,
+    ]
     assert lines([FREE] * 100, 48, 0) == []
 
 
@@ -130,7 +165,10 @@ def test_the_picture_shows_every_state_of_every_pass(frames):
         for path in collection.get_paths():
             corners = np.asarray(path.vertices)
             (left, low), (right, high) = corners.min(axis=0), corners.max(axis=0)
-            assert high - low == 1 and (found[round(low + 0.5), round(left) : round(right)] == FREE).all()
+            assert (
+                high - low == 1
+                and (found[round(low + 0.5), round(left) : round(right)] == FREE).all()
+            )
             found[round(low + 0.5), round(left) : round(right)] = state
             boxes[round(low + 0.5), round(left)] = round(right), state
         assert (collection.get_hatch() is None) == (state != SHARED)
@@ -142,7 +180,11 @@ def test_the_picture_shows_every_state_of_every_pass(frames):
     for text in axes.texts:
         area = text.get_window_extent().transformed(axes.transData.inverted())
         block = round(text.get_position()[1])
-        (state,) = [s for (b, start), (end, s) in boxes.items() if b == block and start <= area.x0 and area.x1 <= end]
+        (state,) = [
+            s
+            for (b, start), (end, s) in boxes.items()
+            if b == block and start <= area.x0 and area.x1 <= end
+        ]
         assert text.get_text() == mark(state) and state >= 0 and float(text.get_fontsize()) >= 9
     keys = [text.get_text() for text in figure.legends[0].get_texts()]
     assert keys == ["one sequence's, with its letter", "shared by several", "cached", "free"]
@@ -152,7 +194,10 @@ def test_the_picture_is_the_same_again_and_has_no_limit_of_size(frames):
     assert charts.render(picture(frames, "t")) == charts.render(picture(frames, "t"))
     many = [[block % 60 for block in range(700)] + [FREE] * 300] * 40
     figure = picture(many, "700 of 1,000 blocks")
-    assert figure.axes[0].get_ylim() == (699.5, -0.5) and figure.axes[0].get_ylabel() == "block, of 1000"
+    assert (
+        figure.axes[0].get_ylim() == (699.5, -0.5)
+        and figure.axes[0].get_ylabel() == "block, of 1000"
+    )
     assert figure.get_size_inches()[1] <= 9 and not figure.axes[0].texts
     assert charts.render(picture([[FREE]], "nothing")).startswith(b"<?xml")
 

@@ -41,7 +41,11 @@ def state(pool):
 
 @pytest.mark.parametrize(
     "options, message",
-    [((0, 16), "at least 1 block, not 0"), ((-3, 16), "at least 1 block, not -3"), ((4, 0), "holds at least 1 token, not 0")],
+    [
+        ((0, 16), "at least 1 block, not 0"),
+        ((-3, 16), "at least 1 block, not -3"),
+        ((4, 0), "holds at least 1 token, not 0"),
+    ],
     ids=str,
 )
 def test_a_pool_that_cannot_be(options, message):
@@ -51,7 +55,12 @@ def test_a_pool_that_cannot_be(options, message):
 
 def test_no_tensors_and_no_clock():
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not names & {"torch", "numpy", "time", "random"}
 
@@ -189,7 +198,11 @@ def test_an_evicted_block_is_no_longer_found():
     assert pool.take() == old
     assert (pool.match([b"old"]), pool.digests[old]) == ([], None)
     pool.publish(old, b"new")
-    assert (pool.match([b"old"]), pool.match([b"new"]), pool.match([b"kept"])) == ([], [old], [kept])
+    assert (pool.match([b"old"]), pool.match([b"new"]), pool.match([b"kept"])) == (
+        [],
+        [old],
+        [kept],
+    )
     pool.give_back(old)
     assert (pool.match([b"old"]), pool.match([b"new"])) == ([], [old])
     assert pool.found == {b"new": old, b"kept": kept}
@@ -244,7 +257,9 @@ def test_a_digest_stands_for_the_parent_the_tokens_and_their_order():
     ]
     assert len(set(digests)) == len(digests)
     assert {len(digest) for digest in digests} == {32}
-    assert len({chain(root, [50256 % 2**bits]) for bits in (8, 15, 16)}) == 3  # whole numbers, not their ends
+    assert (
+        len({chain(root, [50256 % 2**bits]) for bits in (8, 15, 16)}) == 3
+    )  # whole numbers, not their ends
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -286,7 +301,9 @@ def test_a_block_is_taken_exactly_when_the_last_one_is_full(size, tiny_model):
             last = length - 1 + index  # the position of the last token of the pass
             blocks = last // size + 1
             assert (record.owned_blocks, record.sequences[0].blocks) == (blocks, blocks)
-            assert [move.kind for move in record.moves] == ["wipe"] * (blocks if index == 0 else last % size == 0)
+            assert [move.kind for move in record.moves] == ["wipe"] * (
+                blocks if index == 0 else last % size == 0
+            )
 
 
 def test_adopted_blocks_are_shared_and_come_behind_those_that_are_there():
@@ -398,10 +415,16 @@ def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
     size = data.draw(st.integers(1, 3))
     pool = BlockPool(data.draw(st.integers(1, 8)), size)
     alive: list[tuple[BlockTable, list[int]]] = []  # with the tokens
-    written: dict[int, list[int]] = {}  # block -> the tokens up to its end, as they were written last
+    written: dict[
+        int, list[int]
+    ] = {}  # block -> the tokens up to its end, as they were written last
     meant: dict[bytes, list[int]] = {}  # digest -> the same
     for _ in range(40):
-        what = data.draw(st.sampled_from(["begin", "grow", "grow", "grow", "adopt", "replace", "release", "lose"]))
+        what = data.draw(
+            st.sampled_from(
+                ["begin", "grow", "grow", "grow", "adopt", "replace", "release", "lose"]
+            )
+        )
         if what == "begin" or not alive:
             alive.append((BlockTable(pool), []))
             continue
@@ -433,7 +456,9 @@ def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
         assert sorted([*pool.free, *pool.cached, *held]) == list(range(pool.count))
         assert (pool.owned, pool.available) == (len(held), pool.count - len(held))
         assert pool.shared == sum(count > 1 for count in held.values())
-        assert {digest: block for block, digest in enumerate(pool.digests) if digest is not None} == pool.found
+        assert {
+            digest: block for block, digest in enumerate(pool.digests) if digest is not None
+        } == pool.found
         assert all(pool.digests[block] is None for block in pool.free)
         assert all(written[block] == meant[digest] for digest, block in pool.found.items())
         for table, tokens in alive:

@@ -33,7 +33,9 @@ class Sequences:
         self.cache.kv.fill_(torch.nan)
         self.free = torch.randperm(self.cache.blocks, generator=self.generator).tolist()
         self.tables: list[list[int]] = [[] for _ in range(count)]
-        self.past = [torch.empty(3, 3, 0, 4, dtype=dtype) for _ in range(count)]  # q, k, v as (3, H, T, D)
+        self.past = [
+            torch.empty(3, 3, 0, 4, dtype=dtype) for _ in range(count)
+        ]  # q, k, v as (3, H, T, D)
 
     def length(self, sequence):
         return self.past[sequence].shape[2]
@@ -50,18 +52,28 @@ class Sequences:
         """One pass over `parts`, each (sequence, count), held against explicit attention of each sequence alone."""
         shares = [self.share(*part) for part in parts]
         attention = self.cache.extend(shares)
-        assert attention.positions.tolist() == [start + i for _, start, count in shares for i in range(count)]
+        assert attention.positions.tolist() == [
+            start + i for _, start, count in shares for i in range(count)
+        ]
         shape = (3, len(attention.positions), 3, 4)  # (3, N, H, D)
         fresh = torch.randn(shape, dtype=torch.float64, generator=self.generator).to(self.dtype)
-        got = [attention.attend(layer, *(fresh * (1 + layer))) for layer in range(2)]  # (N, H, D) each
+        got = [
+            attention.attend(layer, *(fresh * (1 + layer))) for layer in range(2)
+        ]  # (N, H, D) each
         row = 0
         for (sequence, count), (_, start, _) in zip(parts, shares, strict=True):
             mine = slice(row, row + count)
             row += count
-            self.past[sequence] = torch.cat([self.past[sequence], fresh[:, mine].transpose(1, 2)], dim=2)
+            self.past[sequence] = torch.cat(
+                [self.past[sequence], fresh[:, mine].transpose(1, 2)], dim=2
+            )
             for layer in range(2):
-                whole = explicit_attention(*(self.past[sequence].double() * (1 + layer)))  # (H, T, D)
-                assert torch.allclose(got[layer][mine].double(), whole[:, start:].transpose(0, 1), rtol=0, atol=atol)
+                whole = explicit_attention(
+                    *(self.past[sequence].double() * (1 + layer))
+                )  # (H, T, D)
+                assert torch.allclose(
+                    got[layer][mine].double(), whole[:, start:].transpose(0, 1), rtol=0, atol=atol
+                )
         return attention
 
 
@@ -106,18 +118,33 @@ def test_grouping_rules(starts_and_counts, sizes):
 def test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees():
     """Which blocks are gathered: those of the longest of the run, and the shorter one's own first block where it has none."""
     cache = PagedCache(CONFIG, 20, 4)
-    attention = cache.extend([([7, 3], 0, 6), ([9, 2], 0, 6), ([5, 11, 1, 8], 6, 2), ([4, 0, 6], 10, 1), ([13], 2, 1)])
+    attention = cache.extend(
+        [([7, 3], 0, 6), ([9, 2], 0, 6), ([5, 11, 1, 8], 6, 2), ([4, 0, 6], 10, 1), ([13], 2, 1)]
+    )
     assert attention.prompts == [(slice(0, 12), 6)]
     chunk, decodes = attention.tiles
-    assert (chunk.rows, chunk.heads, chunk.new, chunk.mask is None) == (slice(12, 14), slice(0, 3), 2, False)
+    assert (chunk.rows, chunk.heads, chunk.new, chunk.mask is None) == (
+        slice(12, 14),
+        slice(0, 3),
+        2,
+        False,
+    )
     assert (decodes.rows, decodes.heads, decodes.new) == (slice(14, 16), slice(0, 3), 1)
     for tile, tables in ((chunk, [[5, 11]]), (decodes, [[4, 0, 6], [13, 13, 13]])):
-        lines = [(which * 3 + head) * 20 + block for which in (0, 1) for table in tables for head in range(3) for block in table]
+        lines = [
+            (which * 3 + head) * 20 + block
+            for which in (0, 1)
+            for table in tables
+            for head in range(3)
+            for block in table
+        ]
         assert tile.lines.tolist() == lines
         assert tile.keys.shape == tile.values.shape == (len(tables), 3, 4 * len(tables[0]), 4)
     assert decodes.mask is not None
     assert decodes.mask.squeeze().int().tolist() == [[1] * 11 + [0], [1] * 3 + [0] * 9]
-    assert cache.extend([([4, 0], 7, 1), ([13, 1], 7, 1)]).tiles[0].mask is None  # nothing there that is not seen
+    assert (
+        cache.extend([([4, 0], 7, 1), ([13, 1], 7, 1)]).tiles[0].mask is None
+    )  # nothing there that is not seen
 
 
 @pytest.mark.parametrize(
@@ -125,7 +152,10 @@ def test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees():
     [
         (1, [(1, 1)] * 15),  # not even a head fits: then one of one sequence
         (1535, [(1, 1)] * 15),
-        (1536, [(1, 2), (1, 1)] * 5),  # 768 bytes a head: 2 (keys, values) * 3 blocks * 4 tokens * 4 numbers * 8 bytes
+        (
+            1536,
+            [(1, 2), (1, 1)] * 5,
+        ),  # 768 bytes a head: 2 (keys, values) * 3 blocks * 4 tokens * 4 numbers * 8 bytes
         (2304, [(1, 3)] * 5),
         (4608, [(2, 3), (2, 3), (1, 3)]),
         (2**23, [(5, 3)]),
@@ -140,7 +170,11 @@ def test_a_gather_goes_in_tiles_of_so_many_bytes(tile_bytes, shapes, monkeypatch
     assert [tuple(tile.keys.shape[:2]) for tile in attention.tiles] == shapes
     assert attention.buffer.nbytes == max(tile_bytes // 8 * 8, 768)
     memory = attention.buffer.untyped_storage().data_ptr()
-    assert all(part.untyped_storage().data_ptr() == memory for tile in attention.tiles for part in (tile.keys, tile.values))
+    assert all(
+        part.untyped_storage().data_ptr() == memory
+        for tile in attention.tiles
+        for part in (tile.keys, tile.values)
+    )
     done = torch.zeros(5, 3, dtype=torch.int64)
     for tile in attention.tiles:
         assert tile.target.nbytes <= max(tile_bytes, 768)
@@ -169,7 +203,9 @@ def test_lengths_around_a_block_are_explicit_attention(size, kind, tile):
             sequences.compute(*[(i, 1) for i, _ in everybody])
     else:
         sequences.compute((0, 3), *everybody[2:])
-        sequences.compute(*[(i, 1) for i, _ in everybody[2:]], (1, lengths[1]), (0, 4), (len(lengths), size + 1))
+        sequences.compute(
+            *[(i, 1) for i, _ in everybody[2:]], (1, lengths[1]), (0, 4), (len(lengths), size + 1)
+        )
     if kind != "whole":
         sequences.compute(*[(i, 1) for i, _ in everybody if sequences.length(i)])
 
@@ -189,7 +225,10 @@ def test_any_packing_is_explicit_attention_of_each_sequence(size, data):
             if data.draw(st.booleans()):  # as the engine does
                 order = sorted(order, key=lambda i: (counts[order.index(i)], sequences.length(i)))
                 counts = sorted(counts)
-            parts = [(i, min(each, 200 - sequences.length(i))) for i, each in zip(order, counts, strict=True)]
+            parts = [
+                (i, min(each, 200 - sequences.length(i)))
+                for i, each in zip(order, counts, strict=True)
+            ]
             sequences.compute(*parts)
 
 
@@ -233,7 +272,10 @@ def test_sequences_may_share_blocks_that_neither_writes():
     sequences.past[1] = sequences.past[0]
     sequences.compute((0, 3), (1, 3))
     sequences.compute((1, 1), (0, 1))
-    assert sequences.tables[0][:2] == sequences.tables[1][:2] and sequences.tables[0][2] != sequences.tables[1][2]
+    assert (
+        sequences.tables[0][:2] == sequences.tables[1][:2]
+        and sequences.tables[0][2] != sequences.tables[1][2]
+    )
 
 
 @pytest.mark.parametrize("broken", [0, 1], ids=["the short one", "the long one"])
@@ -272,12 +314,23 @@ def test_a_pass_writes_its_own_tokens_and_nothing_else():
 
 @pytest.mark.parametrize(
     "share",
-    [([], 0, 1), ([0], -1, 1), ([0], 0, 0), ([0], 0, -1), ([0, 1], 0, 9), ([0, 1], 8, 1), ([0, 1], 5, 4)],
+    [
+        ([], 0, 1),
+        ([0], -1, 1),
+        ([0], 0, 0),
+        ([0], 0, -1),
+        ([0, 1], 0, 9),
+        ([0, 1], 8, 1),
+        ([0, 1], 5, 4),
+    ],
     ids=str,
 )
 def test_a_share_outside_its_blocks_is_refused(share):
     cache = PagedCache(CONFIG, 5, 4)
-    with pytest.raises(ValueError, match=f"no place for {share[2]} tokens at {share[1]} in {len(share[0])} blocks of 4"):
+    with pytest.raises(
+        ValueError,
+        match=f"no place for {share[2]} tokens at {share[1]} in {len(share[0])} blocks of 4",
+    ):
         cache.extend([([2], 0, 1), share])
 
 
@@ -321,7 +374,9 @@ def any_move():
     def pair(kind):
         sources = SWAP_BLOCKS if kind == "in" else BLOCKS
         targets = SWAP_BLOCKS if kind == "out" else BLOCKS
-        return st.builds(Move, st.just(kind), st.integers(0, sources - 1), st.integers(0, targets - 1))
+        return st.builds(
+            Move, st.just(kind), st.integers(0, sources - 1), st.integers(0, targets - 1)
+        )
 
     return st.sampled_from(["wipe", "copy", "out", "in"]).flatmap(pair)
 
@@ -366,7 +421,15 @@ def test_the_order_of_moves_counts():
     """A chain, a swap of two places, and a copy of what is then wiped: each goes wrong if all sources are read first."""
     cache = cache_with_content()
     before = cache.kv.clone()
-    cache.move([Move("copy", 0, 1), Move("copy", 1, 2), Move("copy", 3, 4), Move("wipe", 3, 3), Move("copy", 3, 5)])
+    cache.move(
+        [
+            Move("copy", 0, 1),
+            Move("copy", 1, 2),
+            Move("copy", 3, 4),
+            Move("wipe", 3, 3),
+            Move("copy", 3, 5),
+        ]
+    )
     for target, source in ((0, 0), (1, 0), (2, 0), (4, 3)):
         assert torch.equal(cache.kv[:, :, :, target], before[:, :, :, source])
     assert not cache.kv[:, :, :, [3, 5]].any()
@@ -386,7 +449,9 @@ def test_blocks_swapped_out_come_back_as_they_were():
 
 def test_a_sequence_that_was_swapped_out_attends_as_before():
     sequences = Sequences(4, 2, 40)
-    sequences.cache.swapped = torch.zeros((*sequences.cache.kv.shape[:3], 3, 4, 4), dtype=torch.float64)
+    sequences.cache.swapped = torch.zeros(
+        (*sequences.cache.kv.shape[:3], 3, 4, 4), dtype=torch.float64
+    )
     sequences.compute((0, 10), (1, 7))
     old = sequences.tables[0]
     new = [sequences.free.pop() for _ in old]

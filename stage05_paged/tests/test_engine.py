@@ -46,7 +46,9 @@ def passes(model):
 
 def engine_of(model, blocks=60, size=4, swap_blocks=0, preemption="recompute", **options):
     swap_pool = BlockPool(swap_blocks, size) if swap_blocks else None
-    scheduler = Scheduler(BlockPool(blocks, size), preemption=preemption, swap_pool=swap_pool, **options)
+    scheduler = Scheduler(
+        BlockPool(blocks, size), preemption=preemption, swap_pool=swap_pool, **options
+    )
     return Engine(model, scheduler=scheduler, sanitize=True)
 
 
@@ -74,7 +76,10 @@ def go_on(model, request, said, sampling):
     """What the naive engine says after the prompt and the first `said` tokens of a request."""
     beginning = request.output.token_ids[:said]
     rest = replace(sampling, max_tokens=sampling.max_tokens - said)
-    return beginning + Naive(model).generate([request.output.prompt_ids + beginning], rest)[0].token_ids
+    return (
+        beginning
+        + Naive(model).generate([request.output.prompt_ids + beginning], rest)[0].token_ids
+    )
 
 
 def finish(engine):
@@ -89,12 +94,17 @@ def finish(engine):
 
 def shape(engine):
     """(rows, prefill, decode, waiting) of each record."""
-    return [(each.rows, each.prefill_tokens, each.decode_tokens, each.waiting) for each in engine.steps]
+    return [
+        (each.rows, each.prefill_tokens, each.decode_tokens, each.waiting) for each in engine.steps
+    ]
 
 
 def memory(engine):
     """(owned, shared, cached, used tokens) of each record."""
-    return [(each.owned_blocks, each.shared_blocks, each.cached_blocks, each.used_tokens) for each in engine.steps]
+    return [
+        (each.owned_blocks, each.shared_blocks, each.cached_blocks, each.used_tokens)
+        for each in engine.steps
+    ]
 
 
 def evict(engine, count):
@@ -106,7 +116,14 @@ def evict(engine, count):
 
 def nothing_is_held(engine):
     scheduler = engine.scheduler
-    held = [scheduler.tables, scheduler.swapped, scheduler.samples, scheduler.running, scheduler.waiting, scheduler._preempted]
+    held = [
+        scheduler.tables,
+        scheduler.swapped,
+        scheduler.samples,
+        scheduler.running,
+        scheduler.waiting,
+        scheduler._preempted,
+    ]
     return (
         not any([*held, engine.requests])
         and scheduler.pool.owned == 0
@@ -130,7 +147,9 @@ def test_the_whole_record_of_a_small_crowd(model, passes):
         (2, 0, 2, 1),  # b and c end
         (1, 1, 0, 0),  # d
     ]
-    assert [sorted(record.sequences, key=lambda each: each.request_id) for record in engine.steps] == [
+    assert [
+        sorted(record.sequences, key=lambda each: each.request_id) for record in engine.steps
+    ] == [
         [SequenceRecord("a", 5, 0, 2, None), SequenceRecord("b", 3, 0, 1, None)],
         [SequenceRecord("a", 0, 1, 2, "length"), SequenceRecord("b", 3, 0, 2, None)],
         [SequenceRecord("b", 0, 1, 3, None), SequenceRecord("c", 3, 0, 1, None)],
@@ -138,7 +157,13 @@ def test_the_whole_record_of_a_small_crowd(model, passes):
         [SequenceRecord("d", 1, 0, 1, "length")],
     ]
     # b has the blocks of all its prompt from the start; nobody has one for a token that is not there yet.
-    assert memory(engine) == [(4, 0, 0, 8), (4, 0, 0, 12), (4, 0, 0, 10), (5, 0, 0, 12), (1, 0, 0, 1)]
+    assert memory(engine) == [
+        (4, 0, 0, 8),
+        (4, 0, 0, 12),
+        (4, 0, 0, 10),
+        (5, 0, 0, 12),
+        (1, 0, 0, 1),
+    ]
     assert [Counter(move.kind for move in record.moves) for record in engine.steps] == [
         Counter(wipe=4), Counter(), Counter(wipe=2), Counter(wipe=1), Counter(wipe=1)
     ]  # fmt: skip
@@ -156,20 +181,37 @@ def test_one_forward_pass_serves_all_rows(model, passes):
     assert passes() == [(42, 6)] + [(6, 6)] * 9
 
 
-@pytest.mark.parametrize("sequences, budget, max_chunk", [(1, 1, None), (3, 5, 2), (4, 32, None), (8, 16, 7), (5, 64, 64)])
-def test_tokens_through_the_model_are_those_of_the_records(sequences, budget, max_chunk, model, passes):
+@pytest.mark.parametrize(
+    "sequences, budget, max_chunk",
+    [(1, 1, None), (3, 5, 2), (4, 32, None), (8, 16, 7), (5, 64, 64)],
+)
+def test_tokens_through_the_model_are_those_of_the_records(
+    sequences, budget, max_chunk, model, passes
+):
     """Packed: no row and no column of padding, and logits for no row that is not sampled."""
-    engine = engine_of(model, max_sequences=sequences, token_budget=budget, max_chunk=max_chunk, prefix_caching=False)
+    engine = engine_of(
+        model,
+        max_sequences=sequences,
+        token_budget=budget,
+        max_chunk=max_chunk,
+        prefix_caching=False,
+    )
     requests = [ask(engine, 1 + 5 * i % 17, 1 + 3 * i % 8) for i in range(14)]
     sampled = []
     while engine.scheduler.unfinished:
         sampled.append(len(engine.step()))
     ran = passes()
     assert len(ran) == len(engine.steps)
-    assert [tokens for tokens, _ in ran] == [each.prefill_tokens + each.decode_tokens for each in engine.steps]
+    assert [tokens for tokens, _ in ran] == [
+        each.prefill_tokens + each.decode_tokens for each in engine.steps
+    ]
     assert [rows for _, rows in ran] == sampled
-    assert sum(each.prefill_tokens for each in engine.steps) == sum(len(each.output.prompt_ids) for each in requests)
-    assert sum(each.decode_tokens for each in engine.steps) == sum(len(each.output.token_ids) - 1 for each in requests)
+    assert sum(each.prefill_tokens for each in engine.steps) == sum(
+        len(each.output.prompt_ids) for each in requests
+    )
+    assert sum(each.decode_tokens for each in engine.steps) == sum(
+        len(each.output.token_ids) - 1 for each in requests
+    )
     assert sum(sampled) == sum(len(each.output.token_ids) for each in requests)
     assert max(tokens for tokens, _ in ran) <= budget
     assert max(each.rows for each in engine.steps) == sequences
@@ -177,8 +219,15 @@ def test_tokens_through_the_model_are_those_of_the_records(sequences, budget, ma
         counts = [each.prefill_tokens + each.decode_tokens for each in record.sequences]
         assert counts == sorted(counts)  # who can attend together lies together
         if record.waiting:
-            assert record.rows == sequences or record.prefill_tokens + record.decode_tokens == budget
-    ends = [each.finish_reason for record in engine.steps for each in record.sequences if each.finish_reason]
+            assert (
+                record.rows == sequences or record.prefill_tokens + record.decode_tokens == budget
+            )
+    ends = [
+        each.finish_reason
+        for record in engine.steps
+        for each in record.sequences
+        if each.finish_reason
+    ]
     assert ends == ["length"] * 14
 
 
@@ -206,7 +255,11 @@ def test_a_mixed_pass_is_one_pass(model, passes):
     tokens = [engine.step() for _ in range(3)]
     assert shape(engine)[-3:] == [(4, 13, 3, 0), (4, 13, 3, 0), (4, 4, 3, 0)]
     assert passes()[before:] == [(16, 3), (16, 3), (7, 4)]
-    assert [len({id for id, _ in each} & {request.id for request in early}) for each in tokens] == [3, 3, 3]
+    assert [len({id for id, _ in each} & {request.id for request in early}) for each in tokens] == [
+        3,
+        3,
+        3,
+    ]
 
 
 def test_times_of_a_record_fit_together(model):
@@ -249,7 +302,9 @@ def test_a_whole_prompt_found_still_computes_its_last_token(running, size, model
         before = len(engine.steps)
         again = ask(engine, length, 6)
         finish(engine)
-        found = (length - 1) // size * size  # the last token is computed, and so is the rest of its block
+        found = (
+            (length - 1) // size * size
+        )  # the last token is computed, and so is the rest of its block
         assert engine.steps[before].prefill_tokens == length - found >= 1
         assert passes()[-len(engine.steps) :][before][0] == length - found + running
         assert engine.scheduler.counts.hit_tokens == found
@@ -284,7 +339,10 @@ def test_what_is_found_is_shared_and_kept_until_its_memory_is_needed(model):
     assert (engine.scheduler.pool.evictions, len(engine.scheduler.pool.cached)) == (0, 4)
     engine.add(Request(random_prompt(40, CONFIG, "other"), words(2)))
     finish(engine)
-    assert memory(engine)[4:] == [(10, 0, 2, 40), (11, 0, 1, 41)]  # one more for the word that it said
+    assert memory(engine)[4:] == [
+        (10, 0, 2, 40),
+        (11, 0, 1, 41),
+    ]  # one more for the word that it said
     assert engine.scheduler.pool.evictions == 3
     ask(engine, 17, 2)
     finish(engine)
@@ -301,12 +359,16 @@ def test_salts_keep_tenants_apart(model):
         finish(engine)
         known = salt in [each for _, each in requests[:-1]]
         assert engine.scheduler.counts.hit_tokens - hits == (20 if known else 0)
-    requests += [(request, b"one") for request in engine.add_samples(prompt_of(21), [words(3)] * 2, b"one")]
+    requests += [
+        (request, b"one") for request in engine.add_samples(prompt_of(21), [words(3)] * 2, b"one")
+    ]
     fork = engine.fork(requests[-1][0].id)
     assert engine.scheduler.tables[fork].salt == b"one"
     finish(engine)
     assert engine.scheduler.counts.hit_tokens == 60 + 20  # the fork waited, and found the same
-    assert {tuple(request.output.token_ids) for request, _ in requests} == {tuple(naive(model, 21, 3))}
+    assert {tuple(request.output.token_ids) for request, _ in requests} == {
+        tuple(naive(model, 21, 3))
+    }
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -325,7 +387,10 @@ def test_blocks_of_an_errored_request_are_not_found_again(size, model):
             model.wpe.weight[30] = good
     assert (sick.output.finish_reason, sick.output.token_ids) == ("error", [])
     assert "NaN or infinite" in (sick.output.error or "")
-    assert all(engine.cache.kv[:, :, :, block].isfinite().all() for block in engine.scheduler.pool.found.values())
+    assert all(
+        engine.cache.kv[:, :, :, block].isfinite().all()
+        for block in engine.scheduler.pool.found.values()
+    )
     finish(engine)
     hits = engine.scheduler.counts.hit_tokens
     again = ask(engine, 35, 6)
@@ -366,7 +431,10 @@ def test_a_write_to_a_shared_block_copies_it_first(forks, model):
     assert len(copies) == forks and {move.source for move in copies} == {partly}
     tables = [engine.scheduler.tables[each].blocks for each in (parent, *children)]
     assert all(table[:2] == [first, second] for table in tables)
-    assert {table[2] for table in tables} == {partly, *(move.target for move in copies)}  # to each his own
+    assert {table[2] for table in tables} == {
+        partly,
+        *(move.target for move in copies),
+    }  # to each his own
     for table in tables:
         assert torch.equal(engine.cache.kv[:, :, :, table[2], :1], past)
     assert (engine.steps[-1].owned_blocks, engine.steps[-1].shared_blocks) == (3 + forks, 2)
@@ -425,7 +493,10 @@ def test_samples_for_which_there_is_no_room_begin_later(model):
     assert [request.state for request in samples] == [State.RUNNING] * 2 + [State.WAITING] * 3
     finish(engine)
     for seed, request in enumerate(samples):
-        assert request.output.token_ids == Naive(model).generate([prompt_of(10)], drawn(4, seed))[0].token_ids
+        assert (
+            request.output.token_ids
+            == Naive(model).generate([prompt_of(10)], drawn(4, seed))[0].token_ids
+        )
 
 
 @pytest.mark.parametrize(
@@ -454,7 +525,10 @@ def test_samples_are_taken_all_or_none(prompt, sampling, message, model):
         (["taken", "new"], "request 'taken' in the engine already"),
         (["new", "taken"], "request 'taken' in the engine already"),
         (["new", "new"], "Two samples have the id 'new'"),
-        (["", "request-1"], "Two samples have the id 'request-1'"),  # which is given to the first one
+        (
+            ["", "request-1"],
+            "Two samples have the id 'request-1'",
+        ),  # which is given to the first one
     ],
     ids=str,
 )
@@ -485,7 +559,11 @@ def test_forks_that_cannot_be(model):
             engine.fork(id, sampling, fork_id)
         assert list(engine.requests) == ["parent"] and engine.scheduler.unfinished == 1
     twin = engine.fork("parent")
-    assert (twin.sampling, twin.priority, twin.output.token_ids) == (parent.sampling, 2, parent.output.token_ids)
+    assert (twin.sampling, twin.priority, twin.output.token_ids) == (
+        parent.sampling,
+        2,
+        parent.output.token_ids,
+    )
     assert twin.output.token_ids is not parent.output.token_ids
     finish(engine)
     assert twin.output.token_ids == parent.output.token_ids == naive(model, 9, 6)
@@ -514,16 +592,26 @@ def test_a_preempted_request_resumes_on_its_own_prefix(swap_blocks, gone, model)
     found = 20 - 4 * gone
     (resumed,) = engine.steps[-1].sequences
     if swap_blocks:
-        assert (resumed.prefill_tokens, resumed.decode_tokens) == (0, 1)  # what was evicted came back from the swap pool
-        assert Counter(move.kind for move in engine.steps[-1].moves) == Counter(out=6, wipe=gone + 1) + Counter({"in": gone + 1})
+        assert (resumed.prefill_tokens, resumed.decode_tokens) == (
+            0,
+            1,
+        )  # what was evicted came back from the swap pool
+        assert Counter(move.kind for move in engine.steps[-1].moves) == Counter(
+            out=6, wipe=gone + 1
+        ) + Counter({"in": gone + 1})
     else:
-        assert (resumed.prefill_tokens, resumed.decode_tokens) == (max(0, 18 - found), 22 - max(18, found))
+        assert (resumed.prefill_tokens, resumed.decode_tokens) == (
+            max(0, 18 - found),
+            22 - max(18, found),
+        )
         assert engine.scheduler.pool.blocks_for(22) == engine.steps[-1].owned_blocks
     assert engine.scheduler.counts.hit_rate == 0  # its own blocks do not count
     finish(engine)
     assert request.output.token_ids == naive(model, 18, 8)
     counts = engine.scheduler.counts
-    assert (counts.recomputed, counts.swapped_out, counts.swapped_in) == ((0, 1, 1) if swap_blocks else (1, 0, 0))
+    assert (counts.recomputed, counts.swapped_out, counts.swapped_in) == (
+        (0, 1, 1) if swap_blocks else (1, 0, 0)
+    )
 
 
 def test_who_came_last_gives_way_and_comes_back_first(model):
@@ -553,14 +641,21 @@ def test_the_lowest_priority_gives_way_first(model):
     assert engine.steps[-1].preempted == 1
     assert [each.id for each in engine.scheduler.waiting] == ["low"]
     finish(engine)
-    ended = [each.request_id for record in engine.steps for each in record.sequences if each.finish_reason]
+    ended = [
+        each.request_id
+        for record in engine.steps
+        for each in record.sequences
+        if each.finish_reason
+    ]
     assert ended == ["high", "middle", "low"]
 
 
 @pytest.mark.parametrize("swap_blocks", [0, 2, 20], ids=["recompute", "mixed", "swap"])
 def test_preemption_never_repeats_or_loses_a_streamed_token(swap_blocks, model):
     """Five streams in memory for two, some of them read late. Catches: a preemption that throws away what was already sent."""
-    engine = engine_of(model, 9, 4, swap_blocks, "swap" if swap_blocks else "recompute", watermark=0)
+    engine = engine_of(
+        model, 9, 4, swap_blocks, "swap" if swap_blocks else "recompute", watermark=0
+    )
     asked = [(5, 16), (12, 10), (2, 20), (14, 8), (7, 13)]
     streams = [engine.stream(prompt_of(length), words(count)) for length, count in asked]
     told: list[list[Token]] = []
@@ -581,7 +676,9 @@ def test_preemption_never_repeats_or_loses_a_streamed_token(swap_blocks, model):
         assert [token.finish_reason for token in sent] == [None] * (count - 1) + ["length"]
     counts = engine.scheduler.counts
     assert (
-        counts.preemptions > 2 and (counts.swapped_out > 0) == (swap_blocks > 0) and (counts.recomputed > 0) == (swap_blocks < 3)
+        counts.preemptions > 2
+        and (counts.swapped_out > 0) == (swap_blocks > 0)
+        and (counts.recomputed > 0) == (swap_blocks < 3)
     )
     assert any(record.swapped for record in engine.steps) == (swap_blocks > 0)
     assert all(record.swapped <= record.waiting for record in engine.steps)
@@ -606,7 +703,11 @@ def test_costs_are_measured_on_this_engine_and_leave_no_trace(swap_blocks, model
     engine = engine_of(model, 20, 4, swap_blocks, "auto")
     cost = engine.measure_cost()
     assert (cost.config, cost.dtype) == (model.config, torch.float64)
-    assert 0 < cost.flops < float("inf") and 0 < cost.bandwidth < float("inf") and 0 < cost.overhead < float("inf")
+    assert (
+        0 < cost.flops < float("inf")
+        and 0 < cost.bandwidth < float("inf")
+        and 0 < cost.overhead < float("inf")
+    )
     assert cost.recompute(40) > cost.recompute(10) > 0 and cost.swap(40) > cost.swap(10) > 0
     assert nothing_is_held(engine) and not engine.scheduler.moves and not engine.steps
     request = ask(engine, 9, 6)
@@ -628,7 +729,9 @@ def test_no_more_blocks_are_moved_on_trial_than_a_sequence_can_have(model, monke
     assert most == [2 * 64 // 4]  # out and in, for the 64 positions of the model
 
 
-@pytest.mark.parametrize("flops, bandwidth, cheaper", [(1.0, 1e30, "swap"), (1e30, 1.0, "recompute")])
+@pytest.mark.parametrize(
+    "flops, bandwidth, cheaper", [(1.0, 1e30, "swap"), (1e30, 1.0, "recompute")]
+)
 def test_auto_does_what_is_cheaper(flops, bandwidth, cheaper, model):
     engine = engine_of(model, 9, 4, 20, "auto", watermark=0)
     asked = []
@@ -644,14 +747,18 @@ def test_auto_does_what_is_cheaper(flops, bandwidth, cheaper, model):
     assert len(asked) == counts.preemptions > 0
     assert counts.swapped_out == (counts.preemptions if cheaper == "swap" else 0)
     assert all(tokens > 0 for tokens in asked)
-    assert [request.output.token_ids for request in requests] == [naive(model, length, 10) for length in (5, 12, 2, 14)]
+    assert [request.output.token_ids for request in requests] == [
+        naive(model, length, 10) for length in (5, 12, 2, 14)
+    ]
 
 
 def test_only_auto_is_measured(model):
     """Whoever was told what to do need not try it out first."""
     assert isinstance(engine_of(model, 9, 4, 9, "auto").scheduler.cheaper.__self__, Cost)
     for swap_blocks, preemption in ((9, "swap"), (9, "recompute"), (0, "auto")):
-        assert not hasattr(engine_of(model, 9, 4, swap_blocks, preemption).scheduler.cheaper, "__self__")
+        assert not hasattr(
+            engine_of(model, 9, 4, swap_blocks, preemption).scheduler.cheaper, "__self__"
+        )
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -663,7 +770,9 @@ def test_the_default_pool_holds_eight_whole_contexts(model):
     assert (pool.block_size, pool.count, engine.scheduler.max_sequences) == (16, 8 * 64 // 16, 8)
     assert engine.cache.bytes == 8 * 64 * CONFIG.kv_bytes_per_token(torch.float64)
     outputs = engine.generate([prompt_of(length) for length in (5, 9)], words(6))
-    assert [output.token_ids for output in outputs] == [naive(model, length, 6) for length in (5, 9)]
+    assert [output.token_ids for output in outputs] == [
+        naive(model, length, 6) for length in (5, 9)
+    ]
 
 
 def test_the_default_pool_takes_no_more_than_half_of_what_is_free(model, monkeypatch):
@@ -713,7 +822,11 @@ def test_a_stop_gives_the_blocks_back_at_once(model):
     answer = naive(model, 9, 12)
     stop = answer[4]
     engine = engine_of(model, max_sequences=1)
-    first = engine.add(Request(prompt_of(9), SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(stop,))))
+    first = engine.add(
+        Request(
+            prompt_of(9), SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(stop,))
+        )
+    )
     second = ask(engine, 5, 3)
     finish(engine)
     said = answer[: answer.index(stop) + 1]
@@ -725,7 +838,9 @@ def test_a_stop_gives_the_blocks_back_at_once(model):
 def test_an_end_of_text_ends_its_row_alone(model):
     answer = naive(model, 9, 12)
     engine = Engine(model, eos_id=answer[3], scheduler=Scheduler(BlockPool(20, 4)), sanitize=True)
-    stops, goes_on = engine.generate([prompt_of(9), prompt_of(9)], [SamplingParams(max_tokens=12), words(12)])
+    stops, goes_on = engine.generate(
+        [prompt_of(9), prompt_of(9)], [SamplingParams(max_tokens=12), words(12)]
+    )
     assert (stops.token_ids, stops.finish_reason) == (answer[: answer.index(answer[3]) + 1], "stop")
     assert (goes_on.token_ids, goes_on.finish_reason) == (answer, "length")
 
@@ -754,8 +869,16 @@ BAD = {
     "too long": ([1] * 64, SamplingParams(), "has 64 tokens, and wide sees 64"),
     "no such token": ([1, 101], SamplingParams(), "Token id 101 is not in the vocabulary"),
     "no such stop token": ([1], SamplingParams(stop_token_ids=(101,)), "stop_token_ids"),
-    "no token left": ([1], SamplingParams(stop_token_ids=tuple(range(101)), min_tokens=1), "no token could begin the answer"),
-    "too much": ([1] * 9, SamplingParams(), "its answer up to 64: that takes 16 blocks of 4 tokens, and there are 12"),
+    "no token left": (
+        [1],
+        SamplingParams(stop_token_ids=tuple(range(101)), min_tokens=1),
+        "no token could begin the answer",
+    ),
+    "too much": (
+        [1] * 9,
+        SamplingParams(),
+        "its answer up to 64: that takes 16 blocks of 4 tokens, and there are 12",
+    ),
 }
 
 
@@ -767,9 +890,13 @@ def test_a_bad_request_is_refused_and_the_others_go_on(prompt, params, message, 
     bad = Request(prompt, params, id="bad")
     with pytest.raises(UserError, match=message):
         engine.add(bad)
-    assert bad.state is State.NEW and "bad" not in engine.requests and engine.scheduler.unfinished == 3
+    assert (
+        bad.state is State.NEW and "bad" not in engine.requests and engine.scheduler.unfinished == 3
+    )
     finish(engine)
-    assert [request.output.token_ids for request in good] == [naive(model, length, 6) for length in (5, 9, 2)]
+    assert [request.output.token_ids for request in good] == [
+        naive(model, length, 6) for length in (5, 9, 2)
+    ]
 
 
 @pytest.mark.parametrize("prompt, params, message", BAD.values(), ids=BAD)
@@ -908,13 +1035,23 @@ def test_abort_wherever_it_is(get, model):
     victim = get(engine)
     table, said = engine.scheduler.tables[victim], list(victim.output.token_ids)
     assert engine.abort(victim.id) is victim.output
-    assert (victim.state, victim.output.finish_reason, victim.output.token_ids) == (State.FINISHED, "abort", said)
-    assert table.blocks == [] and victim not in engine.scheduler.tables and victim not in engine.scheduler.swapped
+    assert (victim.state, victim.output.finish_reason, victim.output.token_ids) == (
+        State.FINISHED,
+        "abort",
+        said,
+    )
+    assert (
+        table.blocks == []
+        and victim not in engine.scheduler.tables
+        and victim not in engine.scheduler.swapped
+    )
     engine.scheduler.max_sequences = 9
     rest = [request for request in engine.requests.values() if request not in others]
     finish(engine)
     assert nothing_is_held(engine)
-    assert [request.output.token_ids for request in others] == [naive(model, length, 20) for length in (9, 15)]
+    assert [request.output.token_ids for request in others] == [
+        naive(model, length, 20) for length in (9, 15)
+    ]
     for request in rest:
         beginning = 3 if get is shares_its_blocks else 0
         assert request.output.token_ids == go_on(model, request, beginning, request.sampling)
@@ -967,7 +1104,9 @@ def test_a_pass_that_fails_ends_its_requests_and_no_other(model, broken):
         engine.step()
     failed = engine.fail(UserError("The pass failed."))
     assert failed == [a, *samples, d]  # c waited for b
-    assert {(each.output.finish_reason, each.output.error) for each in failed} == {("error", "The pass failed.")}
+    assert {(each.output.finish_reason, each.output.error) for each in failed} == {
+        ("error", "The pass failed.")
+    }
     assert list(engine.requests) == ["e"] and engine.scheduler.pool.owned == 0
     finish(engine)
     assert e.output.token_ids == naive(model, 7, 8)
@@ -1014,7 +1153,9 @@ def test_several_streams_read_in_turn(model):
     """Whoever asks for a token moves all of them on, and nobody misses one."""
     engine = engine_of(model, max_sequences=2)
     asked = [(5, 8), (9, 3), (2, 12), (14, 5)]
-    streams = {i: engine.stream(prompt_of(length), words(count)) for i, (length, count) in enumerate(asked)}
+    streams = {
+        i: engine.stream(prompt_of(length), words(count)) for i, (length, count) in enumerate(asked)
+    }
     told: dict[int, list[Token]] = {i: [] for i in streams}
     while streams:
         for i in list(streams):

@@ -25,7 +25,14 @@ from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import Engine
 from stage05_paged.scheduler import Scheduler
 
-SMALL = ("--block-size", "4", "--kv-memory", "28KiB", "--every", "1")  # 14 blocks of 2 KiB, for the model of `folder`
+SMALL = (
+    "--block-size",
+    "4",
+    "--kv-memory",
+    "28KiB",
+    "--every",
+    "1",
+)  # 14 blocks of 2 KiB, for the model of `folder`
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +45,18 @@ def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, folder: Path) -> An
     """call(lines, *options) -> (status, standard output, standard error) of --prompts with these lines."""
 
     def run(lines: list[str], *options: str) -> tuple[int, str, str]:
-        (tmp_path / "prompts.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        arguments = ["--prompts", str(tmp_path / "prompts.txt"), "--model", str(folder), "--dtype", "float64", "--sanitize"]
+        (tmp_path / "prompts.txt").write_text(
+            "".join(f"{line}\n" for line in lines), encoding="utf-8"
+        )
+        arguments = [
+            "--prompts",
+            str(tmp_path / "prompts.txt"),
+            "--model",
+            str(folder),
+            "--dtype",
+            "float64",
+            "--sanitize",
+        ]
         with pytest.raises(SystemExit) as exit:
             cli.run(stage.main, [*arguments, *options])
         return (exit.value.code, *capsys.readouterr())  # type: ignore[return-value]
@@ -51,12 +68,18 @@ def show(
     model: Any, prompts: list[str], blocks: int = 100, sequences: int = 6, budget: int = 64, policy: str = "fcfs", most: int = 9,
     samples: int = 1, swap: int = 0,
 ) -> stage.Show:  # fmt: skip
-    loaded = cli.Loaded(model, ByteTokenizer(), model.config, "plain", torch.device("cpu"), model.dtype)
+    loaded = cli.Loaded(
+        model, ByteTokenizer(), model.config, "plain", torch.device("cpu"), model.dtype
+    )
     swap_pool = BlockPool(swap, 4) if swap else None
     preemption = "swap" if swap else "recompute"
-    scheduler = Scheduler(BlockPool(blocks, 4), sequences, budget, policy, preemption=preemption, swap_pool=swap_pool)
+    scheduler = Scheduler(
+        BlockPool(blocks, 4), sequences, budget, policy, preemption=preemption, swap_pool=swap_pool
+    )
     engine = Engine(model, eos_id=-1, scheduler=scheduler, sanitize=True)
-    sampling = SamplingParams(max_tokens=most, ignore_eos=True, temperature=float(samples > 1), seed=1)
+    sampling = SamplingParams(
+        max_tokens=most, ignore_eos=True, temperature=float(samples > 1), seed=1
+    )
     return stage.Show(engine, loaded, prompts, sampling, samples)
 
 
@@ -81,7 +104,10 @@ def numbers(err: str) -> dict[str, float]:
         ((), ()),
         (("--block-size", "1", "--sequences", "2", "--every", "100"), ("hits",)),
         ((*SMALL, "--preemption", "recompute"), ("preemptions", "recomputed", "evicted")),
-        ((*SMALL, "--preemption", "swap", "--policy", "priority", "--max-chunk", "3"), ("preemptions", "swapped")),
+        (
+            (*SMALL, "--preemption", "swap", "--policy", "priority", "--max-chunk", "3"),
+            ("preemptions", "swapped"),
+        ),
         ((*SMALL, "--swap-memory", "4KiB"), ("preemptions",)),
         ((*SMALL, "--no-prefix-cache", "--watermark", "0.5"), ()),
         (("--no-chunks", "--budget", "20", "--sequences", "3", "--kv-memory", "0.003%"), ()),
@@ -93,12 +119,28 @@ def test_every_prompt_is_answered_as_it_would_be_alone(call, folder, capsys, opt
     assert status == 0 and sorted(answers(out)) == [1, 2, 3, 4, 5, 6]
     for number, line in enumerate(lines, 1):
         with pytest.raises(SystemExit):
-            cli.run(stage.main, [line, "--model", str(folder), "--dtype", "float64", "--max-tokens", "9", "--sanitize"])
+            cli.run(
+                stage.main,
+                [
+                    line,
+                    "--model",
+                    str(folder),
+                    "--dtype",
+                    "float64",
+                    "--max-tokens",
+                    "9",
+                    "--sanitize",
+                ],
+            )
         assert capsys.readouterr().out == answers(out)[number] + "\n"
     speed = r"54 tokens in \d+ steps and \d+\.\d\d s, \d+\.\d tok/s"
     assert re.search(rf"\n\[6 prompts, {speed}, finish reasons: 6 length; model, float64", err)
     found = numbers(err)
-    assert found["leaked"] == 0 and 0 < found["peak"] <= found["blocks"] and all(found[name] for name in happened), found
+    assert (
+        found["leaked"] == 0
+        and 0 < found["peak"] <= found["blocks"]
+        and all(found[name] for name in happened)
+    ), found
     if "--no-prefix-cache" in options:
         assert (found["hits"], found["evicted"]) == (0, 0)
 
@@ -112,29 +154,72 @@ def test_the_plan_says_bytes_blocks_and_whole_contexts(call):
     _, _, err = call(["hello"])  # 8 contexts of 3 blocks, 8 KiB each
     assert "192.0 KiB in 24 blocks of 16 tokens; room for 8 whole contexts of 48 tokens; " in err
     assert "; swap: 192.0 KiB in 24 blocks]\n" in err
-    _, _, err = call(["hello"], "--block-size", "100", "--sequences", "2")  # blocks longer than a context
-    assert "in 2 blocks of 100 tokens; room for 2 whole contexts of 48 tokens; at most 2 sequences" in err
+    _, _, err = call(
+        ["hello"], "--block-size", "100", "--sequences", "2"
+    )  # blocks longer than a context
+    assert (
+        "in 2 blocks of 100 tokens; room for 2 whole contexts of 48 tokens; at most 2 sequences"
+        in err
+    )
 
 
 @pytest.mark.parametrize("size", ["1", "3", "16", "47", "48", "100"])
 def test_one_prompt_may_fill_its_context_whatever_the_block_size(folder, capsys, size):
     with pytest.raises(SystemExit):
-        cli.run(stage.main, ["hello", "--model", str(folder), "--max-tokens", "1000", "--block-size", size, "--sanitize"])
+        cli.run(
+            stage.main,
+            [
+                "hello",
+                "--model",
+                str(folder),
+                "--max-tokens",
+                "1000",
+                "--block-size",
+                size,
+                "--sanitize",
+            ],
+        )
     out, err = capsys.readouterr()
     assert out.startswith("hello") and err.startswith("[43 tokens in ") and err.count("\n") == 1
 
 
 def test_samples_are_what_as_many_equal_prompts_would_be(call):
-    options = ("--temperature", "1", "--max-tokens", "9", "--seed", "5", "--block-size", "4", "--every", "4")
+    options = (
+        "--temperature",
+        "1",
+        "--max-tokens",
+        "9",
+        "--seed",
+        "5",
+        "--block-size",
+        "4",
+        "--every",
+        "4",
+    )
     status, out, err = call(["hello you", "a"], *options, "--samples", "3")
     apart = call(["hello you"] * 3 + ["a"] * 3, *options, "--no-prefix-cache")
-    assert status == 0 and answers(out) == answers(apart[1]) and len(set(answers(out).values())) == 6
+    assert (
+        status == 0 and answers(out) == answers(apart[1]) and len(set(answers(out).values())) == 6
+    )
     # The last block of each prompt is begun and shared by three: two of them copy it.
-    assert numbers(err)["copies"] == 4 and numbers(apart[2])["copies"] == 0 == numbers(err)["leaked"]
+    assert (
+        numbers(err)["copies"] == 4 and numbers(apart[2])["copies"] == 0 == numbers(err)["leaked"]
+    )
 
 
 def test_samples_of_one_prompt(folder, capsys):
-    arguments = ["hello", "--model", str(folder), "--max-tokens", "5", "--samples", "2", "--temperature", "1", "--sanitize"]
+    arguments = [
+        "hello",
+        "--model",
+        str(folder),
+        "--max-tokens",
+        "5",
+        "--samples",
+        "2",
+        "--temperature",
+        "1",
+        "--sanitize",
+    ]
     assert stage.main(arguments) == 0
     out, err = capsys.readouterr()
     assert list(answers(out)) == [1, 2] and numbers(err)["copies"] == 1
@@ -146,7 +231,9 @@ def test_prompts_arrive_one_at_a_time_and_samples_together(tiny_model):
     while run.step(5):
         arrived.append(sum(answer.output is not None for answer in run.answers))
     assert arrived[:12] == [2] * 5 + [4] * 5 + [6] * 2
-    lonely = show(tiny_model, ["ab"] * 3, most=2)  # each has ended long before the next is due, and nobody waits for it
+    lonely = show(
+        tiny_model, ["ab"] * 3, most=2
+    )  # each has ended long before the next is due, and nobody waits for it
     while lonely.step(1000):
         pass
     assert lonely.steps == 6 and lonely.peak == 1
@@ -157,13 +244,18 @@ def test_urgent_prompts_go_first_under_the_policy_alone(tiny_model):
         run = show(tiny_model, ["ab"] * 6, sequences=1, policy=policy, most=10)
         while run.step(1):
             pass
-        started = dict.fromkeys(each.request_id for step in run.engine.steps for each in step.sequences)
+        started = dict.fromkeys(
+            each.request_id for step in run.engine.steps for each in step.sequences
+        )
         assert [run.asked[id][0].number for id in started] == order
 
 
 def test_a_seed_repeats_all_whatever_the_memory(call):
     options = ("--temperature", "1", "--max-tokens", "12", "--block-size", "4", "--seed")
-    told = [answers(call(["hello"] * 4, *options, "5", "--kv-memory", memory)[1]) for memory in ("10KiB", "20KiB", "100KiB")]
+    told = [
+        answers(call(["hello"] * 4, *options, "5", "--kv-memory", memory)[1])
+        for memory in ("10KiB", "20KiB", "100KiB")
+    ]
     assert told[0] == told[1] == told[2] and len(set(told[0].values())) == 4
     assert answers(call(["hello"] * 4, *options, "9")[1]) != told[0]
 
@@ -186,11 +278,18 @@ def test_the_view_shows_what_the_records_and_tables_say(tiny_model, width, heigh
         if height < 30:
             continue
         assert (
-            f"{newest.owned_blocks} of 16 blocks in use" in text[0] and f"{scheduler.counts.preemptions} preemptions" in text[1]
+            f"{newest.owned_blocks} of 16 blocks in use" in text[0]
+            and f"{scheduler.counts.preemptions} preemptions" in text[1]
         )
-        assert text[2].startswith(" 0 ") and len(text[2].split()[1]) == 16 and text[4].split()[:2] == ["prompt", "state"]
+        assert (
+            text[2].startswith(" 0 ")
+            and len(text[2].split()[1]) == 16
+            and text[4].split()[:2] == ["prompt", "state"]
+        )
         rows = [line for line in text[5:] if re.match(r"[a-z] ", line)]
-        assert len(rows) == len({*scheduler.running, *(run.asked[each.request_id][1] for each in newest.sequences)})
+        assert len(rows) == len(
+            {*scheduler.running, *(run.asked[each.request_id][1] for each in newest.sequences)}
+        )
         for each in newest.sequences:
             answer, request = run.asked[each.request_id]
             (line,) = [line for line in rows if line.startswith(mark(request.arrival))]
@@ -199,7 +298,9 @@ def test_the_view_shows_what_the_records_and_tables_say(tiny_model, width, heigh
             if each.finish_reason:
                 assert f"ended: {each.finish_reason}" in line
             else:
-                assert (f"prefill {each.prefill_tokens} " if each.prefill_tokens else "decode ") in line
+                assert (
+                    f"prefill {each.prefill_tokens} " if each.prefill_tokens else "decode "
+                ) in line
                 assert f" {len(scheduler.tables[request].blocks)} " in line
                 owned = text[2].split()[1].count(mark(request.arrival))
                 assert owned <= len(scheduler.tables[request].blocks)
@@ -216,11 +317,17 @@ def test_the_view_shows_what_the_records_and_tables_say(tiny_model, width, heigh
 
 
 def test_the_view_tells_samples_and_those_who_compute_again(tiny_model):
-    run = show(tiny_model, ["a" * 30, "b" * 9], blocks=14, sequences=4, budget=8, samples=3, most=12)
+    run = show(
+        tiny_model, ["a" * 30, "b" * 9], blocks=14, sequences=4, budget=8, samples=3, most=12
+    )
     seen: set[str] = set()
     while run.step(2):
         text = "\n".join(line.plain for line in run.view(100, 30))
-        seen.update(words for words in ("(for 1)", "(for 4)", "prompt is shared", "(again)") if words in text)
+        seen.update(
+            words
+            for words in ("(for 1)", "(for 4)", "prompt is shared", "(again)")
+            if words in text
+        )
     assert seen == {"(for 1)", "(for 4)", "prompt is shared", "(again)"}
     assert run.engine.scheduler.counts.recomputed and not run.engine.scheduler.pool.owned
 
@@ -243,7 +350,15 @@ def test_on_a_real_terminal_the_view_goes_and_the_texts_stay(folder, tmp_path):
 
     (tmp_path / "prompts.txt").write_text("hello\n" * 30, encoding="utf-8")
     main, side = pty.openpty()  # type: ignore[attr-defined, unused-ignore]
-    command = [sys.executable, "-m", "stage05_paged", "--prompts", str(tmp_path / "prompts.txt"), "--model", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "stage05_paged",
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--model",
+        str(folder),
+    ]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "60", "LINES": "12"}
     process = subprocess.Popen(
         [*command, "--sequences", "20", "--pause", "0.002", "--threads", "1", "--max-tokens", "9", "--sanitize"],
@@ -261,9 +376,15 @@ def test_on_a_real_terminal_the_view_goes_and_the_texts_stay(folder, tmp_path):
     assert process.stderr is not None
     with process.stderr as stream:
         assert b"[30 prompts, " in stream.read() and process.wait(60) == 0
-    drawn, _, texts = said.decode().replace("\r\n", "\n").partition("\x1b[?25h")  # the cursor comes back: the view is over
+    drawn, _, texts = (
+        said.decode().replace("\r\n", "\n").partition("\x1b[?25h")
+    )  # the cursor comes back: the view is over
     frames = drawn.split("\x1b[1A")  # how the cursor goes back up
-    assert "step 1: " in drawn and "still to come" in drawn and max(frame.count("\n") for frame in frames) <= 11
+    assert (
+        "step 1: " in drawn
+        and "still to come" in drawn
+        and max(frame.count("\n") for frame in frames) <= 11
+    )
     assert list(answers(texts[texts.index("---") :])) == list(range(1, 31))
 
 
@@ -280,12 +401,23 @@ def test_the_map_is_written(call, tmp_path):
 
 
 def test_one_prompt_can_have_it_too_and_says_the_same(folder, tmp_path, capsys):
-    arguments = ["hello there", "--model", str(folder), "--max-tokens", "5", "--max-chunk", "4", "--sanitize"]
+    arguments = [
+        "hello there",
+        "--model",
+        str(folder),
+        "--max-tokens",
+        "5",
+        "--max-chunk",
+        "4",
+        "--sanitize",
+    ]
     assert stage.main(arguments) == 0
     plain = capsys.readouterr().out
     assert stage.main([*arguments, "--map", str(tmp_path / "a.svg")]) == 0
     assert capsys.readouterr().out == plain
-    assert "3 blocks of 16 tokens, 7 passes" in (tmp_path / "a.svg").read_text("utf-8")  # 3 for the prompt
+    assert "3 blocks of 16 tokens, 7 passes" in (tmp_path / "a.svg").read_text(
+        "utf-8"
+    )  # 3 for the prompt
 
 
 def test_a_long_run_is_cut_and_says_so(call, tmp_path, monkeypatch):
@@ -296,7 +428,9 @@ def test_a_long_run_is_cut_and_says_so(call, tmp_path, monkeypatch):
 
 def test_nothing_is_written_where_nothing_was_run(call, tmp_path):
     status, out, err = call(["a" * 48], "--map", str(tmp_path / "a.svg"))
-    assert (status, out) == (2, "") and "no step was made" in err and not (tmp_path / "a.svg").exists()
+    assert (
+        (status, out) == (2, "") and "no step was made" in err and not (tmp_path / "a.svg").exists()
+    )
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------
@@ -320,8 +454,14 @@ def test_nothing_is_written_where_nothing_was_run(call, tmp_path):
         (["--watermark", "nan"], "--watermark"),
         (["--preemption", "drop"], "--preemption.*drop.*auto.*recompute.*swap"),
         (["--preemption", "swap", "--swap-memory", "0"], "no memory to swap to"),
-        (["--preemption", "recompute", "--swap-memory", "1MB"], "nothing is swapped.*--swap-memory"),
-        (["--swap-memory", "1KB"], "A block takes 8.0 KiB, and --swap-memory is 1.0 KiB.*0 for none"),
+        (
+            ["--preemption", "recompute", "--swap-memory", "1MB"],
+            "nothing is swapped.*--swap-memory",
+        ),
+        (
+            ["--swap-memory", "1KB"],
+            "A block takes 8.0 KiB, and --swap-memory is 1.0 KiB.*0 for none",
+        ),
         (["--swap-memory", "x"], "'x' is no amount"),
         (["--samples", "0"], "--samples.*'0'"),
         (["--samples", "2"], "temperature 0 all 2 samples would be the same.*--temperature"),
@@ -342,7 +482,12 @@ def test_nothing_is_written_where_nothing_was_run(call, tmp_path):
 )
 def test_bad_options_are_one_sentence_before_any_text(call, options, words):
     status, out, err = call(["hello", "a"], *options)
-    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and err.endswith(".\n"), err
+    assert (
+        (status, out) == (2, "")
+        and err.startswith("error: ")
+        and err.count("\n") == 1
+        and err.endswith(".\n")
+    ), err
     assert re.search(words, err), err
 
 
@@ -352,28 +497,63 @@ def test_a_bad_prompt_is_an_error_and_the_others_go_on(call):
     assert status == 2 and sorted(answers(out)) == [1, 4]
     errors = {line.split(": ")[1]: line for line in err.splitlines() if line.startswith("error: ")}
     assert list(errors) == ["prompt 2", "prompt 3", "prompt 5"]
-    assert "empty" in errors["prompt 2"] and "48 tokens" in errors["prompt 3"] and "allow chunks" in errors["prompt 5"]
+    assert (
+        "empty" in errors["prompt 2"]
+        and "48 tokens" in errors["prompt 3"]
+        and "allow chunks" in errors["prompt 5"]
+    )
     assert "3 error, 2 length" in err and numbers(err)["leaked"] == 0
 
 
 def test_a_prompt_that_never_fits_is_refused_at_once_with_the_numbers(call, folder, capsys):
-    status, out, err = call(["hello", "a" * 20], "--block-size", "4", "--kv-memory", "10KiB", "--max-tokens", "9")
+    status, out, err = call(
+        ["hello", "a" * 20], "--block-size", "4", "--kv-memory", "10KiB", "--max-tokens", "9"
+    )
     assert status == 2 and list(answers(out)) == [1]
-    assert re.search(r"error: prompt 2: .* takes 7 blocks of 4 tokens, and there are 5: ask for at most 1 tokens", err)
-    status, out, err = call(["a" * 20], "--block-size", "4", "--kv-memory", "10KiB", "--samples", "2", "--temperature", "1")
+    assert re.search(
+        r"error: prompt 2: .* takes 7 blocks of 4 tokens, and there are 5: ask for at most 1 tokens",
+        err,
+    )
+    status, out, err = call(
+        ["a" * 20],
+        "--block-size",
+        "4",
+        "--kv-memory",
+        "10KiB",
+        "--samples",
+        "2",
+        "--temperature",
+        "1",
+    )
     assert (status, out) == (2, "") and err.count("error: prompt") == 2 and "2 error" in err
 
 
 def test_memory_that_the_system_does_not_give(call, monkeypatch):
-    monkeypatch.setattr(stage, "free_memory", lambda device="cpu": 2**60)  # more than any address can name
-    status, out, err = call(["a"], "--kv-memory", "900000GB", "--block-size", "1000000", "--preemption", "recompute")
-    assert (status, out) == (2, "") and re.fullmatch(r"error: \d+ GiB of memory .* cannot be had: give a smaller .*\n", err), err
+    monkeypatch.setattr(
+        stage, "free_memory", lambda device="cpu": 2**60
+    )  # more than any address can name
+    status, out, err = call(
+        ["a"], "--kv-memory", "900000GB", "--block-size", "1000000", "--preemption", "recompute"
+    )
+    assert (status, out) == (2, "") and re.fullmatch(
+        r"error: \d+ GiB of memory .* cannot be had: give a smaller .*\n", err
+    ), err
 
 
 def test_help_explains_the_options(call):
     status, out, _ = call([], "--help")
     own = {
-        *("--prompts", "--samples", "--sequences", "--budget", "--max-chunk", "--no-chunks", "--policy", "--every", "--pause"),
+        *(
+            "--prompts",
+            "--samples",
+            "--sequences",
+            "--budget",
+            "--max-chunk",
+            "--no-chunks",
+            "--policy",
+            "--every",
+            "--pause",
+        ),
         *(
             "--map",
             "--kv-memory",
@@ -385,7 +565,11 @@ def test_help_explains_the_options(call):
             "--sanitize",
         ),
     }
-    assert status == 0 and own <= set(re.findall(r"--[a-z-]+", out)) and "python -m stage05_paged --map blocks.svg" in out
+    assert (
+        status == 0
+        and own <= set(re.findall(r"--[a-z-]+", out))
+        and "python -m stage05_paged --map blocks.svg" in out
+    )
 
 
 def test_the_built_in_prompts_show_sharing_eviction_and_preemption(capsys, monkeypatch):

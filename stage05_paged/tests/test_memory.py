@@ -58,10 +58,29 @@ def test_all_that_is_free_is_not_more_than_is_free(free):
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "much", "GB", "-1GB", "1e9", "1,5GB", "12 parsecs", "5TB5", "1.GB", ".5GB", "0x10", "%", "nan"]
+    "text",
+    [
+        "",
+        " ",
+        "much",
+        "GB",
+        "-1GB",
+        "1e9",
+        "1,5GB",
+        "12 parsecs",
+        "5TB5",
+        "1.GB",
+        ".5GB",
+        "0x10",
+        "%",
+        "nan",
+    ],
 )
 def test_what_is_no_amount(text):
-    with pytest.raises(UserError, match="is no amount of memory: write 512MiB, 2GB, or 25% for a share of what is free"):
+    with pytest.raises(
+        UserError,
+        match="is no amount of memory: write 512MiB, 2GB, or 25% for a share of what is free",
+    ):
         parse_memory(text, FREE)
 
 
@@ -72,7 +91,9 @@ def test_more_than_is_free_is_refused_with_the_number(text):
 
 
 def test_sizes_as_people_read_them():
-    sizes = [size(nbytes) for nbytes in (0, 512, 2**19, 2**20, 12.4 * 2**20, 3.5 * 2**30, 64 * 2**30)]
+    sizes = [
+        size(nbytes) for nbytes in (0, 512, 2**19, 2**20, 12.4 * 2**20, 3.5 * 2**30, 64 * 2**30)
+    ]
     assert sizes == ["0.0 KiB", "0.5 KiB", "512.0 KiB", "1.0 MiB", "12 MiB", "3.5 GiB", "64 GiB"]
 
 
@@ -91,7 +112,11 @@ def test_a_pool_has_the_blocks_that_fit(dtype, block_size):
         for memory in (blocks * each, (blocks + 1) * each - 1):
             pool = make_pool(memory, TINY, dtype, block_size)
             assert (pool.count, pool.block_size) == (blocks, block_size)
-            assert PagedCache(TINY, pool.count, block_size, dtype=dtype).bytes == blocks * each <= memory
+            assert (
+                PagedCache(TINY, pool.count, block_size, dtype=dtype).bytes
+                == blocks * each
+                <= memory
+            )
 
 
 def test_a_block_of_the_124m_shape():
@@ -102,10 +127,14 @@ def test_a_block_of_the_124m_shape():
 
 def test_a_pool_of_less_than_a_block_is_refused_with_the_numbers():
     with pytest.raises(
-        UserError, match="A block of 16 tokens of gpt2 takes 1.1 MiB, and the cache may take 1.0 MiB: give it more"
+        UserError,
+        match="A block of 16 tokens of gpt2 takes 1.1 MiB, and the cache may take 1.0 MiB: give it more",
     ):
         make_pool(2**20, GPT2, torch.float32)
-    with pytest.raises(UserError, match="A block of 16 tokens of tiny takes 9.0 KiB, and the cache may take 0.0 KiB"):
+    with pytest.raises(
+        UserError,
+        match="A block of 16 tokens of tiny takes 9.0 KiB, and the cache may take 0.0 KiB",
+    ):
         make_pool(0, TINY, torch.float32)
 
 
@@ -125,11 +154,18 @@ def test_the_default_is_whole_contexts_but_at_most_half_of_what_is_free():
 
 @pytest.mark.parametrize("block_size", [1, 16, 100, 1024, 5000])
 def test_the_default_holds_whole_contexts_whatever_the_block_size(block_size):
-    pool = make_pool(default_memory(GPT2, torch.float32, 8, 10 * FREE, block_size), GPT2, torch.float32, block_size)
+    pool = make_pool(
+        default_memory(GPT2, torch.float32, 8, 10 * FREE, block_size),
+        GPT2,
+        torch.float32,
+        block_size,
+    )
     assert most_sequences(pool, 1024) == 8
 
 
-@pytest.mark.parametrize("tokens, most", [(1, 10), (16, 10), (17, 5), (48, 3), (64, 2), (160, 1), (161, 0)])
+@pytest.mark.parametrize(
+    "tokens, most", [(1, 10), (16, 10), (17, 5), (48, 3), (64, 2), (160, 1), (161, 0)]
+)
 def test_the_most_sequences_that_memory_allows(tokens, most):
     assert most_sequences(BlockPool(10, 16), tokens) == most
 
@@ -155,11 +191,15 @@ def test_cost_is_operations_over_their_rate_and_bytes_over_theirs():
 def test_the_cheaper_way_changes_where_the_costs_cross():
     """A short sequence is computed again before the copies have begun, a long one is copied sooner."""
     cost = Cost(GPT2, torch.float32, flops=1e11, bandwidth=1e10, overhead=5e-3)
-    crossing = next(tokens for tokens in range(1, 1025) if cost.swap(tokens) < cost.recompute(tokens))
+    crossing = next(
+        tokens for tokens in range(1, 1025) if cost.swap(tokens) < cost.recompute(tokens)
+    )
     assert 1 < crossing < 1024
     assert [cost.cheaper(tokens) for tokens in (1, crossing - 1)] == ["recompute"] * 2
     assert [cost.cheaper(tokens) for tokens in (crossing, 1024)] == ["swap"] * 2
-    assert all((cost.cheaper(tokens) == "swap") == (tokens >= crossing) for tokens in range(1, 1025))
+    assert all(
+        (cost.cheaper(tokens) == "swap") == (tokens >= crossing) for tokens in range(1, 1025)
+    )
 
 
 def test_a_slow_copy_is_never_the_cheaper_way_and_a_free_one_always():

@@ -64,7 +64,9 @@ def test_forward_pass(benchmark: Any, model: GPT2, attention: PagedAttention) ->
 
 def test_attend(benchmark: Any, attention: PagedAttention) -> None:
     """One layer: write the new keys and values, gather all, attend."""
-    q, k, v = torch.randn(3, ROWS, CONFIG.n_head, CONFIG.head_dim, generator=torch.Generator().manual_seed(1))
+    q, k, v = torch.randn(
+        3, ROWS, CONFIG.n_head, CONFIG.head_dim, generator=torch.Generator().manual_seed(1)
+    )
     out = benchmark(torch.inference_mode()(attention.attend), 0, q, k, v)
     assert out.shape == q.shape and bool(out.isfinite().all())
 
@@ -76,7 +78,9 @@ def test_extend(benchmark: Any, attention: PagedAttention) -> None:
     assert torch.equal(found.slots, attention.slots)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.95, "seed": 0}], ids=["greedy", "top-p"])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.8, "top_p": 0.95, "seed": 0}], ids=["greedy", "top-p"]
+)
 def test_sample(benchmark: Any, prompts: list[list[int]], options: dict[str, Any]) -> None:
     logits = torch.randn(ROWS, CONFIG.vocab_size, generator=torch.Generator().manual_seed(2))
     params = [SamplingParams(max_tokens=9, **options)] * ROWS

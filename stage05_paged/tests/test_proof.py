@@ -29,11 +29,17 @@ from stage05_paged.scheduler import Scheduler
 
 SIZES = (1, 3, 16, 128)
 SMALL = (1, 3, 16)  # where a short answer crosses borders
-SLOW = pytest.mark.slow  # combinations of what a default run tries one by one: all of them take minutes
-GREEDY = SamplingParams(max_tokens=12, logprobs=0)  # with the numbers behind each token: they move before a token does
+SLOW = (
+    pytest.mark.slow
+)  # combinations of what a default run tries one by one: all of them take minutes
+GREEDY = SamplingParams(
+    max_tokens=12, logprobs=0
+)  # with the numbers behind each token: they move before a token does
 # Drawn tokens part a fork from its sibling at once. Of the penalties, only this one means the same to a fork, whose first tokens
 # are an answer, as to the naive engine, which is given them as a prompt.
-DRAWN = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=11, logprobs=3)
+DRAWN = SamplingParams(
+    max_tokens=12, temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=11, logprobs=3
+)
 
 
 class Oracle:
@@ -43,7 +49,10 @@ class Oracle:
         self.naive, self.said = Naive(model), {}
 
     def generate(self, prompts, sampling):
-        return [self.answer(*each) for each in zip(prompts, sampling_per_prompt(prompts, sampling), strict=True)]
+        return [
+            self.answer(*each)
+            for each in zip(prompts, sampling_per_prompt(prompts, sampling), strict=True)
+        ]
 
     def answer(self, prompt, sampling):
         key = tuple(prompt), repr(sampling)
@@ -71,7 +80,9 @@ def tiny_oracle(tiny_model):
 
 def engine_of(model, blocks, size, swap_blocks=0, preemption="recompute", **options):
     swap_pool = BlockPool(swap_blocks, size) if swap_blocks else None
-    scheduler = Scheduler(BlockPool(blocks, size), preemption=preemption, swap_pool=swap_pool, **options)
+    scheduler = Scheduler(
+        BlockPool(blocks, size), preemption=preemption, swap_pool=swap_pool, **options
+    )
     return Engine(model, scheduler=scheduler, sanitize=True)
 
 
@@ -85,7 +96,10 @@ def blocks_for(tokens, size):
 
 def fits(size, *requests):
     """Blocks that are enough for all `requests` at once."""
-    return sum(blocks_for(len(each.output.prompt_ids) + each.sampling.max_tokens - 1, size) for each in requests)
+    return sum(
+        blocks_for(len(each.output.prompt_ids) + each.sampling.max_tokens - 1, size)
+        for each in requests
+    )
 
 
 def ask(engine, length, sampling=GREEDY, **options):
@@ -125,7 +139,11 @@ def check(engine):
         assert record.decode_tokens == sum(each.decode_tokens for each in record.sequences)
         assert all(each.prefill_tokens + each.decode_tokens >= 1 for each in record.sequences)
         assert record.prefill_tokens + record.decode_tokens <= scheduler.token_budget
-        assert max(each.blocks for each in record.sequences) <= record.owned_blocks <= pool.count - record.cached_blocks
+        assert (
+            max(each.blocks for each in record.sequences)
+            <= record.owned_blocks
+            <= pool.count - record.cached_blocks
+        )
         assert record.shared_blocks <= record.owned_blocks
         assert Counter(move.kind for move in record.moves)["copy"] <= record.rows
     for name in ("tables", "swapped", "samples", "moves", "waiting", "running", "_preempted"):
@@ -141,8 +159,13 @@ def assert_told(oracle, request, said=0):
     """`request` has said what the naive engine says, with the same certainty. A fork begins with `said` tokens of its parent's;
     one that was aborted may have said less."""
     output, given = request.output, request.output.token_ids[:said]
-    answer = oracle.answer(output.prompt_ids + given, replace(request.sampling, max_tokens=request.sampling.max_tokens - said))
-    count = len(output.token_ids) - said if output.finish_reason == "abort" else len(answer.token_ids)
+    answer = oracle.answer(
+        output.prompt_ids + given,
+        replace(request.sampling, max_tokens=request.sampling.max_tokens - said),
+    )
+    count = (
+        len(output.token_ids) - said if output.finish_reason == "abort" else len(answer.token_ids)
+    )
     assert output.token_ids[said:] == answer.token_ids[:count]
     assert output.finish_reason in ("abort", answer.finish_reason)
     assert_close(output.logprobs[said:], answer.logprobs[:count])
@@ -150,8 +173,14 @@ def assert_told(oracle, request, said=0):
 
 def assert_close(got, want):
     """Log-probabilities as the other engine gave them: two orders of adding lie some 1e-14 apart."""
-    assert [[id for id, _ in each.top] for each in got] == [[id for id, _ in each.top] for each in want]
-    apart = [abs(a - b) for mine, its in zip(got, want, strict=True) for a, b in zip(numbers(mine), numbers(its), strict=True)]
+    assert [[id for id, _ in each.top] for each in got] == [
+        [id for id, _ in each.top] for each in want
+    ]
+    apart = [
+        abs(a - b)
+        for mine, its in zip(got, want, strict=True)
+        for a, b in zip(numbers(mine), numbers(its), strict=True)
+    ]
     assert max(apart, default=0.0) < 1e-9
 
 
@@ -171,7 +200,9 @@ def evict(engine, count):
 
 @pytest.mark.parametrize(
     "size, prefix_caching",
-    [(size, True) for size in SIZES] + [(3, False), (128, False)] + [pytest.param(size, False, marks=SLOW) for size in (1, 16)],
+    [(size, True) for size in SIZES]
+    + [(3, False), (128, False)]
+    + [pytest.param(size, False, marks=SLOW) for size in (1, 16)],
 )
 def test_all_scenarios(size, prefix_caching, tiny_model, tiny_oracle):
     """With the prefix cache each of them twice: the second time, what was said is found again."""
@@ -182,7 +213,9 @@ def test_all_scenarios(size, prefix_caching, tiny_model, tiny_oracle):
             parity = prove(engine, tiny_oracle, [scenario.name])
             assert parity.sequences == len(scenario.prompts) and not parity.near_ties
     check(engine)
-    assert (engine.scheduler.counts.hit_tokens > 0) == (prefix_caching and size < 128)  # these are never full
+    assert (engine.scheduler.counts.hit_tokens > 0) == (
+        prefix_caching and size < 128
+    )  # these are never full
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -198,15 +231,23 @@ def test_all_scenarios_in_memory_for_one(size, tiny_model, tiny_oracle):
 def test_the_answers_are_worth_comparing(oracle):
     """Answers of one word repeated would be the same whatever was wrong."""
     lengths = (1, 5, 9, 15, 16, 17, 23, 26)
-    answers = [oracle.answer(prompt_of(length), replace(GREEDY, max_tokens=18)).token_ids for length in lengths]
-    answers += [oracle.answer(prompt_of(5), replace(DRAWN, max_tokens=18, seed=seed)).token_ids for seed in range(8)]
+    answers = [
+        oracle.answer(prompt_of(length), replace(GREEDY, max_tokens=18)).token_ids
+        for length in lengths
+    ]
+    answers += [
+        oracle.answer(prompt_of(5), replace(DRAWN, max_tokens=18, seed=seed)).token_ids
+        for seed in range(8)
+    ]
     assert sum(len(set(answer)) for answer in answers) > 10 * len(answers)
     assert len({tuple(answer[-8:]) for answer in answers}) == len(answers)
 
 
 @pytest.mark.parametrize(
     "size, max_chunk",
-    [(size, None) for size in SIZES] + [(3, 7), (128, 7)] + [pytest.param(size, 7, marks=SLOW) for size in (1, 16)],
+    [(size, None) for size in SIZES]
+    + [(3, 7), (128, 7)]
+    + [pytest.param(size, 7, marks=SLOW) for size in (1, 16)],
 )
 def test_lengths_around_a_block_border(size, max_chunk, model, oracle):
     """Prompts of 1, B - 1, B, B + 1 and 2B tokens, alone and together, then all of them again; the answers cross borders."""
@@ -230,13 +271,19 @@ def test_lengths_around_a_block_border(size, max_chunk, model, oracle):
 def test_a_block_is_taken_for_the_token_that_needs_it_and_not_before(size, model, oracle):
     """Catches: a block border that is off by one, which takes a block a token late or early."""
     for length in sorted({1, size - 1, size, size + 1, 2 * size} - {0}):
-        engine = engine_of(model, 2 * blocks_for(length + GREEDY.max_tokens, size), size, prefix_caching=False)
+        engine = engine_of(
+            model, 2 * blocks_for(length + GREEDY.max_tokens, size), size, prefix_caching=False
+        )
         request = ask(engine, length)
         finish(engine)
         assert_told(oracle, request)
-        tokens = [length + number for number in range(GREEDY.max_tokens)]  # in the cache after each pass
+        tokens = [
+            length + number for number in range(GREEDY.max_tokens)
+        ]  # in the cache after each pass
         assert [record.used_tokens for record in engine.steps] == tokens
-        assert [record.owned_blocks for record in engine.steps] == [blocks_for(count, size) for count in tokens]
+        assert [record.owned_blocks for record in engine.steps] == [
+            blocks_for(count, size) for count in tokens
+        ]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -289,7 +336,9 @@ def test_a_prefix_of_which_the_end_was_evicted_is_found_as_far_as_it_is_there(si
         request = ask(engine, 36, DRAWN)
         finish(engine)
         assert_told(oracle, request)
-        kept = computed // size - gone  # the answer was kept, too, but another one is said this time
+        kept = (
+            computed // size - gone
+        )  # the answer was kept, too, but another one is said this time
         assert engine.scheduler.counts.hit_tokens == max(0, min(kept, 35 // size) * size)
 
 
@@ -320,7 +369,9 @@ def test_a_conversation_finds_its_own_answers(size, model, oracle):
         request = engine.add(Request(talk, GREEDY))
         finish(engine)
         assert_told(oracle, request)
-        if turn:  # all but the last token of the last answer, which nobody computed, and the new words
+        if (
+            turn
+        ):  # all but the last token of the last answer, which nobody computed, and the new words
             assert engine.scheduler.counts.hit_tokens - hits == (len(talk) - 4) // size * size
         talk = talk + request.output.token_ids + prompt_of(3, turn)
 
@@ -329,7 +380,9 @@ def test_a_conversation_finds_its_own_answers(size, model, oracle):
 def test_a_cache_smaller_than_what_it_could_keep(size, model, oracle):
     """Requests with a few beginnings in common go through a pool that evicts all the time."""
     rng = random.Random(f"evictions {size}")
-    engine = engine_of(model, blocks_for(80, size), size, token_budget=max(64, blocks_for(80, size)))
+    engine = engine_of(
+        model, blocks_for(80, size), size, token_budget=max(64, blocks_for(80, size))
+    )
     for _ in range(25):
         sampling = replace(rng.choice([GREEDY, DRAWN]), max_tokens=10)
         request = ask(engine, rng.choice((7, 16, 20, 33, 48)), sampling)
@@ -352,12 +405,16 @@ def test_a_cache_smaller_than_what_it_could_keep(size, model, oracle):
 @pytest.mark.parametrize("size", SIZES)
 def test_samples_share_the_prompt_and_nothing_else(size, length, model, oracle):
     engine = engine_of(model, 600 // size + 5, size)
-    samples = engine.add_samples(prompt_of(length), [replace(DRAWN, seed=seed) for seed in range(4)] + [GREEDY])
+    samples = engine.add_samples(
+        prompt_of(length), [replace(DRAWN, seed=seed) for seed in range(4)] + [GREEDY]
+    )
     finish(engine)
     for request in samples:
         assert_told(oracle, request)
     assert sum(record.prefill_tokens for record in engine.steps) == length
-    assert max(record.shared_blocks for record in engine.steps) == length // size  # from the second pass on
+    assert (
+        max(record.shared_blocks for record in engine.steps) == length // size
+    )  # from the second pass on
     assert engine.scheduler.counts.copies == (4 if length % size else 0)
 
 
@@ -368,7 +425,10 @@ def test_fork_at_any_moment(size, who, model, oracle):
     found = set()
     for moment in range(0, 27, 1 if who == "nobody" and size > 1 else 4):
         engine = engine_of(model, blocks_for(130, size), size, max_chunk=5, max_sequences=3)
-        others = [ask(engine, 4, replace(DRAWN, max_tokens=4)), ask(engine, 9, replace(GREEDY, max_tokens=12))]
+        others = [
+            ask(engine, 4, replace(DRAWN, max_tokens=4)),
+            ask(engine, 9, replace(GREEDY, max_tokens=12)),
+        ]
         hurdle = ask(engine, 7, replace(GREEDY, max_tokens=3))
         parent = ask(engine, 26, replace(DRAWN, max_tokens=10), id="parent")
         for _ in range(moment):
@@ -390,7 +450,9 @@ def test_fork_at_any_moment(size, who, model, oracle):
     if who == "nobody":
         assert "parent" not in engine.requests  # the loop saw it through to its end
         assert {phase for phase, _ in found} == {"waiting", "prefill", "decoding"}
-        assert {border for phase, border in found if phase == "decoding"} == ({True, False} if size > 1 else {True})
+        assert {border for phase, border in found if phase == "decoding"} == (
+            {True, False} if size > 1 else {True}
+        )
 
 
 @pytest.mark.parametrize("first", ["parent", "child", "grandchild", "nobody"])
@@ -423,14 +485,21 @@ def test_abort_of_a_sample_at_any_moment(size, victim, model, oracle):
     for moment in (0, 3, 5, 8):
         engine = engine_of(model, blocks_for(150, size), size, max_chunk=5, max_sequences=4)
         ask(engine, 8)
-        samples = engine.add_samples(prompt_of(19), [replace(DRAWN, max_tokens=8, seed=seed) for seed in range(4)])
+        samples = engine.add_samples(
+            prompt_of(19), [replace(DRAWN, max_tokens=8, seed=seed) for seed in range(4)]
+        )
         for _ in range(moment):
             engine.step()
         engine.abort(samples[victim].id)
         finish(engine)
         for request in samples:
             assert_told(oracle, request)
-        again = sum(each.prefill_tokens for record in engine.steps for each in record.sequences if each.request_id != "request-1")
+        again = sum(
+            each.prefill_tokens
+            for record in engine.steps
+            for each in record.sequences
+            if each.request_id != "request-1"
+        )
         assert again >= 19
 
 
@@ -438,16 +507,28 @@ def test_abort_of_a_sample_at_any_moment(size, victim, model, oracle):
 def test_samples_and_forks_with_hardly_any_memory(size, model, oracle):
     """Sharers are preempted and come back, and what they shared is by then somebody else's."""
     engine = engine_of(
-        model, blocks_for(45, size) + 1, size, token_budget=64, swap_blocks=blocks_for(20, size), preemption="swap"
+        model,
+        blocks_for(45, size) + 1,
+        size,
+        token_budget=64,
+        swap_blocks=blocks_for(20, size),
+        preemption="swap",
     )
-    samples = engine.add_samples(prompt_of(19), [replace(DRAWN, max_tokens=20, seed=seed) for seed in range(5)])
+    samples = engine.add_samples(
+        prompt_of(19), [replace(DRAWN, max_tokens=20, seed=seed) for seed in range(5)]
+    )
     forks = []
     for steps in (2, 3, 5, 8):
         for _ in range(steps):
             engine.step()
         parent = samples[steps % 5]
         if parent.id in engine.requests:
-            forks.append((len(parent.output.token_ids), engine.fork(parent.id, replace(DRAWN, max_tokens=18, seed=50 + steps))))
+            forks.append(
+                (
+                    len(parent.output.token_ids),
+                    engine.fork(parent.id, replace(DRAWN, max_tokens=18, seed=50 + steps)),
+                )
+            )
     finish(engine)
     for request in samples:
         assert_told(oracle, request)
@@ -463,7 +544,9 @@ def test_samples_and_forks_with_hardly_any_memory(size, model, oracle):
 def random_engine(model, rng):
     """Any block size, and memory from hardly enough for one to plenty."""
     size = rng.choice((1, 2, 3, 5, 16, 128))
-    blocks = blocks_for(72, size) + rng.choice([0, 0, 1, blocks_for(40, size), blocks_for(400, size)])
+    blocks = blocks_for(72, size) + rng.choice(
+        [0, 0, 1, blocks_for(40, size), blocks_for(400, size)]
+    )
     sequences = min(rng.randint(1, 9), blocks)
     return engine_of(
         model,
@@ -491,19 +574,28 @@ def test_everybody_says_the_same_alone_and_in_any_crowd(crowd, model, oracle):
     rng = random.Random(f"crowd {crowd}")
     engine = random_engine(model, rng)
     scheduler = engine.scheduler
-    scheduler.cheaper = lambda tokens: rng.choice(["swap", "recompute"])  # the measured costs would differ each time
+    scheduler.cheaper = lambda tokens: rng.choice(
+        ["swap", "recompute"]
+    )  # the measured costs would differ each time
     longest = scheduler.token_budget if not scheduler.chunked else 48
     told: list[tuple[Request, int]] = []
     for _ in range(120):
         event = rng.random()
         here = list(engine.requests.values())
-        sampling = replace(rng.choice([GREEDY, DRAWN]), max_tokens=rng.choice((3, 18)), seed=rng.randrange(3))
+        sampling = replace(
+            rng.choice([GREEDY, DRAWN]), max_tokens=rng.choice((3, 18)), seed=rng.randrange(3)
+        )
         prompt = prompt_of(min(longest, rng.choice((1, 5, 16, 17, 30, 48))))
         if event < 0.08 and len(here) < 20:
             request = Request(prompt, sampling, priority=rng.randint(-2, 2))
             told.append((engine.add(request, rng.choice([b"", b"", b"tenant"])), 0))
         elif event < 0.11 and len(here) < 20:
-            told += [(each, 0) for each in engine.add_samples(prompt, [replace(DRAWN, seed=seed) for seed in range(3)])]
+            told += [
+                (each, 0)
+                for each in engine.add_samples(
+                    prompt, [replace(DRAWN, seed=seed) for seed in range(3)]
+                )
+            ]
         elif event < 0.17 and 0 < len(here) < 20:
             parent = rng.choice(here)
             fork = engine.fork(parent.id, replace(DRAWN, max_tokens=25, seed=rng.randrange(3)))
@@ -530,7 +622,9 @@ def test_what_a_neighbour_says_never_leaks_not_even_in_the_last_bit(model):
     for seed in range(4):
         engine = engine_of(narrow, 14, 5, max_sequences=4, token_budget=12)
         neighbours = [prompt_of(length, f"other {seed}") for length in (5, 17, 9, 2, 12)]
-        first, needle, *_ = engine.generate([neighbours[0], [7, 8, 9, 10, 11, 12, 13], *neighbours[1:]], params)
+        first, needle, *_ = engine.generate(
+            [neighbours[0], [7, 8, 9, 10, 11, 12, 13], *neighbours[1:]], params
+        )
         heard.append((needle.token_ids, needle.logprobs))
         others.add(tuple(first.token_ids))
         assert engine.scheduler.counts.preemptions > 0
@@ -541,12 +635,16 @@ def test_what_a_neighbour_says_never_leaks_not_even_in_the_last_bit(model):
 # ---- blocks: nothing of the last owner, nothing of a sick neighbour ----------------------------------------------------
 
 
-@pytest.mark.parametrize("when", [1, 2, 3, 6], ids=["first chunk", "second chunk", "end of prompt", "decoding"])
+@pytest.mark.parametrize(
+    "when", [1, 2, 3, 6], ids=["first chunk", "second chunk", "end of prompt", "decoding"]
+)
 @pytest.mark.parametrize("size", SIZES)
 def test_poison_stays_with_its_request_and_goes_with_it(size, when, model, oracle):
     """NaN in a request's keys and values: it alone ends with "error", and the next owners of its blocks never meet it."""
     blocks = 3 * blocks_for(50, size)
-    engine = engine_of(model, blocks, size, max_sequences=3, token_budget=256, max_chunk=10, prefix_caching=False)
+    engine = engine_of(
+        model, blocks, size, max_sequences=3, token_budget=256, max_chunk=10, prefix_caching=False
+    )
     healthy = [ask(engine, 9)]
     sick = ask(engine, 26, id="sick")
     healthy += [ask(engine, length) for length in (17, 26, 4)]
@@ -559,7 +657,9 @@ def test_poison_stays_with_its_request_and_goes_with_it(size, when, model, oracl
     assert sick.output.error is not None and "NaN or infinite" in sick.output.error
     for request in healthy:
         assert_told(oracle, request)
-    assert set(mine) & {move.target for record in list(engine.steps)[when:] for move in record.moves}  # they were used again
+    assert set(mine) & {
+        move.target for record in list(engine.steps)[when:] for move in record.moves
+    }  # they were used again
 
 
 def test_everybody_sick_ends_everybody_and_the_engine_lives(model, oracle):
@@ -577,7 +677,11 @@ def test_everybody_sick_ends_everybody_and_the_engine_lives(model, oracle):
 # ---- memory runs out ------------------------------------------------------------------------------------------------
 
 
-STORMS = {"recompute": ("recompute", 0.0), "swap": ("swap", 1.0), "mixed": ("swap", 0.02)}  # the last with hardly room to swap
+STORMS = {
+    "recompute": ("recompute", 0.0),
+    "swap": ("swap", 1.0),
+    "mixed": ("swap", 0.02),
+}  # the last with hardly room to swap
 
 
 def storm(size, policy="fcfs"):
@@ -587,7 +691,10 @@ def storm(size, policy="fcfs"):
     sampling = replace(GREEDY, max_tokens=14 if size < 128 else 8)
     priorities = [rng.randint(-3, 3) if policy == "priority" else 0 for _ in lengths]
     prompts = [prompt_of(length, i) for i, length in enumerate(lengths)]
-    requests = [Request(prompt, sampling, priority=each) for prompt, each in zip(prompts, priorities, strict=True)]
+    requests = [
+        Request(prompt, sampling, priority=each)
+        for prompt, each in zip(prompts, priorities, strict=True)
+    ]
     return requests, fits(size, *requests)
 
 
@@ -605,21 +712,41 @@ def ideal(model):
 
 
 USUAL = {(size, how, True) for size in SIZES for how in ("recompute", "swap")}
-USUAL |= {(3, "mixed", True), (128, "mixed", True), (1, "recompute", False), (16, "swap", False), (3, "mixed", False)}
+USUAL |= {
+    (3, "mixed", True),
+    (128, "mixed", True),
+    (1, "recompute", False),
+    (16, "swap", False),
+    (3, "mixed", False),
+}
 
 
 @pytest.mark.parametrize(
     "size, how, prefix_caching",
     [
-        pytest.param(*each, id=f"{each[0]}-{each[1]}-{'' if each[2] else 'no '}prefix cache", marks=() if each in USUAL else SLOW)
+        pytest.param(
+            *each,
+            id=f"{each[0]}-{each[1]}-{'' if each[2] else 'no '}prefix cache",
+            marks=() if each in USUAL else SLOW,
+        )
         for each in itertools.product(SIZES, STORMS, (True, False))
     ],
 )
-def test_storm_of_64_requests_on_a_tenth_of_their_blocks(size, how, prefix_caching, model, oracle, ideal):
+def test_storm_of_64_requests_on_a_tenth_of_their_blocks(
+    size, how, prefix_caching, model, oracle, ideal
+):
     requests, needed = storm(size)
     preemption, room = STORMS[how]
     swap_blocks = max(2, int(room * needed)) if room else 0
-    engine = engine_of(model, needed // 10, size, swap_blocks, preemption, max_sequences=64, prefix_caching=prefix_caching)
+    engine = engine_of(
+        model,
+        needed // 10,
+        size,
+        swap_blocks,
+        preemption,
+        max_sequences=64,
+        prefix_caching=prefix_caching,
+    )
     drive(engine, {0: requests})
     for request in requests:
         assert_told(oracle, request)
@@ -634,13 +761,20 @@ def test_storm_of_64_requests_on_a_tenth_of_their_blocks(size, how, prefix_cachi
 
 
 def tokens_of(record, id):
-    return sum(each.prefill_tokens + each.decode_tokens for each in record.sequences if each.request_id == id)
+    return sum(
+        each.prefill_tokens + each.decode_tokens
+        for each in record.sequences
+        if each.request_id == id
+    )
 
 
 @pytest.mark.parametrize(
     "size, how",
     [(1, "mixed"), (3, "recompute"), (16, "mixed"), (128, "recompute")]
-    + [pytest.param(*each, marks=SLOW) for each in ((1, "recompute"), (3, "mixed"), (16, "recompute"), (128, "mixed"))],
+    + [
+        pytest.param(*each, marks=SLOW)
+        for each in ((1, "recompute"), (3, "mixed"), (16, "recompute"), (128, "mixed"))
+    ],
 )
 def test_storm_with_priorities_ends_too(size, how, model, oracle, ideal):
     """The most urgent is never preempted, and nobody waits for ever, though patience lets in whom priority throws out."""
@@ -678,7 +812,14 @@ def test_storm_with_aborts(model, oracle):
 
 @pytest.mark.parametrize(
     "size, max_chunk",
-    [(1, 7), (3, None), (3, 7), (16, None), pytest.param(1, None, marks=SLOW), pytest.param(16, 7, marks=SLOW)],
+    [
+        (1, 7),
+        (3, None),
+        (3, 7),
+        (16, None),
+        pytest.param(1, None, marks=SLOW),
+        pytest.param(16, 7, marks=SLOW),
+    ],
 )
 @pytest.mark.parametrize("how", STORMS)
 def test_preempted_again_and_again(size, how, max_chunk, model, oracle):
@@ -687,8 +828,14 @@ def test_preempted_again_and_again(size, how, max_chunk, model, oracle):
     preemption, _ = STORMS[how]
     swap_blocks = {"recompute": 0, "swap": blocks_for(90, size), "mixed": blocks_for(28, size)}[how]
     for moment in (1, 5):
-        engine = engine_of(model, blocks_for(150, size), size, swap_blocks, preemption, max_chunk=max_chunk)
-        neighbour, greedy, drawn = ask(engine, 30), ask(engine, 7), ask(engine, 26, replace(DRAWN, max_tokens=18))
+        engine = engine_of(
+            model, blocks_for(150, size), size, swap_blocks, preemption, max_chunk=max_chunk
+        )
+        neighbour, greedy, drawn = (
+            ask(engine, 30),
+            ask(engine, 7),
+            ask(engine, 26, replace(DRAWN, max_tokens=18)),
+        )
         for _ in range(3):
             for _ in range(moment):
                 engine.step()

@@ -101,7 +101,9 @@ def a_block_leaks(engine):
 
 
 def a_block_is_in_no_list(engine):
-    return Found("it is in 0 of the lists of free, cached and owned blocks", engine.scheduler.pool.free.pop())
+    return Found(
+        "it is in 0 of the lists of free, cached and owned blocks", engine.scheduler.pool.free.pop()
+    )
 
 
 def a_block_is_freed_twice(engine):
@@ -207,7 +209,9 @@ def more_is_said_to_be_computed_than_there_is_room_for(engine):
 
 
 def a_swap_block_leaks(engine):
-    return Found("1 references are counted and 0 swap tables hold it", engine.scheduler.swap_pool.take())
+    return Found(
+        "1 references are counted and 0 swap tables hold it", engine.scheduler.swap_pool.take()
+    )
 
 
 def a_swap_block_in_use_is_given_back(engine):
@@ -308,7 +312,9 @@ def test_what_is_still_in_use_at_idle_is_named(aborted, tiny_model, monkeypatch)
 
     if aborted:
         engine.abort("last")
-    said, found = step_that_breaks(engine, monkeypatch, "schedule" if aborted else "forward", forget)
+    said, found = step_that_breaks(
+        engine, monkeypatch, "schedule" if aborted else "forward", forget
+    )
     assert engine.scheduler.unfinished == 0
     assert said == message(engine, found)
 
@@ -320,7 +326,11 @@ def test_a_wrong_name_is_seen_even_if_its_request_ends_in_that_step(tiny_model, 
 
     def misname(engine):
         table(engine, "last").digests[0] = b"what somebody else holds"
-        return Found("it is found under other tokens than those it holds", table(engine, "last").blocks[0], ("last",))
+        return Found(
+            "it is found under other tokens than those it holds",
+            table(engine, "last").blocks[0],
+            ("last",),
+        )
 
     said, found = step_that_breaks(engine, monkeypatch, "forward", misname)
     assert engine.scheduler.unfinished == 0
@@ -370,7 +380,9 @@ def test_nothing_is_found_where_nothing_is_wrong(preemption, tiny_model):
     """Shared prefixes, samples, forks, aborts and preemptions on few blocks: the rules hold, and the tokens are those without."""
     heard = []
     for sanitize in (True, False):
-        scheduler = Scheduler(BlockPool(14, 3), 6, 32, preemption=preemption, swap_pool=BlockPool(8, 3))
+        scheduler = Scheduler(
+            BlockPool(14, 3), 6, 32, preemption=preemption, swap_pool=BlockPool(8, 3)
+        )
         engine = Engine(tiny_model, scheduler=scheduler, sanitize=sanitize)
         prefix = random_prompt(7, tiny_model.config, "prefix")
         requests = [engine.add(Request(prefix + [i], words(9 + i), id=str(i))) for i in range(5)]
@@ -383,6 +395,10 @@ def test_nothing_is_found_where_nothing_is_wrong(preemption, tiny_model):
         for _ in engine.run():
             pass
         heard.append([request.output.token_ids for request in requests])
-        assert scheduler.counts.preemptions > 2 and scheduler.counts.copies > 0 and scheduler.counts.hit_tokens > 0
+        assert (
+            scheduler.counts.preemptions > 2
+            and scheduler.counts.copies > 0
+            and scheduler.counts.hit_tokens > 0
+        )
         assert scheduler.pool.evictions > 0
     assert heard[0] == heard[1]

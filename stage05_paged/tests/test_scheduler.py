@@ -84,7 +84,10 @@ def blocks_of(scheduler):
     "options, message",
     [
         ({"max_sequences": 0}, "at least 1 sequence at a time, not 0"),
-        ({"max_sequences": 8, "token_budget": 7}, "budget of 7 tokens a step is too small for 8 sequences"),
+        (
+            {"max_sequences": 8, "token_budget": 7},
+            "budget of 7 tokens a step is too small for 8 sequences",
+        ),
         ({"max_sequences": 1, "token_budget": 0}, "budget of 0 tokens"),
         ({"policy": "lifo"}, "Unknown policy 'lifo': choose one of fcfs, priority"),
         ({"max_chunk": 0}, "at least 1 token, not 0"),
@@ -113,10 +116,19 @@ def test_never_more_sequences_than_blocks():
 def test_no_tensors_and_no_clock():
     """The type of a move comes from the cache's module, and nothing else that knows tensors."""
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not names & {"torch", "numpy", "time", "random"}
-    (cache,) = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "cache"]
+    (cache,) = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "cache"
+    ]
     assert [alias.name for alias in cache.names] == ["Move"]
 
 
@@ -148,7 +160,12 @@ def test_decodes_go_first_and_prompts_share_the_rest():
     ask(scheduler, 9, "c")
     ask(scheduler, 3, "d")
     assert step(scheduler) == [("long", 12, 1, True), ("b", 2, 1, True), ("c", 0, 6, False)]
-    assert step(scheduler) == [("long", 13, 1, True), ("b", 3, 1, True), ("c", 6, 3, True), ("d", 0, 3, True)]
+    assert step(scheduler) == [
+        ("long", 13, 1, True),
+        ("b", 3, 1, True),
+        ("c", 6, 3, True),
+        ("d", 0, 3, True),
+    ]
 
 
 def test_a_decode_overtakes_a_prompt_that_was_admitted_before_it():
@@ -165,7 +182,9 @@ def test_without_chunks_a_prompt_runs_whole_and_nobody_overtakes_it():
     ask(scheduler, 10, "big")
     ask(scheduler, 1, "small")
     assert step(scheduler) == [("a", 0, 6, True)]
-    assert step(scheduler) == [("a", 6, 1, True)]  # there is room for "small", but "big" is first in line
+    assert step(scheduler) == [
+        ("a", 6, 1, True)
+    ]  # there is room for "small", but "big" is first in line
     scheduler.finish(first)
     assert step(scheduler) == [("big", 0, 10, True)]
     assert step(scheduler) == [("big", 10, 1, True), ("small", 0, 1, True)]
@@ -205,7 +224,15 @@ def test_nobody_starves_under_a_constant_stream_of_urgent_requests(priority, pat
 
 def test_work_knows_its_prompt_tokens():
     request = make(5)
-    for start, count, prefill in [(0, 5, 5), (0, 3, 3), (3, 2, 2), (5, 1, 0), (3, 4, 2), (0, 9, 5), (7, 2, 0)]:
+    for start, count, prefill in [
+        (0, 5, 5),
+        (0, 3, 3),
+        (3, 2, 2),
+        (5, 1, 0),
+        (3, 4, 2),
+        (0, 9, 5),
+        (7, 2, 0),
+    ]:
         assert Work(request, [0], start, count, True).prefill_tokens == prefill
 
 
@@ -235,7 +262,9 @@ def test_who_does_not_fit_waits_and_nobody_overtakes():
     assert [id for id, *_ in step(scheduler)] == ["big", "small"]
 
 
-@pytest.mark.parametrize("watermark, admitted", [(0.0, "abc"), (0.01, "ab"), (0.33, "ab"), (0.34, "a"), (0.9, "a")])
+@pytest.mark.parametrize(
+    "watermark, admitted", [(0.0, "abc"), (0.01, "ab"), (0.33, "ab"), (0.34, "a"), (0.9, "a")]
+)
 def test_the_watermark_stays_free_when_others_run(watermark, admitted):
     """Of 6 blocks, each takes 2: at least so many are left, rounded up, when somebody comes in beside others."""
     scheduler = scheduler_of(6, watermark=watermark)
@@ -253,7 +282,15 @@ def test_who_is_alone_may_have_it_all():
 
 @pytest.mark.parametrize(
     "prompt, answer, fits",
-    [(1, 40, True), (1, 41, False), (40, 1, True), (40, 2, False), (41, 1, False), (25, 16, True), (25, 17, False)],
+    [
+        (1, 40, True),
+        (1, 41, False),
+        (40, 1, True),
+        (40, 2, False),
+        (41, 1, False),
+        (25, 16, True),
+        (25, 17, False),
+    ],
 )
 def test_what_can_never_fit_is_refused_and_leaves_no_trace(prompt, answer, fits):
     """10 blocks of 4 tokens; the last token of an answer is never computed."""
@@ -272,12 +309,13 @@ def test_what_can_never_fit_is_refused_and_leaves_no_trace(prompt, answer, fits)
 
 def test_a_refusal_says_the_numbers():
     scheduler = scheduler_of(10)
-    message = (
-        "has 25 tokens and its answer up to 30: that takes 14 blocks of 4 tokens, and there are 10: ask for at most 16 tokens,"
-    )
+    message = "has 25 tokens and its answer up to 30: that takes 14 blocks of 4 tokens, and there are 10: ask for at most 16 tokens,"
     with pytest.raises(UserError, match=message):
         ask(scheduler, 25, answer=30)
-    with pytest.raises(UserError, match="has 41 tokens .* takes 11 blocks of 4 tokens, and there are 10: shorten the prompt, or"):
+    with pytest.raises(
+        UserError,
+        match="has 41 tokens .* takes 11 blocks of 4 tokens, and there are 10: shorten the prompt, or",
+    ):
         ask(scheduler, 41, answer=1)
     ask(scheduler, 25, answer=16)  # the advice is right, and it is the best
 
@@ -297,7 +335,10 @@ def test_nobody_is_refused_for_tokens_that_the_context_has_no_room_for():
 def test_without_chunks_a_prompt_over_the_budget_is_refused_and_leaves_no_trace():
     scheduler = scheduler_of(40, max_sequences=2, token_budget=10, chunked=False)
     request = make(11)
-    with pytest.raises(UserError, match="has 11 tokens and a step has room for 10: allow chunks, or raise the budget"):
+    with pytest.raises(
+        UserError,
+        match="has 11 tokens and a step has room for 10: allow chunks, or raise the budget",
+    ):
         scheduler.add(request)
     assert (request.state, scheduler.unfinished) == (State.NEW, 0)
 
@@ -450,7 +491,10 @@ def test_found_blocks_that_nobody_holds_are_not_counted_as_free_room_too():
     step(scheduler)
     waits = ask(scheduler, PROMPT[:17], answer=2)
     assert [id for id, *_ in step(scheduler)] == ["h"]
-    assert (waits.state, len(scheduler.pool.match(scheduler.tables[waits].digests))) == (State.WAITING, 3)
+    assert (waits.state, len(scheduler.pool.match(scheduler.tables[waits].digests))) == (
+        State.WAITING,
+        3,
+    )
     scheduler.finish(holder)
     assert step(scheduler) == [("", 12, 5, True)]
 
@@ -463,14 +507,20 @@ def test_a_block_stays_while_anybody_holds_it():
     two = ask(scheduler, PROMPT[:10], "two")
     step(scheduler)
     three = fork(scheduler, two, "three")
-    pool, digests, shared = scheduler.pool, scheduler.tables[one].digests[:2], list(scheduler.tables[one].blocks[:2])
+    pool, digests, shared = (
+        scheduler.pool,
+        scheduler.tables[one].digests[:2],
+        list(scheduler.tables[one].blocks[:2]),
+    )
     assert [pool.references[block] for block in shared] == [3, 3]
     scheduler.finish(one)
     assert [pool.references[block] for block in shared] == [2, 2]
     scheduler.preempt(two)
     assert [pool.references[block] for block in shared] == [1, 1]
     assert scheduler.tables[three].blocks[:2] == shared
-    rest = [pool.take() for _ in range(pool.available)]  # memory is short, and still they are not given to anybody,
+    rest = [
+        pool.take() for _ in range(pool.available)
+    ]  # memory is short, and still they are not given to anybody,
     assert not set(rest) & set(shared)
     assert pool.match(digests) == shared
     scheduler.finish(three)
@@ -486,8 +536,12 @@ def test_a_block_stays_while_anybody_holds_it():
 def three_that_fill_the_pool(policy="fcfs", priorities=(0, 0, 0), **options):
     """ "a", "b" and "c" with 8 tokens computed in 2 blocks each, all 6 blocks owned, and a third block needed by all."""
     scheduler = scheduler_of(6, policy=policy, prefix_caching=False, **options)
-    requests = [ask(scheduler, 8, id, priority) for id, priority in zip("abc", priorities, strict=True)]
-    assert [id for id, *_ in step(scheduler)] == ids(sorted(requests, key=lambda each: each.priority * (policy == "priority")))
+    requests = [
+        ask(scheduler, 8, id, priority) for id, priority in zip("abc", priorities, strict=True)
+    ]
+    assert [id for id, *_ in step(scheduler)] == ids(
+        sorted(requests, key=lambda each: each.priority * (policy == "priority"))
+    )
     assert scheduler.pool.available == 0
     return scheduler, requests
 
@@ -511,7 +565,12 @@ def test_the_most_junior_gives_its_memory_back(policy, priorities, victim):
     others = [request for request in requests if request.id != victim]
     assert sorted(id for id, *_ in step(scheduler)) == ids(others)
     (request,) = scheduler.waiting
-    assert (request.id, request.state, request.computed, scheduler.counts.recomputed) == (victim, State.WAITING, 0, 1)
+    assert (request.id, request.state, request.computed, scheduler.counts.recomputed) == (
+        victim,
+        State.WAITING,
+        0,
+        1,
+    )
     assert request.output.token_ids == [WORD.id]  # what it has said stays said
     assert blocks_of(scheduler) == {each.id: 3 * (each in others) for each in requests}
 
@@ -536,7 +595,11 @@ def test_the_senior_is_served_first_even_if_it_was_let_in_later():
     assert (ids(scheduler.running), scheduler.pool.available) == (["junior", "senior"], 1)
     (work,) = scheduler.schedule()
     block = work.blocks[2]
-    assert (work.request, scheduler.moves, ids(scheduler.waiting)) == (senior, [Move("wipe", block, block)], ["junior"])
+    assert (work.request, scheduler.moves, ids(scheduler.waiting)) == (
+        senior,
+        [Move("wipe", block, block)],
+        ["junior"],
+    )
 
 
 def test_who_finds_nobody_more_junior_gives_way_itself():
@@ -546,7 +609,11 @@ def test_who_finds_nobody_more_junior_gives_way_itself():
         ask(scheduler, 8, id)
     step(scheduler)
     assert [id for id, *_ in step(scheduler)] == ["a", "b"]
-    assert (ids(scheduler.waiting), scheduler.counts.preemptions, scheduler.pool.available) == (["c", "d"], 2, 2)
+    assert (ids(scheduler.waiting), scheduler.counts.preemptions, scheduler.pool.available) == (
+        ["c", "d"],
+        2,
+        2,
+    )
 
 
 def test_nobody_is_let_in_in_a_step_that_preempted():
@@ -596,24 +663,34 @@ def test_a_recompute_that_resumes_on_a_hit_starts_where_the_hit_ends():
     step(scheduler)
     scheduler.preempt(two)
     assert (two.computed, scheduler.tables[two].blocks, two.token_count) == (0, [], 15)
-    scheduler.pool.forget(scheduler.pool.found[scheduler.tables[two].digests[2]])  # its own third block is gone
+    scheduler.pool.forget(
+        scheduler.pool.found[scheduler.tables[two].digests[2]]
+    )  # its own third block is gone
     assert step(scheduler)[1] == ("two", 8, 7, True)
     assert two.computed == 15
 
 
 def test_without_chunks_a_recompute_longer_than_the_budget_still_runs():
     """Only what a preemption has made so long is cut: a prompt never is."""
-    scheduler = scheduler_of(20, max_sequences=2, token_budget=8, chunked=False, prefix_caching=False)
+    scheduler = scheduler_of(
+        20, max_sequences=2, token_budget=8, chunked=False, prefix_caching=False
+    )
     request = ask(scheduler, 8, "a")
     for _ in range(5):
         step(scheduler)
     scheduler.preempt(request)
-    assert [step(scheduler) for _ in range(3)] == [[("a", 0, 8, False)], [("a", 8, 5, True)], [("a", 13, 1, True)]]
+    assert [step(scheduler) for _ in range(3)] == [
+        [("a", 0, 8, False)],
+        [("a", 8, 5, True)],
+        [("a", 13, 1, True)],
+    ]
 
 
 def test_without_chunks_the_rest_of_a_long_recompute_does_not_starve():
     """Two compute it, a request and its fork. Newcomers of one token must not take what is left of every budget."""
-    scheduler = scheduler_of(60, max_sequences=4, token_budget=4, chunked=False, prefix_caching=False)
+    scheduler = scheduler_of(
+        60, max_sequences=4, token_budget=4, chunked=False, prefix_caching=False
+    )
     request = ask(scheduler, 4, "long", answer=50)
     for _ in range(4):
         step(scheduler)
@@ -641,7 +718,12 @@ def test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_wa
     assert [move.source for move in outs] == blocks
     assert [move.target for move in outs] == scheduler.swapped[c]
     assert scheduler.moves[: len(outs)] == outs  # before anybody wipes them
-    assert (c.state, c.computed, scheduler.tables[c].blocks, scheduler.swap_pool.owned) == (State.WAITING, 8, [], 2)
+    assert (c.state, c.computed, scheduler.tables[c].blocks, scheduler.swap_pool.owned) == (
+        State.WAITING,
+        8,
+        [],
+        2,
+    )
     compute(scheduler, work)
     targets = scheduler.swapped[c]
     scheduler.finish(a)
@@ -652,9 +734,17 @@ def test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_wa
         *[Move("in", source, block) for source, block in zip(targets, mine, strict=False)],
     ]
     assert (len(mine), scheduler.swapped, scheduler.swap_pool.owned) == (3, {}, 0)
-    assert [(each.request.id, each.start, each.count) for each in work] == [("b", 9, 1), ("c", 8, 1)]
+    assert [(each.request.id, each.start, each.count) for each in work] == [
+        ("b", 9, 1),
+        ("c", 8, 1),
+    ]
     counts = scheduler.counts
-    assert (counts.swapped_out, counts.swapped_in, counts.recomputed, counts.preemptions) == (1, 1, 0, 1)
+    assert (counts.swapped_out, counts.swapped_in, counts.recomputed, counts.preemptions) == (
+        1,
+        1,
+        0,
+        1,
+    )
 
 
 def test_only_the_computed_blocks_are_swapped():
@@ -672,7 +762,11 @@ def test_who_has_computed_nothing_has_nothing_to_swap():
     request = ask(scheduler, 9, "a")
     scheduler.schedule()
     scheduler.preempt(request)
-    assert (scheduler.swapped, scheduler.counts.recomputed, scheduler.counts.swapped_out) == ({}, 1, 0)
+    assert (scheduler.swapped, scheduler.counts.recomputed, scheduler.counts.swapped_out) == (
+        {},
+        1,
+        0,
+    )
 
 
 def test_what_can_still_be_found_is_shared_and_not_copied_back():
@@ -689,7 +783,10 @@ def test_what_can_still_be_found_is_shared_and_not_copied_back():
     mine = scheduler.tables[two].blocks
     assert mine[:2] == scheduler.tables[one].blocks[:2]
     assert [move for move in scheduler.moves if move.kind == "in"] == [Move("in", partial, mine[2])]
-    assert [(each.request.id, each.start, each.count) for each in work] == [("one", 15, 1), ("two", 10, 1)]
+    assert [(each.request.id, each.start, each.count) for each in work] == [
+        ("one", 15, 1),
+        ("two", 10, 1),
+    ]
     assert scheduler.swap_pool.owned == 0
 
 
@@ -735,7 +832,10 @@ def test_auto_asks_which_is_cheaper(answer):
     scheduler.cheaper = cheaper
     step(scheduler)
     assert asked == [8]  # the computed ones
-    assert (c in scheduler.swapped, scheduler.counts.swapped_out) == (answer == "swap", int(answer == "swap"))
+    assert (c in scheduler.swapped, scheduler.counts.swapped_out) == (
+        answer == "swap",
+        int(answer == "swap"),
+    )
 
 
 @pytest.mark.parametrize("preemption, swap_blocks", [("recompute", 5), ("swap", 5), ("auto", 0)])
@@ -763,7 +863,11 @@ def test_samples_of_a_prompt_compute_it_once_and_share_all_blocks():
     assert scheduler.unfinished == 3
     assert step(scheduler) == [("s1", 0, 10, True)]
     assert [request.output.token_ids for request in samples] == [[WORD.id]] * 3
-    assert (scheduler.pool.owned, scheduler.pool.shared, ids(scheduler.running)) == (3, 3, ["s1", "s2", "s3"])
+    assert (scheduler.pool.owned, scheduler.pool.shared, ids(scheduler.running)) == (
+        3,
+        3,
+        ["s1", "s2", "s3"],
+    )
 
 
 def test_the_first_write_to_a_shared_block_copies_it_and_the_last_holder_writes_in_place():
@@ -818,7 +922,9 @@ def test_a_sample_that_is_aborted_before_it_begins_leaves_the_others(aborted):
     samples = ask_samples(scheduler, 10, "s1", "s2", "s3")
     scheduler.finish(samples[aborted])
     step(scheduler)
-    assert [len(request.output.token_ids) for request in samples] == [int(index != aborted) for index in range(3)]
+    assert [len(request.output.token_ids) for request in samples] == [
+        int(index != aborted) for index in range(3)
+    ]
     assert (scheduler.unfinished, scheduler.pool.shared) == (2, 3)
 
 
@@ -826,7 +932,12 @@ def test_all_samples_can_be_aborted_one_after_the_other():
     scheduler = scheduler_of(20, max_sequences=4)
     for request in ask_samples(scheduler, 10, "s1", "s2", "s3"):
         scheduler.finish(request)
-    assert (scheduler.unfinished, scheduler.samples, scheduler.waiting, scheduler.pool.owned) == (0, {}, [], 0)
+    assert (scheduler.unfinished, scheduler.samples, scheduler.waiting, scheduler.pool.owned) == (
+        0,
+        {},
+        [],
+        0,
+    )
 
 
 def test_a_sample_has_the_salt_of_the_first():
@@ -858,7 +969,11 @@ def test_a_fork_in_the_middle_of_a_prompt_shares_what_is_computed_and_nothing_mo
     parent = ask(scheduler, 20, "parent")
     step(scheduler)
     child = fork(scheduler, parent, "child")
-    assert (child.computed, len(scheduler.tables[child].blocks), len(scheduler.tables[parent].blocks)) == (6, 2, 5)
+    assert (
+        child.computed,
+        len(scheduler.tables[child].blocks),
+        len(scheduler.tables[parent].blocks),
+    ) == (6, 2, 5)
     assert step(scheduler) == [("parent", 6, 6, False)]
     first, second = (scheduler.tables[each].blocks for each in (parent, child))
     assert (first[0] == second[0], set(first[1:]) & set(second[1:])) == (True, set())
@@ -895,7 +1010,11 @@ def test_a_copy_for_which_there_is_no_block_preempts():
     step(scheduler)
     assert scheduler.pool.available == 0
     assert step(scheduler) == [("s1", 10, 1, True)]
-    assert (ids(scheduler.waiting), scheduler.counts.copies, scheduler.counts.preemptions) == (["s2"], 0, 1)
+    assert (ids(scheduler.waiting), scheduler.counts.copies, scheduler.counts.preemptions) == (
+        ["s2"],
+        0,
+        1,
+    )
 
 
 # ---- hundreds of random lives ---------------------------------------------------------------------------------------
@@ -908,7 +1027,11 @@ class Life:
 
     def __init__(self, draw: Any) -> None:
         self.draw = draw
-        size, blocks, sequences = draw(st.integers(1, 4)), draw(st.integers(2, 16)), draw(st.integers(1, 5))
+        size, blocks, sequences = (
+            draw(st.integers(1, 4)),
+            draw(st.integers(2, 16)),
+            draw(st.integers(1, 5)),
+        )
         swap_blocks = draw(st.sampled_from([0, 2, 8]))
         self.budget = sequences + draw(st.integers(0, 9))
         self.scheduler = Scheduler(
@@ -930,7 +1053,11 @@ class Life:
         self.tokens = 0  # that all accepted requests may have together
 
     def request(self, prompt, answer):
-        return Request(prompt, SamplingParams(max_tokens=answer, seed=0), priority=self.draw(st.integers(-1, 2)))
+        return Request(
+            prompt,
+            SamplingParams(max_tokens=answer, seed=0),
+            priority=self.draw(st.integers(-1, 2)),
+        )
 
     def add(self):
         prompt = self.draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
@@ -950,7 +1077,9 @@ class Life:
     def _accept(self, *requests):
         self.alive += requests
         self.accepted += len(requests)
-        self.tokens += sum(len(each.output.prompt_ids) + each.sampling.max_tokens for each in requests)
+        self.tokens += sum(
+            len(each.output.prompt_ids) + each.sampling.max_tokens for each in requests
+        )
 
     def fork(self):
         parent = self._any(self.alive)
@@ -967,13 +1096,20 @@ class Life:
         SEEN["forked " + parent.state.value] += 1
 
     def abort(self):
-        if request := self._any(list(self.scheduler.swapped)) or self._any(self.alive):  # few are swapped out at any time
-            SEEN["aborted " + ("in the swap pool" if request in self.scheduler.swapped else request.state.value)] += 1
+        if request := self._any(list(self.scheduler.swapped)) or self._any(
+            self.alive
+        ):  # few are swapped out at any time
+            SEEN[
+                "aborted "
+                + ("in the swap pool" if request in self.scheduler.swapped else request.state.value)
+            ] += 1
             self._finish(request)
 
     def preempt(self):
         if self.scheduler.running:
-            self.scheduler.preempt(self.scheduler.running[self.draw(st.integers(0, 9)) % len(self.scheduler.running)])
+            self.scheduler.preempt(
+                self.scheduler.running[self.draw(st.integers(0, 9)) % len(self.scheduler.running)]
+            )
 
     def _any(self, requests):
         return requests[self.draw(st.integers(0, 30)) % len(requests)] if requests else None
@@ -984,7 +1120,10 @@ class Life:
 
     def step(self):
         scheduler = self.scheduler
-        before = {request: (request.remaining, list(request.output.token_ids)) for request in scheduler.running}
+        before = {
+            request: (request.remaining, list(request.output.token_ids))
+            for request in scheduler.running
+        }
         said = {request: list(request.output.token_ids) for request in self.alive}
         counts = scheduler.counts.preemptions
         work = scheduler.schedule()
@@ -994,13 +1133,24 @@ class Life:
         writes: Counter[int] = Counter()
         for each in work:
             request, table = each.request, scheduler.tables[each.request]
-            assert request.state is State.RUNNING and 1 <= each.count <= request.remaining <= request.token_count
+            assert (
+                request.state is State.RUNNING
+                and 1 <= each.count <= request.remaining <= request.token_count
+            )
             assert (each.start, each.samples) == (request.computed, each.count == request.remaining)
             assert len(table.blocks) == scheduler.pool.blocks_for(request.token_count)
             size = scheduler.pool.block_size
-            writes.update(table.blocks[each.start // size : (each.start + each.count - 1) // size + 1])
-        for block, writers in writes.items():  # one writer a block, and nobody else reads what he writes
-            assert writers == scheduler.pool.references[block] == 1 and scheduler.pool.digests[block] is None
+            writes.update(
+                table.blocks[each.start // size : (each.start + each.count - 1) // size + 1]
+            )
+        for (
+            block,
+            writers,
+        ) in writes.items():  # one writer a block, and nobody else reads what he writes
+            assert (
+                writers == scheduler.pool.references[block] == 1
+                and scheduler.pool.digests[block] is None
+            )
 
         # Every decode that was not preempted runs; and only the most junior were.
         served = {each.request for each in work}
@@ -1014,9 +1164,15 @@ class Life:
             SEEN["preempted"] += 1
             SEEN["preempted with priorities"] += scheduler.policy == "priority"
         assert len(scheduler.running) <= scheduler.max_sequences
-        assert all(request.output.token_ids == ids for request, ids in said.items())  # nothing said is lost or repeated
+        assert all(
+            request.output.token_ids == ids for request, ids in said.items()
+        )  # nothing said is lost or repeated
         SEEN["resumed on a hit"] += any(
-            each.start and each.request.output.token_ids and each.request not in before and each.count > 1 for each in work
+            each.start
+            and each.request.output.token_ids
+            and each.request not in before
+            and each.count > 1
+            for each in work
         )
         compute(scheduler, work)
         for request in list(self.alive):
@@ -1030,7 +1186,9 @@ class Life:
         """Every block is in one place and counted right, and every request is somewhere."""
         scheduler = self.scheduler
         tables = {request: table.blocks for request, table in scheduler.tables.items()}
-        pools = [(scheduler.pool, tables)] + ([(scheduler.swap_pool, scheduler.swapped)] if scheduler.swap_pool else [])
+        pools = [(scheduler.pool, tables)] + (
+            [(scheduler.swap_pool, scheduler.swapped)] if scheduler.swap_pool else []
+        )
         for pool, holders in pools:
             held = Counter(block for blocks in holders.values() for block in blocks)
             assert pool.references == [held[block] for block in range(pool.count)]
@@ -1052,7 +1210,11 @@ class Life:
             self.check()
         counts = self.scheduler.counts
         assert (self.alive, self.scheduler.unfinished, self.scheduler.schedule()) == ([], 0, [])
-        assert (self.scheduler.pool.owned, self.scheduler.samples, self.scheduler.swapped) == (0, {}, {})
+        assert (self.scheduler.pool.owned, self.scheduler.samples, self.scheduler.swapped) == (
+            0,
+            {},
+            {},
+        )
         for name in ("copies", "recomputed", "swapped_in", "hit_tokens"):
             SEEN[name] += bool(getattr(counts, name))
         SEEN["evicted"] += bool(self.scheduler.pool.evictions)
@@ -1068,7 +1230,18 @@ def test_everybody_ends_and_no_block_is_lost():
         life = Life(data.draw)
         for _ in range(30):
             call = data.draw(
-                st.sampled_from([life.add, life.add, life.step, life.step, life.step, life.fork, life.abort, life.preempt])
+                st.sampled_from(
+                    [
+                        life.add,
+                        life.add,
+                        life.step,
+                        life.step,
+                        life.step,
+                        life.fork,
+                        life.abort,
+                        life.preempt,
+                    ]
+                )
             )
             call()
             life.check()

@@ -14,7 +14,14 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from shared import stages
 from shared.checkpoint import Config
@@ -56,13 +63,17 @@ def prompt_of(family, length, own):
 
 def sampling_of(seed, count):
     """Greedy for seed 0; drawn tokens part the samples of one prompt."""
-    return SamplingParams(max_tokens=count, temperature=1.0 if seed else 0.0, seed=seed, ignore_eos=True)
+    return SamplingParams(
+        max_tokens=count, temperature=1.0 if seed else 0.0, seed=seed, ignore_eos=True
+    )
 
 
 class Life(RuleBasedStateMachine):
     """Calls in any order. What everybody should say is known from what was asked and nothing else."""
 
-    seen: Counter[str] = Counter()  # over all lives: that what is promised was really put to the test
+    seen: Counter[str] = (
+        Counter()
+    )  # over all lives: that what is promised was really put to the test
 
     @initialize(
         size=st.sampled_from((2, 3, 4, 1, 16)),
@@ -78,9 +89,23 @@ class Life(RuleBasedStateMachine):
         watermark=st.sampled_from((0, 0.01, 0.3)),
     )
     def begin(
-        self, size, spare, swap_tokens, sequences, budget, max_chunk, chunked, policy, preemption, prefix_caching, watermark
+        self,
+        size,
+        spare,
+        swap_tokens,
+        sequences,
+        budget,
+        max_chunk,
+        chunked,
+        policy,
+        preemption,
+        prefix_caching,
+        watermark,
     ):
-        pool, swap_blocks = BlockPool(-(-LONGEST // size) + spare // size, size), swap_tokens // size
+        pool, swap_blocks = (
+            BlockPool(-(-LONGEST // size) + spare // size, size),
+            swap_tokens // size,
+        )
         self.scheduler = Scheduler(
             pool,
             max_sequences=sequences,
@@ -97,7 +122,9 @@ class Life(RuleBasedStateMachine):
         self.engine = Engine(the_model(), scheduler=self.scheduler, sanitize=True)
         # What is measured differs each time: with costs that do not, the same calls lead to the same life.
         self.scheduler.cheaper = lambda tokens: "swap" if tokens % 2 else "recompute"
-        self.asked: list[tuple[Request, int]] = []  # and how much of the answer was given from the start
+        self.asked: list[
+            tuple[Request, int]
+        ] = []  # and how much of the answer was given from the start
         self.told: dict[str, list[int]] = {}  # by id: what came out of the steps
         self.calls = 0
 
@@ -118,7 +145,9 @@ class Life(RuleBasedStateMachine):
     def add(self, family, length, own, count, seed, priority, salt):
         self.calls += 1
         count = min(count, LONGEST - length)
-        request = Request(prompt_of(family, length, min(own, length)), sampling_of(seed, count), priority=priority)
+        request = Request(
+            prompt_of(family, length, min(own, length)), sampling_of(seed, count), priority=priority
+        )
         if not self.scheduler.chunked and length > self.scheduler.token_budget:
             with pytest.raises(UserError, match="allow chunks"):
                 self.engine.add(request, salt)
@@ -127,7 +156,12 @@ class Life(RuleBasedStateMachine):
             self._accepted(self.engine.add(request, salt))
 
     @precondition(lambda self: len(self.engine.requests) < MOST)
-    @rule(family=st.integers(0, 2), length=st.integers(1, 10), count=st.integers(1, 6), samples=st.integers(2, 4))
+    @rule(
+        family=st.integers(0, 2),
+        length=st.integers(1, 10),
+        count=st.integers(1, 6),
+        samples=st.integers(2, 4),
+    )
     def add_samples(self, family, length, count, samples):
         self.calls += 1
         if not self.scheduler.chunked:
@@ -148,7 +182,11 @@ class Life(RuleBasedStateMachine):
         self.calls += 1
         parent = self._pick(self._everybody(), pick)
         said = len(parent.output.token_ids)
-        sampling = None if seed == 3 else sampling_of(seed, min(said + 4, LONGEST - len(parent.output.prompt_ids)))
+        sampling = (
+            None
+            if seed == 3
+            else sampling_of(seed, min(said + 4, LONGEST - len(parent.output.prompt_ids)))
+        )
         if sampling is not None and said >= sampling.max_tokens:
             with pytest.raises(UserError, match="let its fork say more"):
                 self.engine.fork(parent.id, sampling)
@@ -163,7 +201,10 @@ class Life(RuleBasedStateMachine):
     def abort(self, pick):
         self.calls += 1
         request = self._pick(self._everybody(), pick)
-        self.seen["aborted in " + ("the swap pool" if request in self.scheduler.swapped else request.state.value)] += 1
+        self.seen[
+            "aborted in "
+            + ("the swap pool" if request in self.scheduler.swapped else request.state.value)
+        ] += 1
         self.engine.abort(request.id)
 
     @precondition(lambda self: self.scheduler.running)
@@ -230,13 +271,24 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def nobody_is_lost(self):
         scheduler = self.scheduler
-        waiting = [*scheduler.waiting, *(request for samples in scheduler.samples.values() for request in samples)]
-        assert {id(each) for each in [*waiting, *scheduler.running]} == {id(each) for each in self.engine.requests.values()}
-        assert len(waiting) + len(scheduler.running) == scheduler.unfinished == len(self.engine.requests)
+        waiting = [
+            *scheduler.waiting,
+            *(request for samples in scheduler.samples.values() for request in samples),
+        ]
+        assert {id(each) for each in [*waiting, *scheduler.running]} == {
+            id(each) for each in self.engine.requests.values()
+        }
+        assert (
+            len(waiting) + len(scheduler.running)
+            == scheduler.unfinished
+            == len(self.engine.requests)
+        )
         assert all(request.state is State.WAITING for request in waiting)
         assert len(scheduler.running) <= scheduler.max_sequences
         for request, _ in self.asked:
-            assert self.told[request.id] == request.output.token_ids  # each token once, and none taken back
+            assert (
+                self.told[request.id] == request.output.token_ids
+            )  # each token once, and none taken back
 
     def teardown(self):
         """Everybody ends, with the naive engine's answer, and nothing is in use then."""
@@ -248,7 +300,10 @@ class Life(RuleBasedStateMachine):
                 break
             self._step()
         assert not self.engine.requests and not self.scheduler.unfinished
-        pools = [self.scheduler.pool, *([self.scheduler.swap_pool] if self.scheduler.swap_pool else [])]
+        pools = [
+            self.scheduler.pool,
+            *([self.scheduler.swap_pool] if self.scheduler.swap_pool else []),
+        ]
         assert [pool.owned for pool in pools] == [0] * len(pools)
         self.nobody_is_lost()
         for request, given in self.asked:
@@ -261,7 +316,16 @@ class Life(RuleBasedStateMachine):
             assert output.finish_reason in ("length", "abort")
 
 
-EVENTS = ("hits", "copies", "recomputed", "swapped out", "swapped in", "evicted", "preempted out of turn", "aborted in running")
+EVENTS = (
+    "hits",
+    "copies",
+    "recomputed",
+    "swapped out",
+    "swapped in",
+    "evicted",
+    "preempted out of turn",
+    "aborted in running",
+)
 RARE = (
     "aborted in the swap pool",
     "forked, waiting, without an answer",
@@ -274,7 +338,14 @@ RARE = (
 def live(examples):
     Life.seen.clear()
     run_state_machine_as_test(
-        Life, settings=settings(max_examples=examples, stateful_step_count=51, deadline=None, derandomize=True, database=None)
+        Life,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=51,
+            deadline=None,
+            derandomize=True,
+            database=None,
+        ),
     )
 
 
@@ -282,7 +353,9 @@ def test_lives_of_fifty_calls():
     """A few of those of the next test, which takes minutes."""
     live(45)
     assert Life.seen["lives of 50 calls"] >= 15
-    assert not [event for event in EVENTS if not Life.seen[event]]  # how often varies with what else Hypothesis has read
+    assert not [
+        event for event in EVENTS if not Life.seen[event]
+    ]  # how often varies with what else Hypothesis has read
 
 
 @pytest.mark.slow

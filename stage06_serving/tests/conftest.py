@@ -29,7 +29,10 @@ from stage06_serving.settings import PREFIX
 ALWAYS = ("--port", "0", "--sanitize", "--linear", "plain")
 PROGRAM = ("-m", "stage06_serving")
 HOUSE = ("-m", "stage06_serving.tests.house")
-FEW_BLOCKS = ("--kv-memory", "8MiB")  # of the embedded model: after every step the sanitizer looks at all of them
+FEW_BLOCKS = (
+    "--kv-memory",
+    "8MiB",
+)  # of the embedded model: after every step the sanitizer looks at all of them
 STARTING = 180.0  # seconds: the machine may have other work
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
@@ -67,7 +70,9 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 @contextmanager
-def serving(*arguments: str, env: Mapping[str, str] | None = None, program: Sequence[str] = PROGRAM) -> Iterator[Running]:
+def serving(
+    *arguments: str, env: Mapping[str, str] | None = None, program: Sequence[str] = PROGRAM
+) -> Iterator[Running]:
     """A server with these arguments and variables, from its first answer to /health on; it is stopped in any case.
 
     program: what Python shall run, for a server with a planted fault. Raises RuntimeError with its words if it does not start.
@@ -82,7 +87,12 @@ def _process(arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator
     """Python with these arguments, for as long as the block lasts; it has no address yet."""
     with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as log:
         process = subprocess.Popen(
-            [sys.executable, *arguments], cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=log, stderr=log
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=variables,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
         )
     try:
         yield Running(process, "", Path(log.name))
@@ -104,11 +114,20 @@ def _address(running: Running) -> str:
         said = running.stderr()
         if running.process.poll() is not None or said.startswith("error: "):
             raise RuntimeError(f"The server ended with {running.process.returncode}: {said}")
-        lines = [line for line in said.splitlines(keepends=True) if line.startswith("Staircase serves ") and line.endswith("\n")]
+        lines = [
+            line
+            for line in said.splitlines(keepends=True)
+            if line.startswith("Staircase serves ") and line.endswith("\n")
+        ]
         if lines:
             url = lines[0].split()[-1]
             try:
-                if httpx2.get(f"{url}/health", trust_env=False, timeout=60, verify=False).status_code == 200:
+                if (
+                    httpx2.get(
+                        f"{url}/health", trust_env=False, timeout=60, verify=False
+                    ).status_code
+                    == 200
+                ):
                     return url
             except httpx2.TransportError:
                 pass
@@ -119,9 +138,13 @@ def _address(running: Running) -> str:
 def read_metrics(url: str) -> dict[str, float]:
     """The server's numbers, by name and labels as Prometheus writes them; the label of the model is left out."""
     found = {}
-    for family in text_string_to_metric_families(httpx2.get(f"{url}/metrics", trust_env=False, timeout=60, verify=False).text):
+    for family in text_string_to_metric_families(
+        httpx2.get(f"{url}/metrics", trust_env=False, timeout=60, verify=False).text
+    ):
         for sample in family.samples:
-            labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items() if name != "model_name")
+            labels = ",".join(
+                f'{name}="{value}"' for name, value in sample.labels.items() if name != "model_name"
+            )
             found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
     return found
 
@@ -157,7 +180,9 @@ def house() -> Iterator[House]:
             process, log = begun[0].process, begun[0].log
             running = Running(process, "", log, log.stat().st_size)
             assert process.stdin is not None
-            process.stdin.write(json.dumps([[*ALWAYS, *arguments], dict(env or {})]).encode() + b"\n")
+            process.stdin.write(
+                json.dumps([[*ALWAYS, *arguments], dict(env or {})]).encode() + b"\n"
+            )
             process.stdin.flush()
             running.url = _address(running)
             return running
@@ -169,7 +194,9 @@ def house() -> Iterator[House]:
 def locked(tiny_folder: Path) -> Iterator[Running]:
     """A server with three keys, and without a chat template."""
     key = {f"{PREFIX}API_KEY": "first-key, second-key, zweiter-schlüssel"}
-    with serving("--model", str(tiny_folder), "--kv-memory", "64KiB", "--chat-template", "none", env=key) as running:
+    with serving(
+        "--model", str(tiny_folder), "--kv-memory", "64KiB", "--chat-template", "none", env=key
+    ) as running:
         yield running
 
 
@@ -178,7 +205,9 @@ def server() -> Iterator[Running]:
     """One server for all tests, on the embedded model and with the usual settings. Nobody may break or stop it."""
     with serving(*FEW_BLOCKS) as running:
         yield running
-        assert running.process.poll() is None and "Traceback" not in running.stderr(), running.stderr()
+        assert running.process.poll() is None and "Traceback" not in running.stderr(), (
+            running.stderr()
+        )
 
 
 @pytest.fixture
@@ -191,7 +220,9 @@ def start_server() -> Iterator[Callable[..., Running]]:
 @pytest.fixture(scope="session")
 def client(server: Running) -> Iterator[openai.OpenAI]:
     """The official client of `server`, without retries."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
         yield client
 
 
@@ -214,5 +245,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_folder(tmp_path_factory.mktemp("serving") / "tiny")
     fields = FIELDS | {"n_positions": 256}
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    save_file(random_checkpoint(Config.from_dict(fields), spread=16.0).tensors, folder / "model.safetensors")
+    save_file(
+        random_checkpoint(Config.from_dict(fields), spread=16.0).tensors,
+        folder / "model.safetensors",
+    )
     return folder

@@ -69,7 +69,9 @@ class Faulty:
         return self.forward(work)
 
 
-def make_engine(settings: Settings, make: Callable[..., tuple[Any, Any]] = program.make_engine) -> tuple[Engine, Any]:
+def make_engine(
+    settings: Settings, make: Callable[..., tuple[Any, Any]] = program.make_engine
+) -> tuple[Engine, Any]:
     """As the program's own, with the fault if there is to be one."""
     engine, loaded = make(settings)
     if VARIABLE in os.environ:

@@ -25,7 +25,9 @@ def main() -> None:
     for line in sys.stdin:
         arguments, variables = json.loads(line)
         os.environ.clear()
-        os.environ.update(usual | variables)  # whoever asks waits until this one answers, and then asks for the next
+        os.environ.update(
+            usual | variables
+        )  # whoever asks waits until this one answers, and then asks for the next
         threading.Thread(target=partial(cli.run, program.main, arguments), daemon=True).start()
 
 

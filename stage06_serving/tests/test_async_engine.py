@@ -16,7 +16,16 @@ from stage01_forward.sampling import SamplingParams
 from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import Engine
 from stage05_paged.scheduler import Scheduler
-from stage06_serving.async_engine import BROKEN, CLOSING, DEAD, AsyncEngine, Broken, EngineDead, Overloaded, Ticket
+from stage06_serving.async_engine import (
+    BROKEN,
+    CLOSING,
+    DEAD,
+    AsyncEngine,
+    Broken,
+    EngineDead,
+    Overloaded,
+    Ticket,
+)
 
 HANG = 60.0  # seconds: nothing here takes a tenth of that
 
@@ -40,7 +49,12 @@ class Gate:
 class Failing:
     """A forward pass that raises `error` in those passes whose number, from 1 on, is in `which`."""
 
-    def __init__(self, forward: Callable[..., Any], which: Collection[int], error: BaseException | None = None) -> None:
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        which: Collection[int],
+        error: BaseException | None = None,
+    ) -> None:
         self.forward, self.which, self.count = forward, which, 0
         self.error = error or RuntimeError("a planted fault")
 
@@ -93,7 +107,9 @@ def expected(tiny_model):
     return lambda prompt, count: Naive(tiny_model).generate([prompt], words(count))[0].token_ids
 
 
-def run(engine: Engine, script: Callable[[AsyncEngine], Awaitable[Any]], max_queue: int = 64) -> Any:
+def run(
+    engine: Engine, script: Callable[[AsyncEngine], Awaitable[Any]], max_queue: int = 64
+) -> Any:
     """What `script` returns, with `engine` on its thread; afterwards the thread has ended."""
 
     async def main() -> Any:
@@ -142,7 +158,9 @@ async def error_of(running: AsyncEngine, ticket: Ticket) -> str | None:
 
 def is_empty(engine: Engine) -> bool:
     """Whether nothing waits or runs, and nobody owns a block."""
-    return not engine.requests and not engine.scheduler.unfinished and engine.scheduler.pool.owned == 0
+    return (
+        not engine.requests and not engine.scheduler.unfinished and engine.scheduler.pool.owned == 0
+    )
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------
@@ -157,7 +175,9 @@ def test_the_tokens_are_those_of_the_first_stage(gated, expected, tiny):
         gate.allow()
         answers = await asyncio.gather(*(said(running, ticket) for ticket in tickets))
         assert not running.in_flight
-        assert [(ticket.reason, ticket.generated) for ticket in tickets] == [("length", 5 + i) for i in range(12)]
+        assert [(ticket.reason, ticket.generated) for ticket in tickets] == [
+            ("length", 5 + i) for i in range(12)
+        ]
         for ticket in tickets:
             times = [ticket.arrived, ticket.scheduled, ticket.first_token, ticket.last_token]
             assert times == sorted(time for time in times if time is not None)
@@ -165,12 +185,16 @@ def test_the_tokens_are_those_of_the_first_stage(gated, expected, tiny):
 
     answers = run(made, script)
     assert answers == [expected(prompt, 5 + i) for i, prompt in enumerate(prompts)]
-    assert max(step.rows for step in made.steps) == 4 and is_empty(made)  # together, and not one after the other
+    assert max(step.rows for step in made.steps) == 4 and is_empty(
+        made
+    )  # together, and not one after the other
 
 
 def test_samples_of_a_prompt_are_computed_together(gated, tiny):
     made, gate = gated()
-    sampling = [SamplingParams(max_tokens=6, temperature=1, seed=seed, ignore_eos=True) for seed in range(3)]
+    sampling = [
+        SamplingParams(max_tokens=6, temperature=1, seed=seed, ignore_eos=True) for seed in range(3)
+    ]
     prompt = prompt_of(10, tiny)
 
     async def script(running):
@@ -235,7 +259,9 @@ def test_who_waits_can_be_aborted_and_is_never_run(gated, tiny):
         await passes(made, 2)
         running.abort(waits)
         gate.allow()
-        assert await said(running, waits) == [] and waits.scheduled is None and waits.reason == "abort"
+        assert (
+            await said(running, waits) == [] and waits.scheduled is None and waits.reason == "abort"
+        )
         assert len(await said(running, runs)) == 10
         return waits.id
 
@@ -281,7 +307,9 @@ def test_capacity_is_counted_in_sequences(gated, tiny):
         assert running.rejected == 2
         gate.allow()
         await asyncio.gather(*(said(running, ticket) for group in groups for ticket in group))
-        await asyncio.gather(*(said(running, ticket) for (ticket,) in running.submit([prompt] * 5, [words(4)])))
+        await asyncio.gather(
+            *(said(running, ticket) for (ticket,) in running.submit([prompt] * 5, [words(4)]))
+        )
 
     run(made, script, max_queue=3)
     assert is_empty(made)
@@ -297,7 +325,9 @@ def test_what_can_never_be_answered_takes_no_place(engine, tiny):
             running.submit([[101]], [words(4)])
         with pytest.raises(UserError, match="at most 72"):
             running.submit([[1]] * 73, [words(4)])
-        assert not running.in_flight and await running.call(lambda engine: len(engine.requests)) == 0
+        assert (
+            not running.in_flight and await running.call(lambda engine: len(engine.requests)) == 0
+        )
 
     run(made, script)
     assert not made.steps
@@ -343,7 +373,10 @@ def test_a_call_is_made_on_the_thread_between_two_steps(engine, expected, tiny):
 
     async def script(running):
         ticket = submit(running, prompt, 30)
-        names = [await running.call(lambda engine: (threading.current_thread().name, engine.work)) for _ in range(5)]
+        names = [
+            await running.call(lambda engine: (threading.current_thread().name, engine.work))
+            for _ in range(5)
+        ]
         assert names == [("engine", [])] * 5  # no pass is being made
         with pytest.raises(ZeroDivisionError):
             await running.call(lambda engine: 1 // 0)
@@ -397,12 +430,16 @@ def test_what_does_not_end_within_the_grace_ends_with_an_error(gated, tiny):
     ended: list[tuple[str, str]] = []
 
     async def script(running):
-        running.listeners.append(lambda step, spoke, over: ended.extend((ticket.id, ticket.reason) for ticket in over))
+        running.listeners.append(
+            lambda step, spoke, over: ended.extend((ticket.id, ticket.reason) for ticket in over)
+        )
         tickets = [submit(running, prompt_of(4, tiny), 50) for _ in range(3)]
         gate.allow(2)
         await passes(made, 2)
         await running.drain(0.02)
-        assert ended == [(ticket.id, "error") for ticket in tickets]  # the metrics hear of all of them
+        assert ended == [
+            (ticket.id, "error") for ticket in tickets
+        ]  # the metrics hear of all of them
         assert [await error_of(running, ticket) for ticket in tickets] == [CLOSING] * 3
         gate.allow(1)
 
@@ -460,7 +497,9 @@ def test_draining_waits_for_other_work_too(engine, ends):
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
-def test_a_defect_in_taking_in_ends_the_request_and_nothing_else(engine, monkeypatch, expected, tiny):
+def test_a_defect_in_taking_in_ends_the_request_and_nothing_else(
+    engine, monkeypatch, expected, tiny
+):
     """Nobody waits for ever for a sequence that the engine does not know; its place is free again."""
     made = engine()
     add, prompt = made.add_samples, prompt_of(4, tiny)
@@ -488,7 +527,9 @@ def test_a_failing_step_ends_only_its_requests(failing, expected, tiny):
         tickets = [submit(running, prompt, 12) for prompt in prompts[:4]]
         assert [await error_of(running, ticket) for ticket in tickets[:2]] == [BROKEN] * 2
         assert [ticket.reason for ticket in tickets[:2]] == ["error"] * 2
-        assert [await said(running, ticket) for ticket in tickets[2:]] == [expected(prompt, 12) for prompt in prompts[2:4]]
+        assert [await said(running, ticket) for ticket in tickets[2:]] == [
+            expected(prompt, 12) for prompt in prompts[2:4]
+        ]
         assert running.alive
         return await said(running, submit(running, prompts[4], 12))
 
@@ -535,19 +576,25 @@ dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadException
 
 
 @dies
-@pytest.mark.parametrize("error", [RuntimeError("always"), SystemExit()], ids=["always", "the thread ends"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("always"), SystemExit()], ids=["always", "the thread ends"]
+)
 def test_nobody_waits_for_a_dead_engine(failing, tiny, error):
     """Those that run, those that wait, and those that want something of the thread: all are told."""
     made = failing(range(2, 1000), error, max_sequences=1)
     ended: list[str] = []
 
     async def script(running):
-        running.listeners.append(lambda step, spoke, over: ended.extend(ticket.id for ticket in over))
+        running.listeners.append(
+            lambda step, spoke, over: ended.extend(ticket.id for ticket in over)
+        )
         tickets = [submit(running, prompt_of(4, tiny), 10) for _ in range(6)]
         errors = [await error_of(running, ticket) for ticket in tickets]
         assert set(errors) <= {BROKEN, DEAD} and errors[-1] == DEAD
         assert not running.alive and not running.in_flight
-        assert sorted(ended) == sorted(ticket.id for ticket in tickets)  # the metrics hear of all of them
+        assert sorted(ended) == sorted(
+            ticket.id for ticket in tickets
+        )  # the metrics hear of all of them
         with pytest.raises(EngineDead, match="restart the server"):
             submit(running, [1], 1)
         with pytest.raises(EngineDead, match="restart the server"):

@@ -25,7 +25,21 @@ from stage05_paged.memory import block_bytes, parse_memory
 from stage05_paged.scheduler import Scheduler
 from stage06_serving import benchmark
 from stage06_serving.__main__ import SWITCH
-from stage06_serving.benchmark import FULL, HTTP, LOSE, NULL, OFFLINE, PARTS, QUICK, REST, SERVER, Helper, Load, Plan, Run
+from stage06_serving.benchmark import (
+    FULL,
+    HTTP,
+    LOSE,
+    NULL,
+    OFFLINE,
+    PARTS,
+    QUICK,
+    REST,
+    SERVER,
+    Helper,
+    Load,
+    Plan,
+    Run,
+)
 from stage06_serving.tests.conftest import Running
 
 TINY = Plan(
@@ -49,7 +63,11 @@ class Near(Helper):
         self.thread.join()
 
 
-@pytest.fixture(scope="module", params=[Near, pytest.param(Helper, marks=pytest.mark.slow)], ids=["threads", "processes"])
+@pytest.fixture(
+    scope="module",
+    params=[Near, pytest.param(Helper, marks=pytest.mark.slow)],
+    ids=["threads", "processes"],
+)
 def measured(request: pytest.FixtureRequest) -> tuple[dict[str, Any], int]:
     """The results, as they will be read back, and how far the progress bar came. The server is a process of its own, as always;
     engine and client are, as in a real run, in the slow form."""
@@ -61,14 +79,18 @@ def measured(request: pytest.FixtureRequest) -> tuple[dict[str, Any], int]:
             bars.append(self)
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the teams of four processes on a few cores would mostly wait for each other
+    torch.set_num_threads(
+        1
+    )  # the teams of four processes on a few cores would mostly wait for each other
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(benchmark, "Helper", request.param)
         patch.setattr(benchmark, "FULL", TINY)
         patch.setattr(benchmark, "tqdm", Counting)
         patch.setattr(measure, "limits", lambda **_: LIMITS)
-        patch.setenv("STAIRCASE_API_KEY", "secret")  # somebody's own settings are not what is measured
+        patch.setenv(
+            "STAIRCASE_API_KEY", "secret"
+        )  # somebody's own settings are not what is measured
         patch.setenv("STAIRCASE_MAX_SEQUENCES", "1")
         results = benchmarks.unsaved(*benchmark.run(quick=False))
     torch.set_num_threads(threads)
@@ -95,7 +117,10 @@ def test_every_table_is_whole(results: dict[str, Any]) -> None:
     for name, text in found.items():
         for block in text.split("\n\n"):
             assert len({line.count("|") for line in block.splitlines()}) == 1, name
-    rows = {name: [len(block.splitlines()) - 2 for block in text.split("\n\n")] for name, text in found.items()}
+    rows = {
+        name: [len(block.splitlines()) - 2 for block in text.split("\n\n")]
+        for name, text in found.items()
+    }
     assert (rows["http"], rows["null"], rows["lose"]) == ([4], [2], [2])
     assert rows["tokens"][0] == len(PARTS) + 3
 
@@ -108,7 +133,9 @@ def test_every_chart_is_drawn_and_the_headline_has_its_number(results: dict[str,
     assert "% of the offline engine's tok/s behind HTTP, 3 streams (" in benchmark.headline(results)
 
 
-def test_the_progress_bar_knows_how_many_runs_there_are(measured: tuple[dict[str, Any], int]) -> None:
+def test_the_progress_bar_knows_how_many_runs_there_are(
+    measured: tuple[dict[str, Any], int],
+) -> None:
     assert measured[1] == TINY.runs
 
 
@@ -116,15 +143,27 @@ def test_both_sides_did_the_same_work_and_every_answer_was_proved(results: dict[
     for row in every_row(results):
         assert list(row["runs"])[:2] == [OFFLINE, SERVER]
         assert list(row["runs"])[2:] == {HTTP: WATCHED, NULL: [], LOSE: WATCHED[:1]}[row["case"]]
-        assert {proof["tokens"] for proof in row["proof"].values()} == {row["requests"] * row["answer"]}
-        assert set(row["same"].values()) == {row["requests"]} and row["same"].keys() == row["runs"].keys()
+        assert {proof["tokens"] for proof in row["proof"].values()} == {
+            row["requests"] * row["answer"]
+        }
+        assert (
+            set(row["same"].values()) == {row["requests"]}
+            and row["same"].keys() == row["runs"].keys()
+        )
 
 
-def test_a_single_stream_makes_the_same_passes_with_and_without_http(results: dict[str, Any]) -> None:
+def test_a_single_stream_makes_the_same_passes_with_and_without_http(
+    results: dict[str, Any],
+) -> None:
     """Nobody comes too late for a pass when there is only one."""
     for row in every_row(results):
         if row["streams"] == 1:
-            passes = {run["steps"]["passes"] for name, runs in row["runs"].items() if name != SERVER for run in runs}
+            passes = {
+                run["steps"]["passes"]
+                for name, runs in row["runs"].items()
+                if name != SERVER
+                for run in runs
+            }
             assert passes == {row["requests"] * row["answer"]}
 
 
@@ -134,10 +173,14 @@ def test_times_and_shares_of_a_run_fit_together(results: dict[str, Any]) -> None
             for run in runs:
                 assert 0 < run["ttft"][0] <= run["ttft"][1] < run["seconds"]
                 assert (run["itl"] is None) == (row["case"] == LOSE)
-                assert run["cpu"].keys() == ({"engine"} if name == OFFLINE else {"engine", "loop", "client"})
+                assert run["cpu"].keys() == (
+                    {"engine"} if name == OFFLINE else {"engine", "loop", "client"}
+                )
                 assert min(run["cpu"].values()) >= 0
         assert benchmark.python_seconds(row, "client") > 0
-        assert benchmark.python_seconds(row, "loop") > 0 or row["case"] == NULL  # the system counts hundredths of a second
+        assert (
+            benchmark.python_seconds(row, "loop") > 0 or row["case"] == NULL
+        )  # the system counts hundredths of a second
         least, most = benchmark.predicted(results, row)
         assert 0 < least <= most < 1
 
@@ -146,9 +189,9 @@ def test_a_token_s_way_is_measured_in_all_its_parts(results: dict[str, Any]) -> 
     found = benchmark.loop_parts(results)
     assert list(found) == [*PARTS, REST]
     row = benchmark.main_row(results)
-    assert row["streams"] == 3 and sum(found.values()) * row["requests"] * row["answer"] / 1e6 == pytest.approx(
-        benchmark.python_seconds(row, "loop")
-    )
+    assert row["streams"] == 3 and sum(found.values()) * row["requests"] * row[
+        "answer"
+    ] / 1e6 == pytest.approx(benchmark.python_seconds(row, "loop"))
     assert results["results"]["parts"][PARTS[0]] > 0  # the others are differences
 
 
@@ -166,13 +209,33 @@ def test_passes_that_do_something_else_are_not_compared() -> None:
     """A prompt in a pass, or a stream that is missing, would make it another one."""
 
     def record(started: float, seconds: float, decode: int, prefill: int = 0) -> BlocksRecord:
-        return BlocksRecord(decode, prefill, decode, seconds, started=started, bookkeeping_seconds=seconds / 10)
+        return BlocksRecord(
+            decode, prefill, decode, seconds, started=started, bookkeeping_seconds=seconds / 10
+        )
 
-    records = [record(0, 9, 2, 5), record(10, 2, 3), record(12.5, 4, 3), record(17, 1, 2), record(18, 3, 3)]
+    records = [
+        record(0, 9, 2, 5),
+        record(10, 2, 3),
+        record(12.5, 4, 3),
+        record(17, 1, 2),
+        record(18, 3, 3),
+    ]
     found = benchmark.steps_of(records, 3)
-    assert found == {"passes": 5, "seconds": 3, "bookkeeping": pytest.approx(0.3), "between": pytest.approx(0.5)}
-    assert benchmark.steps_of(records[:1], 3) == {"passes": 1, "seconds": None, "bookkeeping": None, "between": None}
-    assert benchmark.pass_of([{"steps": found}, {"steps": found}]) == benchmark.Pass(3, found["bookkeeping"], found["between"])
+    assert found == {
+        "passes": 5,
+        "seconds": 3,
+        "bookkeeping": pytest.approx(0.3),
+        "between": pytest.approx(0.5),
+    }
+    assert benchmark.steps_of(records[:1], 3) == {
+        "passes": 1,
+        "seconds": None,
+        "bookkeeping": None,
+        "between": None,
+    }
+    assert benchmark.pass_of([{"steps": found}, {"steps": found}]) == benchmark.Pass(
+        3, found["bookkeeping"], found["between"]
+    )
     assert benchmark.pass_of([{"steps": found}, {"steps": benchmark.steps_of([], 3)}]) is None
 
 
@@ -194,7 +257,9 @@ def test_over_http_too(server: Running) -> None:
     run = asyncio.run(benchmark.run_client(server.url, load, prompts))
     assert [len(ids) for ids in run.ids] == [load.answer] * load.requests
     for number, sent in enumerate(run.sent):
-        in_hand = sum(one <= sent < times[-1] for one, times in zip(run.sent, run.times, strict=True))
+        in_hand = sum(
+            one <= sent < times[-1] for one, times in zip(run.sent, run.times, strict=True)
+        )
         assert in_hand <= load.streams, number
     one_by_one = Load(HTTP, streams=1, requests=5, prompt=4, answer=6)
     assert asyncio.run(benchmark.run_client(server.url, one_by_one, prompts)).ids == run.ids
@@ -202,7 +267,13 @@ def test_over_http_too(server: Running) -> None:
 
 def test_what_is_told_of_a_run() -> None:
     run = Run(9.0, [1.0, 2.0], [[1.5, 2.5, 4.5], [4.0, 5.0]], [[], []], {"engine": 1.0}, {})
-    assert run.told() == {"seconds": 9.0, "cpu": {"engine": 1.0}, "steps": {}, "ttft": [0.5, 2.0], "itl": [1.0, 2.0]}
+    assert run.told() == {
+        "seconds": 9.0,
+        "cpu": {"engine": 1.0},
+        "steps": {},
+        "ttft": [0.5, 2.0],
+        "itl": [1.0, 2.0],
+    }
     assert Run(9.0, [1.0], [[1.5]], [[]], {}, {}).told()["itl"] is None
 
 
@@ -216,7 +287,9 @@ def test_an_answer_that_is_an_error_stops_the_benchmark(server: Running) -> None
         benchmark.ids_of([good, b'data: {"error":{"message":"it is over"}}\n\n'])
 
 
-def test_a_wrong_token_and_a_short_answer_stop_the_benchmark(tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_and_a_short_answer_stop_the_benchmark(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("stage03_batching.benchmark.PROMPT", 6)
     subject = Subject(tiny, torch.float32)
     engine = Engine(subject.model, scheduler=Scheduler(BlockPool(64, 4), 8, 64), sanitize=True)
@@ -238,7 +311,10 @@ def test_a_process_that_ends_stops_the_benchmark() -> None:
 
 def test_a_server_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "STAGE", "stage06_nothing")
-    with pytest.raises(RuntimeError, match="did not start: .*No module named stage06_nothing"), benchmark.serving([]):
+    with (
+        pytest.raises(RuntimeError, match="did not start: .*No module named stage06_nothing"),
+        benchmark.serving([]),
+    ):
         pass
 
 
@@ -248,20 +324,34 @@ def test_the_engine_alone_is_made_by_the_server_s_own_command_line() -> None:
     for model, dtype in FULL.subjects:
         settings = parse(benchmark.options(FULL, model, dtype, "packed"))
         assert (settings.model, settings.dtype, settings.linear) == (model, dtype, "packed")
-        assert settings.random_weights == (model != "stories") and settings.threads == torch.get_num_threads()
-        assert not settings.prefix_caching  # a repeat must not find what the run before has computed
+        assert (
+            settings.random_weights == (model != "stories")
+            and settings.threads == torch.get_num_threads()
+        )
+        assert (
+            not settings.prefix_caching
+        )  # a repeat must not find what the run before has computed
 
 
 def test_the_plans_can_show_what_they_are_for() -> None:
     assert QUICK.runs < FULL.runs / 2
     for plan in (FULL, QUICK):
         most = plan.streams[-1][0]
-        assert most == max(streams for streams, _ in plan.streams) <= plan.max_sequences  # nobody waits for a place
+        assert (
+            most == max(streams for streams, _ in plan.streams) <= plan.max_sequences
+        )  # nobody waits for a place
         for model, dtype in plan.subjects:
             config, kind = PRESETS[model], getattr(torch, dtype)
             blocks = parse_memory(plan.kv_memory, 2**40) // block_bytes(config, kind, 16)
             for load in plan.loads((model, dtype)):
-                assert load.requests >= load.streams and load.prompt + load.answer <= config.n_positions
-                assert load.streams * -(-(load.prompt + load.answer) // 16) <= blocks  # and nobody is preempted
-        assert [load.case for load in plan.loads(plan.subjects[0])] == [HTTP] * len(plan.streams) + [NULL, LOSE]
+                assert (
+                    load.requests >= load.streams
+                    and load.prompt + load.answer <= config.n_positions
+                )
+                assert (
+                    load.streams * -(-(load.prompt + load.answer) // 16) <= blocks
+                )  # and nobody is preempted
+        assert [load.case for load in plan.loads(plan.subjects[0])] == [HTTP] * len(
+            plan.streams
+        ) + [NULL, LOSE]
     assert (FULL.streams[-1][0], FULL.prompt, FULL.answer) == (32, 64, 64)

@@ -45,24 +45,51 @@ def events(*lines: str, status: str = "200 OK") -> bytes:
 def test_an_answer_is_printed_behind_its_prompt(
     server: Running, client: openai.OpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = client.completions.create(model="stories", prompt=PROMPT, max_tokens=8, temperature=0).choices[0].text
-    assert small.main([PROMPT, "--max-tokens", "8", "--temperature", "0", "--url", server.url + "/"]) == 0
+    text = (
+        client.completions.create(model="stories", prompt=PROMPT, max_tokens=8, temperature=0)
+        .choices[0]
+        .text
+    )
+    assert (
+        small.main([PROMPT, "--max-tokens", "8", "--temperature", "0", "--url", server.url + "/"])
+        == 0
+    )
     told = capsys.readouterr()
     assert told.out == f"{PROMPT}{text}\n"
     assert told.err.startswith("[8 tokens in ") and told.err.endswith(" finish reason length]\n")
 
 
 def test_the_events_are_those_of_the_server(saying: Callable[[bytes], str]) -> None:
-    url = saying(events(": a comment", f"data: {json.dumps(CHUNK)}", f"data: {json.dumps(CHUNK)}", "data: [DONE]"))
+    url = saying(
+        events(
+            ": a comment",
+            f"data: {json.dumps(CHUNK)}",
+            f"data: {json.dumps(CHUNK)}",
+            "data: [DONE]",
+        )
+    )
     assert list(small.stream(url, {"prompt": PROMPT})) == [CHUNK, CHUNK]
 
 
 @pytest.mark.parametrize(
     "answer, words",
     [
-        (events('{"error": {"message": "too late"}}', status="504 Gateway Timeout"), "The server answered 504: too late"),
-        (events("<h1>Bad gateway</h1>", status="502 Bad Gateway"), "The server answered 502: <h1>Bad gateway</h1>"),
-        (events(f"data: {json.dumps(CHUNK)}", 'data: {"error": {"message": "it broke"}}', "data: [DONE]"), "off: it broke"),
+        (
+            events('{"error": {"message": "too late"}}', status="504 Gateway Timeout"),
+            "The server answered 504: too late",
+        ),
+        (
+            events("<h1>Bad gateway</h1>", status="502 Bad Gateway"),
+            "The server answered 502: <h1>Bad gateway</h1>",
+        ),
+        (
+            events(
+                f"data: {json.dumps(CHUNK)}",
+                'data: {"error": {"message": "it broke"}}',
+                "data: [DONE]",
+            ),
+            "off: it broke",
+        ),
         (events(f"data: {json.dumps(CHUNK)}"), "stopped without an end"),
         (events("<html>a page</html>"), "stopped without an end"),
         (events("data: not JSON", "data: [DONE]"), "something that is no completion"),
@@ -70,13 +97,16 @@ def test_the_events_are_those_of_the_server(saying: Callable[[bytes], str]) -> N
         (b"", "cannot be reached"),
     ],
 )
-def test_whatever_a_server_does_is_said_in_a_sentence(saying: Callable[[bytes], str], answer: bytes, words: str) -> None:
+def test_whatever_a_server_does_is_said_in_a_sentence(
+    saying: Callable[[bytes], str], answer: bytes, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         list(small.stream(saying(answer), {"prompt": PROMPT}))
 
 
 @pytest.mark.parametrize(
-    "address", ["http://127.0.0.1:1", "127.0.0.1", "ftp://127.0.0.1", "http://[", "http://127.0.0.1:99999999"]
+    "address",
+    ["http://127.0.0.1:1", "127.0.0.1", "ftp://127.0.0.1", "http://[", "http://127.0.0.1:99999999"],
 )
 def test_an_address_where_nobody_is(address: str) -> None:
     with pytest.raises(UserError, match="--url"):
@@ -86,6 +116,9 @@ def test_an_address_where_nobody_is(address: str) -> None:
 def test_a_key_is_sent(house: House, tiny_folder: Path) -> None:
     locked = house("--model", str(tiny_folder), "--kv-memory", "64KiB", "--api-key", "first-key")
     body = {"prompt": "a", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-    assert list(small.stream(locked.url, body, "first-key"))[-1]["choices"][0]["finish_reason"] == "length"
+    assert (
+        list(small.stream(locked.url, body, "first-key"))[-1]["choices"][0]["finish_reason"]
+        == "length"
+    )
     with pytest.raises(UserError, match="answered 401: The API key is missing or wrong"):
         list(small.stream(locked.url, body, "wrong"))

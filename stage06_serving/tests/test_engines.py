@@ -44,7 +44,14 @@ PARAMS = [
     SamplingParams(max_tokens=1),
     SamplingParams(max_tokens=40, temperature=1, stop_token_ids=tuple(range(20)), seed=4),
     SamplingParams(max_tokens=12, repetition_penalty=1.8, logprobs=2),
-    SamplingParams(max_tokens=7, temperature=1, logit_bias={5: 3, 7: -100}, min_tokens=3, seed=5, ignore_eos=True),
+    SamplingParams(
+        max_tokens=7,
+        temperature=1,
+        logit_bias={5: 3, 7: -100},
+        min_tokens=3,
+        seed=5,
+        ignore_eos=True,
+    ),
 ]
 
 Make = Callable[..., Any]
@@ -59,7 +66,9 @@ def adapter(kind: str, checkpoint: Checkpoint, rows: int = ROWS) -> Adapter:
         return Batches(model, Static(model, rows), rows)
     if kind == "sequential":
         return Batches(model, OneByOne(model), 1)
-    return Batches(model, Transformers(peers.transformers_model(checkpoint, torch.float64), model.config), 1)
+    return Batches(
+        model, Transformers(peers.transformers_model(checkpoint, torch.float64), model.config), 1
+    )
 
 
 @pytest.fixture
@@ -87,7 +96,10 @@ def finish(engine: Adapter) -> list[set[str]]:
     before = len(engine.steps)
     for _ in range(1000):
         if not engine.scheduler.unfinished:
-            return [{each.request_id for each in record.sequences} for record in list(engine.steps)[before:]]
+            return [
+                {each.request_id for each in record.sequences}
+                for record in list(engine.steps)[before:]
+            ]
         engine.step()
     raise AssertionError("the engine does not come to an end")
 
@@ -99,7 +111,12 @@ def answer(engine: Adapter, request: Request) -> list[int]:
 
 def nothing_is_held(engine: Adapter) -> bool:
     line = engine.scheduler
-    return not engine.requests and not line.running and not line.waiting and line.unfinished == line.pool.owned == 0
+    return (
+        not engine.requests
+        and not line.running
+        and not line.waiting
+        and line.unfinished == line.pool.owned == 0
+    )
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------
@@ -109,8 +126,14 @@ def nothing_is_held(engine: Adapter) -> bool:
 def test_the_tokens_are_those_of_the_first_stage(make, kind):
     """More requests than rows, with options of all kinds, and one that fills the context."""
     engine = make(kind)
-    prompts = [random_prompt(1 + 5 * number % 17, engine.model.config, number) for number in range(len(PARAMS))]
-    made = [Request(prompt, params, f"r{number}") for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True))]
+    prompts = [
+        random_prompt(1 + 5 * number % 17, engine.model.config, number)
+        for number in range(len(PARAMS))
+    ]
+    made = [
+        Request(prompt, params, f"r{number}")
+        for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True))
+    ]
     made.append(Request(prompt_of(58), words(20), "long"))
     for request in made:
         assert engine.add(request) is request
@@ -121,10 +144,14 @@ def test_the_tokens_are_those_of_the_first_stage(make, kind):
             told[name].append(token)
     for request in made:
         expected = Naive(engine.model).generate([request.prompt_ids], request.sampling)[0]
-        assert request.output.token_ids == [token.id for token in told[request.id]] == expected.token_ids
-        assert [token.finish_reason for token in told[request.id]] == [None] * (len(expected.token_ids) - 1) + [
-            expected.finish_reason
-        ]
+        assert (
+            request.output.token_ids
+            == [token.id for token in told[request.id]]
+            == expected.token_ids
+        )
+        assert [token.finish_reason for token in told[request.id]] == [None] * (
+            len(expected.token_ids) - 1
+        ) + [expected.finish_reason]
         assert request.state is State.FINISHED
         scores = [logprobs.token for logprobs in request.output.logprobs]
         assert scores == pytest.approx([logprobs.token for logprobs in expected.logprobs])
@@ -148,7 +175,11 @@ def test_samples_of_a_prompt(make, kind):
     unfit = [*sampling, SamplingParams(stop_token_ids=(101,))]
     with pytest.raises(UserError, match="stop_token_ids"):
         engine.add_samples(prompt, unfit, b"", list("abcde"))
-    for bad, message in (([], "empty"), ([1] * 64, "shorten the prompt"), ([101], "not in the vocabulary")):
+    for bad, message in (
+        ([], "empty"),
+        ([1] * 64, "shorten the prompt"),
+        ([101], "not in the vocabulary"),
+    ):
         with pytest.raises(UserError, match=message):
             engine.check(Request(bad, words(1)))
         with pytest.raises(UserError, match=message):
@@ -173,15 +204,28 @@ def test_nobody_joins_a_static_batch(make):
 
 def test_who_leaves_a_static_batch_does_not_end_it(make):
     engine = make("static", rows=2)
-    stays, leaves, waits, late = ask(engine, "a", 5, 6), ask(engine, "b", 9, 9), ask(engine, "c", 4, 2), ask(engine, "d", 3, 2)
+    stays, leaves, waits, late = (
+        ask(engine, "a", 5, 6),
+        ask(engine, "b", 9, 9),
+        ask(engine, "c", 4, 2),
+        ask(engine, "d", 3, 2),
+    )
     told = engine.step() + engine.step()
     assert engine.abort("b") is leaves.output and leaves.output.finish_reason == "abort"
     assert engine.abort("d").token_ids == []  # it has only waited
-    assert leaves.output.token_ids == answer(engine, leaves)[:2] == [token.id for name, token in told if name == "b"]
-    assert [request.id for request in engine.scheduler.running] == ["a"] and engine.scheduler.pool.owned == 1
+    assert (
+        leaves.output.token_ids
+        == answer(engine, leaves)[:2]
+        == [token.id for name, token in told if name == "b"]
+    )
+    assert [request.id for request in engine.scheduler.running] == [
+        "a"
+    ] and engine.scheduler.pool.owned == 1
     rows = len(engine.steps)
     assert finish(engine) == [{"a"}] * 4 + [{"c"}] * 2
-    assert [record.rows for record in list(engine.steps)[rows:]] == [2] * 4 + [1] * 2  # its row is still computed
+    assert [record.rows for record in list(engine.steps)[rows:]] == [2] * 4 + [
+        1
+    ] * 2  # its row is still computed
     assert len(leaves.output.token_ids) == 2 and late.state is State.FINISHED
     for request in (stays, waits):
         assert request.output.token_ids == answer(engine, request)
@@ -203,7 +247,10 @@ def test_a_batch_that_all_have_left_is_over(make):
 def test_one_request_at_a_time(make, kind):
     """In the order in which they came; who leaves makes room for the next."""
     engine = make(kind)
-    made = [ask(engine, name, length, count) for name, length, count in (("a", 9, 3), ("b", 5, 30), ("c", 4, 2))]
+    made = [
+        ask(engine, name, length, count)
+        for name, length, count in (("a", 9, 3), ("b", 5, 30), ("c", 4, 2))
+    ]
     assert [engine.step()[0][0] for _ in range(5)] == ["a"] * 3 + ["b"] * 2
     assert [request.id for request in engine.scheduler.running] == ["b"]
     engine.abort("b")
@@ -216,12 +263,19 @@ def test_one_request_at_a_time(make, kind):
 
 def test_slots_are_taken_as_soon_as_they_are_free(make):
     engine = make("continuous", rows=2)
-    made = [ask(engine, name, 5, count) for name, count in (("a", 3), ("b", 7), ("c", 2), ("d", 30))]
+    made = [
+        ask(engine, name, 5, count) for name, count in (("a", 3), ("b", 7), ("c", 2), ("d", 30))
+    ]
     engine.step()
-    assert [request.id for request in engine.scheduler.running] == ["a", "b"] and engine.scheduler.pool.owned == 2
+    assert [request.id for request in engine.scheduler.running] == [
+        "a",
+        "b",
+    ] and engine.scheduler.pool.owned == 2
     assert [request.id for request in engine.scheduler.waiting] == ["c", "d"]
     assert finish(engine)[:4] == [{"a", "b"}] * 2 + [{"b", "c"}] * 2
-    assert [request.output.token_ids for request in made] == [answer(engine, request) for request in made]
+    assert [request.output.token_ids for request in made] == [
+        answer(engine, request) for request in made
+    ]
 
 
 # ---- what the metrics, the page and the reports read ----------------------------------------------------------------
@@ -248,7 +302,10 @@ def test_the_records_of_the_steps_add_up(make, kind):
         assert sum(each.decode_tokens for each in own) == count - 1
         assert [each.finish_reason for each in own] == [None] * (len(own) - 1) + ["length"]
     assert [record.started for record in records] == sorted(record.started for record in records)
-    assert records[0].waiting == len(asked) - (1 if kind in ALONE else ROWS) and records[-1].waiting == 0
+    assert (
+        records[0].waiting == len(asked) - (1 if kind in ALONE else ROWS)
+        and records[-1].waiting == 0
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -264,7 +321,9 @@ def test_the_view_shows_who_has_a_slot(make, kind):
         engine.step()
         view = look(engine)
         states = [state for state, count in view["map"] for _ in range(count)]
-        assert len(states) == rows and [state for state in states if state != FREE] == [number for _, number in view["running"]]
+        assert len(states) == rows and [state for state in states if state != FREE] == [
+            number for _, number in view["running"]
+        ]
         assert view["hit_rate"] == view["preemptions"] == 0
         seen.append((dict(view["running"]), view["waiting"]))
     if kind in ALONE:
@@ -285,12 +344,18 @@ def test_a_failure_ends_those_who_run_and_the_others_go_on(make, kind):
     rows = 1 if kind in ALONE else ROWS
     failed = engine.fail(UserError("it broke"))
     assert failed == made[:rows] and all(request.output.error == "it broke" for request in failed)
-    assert all(request.output.finish_reason == "error" and request.id not in engine.requests for request in failed)
+    assert all(
+        request.output.finish_reason == "error" and request.id not in engine.requests
+        for request in failed
+    )
     assert not engine.scheduler.running and engine.scheduler.pool.owned == 0
     made.append(ask(engine, "e", 7, 6))
     finish(engine)
     for request in made[rows:]:
-        assert request.output.token_ids == answer(engine, request) and request.output.finish_reason == "length"
+        assert (
+            request.output.token_ids == answer(engine, request)
+            and request.output.finish_reason == "length"
+        )
     assert nothing_is_held(engine)
 
 
@@ -322,17 +387,25 @@ def test_a_row_that_is_not_finite_ends_its_request_alone(tiny, kind):
     sick = Checkpoint(tiny.config, {name: tensor.clone() for name, tensor in tiny.tensors.items()})
     sick.tensors["wpe.weight"][30] = torch.nan
     engine = adapter(kind, sick, rows=2)
-    before, reaches, beside, after = (ask(engine, *asked) for asked in (("a", 5, 4), ("b", 25, 30), ("c", 8, 10), ("d", 3, 5)))
+    before, reaches, beside, after = (
+        ask(engine, *asked) for asked in (("a", 5, 4), ("b", 25, 30), ("c", 8, 10), ("d", 3, 5))
+    )
     together = finish(engine)
     assert (reaches.output.finish_reason, len(reaches.output.token_ids)) == ("error", 6)
     assert "NaN or infinite" in (reaches.output.error or "")
     healthy = adapter(kind, tiny)
     assert reaches.output.token_ids == answer(healthy, reaches)[:6]
     for request in (before, beside, after):
-        assert request.output.token_ids == answer(healthy, request) and request.output.finish_reason == "length"
+        assert (
+            request.output.token_ids == answer(healthy, request)
+            and request.output.finish_reason == "length"
+        )
     assert sum("b" in each for each in together) in (6, 7) and nothing_is_held(engine)
     assert sum(record.prefill_tokens for record in engine.steps) == 5 + 25 + 8 + 3
-    assert sum(each.prefill_tokens for record in engine.steps for each in record.sequences) == 5 + 25 + 8 + 3
+    assert (
+        sum(each.prefill_tokens for record in engine.steps for each in record.sequences)
+        == 5 + 25 + 8 + 3
+    )
 
 
 # ---- on its thread --------------------------------------------------------------------------------------------------
@@ -341,7 +414,12 @@ def test_a_row_that_is_not_finite_ends_its_request_alone(tiny, kind):
 def gauges(metrics: Metrics) -> dict[str, float]:
     """Those that must be zero when nothing is in hand."""
     families = text_string_to_metric_families(metrics.render().decode())
-    return {sample.name: sample.value for family in families for sample in family.samples if sample.name in IDLE}
+    return {
+        sample.name: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name in IDLE
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -360,19 +438,31 @@ def test_the_async_engine_runs_it(make, monkeypatch, kind):
         gate.allow(2)
         while gate.count < 3:  # two passes are made, and the thread stands before the third
             await asyncio.sleep(0.001)
-        tickets = [running.submit([prompt], [words(5 + number)])[0][0] for number, prompt in enumerate(prompts)]
-        assert gauges(metrics) == {IDLE[0]: 1, IDLE[1]: 7, IDLE[2]: 1 / engine.scheduler.max_sequences}
+        tickets = [
+            running.submit([prompt], [words(5 + number)])[0][0]
+            for number, prompt in enumerate(prompts)
+        ]
+        assert gauges(metrics) == {
+            IDLE[0]: 1,
+            IDLE[1]: 7,
+            IDLE[2]: 1 / engine.scheduler.max_sequences,
+        }
         running.abort(runs)
         running.abort(tickets[6])
         gate.allow()
         assert len(await said(running, runs)) == 3 and runs.reason == "abort"
         answers = [await said(running, ticket) for ticket in tickets]
-        assert [ticket.reason for ticket in tickets] == ["length"] * 6 + ["abort"] and answers.pop() == []
+        assert [ticket.reason for ticket in tickets] == ["length"] * 6 + [
+            "abort"
+        ] and answers.pop() == []
         assert gauges(metrics) == dict.fromkeys(IDLE, 0.0) and not running.in_flight
         return answers
 
     answers = run(engine, script)
-    assert answers == [Naive(engine.model).generate([prompts[number]], words(5 + number))[0].token_ids for number in range(6)]
+    assert answers == [
+        Naive(engine.model).generate([prompts[number]], words(5 + number))[0].token_ids
+        for number in range(6)
+    ]
     assert nothing_is_held(engine)
 
 
@@ -401,7 +491,10 @@ def test_a_failing_pass_is_told_and_the_next_request_is_served(make, monkeypatch
         ticket = running.submit([prompt_of(5)], [words(9)])[0][0]
         assert await error_of(running, ticket) == BROKEN and ticket.generated == 2
         ticket = running.submit([prompt_of(6)], [words(9)])[0][0]
-        assert await said(running, ticket) == Naive(engine.model).generate([prompt_of(6)], words(9))[0].token_ids
+        assert (
+            await said(running, ticket)
+            == Naive(engine.model).generate([prompt_of(6)], words(9))[0].token_ids
+        )
         while engine.requests:  # the probe of the failure
             await asyncio.sleep(0.001)
 
@@ -424,7 +517,11 @@ def test_memory_is_for_whole_contexts(tiny_folder, kind):
         return engine.scheduler.max_sequences, pool.count, pool.block_size
 
     rows = [1, 1, 1] if kind in ALONE else [2, 3, 5]
-    assert line("--kv-memory", str(2 * CONTEXT + 5000), "--max-sequences", "7") == (rows[0], rows[0], 256)
+    assert line("--kv-memory", str(2 * CONTEXT + 5000), "--max-sequences", "7") == (
+        rows[0],
+        rows[0],
+        256,
+    )
     assert line("--kv-memory", str(9 * CONTEXT), "--max-sequences", "3") == (rows[1], rows[1], 256)
     assert line("--max-sequences", "5", "--block-size", "8") == (rows[2], rows[2], 256)
     with pytest.raises(UserError, match="block"):
@@ -434,7 +531,9 @@ def test_memory_is_for_whole_contexts(tiny_folder, kind):
 @pytest.mark.parametrize("option", [("--sanitize",), ("--swap-memory", "1MiB")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_for_blocks_is_refused(tiny_folder, kind, option):
-    with pytest.raises(UserError, match=f"--sanitize and --swap-memory are for blocks, which '{kind}' has not"):
+    with pytest.raises(
+        UserError, match=f"--sanitize and --swap-memory are for blocks, which '{kind}' has not"
+    ):
         stage.make_engine(parse(["--model", str(tiny_folder), "--engine", kind, *option]))
 
 
@@ -443,16 +542,36 @@ def test_a_server_with_it(house, wait_idle, tiny_folder, kind):
     """A crowd gets the tokens of stage 01; samples, log-probabilities of the prompt, and the page's frames are there too."""
     oracle = naive(str(tiny_folder))
     made = requests(300, 14, 60)
-    options = ("--dtype", "float64", "--kv-memory", str(8 * CONTEXT), "--max-sequences", "6", "--no-sanitize")  # 4 contexts
+    options = (
+        "--dtype",
+        "float64",
+        "--kv-memory",
+        str(8 * CONTEXT),
+        "--max-sequences",
+        "6",
+        "--no-sanitize",
+    )  # 4 contexts
     running = house("--model", str(tiny_folder), "--engine", kind, *options)
     rows = 1 if kind in ALONE else 4
-    assert f"\n  engine  {kind}\n" in running.stderr() and f" in {rows} blocks of 256 tokens" in running.stderr()
+    assert (
+        f"\n  engine  {kind}\n" in running.stderr()
+        and f" in {rows} blocks of 256 tokens" in running.stderr()
+    )
     found = crowd(running.url, "tiny", made)
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(
+        base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
         extra = {"return_token_ids": True}
         prompt = [5, 6, 7, 8]
         samples: Any = client.completions.create(
-            model="tiny", prompt=prompt, n=3, seed=40, max_tokens=10, echo=True, logprobs=1, extra_body=extra
+            model="tiny",
+            prompt=prompt,
+            n=3,
+            seed=40,
+            max_tokens=10,
+            echo=True,
+            logprobs=1,
+            extra_body=extra,
         )
     numbers = wait_idle(running.url)
     with httpx2.stream("GET", f"{running.url}/live", timeout=60, trust_env=False) as live:
@@ -461,12 +580,28 @@ def test_a_server_with_it(house, wait_idle, tiny_folder, kind):
         expected = alone(oracle, ids, fields)
         assert (tokens, reason) == (expected.token_ids, expected.finish_reason), fields
     for number, choice in enumerate(samples.choices):
-        assert choice.token_ids == alone(oracle, prompt, {"temperature": 1, "seed": 40 + number, "max_tokens": 10}).token_ids
-        assert choice.logprobs.token_logprobs[:4] == [None, *samples.choices[0].logprobs.token_logprobs[1:4]]
+        assert (
+            choice.token_ids
+            == alone(
+                oracle, prompt, {"temperature": 1, "seed": 40 + number, "max_tokens": 10}
+            ).token_ids
+        )
+        assert choice.logprobs.token_logprobs[:4] == [
+            None,
+            *samples.choices[0].logprobs.token_logprobs[1:4],
+        ]
     assert numbers["vllm:generation_tokens_total"] == sum(len(tokens) for tokens, _ in found) + sum(
         len(choice.token_ids) for choice in samples.choices
     )
     assert numbers["vllm:prompt_tokens_total"] == sum(len(ids) for ids, _ in made) + 3 * len(prompt)
-    assert frame["alive"] and frame["map"] == [[FREE, rows]] and (frame["blocks"], frame["block_size"]) == (rows, 256)
-    assert frame["running"] == [] and frame["waiting"] == 0 and frame["step"] == frame["steps"][-1]["number"] > 10
+    assert (
+        frame["alive"]
+        and frame["map"] == [[FREE, rows]]
+        and (frame["blocks"], frame["block_size"]) == (rows, 256)
+    )
+    assert (
+        frame["running"] == []
+        and frame["waiting"] == 0
+        and frame["step"] == frame["steps"][-1]["number"] > 10
+    )
     assert max(len(step["rows"]) for step in frame["steps"]) <= rows and frame["steps"][-1]["rows"]

@@ -8,7 +8,9 @@ import pytest
 
 from stage06_serving import fuzz, soak
 
-GOOD_ERROR = json.dumps({"error": {"message": "a", "type": "b", "param": None, "code": 400}}).encode()
+GOOD_ERROR = json.dumps(
+    {"error": {"message": "a", "type": "b", "param": None, "code": 400}}
+).encode()
 STREAM = "text/event-stream; charset=utf-8"
 
 
@@ -25,7 +27,13 @@ STREAM = "text/event-stream; charset=utf-8"
         (422, "application/json", b'{"detail": []}', 0.1, "status 422 without an error object"),
         (400, "text/plain", b"Bad Request", 0.1, "status 400 without an error object"),
         (404, "application/json", GOOD_ERROR, 0.1, "status 404 with an error object that says 400"),
-        (400, "application/json", GOOD_ERROR + b" " * 2048, 0.1, f"an error of {len(GOOD_ERROR) + 2048} bytes"),
+        (
+            400,
+            "application/json",
+            GOOD_ERROR + b" " * 2048,
+            0.1,
+            f"an error of {len(GOOD_ERROR) + 2048} bytes",
+        ),
         (200, STREAM, b'data: {"a": 1}\n\n', 0.1, "a stream without its end"),
         (200, STREAM, b'data: {"error":{}}\n\ndata: [DONE]\n\n', 0.1, "a stream with an error"),
     ],
@@ -37,7 +45,9 @@ def test_what_is_a_problem(status, kind, content, seconds, problem):
 def test_the_bodies_are_many_and_always_the_same():
     found = list(fuzz.bodies(500, 1))
     assert found == list(fuzz.bodies(500, 1)) != list(fuzz.bodies(500, 2))
-    assert len({content for _, content in found}) > 400 and {path for path, _ in found} == {path for path, _ in fuzz.GOOD}
+    assert len({content for _, content in found}) > 400 and {path for path, _ in found} == {
+        path for path, _ in fuzz.GOOD
+    }
 
     def reads(content):
         try:
@@ -53,7 +63,9 @@ def test_the_bodies_are_many_and_always_the_same():
 
 def test_a_few_bad_requests(server, monkeypatch, capsys):
     monkeypatch.setattr(fuzz, "PATIENCE", 60.0)  # the machine may have other work
-    assert fuzz.main(["--url", server.url, "--examples", "2", "--bodies", "60"]) == 0, capsys.readouterr().out
+    assert fuzz.main(["--url", server.url, "--examples", "2", "--bodies", "60"]) == 0, (
+        capsys.readouterr().out
+    )
     told = capsys.readouterr().out
     assert "POST /v1/chat/completions" in told and told.endswith("0 problems\n")
 
@@ -67,7 +79,11 @@ def test_what_must_have_come_back():
     before = soak.State(memory=500 * 2**20, tasks=3, files=20, blocks=0.0)
 
     def bad(after=before, rates=(100.0, 99.0), window=60.0, refused=0):
-        return [check.what for check in soak.judge(before, after, list(rates), window, refused) if not check.good]
+        return [
+            check.what
+            for check in soak.judge(before, after, list(rates), window, refused)
+            if not check.good
+        ]
 
     def state(**changed):
         return soak.State(**{**vars(before), **changed})

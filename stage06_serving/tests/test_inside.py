@@ -29,7 +29,9 @@ def test_an_answer_is_a_stream_only_where_one_was_asked_for():
         for path in ("/v1/completions", "/generate"):
             for fields in ({}, {"stream": False}, {"stream": None}):
                 answer = await inside.ask(path, SHORT | fields)
-                assert answer.headers["content-type"] == "application/json" and answer.json()["usage"]
+                assert (
+                    answer.headers["content-type"] == "application/json" and answer.json()["usage"]
+                )
             answer = await inside.ask(path, SHORT | {"stream": True})
             assert answer.headers["content-type"].startswith("text/event-stream")
             assert list(answer.events())[-1] == "[DONE]"
@@ -90,7 +92,11 @@ def test_pages_that_watch_are_few():
         while not all(each.heard.status == 200 for each in watching):
             await asyncio.sleep(0.005)
         refused = await inside.ask("/live")
-        assert refused.status == 503 and refused.headers["retry-after"] and "watch" in refused.json()["error"]["message"]
+        assert (
+            refused.status == 503
+            and refused.headers["retry-after"]
+            and "watch" in refused.json()["error"]["message"]
+        )
         watching[0].leave()
         await watching[0].answer()
         watching[0] = inside.begin("/live")  # there is room again

@@ -15,7 +15,13 @@ PROMPTS = ["Once upon a time", "The old fox", "In the village"]
 
 @pytest.fixture(scope="module")
 def options(server) -> dict[str, Any]:
-    return {"model": "stories", "base_url": f"{server.url}/v1", "api_key": "none", "temperature": 0, "max_retries": 0}
+    return {
+        "model": "stories",
+        "base_url": f"{server.url}/v1",
+        "api_key": "none",
+        "temperature": 0,
+        "max_retries": 0,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +38,12 @@ def llm(options) -> OpenAI:
 def said(client: openai.OpenAI) -> dict[str, str]:
     """What OpenAI's own client is told."""
     fields: dict[str, Any] = {"model": "stories", "temperature": 0, "max_tokens": 10}
-    answer = client.chat.completions.create(messages=[{"role": "user", "content": QUESTION}], **fields)
+    answer = client.chat.completions.create(
+        messages=[{"role": "user", "content": QUESTION}], **fields
+    )
     return {QUESTION: answer.choices[0].message.content or ""} | {
-        prompt: client.completions.create(prompt=prompt, **fields).choices[0].text for prompt in PROMPTS
+        prompt: client.completions.create(prompt=prompt, **fields).choices[0].text
+        for prompt in PROMPTS
     }
 
 
@@ -49,20 +58,35 @@ def test_chat_stream(chat, said):
     chunks = list(chat.stream(QUESTION))
     assert "".join(chunk.content for chunk in chunks) == said[QUESTION] and len(chunks) > 5
     with_usage = list(chat.stream(QUESTION, stream_usage=True))
-    assert sum(chunk.usage_metadata["output_tokens"] for chunk in with_usage if chunk.usage_metadata) == 10
+    assert (
+        sum(chunk.usage_metadata["output_tokens"] for chunk in with_usage if chunk.usage_metadata)
+        == 10
+    )
 
 
 def test_chat_batch(chat):
     answers = chat.batch([QUESTION, "Who are you?", QUESTION])
-    assert len(answers) == 3 and all(answer.usage_metadata["output_tokens"] == 10 for answer in answers)
+    assert len(answers) == 3 and all(
+        answer.usage_metadata["output_tokens"] == 10 for answer in answers
+    )
 
 
 def test_chat_stop_and_logprobs(chat, said):
     word = said[QUESTION].split()[2]
     answer = chat.invoke(QUESTION, stop=[word])
-    assert answer.content == said[QUESTION][: said[QUESTION].index(word)] and answer.response_metadata["finish_reason"] == "stop"
-    content = chat.bind(logprobs=True, top_logprobs=2).invoke(QUESTION).response_metadata["logprobs"]["content"]
-    assert "".join(each["token"] for each in content) == said[QUESTION] and len(content[0]["top_logprobs"]) == 2
+    assert (
+        answer.content == said[QUESTION][: said[QUESTION].index(word)]
+        and answer.response_metadata["finish_reason"] == "stop"
+    )
+    content = (
+        chat.bind(logprobs=True, top_logprobs=2)
+        .invoke(QUESTION)
+        .response_metadata["logprobs"]["content"]
+    )
+    assert (
+        "".join(each["token"] for each in content) == said[QUESTION]
+        and len(content[0]["top_logprobs"]) == 2
+    )
 
 
 def test_chat_asynchronous(chat, said):
@@ -80,7 +104,9 @@ def test_llm_invoke_and_stream(llm, said):
 def test_llm_sends_a_list_of_prompts_at_once(llm, said, server, metrics):
     before = metrics(server.url)["vllm:e2e_request_latency_seconds_count"]
     result = llm.generate(PROMPTS)
-    assert [generations[0].text for generations in result.generations] == [said[prompt] for prompt in PROMPTS]
+    assert [generations[0].text for generations in result.generations] == [
+        said[prompt] for prompt in PROMPTS
+    ]
     assert result.llm_output["token_usage"]["completion_tokens"] == 30
     assert metrics(server.url)["vllm:e2e_request_latency_seconds_count"] == before + 3
 
@@ -90,7 +116,9 @@ def test_llm_finds_the_samples_of_each_prompt(options, client):
     llm = OpenAI(**{**options, "temperature": 1}, max_tokens=8, n=2, best_of=2, seed=9)
     result = llm.generate(PROMPTS[:2])
     for prompt, generations in zip(PROMPTS, result.generations, strict=False):
-        alone = client.completions.create(model="stories", prompt=prompt, temperature=1, max_tokens=8, n=2, seed=9)
+        alone = client.completions.create(
+            model="stories", prompt=prompt, temperature=1, max_tokens=8, n=2, seed=9
+        )
         assert [each.text for each in generations] == [choice.text for choice in alone.choices]
 
 
@@ -101,5 +129,11 @@ def test_errors_are_those_of_the_openai_package(chat, llm):
         llm.invoke("")
     with pytest.raises(openai.BadRequestError, match="tools"):
         chat.bind_tools(
-            [{"name": "rain", "description": "makes rain", "parameters": {"type": "object", "properties": {}}}]
+            [
+                {
+                    "name": "rain",
+                    "description": "makes rain",
+                    "parameters": {"type": "object", "properties": {}},
+                }
+            ]
         ).invoke(QUESTION)

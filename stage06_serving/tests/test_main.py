@@ -80,10 +80,17 @@ def test_every_option_is_a_variable_too_and_the_command_line_wins(monkeypatch):
         monkeypatch.setenv(PREFIX + name.upper(), written)
     settings = parse([])
     assert settings.model_dump() == {name: meant for name, (_, meant) in values.items()}
-    assert all(getattr(settings, name) != field.default for name, field in Settings.model_fields.items())
+    assert all(
+        getattr(settings, name) != field.default for name, field in Settings.model_fields.items()
+    )
     assert settings.keys == ["a", "b"]
     changed = parse(["--port", "82", "--prefix-caching", "--no-sanitize", "--model", "stories"])
-    assert (changed.port, changed.prefix_caching, changed.sanitize, changed.model) == (82, True, False, "stories")
+    assert (changed.port, changed.prefix_caching, changed.sanitize, changed.model) == (
+        82,
+        True,
+        False,
+        "stories",
+    )
     assert changed.block_size == 8
 
 
@@ -123,13 +130,20 @@ def test_open_to_all(host, key, open_to_all):
 def test_bad_values_are_refused_in_one_sentence(capsys, monkeypatch, option, value):
     variable = PREFIX + option.upper().replace("-", "_")
     status, said = ended(capsys, f"--{option}={value}")
-    assert status == 2 and said.startswith(f"error: --{option}: ") and said.count("\n") == 1 and "--help" in said
+    assert (
+        status == 2
+        and said.startswith(f"error: --{option}: ")
+        and said.count("\n") == 1
+        and "--help" in said
+    )
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=f"^{variable}: "):
         parse([])
 
 
-@pytest.mark.parametrize("arguments", [("--prot", "8000"), ("--port",), ("something",), ("--sanitize=maybe",)])
+@pytest.mark.parametrize(
+    "arguments", [("--prot", "8000"), ("--port",), ("something",), ("--sanitize=maybe",)]
+)
 def test_options_that_do_not_exist(capsys, arguments):
     status, said = ended(capsys, *arguments)
     assert status == 2 and said.startswith("error: ") and "--help" in said
@@ -152,7 +166,9 @@ def test_a_port_that_is_taken(capsys):
 
 def test_a_template_that_is_none_stops_the_start(capsys, tmp_path):
     status, said = ended(capsys, "--chat-template", str(tmp_path / "absent.json"))
-    assert status == 2 and said.startswith("error: --chat-template") and "choose simple, none" in said
+    assert (
+        status == 2 and said.startswith("error: --chat-template") and "choose simple, none" in said
+    )
 
 
 def test_a_start_that_fails_gives_the_port_back(tmp_path, monkeypatch):
@@ -172,7 +188,12 @@ def test_a_start_that_fails_gives_the_port_back(tmp_path, monkeypatch):
 
 def test_a_model_that_is_not_there_stops_the_start(capsys):
     status, said = ended(capsys, "--port", "0", "--model", "./nothing-here")
-    assert status == 2 and said.startswith("error: ") and "nothing-here" in said and "serves" not in said
+    assert (
+        status == 2
+        and said.startswith("error: ")
+        and "nothing-here" in said
+        and "serves" not in said
+    )
 
 
 def test_what_the_libraries_have_made_is_no_garbage(tiny_folder, monkeypatch):
@@ -186,33 +207,77 @@ def test_what_the_libraries_have_made_is_no_garbage(tiny_folder, monkeypatch):
     monkeypatch.setattr(stage.asyncio, "run", run)
     interval = sys.getswitchinterval()
     try:
-        stage.main(["--port", "0", "--model", str(tiny_folder), "--linear", "plain", "--kv-memory", "64KiB"])
+        stage.main(
+            [
+                "--port",
+                "0",
+                "--model",
+                str(tiny_folder),
+                "--linear",
+                "plain",
+                "--kv-memory",
+                "64KiB",
+            ]
+        )
         assert frozen[0] > 100_000 and len(gc.get_objects()) < frozen[0] / 10
     finally:
         gc.unfreeze()
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize(("memory", "words"), [("lots", "no amount of memory"), ("1KiB", "block"), ("100TB", "free")])
+@pytest.mark.parametrize(
+    ("memory", "words"), [("lots", "no amount of memory"), ("1KiB", "block"), ("100TB", "free")]
+)
 def test_memory_that_there_is_not_stops_the_start(tiny_folder, memory, words):
     for option in ("--kv-memory", "--swap-memory") if memory != "1KiB" else ("--kv-memory",):
         with pytest.raises(UserError, match=words):
-            stage.make_engine(parse(["--model", str(tiny_folder), "--linear", "plain", option, memory]))
+            stage.make_engine(
+                parse(["--model", str(tiny_folder), "--linear", "plain", option, memory])
+            )
 
 
 def test_the_engine_is_as_the_settings_say(tiny_folder):
-    options = ("--max-sequences", "3", "--block-size", "8", "--kv-memory", "64KiB", "--swap-memory", "8KiB", "--dtype", "float64")
+    options = (
+        "--max-sequences",
+        "3",
+        "--block-size",
+        "8",
+        "--kv-memory",
+        "64KiB",
+        "--swap-memory",
+        "8KiB",
+        "--dtype",
+        "float64",
+    )
     arguments = ["--model", str(tiny_folder), "--linear", "plain", *options]
-    engine, loaded = stage.make_engine(parse([*arguments, "--no-prefix-caching", "--preemption", "swap", "--sanitize"]))
+    engine, loaded = stage.make_engine(
+        parse([*arguments, "--no-prefix-caching", "--preemption", "swap", "--sanitize"])
+    )
     assert isinstance(engine, Engine)
     scheduler = engine.scheduler
     assert scheduler.swap_pool is not None
-    assert (scheduler.pool.count, scheduler.pool.block_size, scheduler.swap_pool.count) == (16, 8, 2)
-    assert (scheduler.max_sequences, scheduler.token_budget, scheduler.preemption) == (3, stage.BUDGET, "swap")
-    assert not scheduler.prefix_caching and engine.sanitizer is not None and loaded.config.name == "tiny"
+    assert (scheduler.pool.count, scheduler.pool.block_size, scheduler.swap_pool.count) == (
+        16,
+        8,
+        2,
+    )
+    assert (scheduler.max_sequences, scheduler.token_budget, scheduler.preemption) == (
+        3,
+        stage.BUDGET,
+        "swap",
+    )
+    assert (
+        not scheduler.prefix_caching
+        and engine.sanitizer is not None
+        and loaded.config.name == "tiny"
+    )
     engine, _ = stage.make_engine(parse([*arguments, "--token-budget", "50"]))
     assert isinstance(engine, Engine)
-    assert engine.scheduler.token_budget == 50 and engine.scheduler.prefix_caching and engine.sanitizer is None
+    assert (
+        engine.scheduler.token_budget == 50
+        and engine.scheduler.prefix_caching
+        and engine.sanitizer is None
+    )
 
 
 # ---- a server that is open to others --------------------------------------------------------------------------------
@@ -221,14 +286,19 @@ def test_the_engine_is_as_the_settings_say(tiny_folder):
 def test_start_and_end_of_an_open_server(interruptible, serve, tiny_folder, tmp_path):
     """From the environment alone; the plan, the warning, a template from a file, and the end at Ctrl-C."""
     path = tmp_path / "chat.json"
-    path.write_text(json.dumps({"roles": {"user": "<{content}>"}, "start": "=", "stops": ["aaa"]}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"roles": {"user": "<{content}>"}, "start": "=", "stops": ["aaa"]}),
+        encoding="utf-8",
+    )
     values = {
         "MODEL": str(tiny_folder), "SERVED_MODEL_NAME": "mine", "HOST": "0.0.0.0", "MAX_SEQUENCES": "3", "MAX_QUEUE": "5",
         "KV_MEMORY": "64KiB", "CHAT_TEMPLATE": str(path),
     }  # fmt: skip
     with serve(env={PREFIX + name: value for name, value in values.items()}) as running:
         said = running.stderr()
-        assert said.startswith("WARNING: --host 0.0.0.0 lets everybody who can reach this machine use the server")
+        assert said.startswith(
+            "WARNING: --host 0.0.0.0 lets everybody who can reach this machine use the server"
+        )
         assert f"Staircase serves mine at http://0.0.0.0:{running.port}\n" in said
         assert "\n  model   tiny, float32 on cpu" in said and "\n  engine  paged\n" in said
         assert (
@@ -236,23 +306,52 @@ def test_start_and_end_of_an_open_server(interruptible, serve, tiny_folder, tmp_
             in said
         )
         assert (
-            f"\n  try     curl -N http://0.0.0.0:{running.port}/v1/completions -H 'Content-Type: application/json' -d '" in said
+            f"\n  try     curl -N http://0.0.0.0:{running.port}/v1/completions -H 'Content-Type: application/json' -d '"
+            in said
         )
         url = f"http://127.0.0.1:{running.port}/v1"
-        assert httpx2.get(f"{url}/models", trust_env=False, timeout=60, verify=False).json()["data"][0]["id"] == "mine"
+        assert (
+            httpx2.get(f"{url}/models", trust_env=False, timeout=60, verify=False).json()["data"][
+                0
+            ]["id"]
+            == "mine"
+        )
         bias = {str(ord("a")): 100}  # the model says nothing else
-        chat = {"messages": [{"role": "user", "content": "hi"}], "logit_bias": bias, "max_tokens": 9}
-        spoken = httpx2.post(f"{url}/chat/completions", json=chat, trust_env=False, timeout=60, verify=False).json()
-        assert spoken["choices"][0]["message"]["content"] == "" and spoken["choices"][0]["stop_reason"] == "aaa"
-        assert spoken["usage"] == {"prompt_tokens": len("<hi>="), "completion_tokens": 3, "total_tokens": 8}
+        chat = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "logit_bias": bias,
+            "max_tokens": 9,
+        }
+        spoken = httpx2.post(
+            f"{url}/chat/completions", json=chat, trust_env=False, timeout=60, verify=False
+        ).json()
+        assert (
+            spoken["choices"][0]["message"]["content"] == ""
+            and spoken["choices"][0]["stop_reason"] == "aaa"
+        )
+        assert spoken["usage"] == {
+            "prompt_tokens": len("<hi>="),
+            "completion_tokens": 3,
+            "total_tokens": 8,
+        }
         chat["messages"] = [{"role": "user", "content": "hi"}, {"role": "critic", "content": "no"}]
         spoken = httpx2.post(
-            f"{url}/chat/completions", json=chat | {"stop": "aa"}, trust_env=False, timeout=60, verify=False
+            f"{url}/chat/completions",
+            json=chat | {"stop": "aa"},
+            trust_env=False,
+            timeout=60,
+            verify=False,
         ).json()
-        assert spoken["choices"][0]["stop_reason"] == "aa" and spoken["usage"]["prompt_tokens"] == len("<hi>Critic: no\n=")
-        assert not psutil.Process(running.process.pid).children(recursive=True)  # nobody is left if it is killed
+        assert spoken["choices"][0]["stop_reason"] == "aa" and spoken["usage"][
+            "prompt_tokens"
+        ] == len("<hi>Critic: no\n=")
+        assert not psutil.Process(running.process.pid).children(
+            recursive=True
+        )  # nobody is left if it is killed
         assert running.stop(signal.SIGINT) == 130
-        assert running.stderr().strip() == said.strip()  # nothing was said of any prompt, and nothing went wrong
+        assert (
+            running.stderr().strip() == said.strip()
+        )  # nothing was said of any prompt, and nothing went wrong
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------------
@@ -260,18 +359,45 @@ def test_start_and_end_of_an_open_server(interruptible, serve, tiny_folder, tmp_
 
 def test_a_server_without_a_template_has_no_chats(locked):
     chat = {"messages": [{"role": "user", "content": "hi"}]}
-    answer = httpx2.post(f"{locked.url}/v1/chat/completions", json=chat, headers=KEY, trust_env=False, timeout=60, verify=False)
+    answer = httpx2.post(
+        f"{locked.url}/v1/chat/completions",
+        json=chat,
+        headers=KEY,
+        trust_env=False,
+        timeout=60,
+        verify=False,
+    )
     assert answer.status_code == 400 and "no chat template" in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == "messages"
 
 
 def routes(running: Running) -> list[tuple[str, str]]:
     """All operations that the server tells of, and some that it does not."""
-    paths = httpx2.get(f"{running.url}/openapi.json", headers=KEY, trust_env=False, timeout=60, verify=False).json()["paths"]
-    told = [(method.upper(), path.replace("{model_id}", "tiny")) for path, methods in paths.items() for method in methods]
+    paths = httpx2.get(
+        f"{running.url}/openapi.json", headers=KEY, trust_env=False, timeout=60, verify=False
+    ).json()["paths"]
+    told = [
+        (method.upper(), path.replace("{model_id}", "tiny"))
+        for path, methods in paths.items()
+        for method in methods
+    ]
     assert len(told) >= 11
-    hidden = ["/openapi.json", "/docs", "/redoc", "/nothing", "/health/", "/healthz", "//health", "/v1"]
-    return [*told, *(("GET", path) for path in hidden), ("OPTIONS", "/v1/completions"), ("HEAD", "/metrics")]
+    hidden = [
+        "/openapi.json",
+        "/docs",
+        "/redoc",
+        "/nothing",
+        "/health/",
+        "/healthz",
+        "//health",
+        "/v1",
+    ]
+    return [
+        *told,
+        *(("GET", path) for path in hidden),
+        ("OPTIONS", "/v1/completions"),
+        ("HEAD", "/metrics"),
+    ]
 
 
 def status(running: Running, method: str, path: str, headers: dict[str, Any]) -> int:
@@ -285,18 +411,42 @@ def status(running: Running, method: str, path: str, headers: dict[str, Any]) ->
 
 def test_every_route_but_two_needs_a_key(locked):
     asked = routes(locked)
-    assert ("GET", "/live") in asked and ("POST", "/generate") in asked and ("GET", "/metrics") in asked
+    assert (
+        ("GET", "/live") in asked
+        and ("POST", "/generate") in asked
+        and ("GET", "/metrics") in asked
+    )
     for method, path in asked:
         wanted = path not in OPEN
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer first-key,"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Bearer first-key,"},
+        ):
             assert (status(locked, method, path, headers) == 401) == wanted, (method, path, headers)
         assert status(locked, method, path, KEY) != 401, (method, path)
-    assert status(locked, "GET", "/v1/models", {"Authorization": "Bearer zweiter-schlüssel".encode()}) == 200
+    assert (
+        status(locked, "GET", "/v1/models", {"Authorization": "Bearer zweiter-schlüssel".encode()})
+        == 200
+    )
     assert status(locked, "GET", "/", {}) != 401
 
 
 def test_without_a_key_nothing_is_told(locked):
-    answer = httpx2.post(f"{locked.url}/v1/completions", json={"model": "secret-name"}, trust_env=False, timeout=60, verify=False)
-    assert answer.status_code == 401 and "secret-name" not in answer.text and "first" not in answer.text
+    answer = httpx2.post(
+        f"{locked.url}/v1/completions",
+        json={"model": "secret-name"},
+        trust_env=False,
+        timeout=60,
+        verify=False,
+    )
+    assert (
+        answer.status_code == 401
+        and "secret-name" not in answer.text
+        and "first" not in answer.text
+    )
     assert answer.json()["error"]["type"] == "AuthenticationError"
-    assert "first" not in locked.stderr() and '-H "Authorization: Bearer $STAIRCASE_API_KEY"' in locked.stderr()
+    assert (
+        "first" not in locked.stderr()
+        and '-H "Authorization: Bearer $STAIRCASE_API_KEY"' in locked.stderr()
+    )

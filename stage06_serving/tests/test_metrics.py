@@ -35,7 +35,11 @@ IDS = list(range(10, 50))  # 40 tokens: two whole blocks and a half
 
 
 def families(url):
-    return list(text_string_to_metric_families(httpx2.get(f"{url}/metrics", trust_env=False, timeout=60).text))
+    return list(
+        text_string_to_metric_families(
+            httpx2.get(f"{url}/metrics", trust_env=False, timeout=60).text
+        )
+    )
 
 
 def complete(running, prompt=IDS, status=200, **fields):
@@ -47,7 +51,10 @@ def complete(running, prompt=IDS, status=200, **fields):
 
 def success(numbers):
     """Ended sequences, by reason."""
-    return {reason: numbers[f'vllm:request_success_total{{finished_reason="{reason}"}}'] for reason in sorted(REASONS)}
+    return {
+        reason: numbers[f'vllm:request_success_total{{finished_reason="{reason}"}}']
+        for reason in sorted(REASONS)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +68,25 @@ def faulty(house, tiny_folder, tmp_path_factory):
 def test_the_counters_are_exact(faulty, wait_idle):
     running, fault = faulty
     before = wait_idle(running.url)
-    assert not any(value for name, value in before.items() if name.startswith("vllm:") and "_created" not in name)
+    assert not any(
+        value
+        for name, value in before.items()
+        if name.startswith("vllm:") and "_created" not in name
+    )
     complete(running, max_tokens=8)
     complete(running, max_tokens=1)  # its first two blocks are found
     complete(running, [7, 8, 9], n=2, temperature=1, seed=1, max_tokens=5)  # computed once
     answer = complete(running, [3, 4], max_tokens=6)
     assert answer["usage"]["completion_tokens"] == 6
-    token = complete(running, [3, 4], max_tokens=6, return_token_ids=True)["choices"][0]["token_ids"][0]
-    assert complete(running, [3, 4], max_tokens=6, stop_token_ids=[token])["choices"][0]["finish_reason"] == "stop"
+    token = complete(running, [3, 4], max_tokens=6, return_token_ids=True)["choices"][0][
+        "token_ids"
+    ][0]
+    assert (
+        complete(running, [3, 4], max_tokens=6, stop_token_ids=[token])["choices"][0][
+            "finish_reason"
+        ]
+        == "stop"
+    )
     complete(running, [3, 4], max_tokens=-1, status=400)
     complete(running, [3, 400], status=400)
     fault.plant("once")
@@ -76,7 +94,9 @@ def test_the_counters_are_exact(faulty, wait_idle):
     numbers = wait_idle(running.url)
     assert success(numbers) == {"length": 6, "stop": 1, "abort": 0, "error": 1}
     spoke = [8, 1, 5, 5, 6, 6, 1]  # tokens of each answer; the one that failed has none
-    assert numbers["vllm:generation_tokens_total"] == sum(spoke)  # the probe after the fault is not counted
+    assert numbers["vllm:generation_tokens_total"] == sum(
+        spoke
+    )  # the probe after the fault is not counted
     assert numbers["vllm:prefix_cache_hits_total"] == 32
     assert numbers["vllm:prompt_tokens_total"] == 40 + (40 - 32) + 3 + 2 + 2 + 2
     assert numbers["vllm:admission_rejections_total"] == 0
@@ -89,7 +109,9 @@ def test_the_counters_are_exact(faulty, wait_idle):
     assert numbers["vllm:request_generation_tokens_count"] == len(spoke) + 1
     assert numbers["vllm:request_generation_tokens_sum"] == sum(spoke)
     assert numbers["vllm:request_prompt_tokens_sum"] == 40 + 40 + 3 + 3 + 2 + 2 + 2 + 3
-    assert numbers["vllm:iteration_tokens_total_sum"] == (40 + 7) + 8 + (3 + 2 * 4) + 2 * (2 + 5) + 2
+    assert (
+        numbers["vllm:iteration_tokens_total_sum"] == (40 + 7) + 8 + (3 + 2 * 4) + 2 * (2 + 5) + 2
+    )
 
 
 def test_the_gauges_tell_what_is_in_hand(faulty, metrics, wait_idle):
@@ -98,10 +120,17 @@ def test_the_gauges_tell_what_is_in_hand(faulty, metrics, wait_idle):
     fault.plant("block")
     with httpx2.Client(trust_env=False, timeout=30) as client:
         body = {"prompt": "a" * 33, "temperature": 0, "ignore_eos": True, "stream": True}
-        opened = [client.send(client.build_request("POST", f"{running.url}/generate", json=body), stream=True) for _ in range(3)]
+        opened = [
+            client.send(
+                client.build_request("POST", f"{running.url}/generate", json=body), stream=True
+            )
+            for _ in range(3)
+        ]
         until(lambda: metrics(running.url)["vllm:kv_cache_usage_perc"])
         numbers = metrics(running.url)
-        assert numbers["vllm:num_requests_running"] >= 1  # whoever came once the pass had begun waits for the next
+        assert (
+            numbers["vllm:num_requests_running"] >= 1
+        )  # whoever came once the pass had begun waits for the next
         assert numbers["vllm:num_requests_running"] + numbers["vllm:num_requests_waiting"] == 3
         assert 0 < numbers["vllm:kv_cache_usage_perc"] < 1
         complete(running, status=503)
@@ -115,7 +144,9 @@ def test_the_gauges_tell_what_is_in_hand(faulty, metrics, wait_idle):
 def test_the_names_are_those_of_vllm(server):
     found = {family.name: family.type for family in families(server.url)}
     assert {name: kind for name, kind in found.items() if name in NAMES} == NAMES
-    header = httpx2.get(f"{server.url}/metrics", trust_env=False, timeout=60).headers["content-type"]
+    header = httpx2.get(f"{server.url}/metrics", trust_env=False, timeout=60).headers[
+        "content-type"
+    ]
     assert header.startswith("text/plain") and "version=" in header
     assert all(family.documentation for family in families(server.url))
 
@@ -124,9 +155,16 @@ def test_nothing_that_a_client_writes_becomes_a_label(server):
     """Each new label is a new series for ever: a client could fill the memory with them, and read what others have asked."""
     word = "a-word-of-the-client"
     fields = {"max_tokens": 2, "user": word, "stop": word, word: word}
-    with httpx2.Client(base_url=server.url, trust_env=False, timeout=30, headers={"User-Agent": word}) as client:
-        assert client.post(f"/v1/completions?{word}", json={"prompt": word, **fields}).status_code == 200
-        assert client.post("/v1/completions", json={"prompt": word, "model": word}).status_code == 404
+    with httpx2.Client(
+        base_url=server.url, trust_env=False, timeout=30, headers={"User-Agent": word}
+    ) as client:
+        assert (
+            client.post(f"/v1/completions?{word}", json={"prompt": word, **fields}).status_code
+            == 200
+        )
+        assert (
+            client.post("/v1/completions", json={"prompt": word, "model": word}).status_code == 404
+        )
         assert client.post(f"/{word}", json={}).status_code == 404
         assert word not in client.get("/metrics").text
     labels: dict[str, set[str]] = {}

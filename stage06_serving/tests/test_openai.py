@@ -32,13 +32,18 @@ def complete(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
 
 
 def chat(client: openai.OpenAI, messages: Any = CHAT, **fields: Any) -> Any:
-    return client.chat.completions.create(messages=messages, **{**GREEDY, "max_completion_tokens": TOKENS, **fields})
+    return client.chat.completions.create(
+        messages=messages, **{**GREEDY, "max_completion_tokens": TOKENS, **fields}
+    )
 
 
 def joined(chunks: list[Any], index: int = 0) -> str:
     """The text of one choice of a stream."""
     choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-    return "".join((choice.delta.content if hasattr(choice, "delta") else choice.text) or "" for choice in choices)
+    return "".join(
+        (choice.delta.content if hasattr(choice, "delta") else choice.text) or ""
+        for choice in choices
+    )
 
 
 def post(server: Running, path: str, **options: Any) -> httpx2.Response:
@@ -51,23 +56,40 @@ def post(server: Running, path: str, **options: Any) -> httpx2.Response:
 def test_a_completion_has_the_fields_that_the_client_reads(client):
     before = int(time.time())
     answer = complete(client)
-    assert answer.id.startswith("cmpl-") and answer.object == "text_completion" and answer.model == "stories"
+    assert (
+        answer.id.startswith("cmpl-")
+        and answer.object == "text_completion"
+        and answer.model == "stories"
+    )
     assert before <= answer.created <= time.time()
     (choice,) = answer.choices
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
     assert choice.text and PROMPT not in choice.text
     usage = answer.usage
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (4, TOKENS, 4 + TOKENS)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
+        4,
+        TOKENS,
+        4 + TOKENS,
+    )
     assert complete(client).id != answer.id
 
 
 def test_a_prompt_may_be_text_or_ids_or_a_list_of_either(client):
     ids = TOKENIZER.encode(PROMPT)
-    texts = [[choice.text for choice in complete(client, prompt).choices] for prompt in (PROMPT, ids, [PROMPT], [ids])]
+    texts = [
+        [choice.text for choice in complete(client, prompt).choices]
+        for prompt in (PROMPT, ids, [PROMPT], [ids])
+    ]
     assert texts[0] == texts[1] == texts[2] == texts[3] and len(texts[0]) == 1
     mixed = complete(client, [TOKENIZER.encode(OTHER), ids])
-    assert [choice.text for choice in mixed.choices] == [complete(client, OTHER).choices[0].text, texts[0][0]]
-    assert mixed.usage.prompt_tokens == len(TOKENIZER.encode(OTHER)) + len(ids) and mixed.usage.completion_tokens == 2 * TOKENS
+    assert [choice.text for choice in mixed.choices] == [
+        complete(client, OTHER).choices[0].text,
+        texts[0][0],
+    ]
+    assert (
+        mixed.usage.prompt_tokens == len(TOKENIZER.encode(OTHER)) + len(ids)
+        and mixed.usage.completion_tokens == 2 * TOKENS
+    )
 
 
 def test_choices_are_prompt_major(client):
@@ -75,15 +97,23 @@ def test_choices_are_prompt_major(client):
     fields = {"n": 3, "temperature": 2, "seed": 5}
     together = complete(client, [PROMPT, OTHER], **fields)
     assert [choice.index for choice in together.choices] == list(range(6))
-    apart = [choice.text for prompt in (PROMPT, OTHER) for choice in complete(client, prompt, **fields).choices]
+    apart = [
+        choice.text
+        for prompt in (PROMPT, OTHER)
+        for choice in complete(client, prompt, **fields).choices
+    ]
     assert [choice.text for choice in together.choices] == apart and len(set(apart)) == 6
-    assert together.usage.prompt_tokens == len(TOKENIZER.encode(PROMPT)) + len(TOKENIZER.encode(OTHER))  # once a prompt
+    assert together.usage.prompt_tokens == len(TOKENIZER.encode(PROMPT)) + len(
+        TOKENIZER.encode(OTHER)
+    )  # once a prompt
     assert together.usage.completion_tokens == 6 * TOKENS
 
 
 @pytest.mark.parametrize("fields", [{}, {"max_tokens": None}])
 def test_sixteen_tokens_if_nobody_says_how_many(client, fields):
-    answer = client.completions.create(model="stories", prompt=PROMPT, extra_body={"ignore_eos": True, **fields})
+    answer = client.completions.create(
+        model="stories", prompt=PROMPT, extra_body={"ignore_eos": True, **fields}
+    )
     assert answer.usage.completion_tokens == 16 and answer.choices[0].finish_reason == "length"
 
 
@@ -92,16 +122,33 @@ def test_the_context_is_a_limit_and_not_an_error(client):
     ids = (TOKENIZER.encode(PROMPT) * 256)[:1023]
     answer = complete(client, ids, extra_body={"ignore_eos": True})
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 1
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens") as refusal:
+    with pytest.raises(
+        openai.BadRequestError, match="maximum context length is 1024 tokens"
+    ) as refusal:
         complete(client, ids + ids[:1])
     assert refusal.value.param == "prompt"
-    with pytest.raises(openai.BadRequestError, match="characters") as refusal:  # known without cutting it into tokens
+    with pytest.raises(
+        openai.BadRequestError, match="characters"
+    ) as refusal:  # known without cutting it into tokens
         complete(client, "a" * 200_000)
     assert refusal.value.param == "prompt"
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", " \n ", [], [[]], [""], [PROMPT, ""], [PROMPT, 5], [[5], PROMPT], [-1], [2048], [[5, 2048]]]
+    "prompt",
+    [
+        "",
+        " \n ",
+        [],
+        [[]],
+        [""],
+        [PROMPT, ""],
+        [PROMPT, 5],
+        [[5], PROMPT],
+        [-1],
+        [2048],
+        [[5, 2048]],
+    ],
 )
 def test_no_prompt_no_answer(client, prompt):
     """CVE-2024-8768: an empty prompt ended the engine."""
@@ -112,7 +159,12 @@ def test_no_prompt_no_answer(client, prompt):
 # ---- completions: sampling ------------------------------------------------------------------------------------------
 
 # Two dozen draws from eight words.
-DRAWS: dict[str, Any] = {"max_tokens": 24, "temperature": 2, "seed": 1, "logit_bias": {str(id): 100 for id in range(300, 308)}}
+DRAWS: dict[str, Any] = {
+    "max_tokens": 24,
+    "temperature": 2,
+    "seed": 1,
+    "logit_bias": {str(id): 100 for id in range(300, 308)},
+}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +175,9 @@ def drawn(client: openai.OpenAI) -> str:
 
 def test_a_seed_repeats_an_answer_and_its_samples_differ(client):
     def texts(**fields: Any) -> list[str]:
-        bias = {str(each): 100 for each in range(300, 400)}  # of so many words no two answers are the same by chance
+        bias = {
+            str(each): 100 for each in range(300, 400)
+        }  # of so many words no two answers are the same by chance
         answer = complete(client, **{"temperature": 2, "n": 3, "logit_bias": bias, **fields})
         return [choice.text for choice in answer.choices]
 
@@ -167,13 +221,20 @@ def test_a_text_ends_at_its_end_unless_told_otherwise(client):
     """The end-of-text token is no text, and it is counted."""
     bias = {str(TOKENIZER.eos_id): 100}
     answer = complete(client, logit_bias=bias)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop") and answer.usage.completion_tokens == 1
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (
+        "",
+        "stop",
+    ) and answer.usage.completion_tokens == 1
     assert "stop_reason" not in answer.choices[0].model_dump()
     answer = complete(client, logit_bias=bias, extra_body={"ignore_eos": True})
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "length")
     assert answer.usage.completion_tokens == TOKENS
     answer = complete(client, logit_bias=bias, extra_body={"min_tokens": 3})
-    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens == 4 and answer.choices[0].text
+    assert (
+        answer.choices[0].finish_reason == "stop"
+        and answer.usage.completion_tokens == 4
+        and answer.choices[0].text
+    )
 
 
 def test_a_stop_string_ends_the_text_before_it(client):
@@ -183,7 +244,9 @@ def test_a_stop_string_ends_the_text_before_it(client):
         choice = complete(client, max_tokens=16, stop=given).choices[0]
         assert choice.text == whole[: whole.index(stop)]
         assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
-    kept = complete(client, max_tokens=16, stop=stop, extra_body={"include_stop_str_in_output": True})
+    kept = complete(
+        client, max_tokens=16, stop=stop, extra_body={"include_stop_str_in_output": True}
+    )
     assert kept.choices[0].text == whole[: whole.index(stop) + len(stop)]
     assert kept.usage.completion_tokens < 16
     assert complete(client, max_tokens=16, stop=None).choices[0].text == whole
@@ -197,16 +260,31 @@ def test_a_stop_string_waits_for_min_tokens(client):
     tokens = whole.logprobs.tokens
     for early, late in ((0, 5), (3, 9)):
         stop = tokens[early]
-        choice = complete(client, max_tokens=16, stop=stop, extra_body={"min_tokens": late}).choices[0]
+        choice = complete(
+            client, max_tokens=16, stop=stop, extra_body={"min_tokens": late}
+        ).choices[0]
         before = "".join(tokens[: late - 1])
         rest = whole.text[len(before) :]
         assert stop in before and choice.text == before + rest.partition(stop)[0]
         assert choice.finish_reason == ("stop" if stop in rest else "length")
-        chunks = list(complete(client, max_tokens=16, stop=stop, stream=True, extra_body={"min_tokens": late}))
+        chunks = list(
+            complete(client, max_tokens=16, stop=stop, stream=True, extra_body={"min_tokens": late})
+        )
         assert joined(chunks) == choice.text
-        assert complete(client, max_tokens=16, stop=stop).choices[0].text == whole.text.partition(stop)[0]  # without it
-    exact = complete(client, max_tokens=16, stop=tokens[7], extra_body={"min_tokens": tokens.index(tokens[7]) + 1})
-    assert exact.choices[0].finish_reason == "stop" and exact.usage.completion_tokens == tokens.index(tokens[7]) + 1
+        assert (
+            complete(client, max_tokens=16, stop=stop).choices[0].text
+            == whole.text.partition(stop)[0]
+        )  # without it
+    exact = complete(
+        client,
+        max_tokens=16,
+        stop=tokens[7],
+        extra_body={"min_tokens": tokens.index(tokens[7]) + 1},
+    )
+    assert (
+        exact.choices[0].finish_reason == "stop"
+        and exact.usage.completion_tokens == tokens.index(tokens[7]) + 1
+    )
 
 
 def test_a_stop_token_ends_the_text(client):
@@ -225,21 +303,32 @@ def test_logprobs_of_a_completion(client, count):
     found = choice.logprobs
     assert "".join(found.tokens) == choice.text and len(found.tokens) == TOKENS
     offset = 0
-    for token, logprob, top, at in zip(found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset, strict=True):
+    for token, logprob, top, at in zip(
+        found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset, strict=True
+    ):
         assert logprob <= 0 and top[token] == logprob and max(count, 1) <= len(top) <= count + 1
         assert sum(math.exp(value) for value in top.values()) < 1 + 1e-6
         assert at == offset and choice.text[at : at + len(token)] == token
         offset += len(token)
     greedy = complete(client, logprobs=count).choices[0].logprobs
-    assert all(logprob == max(top.values()) for logprob, top in zip(greedy.token_logprobs, greedy.top_logprobs, strict=True))
+    assert all(
+        logprob == max(top.values())
+        for logprob, top in zip(greedy.token_logprobs, greedy.top_logprobs, strict=True)
+    )
 
 
 def test_a_logprob_is_what_the_model_said_and_no_option_changes_it(client):
     first = complete(client, max_tokens=1, logprobs=20).choices[0].logprobs.top_logprobs[0]
     token = list(first)[7]
     (wanted,) = TOKENIZER.encode(token)
-    forced = complete(client, max_tokens=1, logprobs=0, logit_bias={str(wanted): 100}).choices[0].logprobs
-    assert forced.tokens == [token] and forced.token_logprobs[0] == pytest.approx(first[token], abs=1e-3)
+    forced = (
+        complete(client, max_tokens=1, logprobs=0, logit_bias={str(wanted): 100})
+        .choices[0]
+        .logprobs
+    )
+    assert forced.tokens == [token] and forced.token_logprobs[0] == pytest.approx(
+        first[token], abs=1e-3
+    )
 
 
 def test_echo_puts_the_prompt_first(client):
@@ -248,7 +337,9 @@ def test_echo_puts_the_prompt_first(client):
         assert complete(client, prompt, echo=True).choices[0].text == PROMPT + text
     answer = complete(client, [PROMPT, OTHER], echo=True, n=2, temperature=1)
     starts = [PROMPT, PROMPT, OTHER, OTHER]
-    assert all(choice.text.startswith(start) for choice, start in zip(answer.choices, starts, strict=True))
+    assert all(
+        choice.text.startswith(start) for choice, start in zip(answer.choices, starts, strict=True)
+    )
     odd = "né 😀 日本 \t\n"
     assert complete(client, odd, echo=True).choices[0].text.startswith(odd)
 
@@ -260,7 +351,9 @@ def test_echo_with_logprobs_scores_the_prompt_too(client):
     assert "".join(found.tokens) == choice.text and len(found.tokens) == 4 + TOKENS
     assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(4 + TOKENS)]
     assert all(2 <= len(top) <= 3 for top in found.top_logprobs[1:])
-    assert found.token_logprobs[4:] == complete(client, logprobs=2).choices[0].logprobs.token_logprobs
+    assert (
+        found.token_logprobs[4:] == complete(client, logprobs=2).choices[0].logprobs.token_logprobs
+    )
 
 
 def test_echo_and_no_tokens_scores_the_prompt_alone(client):
@@ -269,14 +362,26 @@ def test_echo_and_no_tokens_scores_the_prompt_alone(client):
     answer = complete(client, ids, echo=True, max_tokens=0, logprobs=3)
     (choice,) = answer.choices
     assert choice.text == PROMPT + said.text and choice.finish_reason == "length"
-    assert answer.usage.completion_tokens == 0 and answer.usage.prompt_tokens == answer.usage.total_tokens == 4 + TOKENS
+    assert (
+        answer.usage.completion_tokens == 0
+        and answer.usage.prompt_tokens == answer.usage.total_tokens == 4 + TOKENS
+    )
     assert choice.logprobs.token_logprobs[0] is None
-    assert choice.logprobs.token_logprobs[4:] == pytest.approx(said.logprobs.token_logprobs, abs=1e-3)
+    assert choice.logprobs.token_logprobs[4:] == pytest.approx(
+        said.logprobs.token_logprobs, abs=1e-3
+    )
     two = complete(client, [PROMPT, OTHER], echo=True, max_tokens=0)
-    assert [(each.index, each.text, each.logprobs) for each in two.choices] == [(0, PROMPT, None), (1, OTHER, None)]
+    assert [(each.index, each.text, each.logprobs) for each in two.choices] == [
+        (0, PROMPT, None),
+        (1, OTHER, None),
+    ]
     with pytest.raises(openai.BadRequestError, match="all samples are the same"):
         complete(client, echo=True, max_tokens=0, n=2, temperature=1)
-    chunks = list(complete(client, echo=True, max_tokens=0, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        complete(
+            client, echo=True, max_tokens=0, stream=True, stream_options={"include_usage": True}
+        )
+    )
     assert joined(chunks) == PROMPT and chunks[0].choices[0].finish_reason == "length"
     assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == 4
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
@@ -289,16 +394,25 @@ def test_the_samples_of_a_prompt_have_the_same_echo(client):
     for choice, prompt in zip(choices, (PROMPT, PROMPT, OTHER, OTHER), strict=True):
         (alone,) = complete(client, prompt, echo=True, max_tokens=0, logprobs=1).choices
         count = len(alone.logprobs.tokens)
-        assert choice.text.startswith(prompt) and choice.logprobs.tokens[:count] == alone.logprobs.tokens
-        assert choice.logprobs.token_logprobs[1:count] == pytest.approx(alone.logprobs.token_logprobs[1:], abs=1e-3)
-        assert choice.logprobs.text_offset == [len("".join(choice.logprobs.tokens[:i])) for i in range(count + TOKENS)]
+        assert (
+            choice.text.startswith(prompt)
+            and choice.logprobs.tokens[:count] == alone.logprobs.tokens
+        )
+        assert choice.logprobs.token_logprobs[1:count] == pytest.approx(
+            alone.logprobs.token_logprobs[1:], abs=1e-3
+        )
+        assert choice.logprobs.text_offset == [
+            len("".join(choice.logprobs.tokens[:i])) for i in range(count + TOKENS)
+        ]
     assert choices[0].text != choices[1].text
 
 
 def test_one_body_has_not_too_many_logprobs(client):
     """While it is written nobody else is served. What may be too much is refused before it is computed; a stream may have it."""
     many: dict[str, Any] = {"prompt": [PROMPT] * 3, "max_tokens": 900, "logprobs": 20}
-    with pytest.raises(openai.BadRequestError, match=f"{3 * 900 * 21} log-probabilities.*50000 are the most") as refusal:
+    with pytest.raises(
+        openai.BadRequestError, match=f"{3 * 900 * 21} log-probabilities.*50000 are the most"
+    ) as refusal:
         complete(client, **many)
     assert refusal.value.param == "logprobs"
     with pytest.raises(openai.BadRequestError, match="log-probabilities"):
@@ -309,7 +423,9 @@ def test_one_body_has_not_too_many_logprobs(client):
             complete(client, [ids] * 3, echo=True, max_tokens=0, logprobs=20, stream=stream)
     ends = {str(TOKENIZER.eos_id): 100}
     assert len(list(complete(client, **many, logit_bias=ends, stream=True))) == 3
-    assert complete(client, **many | {"max_tokens": 700}, logit_bias=ends).usage.completion_tokens == 3
+    assert (
+        complete(client, **many | {"max_tokens": 700}, logit_bias=ends).usage.completion_tokens == 3
+    )
 
 
 def test_token_ids_are_returned_where_they_are_asked_for(client):
@@ -324,7 +440,8 @@ def test_token_ids_are_returned_where_they_are_asked_for(client):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"stop": [" was", "zzz"]}, {"logprobs": 2}, {"echo": True}, {"echo": True, "logprobs": 1}]
+    "fields",
+    [{}, {"stop": [" was", "zzz"]}, {"logprobs": 2}, {"echo": True}, {"echo": True, "logprobs": 1}],
 )
 def test_a_stream_says_what_the_whole_answer_says(client, fields):
     whole = complete(client, max_tokens=20, **fields)
@@ -338,8 +455,14 @@ def test_a_stream_says_what_the_whole_answer_says(client, fields):
     assert len(chunks) > 5 and all(chunk.usage is None for chunk in chunks)
     if "logprobs" in fields:
         for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-            parts = [getattr(chunk.choices[0].logprobs, name) for chunk in chunks if chunk.choices[0].logprobs]
-            assert [each for part in parts for each in part] == getattr(whole.choices[0].logprobs, name)
+            parts = [
+                getattr(chunk.choices[0].logprobs, name)
+                for chunk in chunks
+                if chunk.choices[0].logprobs
+            ]
+            assert [each for part in parts for each in part] == getattr(
+                whole.choices[0].logprobs, name
+            )
     if "stop" in fields:
         assert chunks[-1].choices[0].stop_reason == whole.choices[0].stop_reason == " was"
 
@@ -347,8 +470,14 @@ def test_a_stream_says_what_the_whole_answer_says(client, fields):
 def test_the_choices_of_a_stream_are_told_apart(client):
     fields = {"n": 2, "temperature": 1, "seed": 8, "max_tokens": 15}
     whole = complete(client, [PROMPT, OTHER], **fields)
-    chunks = list(complete(client, [PROMPT, OTHER], stream=True, stream_options={"include_usage": True}, **fields))
-    assert [joined(chunks, index) for index in range(4)] == [choice.text for choice in whole.choices]
+    chunks = list(
+        complete(
+            client, [PROMPT, OTHER], stream=True, stream_options={"include_usage": True}, **fields
+        )
+    )
+    assert [joined(chunks, index) for index in range(4)] == [
+        choice.text for choice in whole.choices
+    ]
     ends = [choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason]
     assert sorted(ends) == [0, 1, 2, 3]
     assert chunks[-1].usage == whole.usage
@@ -360,7 +489,11 @@ def test_usage_comes_last_and_only_where_it_is_wanted(client, options):
     wanted = bool(options and options.get("include_usage"))
     assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [wanted]
     if wanted:
-        assert chunks[-1].choices == [] and chunks[-1].id == chunks[0].id and chunks[-2].choices[0].finish_reason
+        assert (
+            chunks[-1].choices == []
+            and chunks[-1].id == chunks[0].id
+            and chunks[-2].choices[0].finish_reason
+        )
         assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (4, TOKENS)
 
 
@@ -372,7 +505,10 @@ def test_usage_may_come_with_every_chunk(client):
     ):
         counts = [chunk.usage.completion_tokens for chunk in chunks]
         assert counts == sorted(counts) and counts[-1] == TOKENS and len(set(counts)) > 3
-        assert all(chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens for chunk in chunks)
+        assert all(
+            chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+            for chunk in chunks
+        )
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
@@ -380,13 +516,25 @@ def test_a_stream_as_curl_sees_it(server, path):
     """Pitfall 22: `stream: false` ignored. Pitfall 26: a stream that is cut without [DONE]."""
     body = {"prompt": PROMPT, "messages": CHAT, "max_tokens": 8, "temperature": 0, "stream": True}
     answer = post(server, path, json=body)
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith(
+        "text/event-stream"
+    )
     assert answer.headers["cache-control"] == "no-cache"
     events = answer.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""] and all(each.startswith("data: {") for each in events[:-2])
+    assert events[-2:] == ["data: [DONE]", ""] and all(
+        each.startswith("data: {") for each in events[:-2]
+    )
     for stream in ({"stream": False}, {"stream": None}, {}):
-        whole = post(server, path, json={name: value for name, value in body.items() if name != "stream"} | stream)
-        assert whole.headers["content-type"] == "application/json" and "data:" not in whole.text and whole.json()
+        whole = post(
+            server,
+            path,
+            json={name: value for name, value in body.items() if name != "stream"} | stream,
+        )
+        assert (
+            whole.headers["content-type"] == "application/json"
+            and "data:" not in whole.text
+            and whole.json()
+        )
 
 
 # ---- chat -----------------------------------------------------------------------------------------------------------
@@ -394,7 +542,11 @@ def test_a_stream_as_curl_sees_it(server, path):
 
 def test_a_chat_completion_has_the_fields_that_the_client_reads(client):
     answer = chat(client)
-    assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion" and answer.model == "stories"
+    assert (
+        answer.id.startswith("chatcmpl-")
+        and answer.object == "chat.completion"
+        and answer.model == "stories"
+    )
     (choice,) = answer.choices
     assert choice.message.role == "assistant" and choice.message.content and choice.logprobs is None
     assert (choice.index, choice.finish_reason) == (0, "length")
@@ -405,11 +557,16 @@ def test_a_chat_completion_has_the_fields_that_the_client_reads(client):
 def test_a_chat_is_the_completion_of_what_the_template_makes_of_it(client):
     messages = [
         {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": [{"type": "text", "text": "Tell me"}, {"type": "text", "text": "a story."}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Tell me"}, {"type": "text", "text": "a story."}],
+        },
         {"role": "assistant", "content": None},
         {"role": "narrator", "content": "It rains.", "name": "Mira"},
     ]
-    prompt = "System: Be kind.\nUser: Tell me\na story.\nAssistant: \nNarrator: It rains.\nAssistant:"
+    prompt = (
+        "System: Be kind.\nUser: Tell me\na story.\nAssistant: \nNarrator: It rains.\nAssistant:"
+    )
     answer = chat(client, messages)
     assert answer.choices[0].message.content == complete(client, prompt).choices[0].text
     assert answer.usage.prompt_tokens == len(TOKENIZER.encode(prompt))
@@ -418,7 +575,12 @@ def test_a_chat_is_the_completion_of_what_the_template_makes_of_it(client):
 def test_max_completion_tokens_wins_and_the_rest_of_the_context_is_the_default(client):
     assert chat(client, max_tokens=3).usage.completion_tokens == TOKENS
     assert chat(client, max_tokens=3, max_completion_tokens=None).usage.completion_tokens == 3
-    long = [{"role": "user", "content": TOKENIZER.decode(TOKENIZER.encode("once upon a time " * 300)[:960])}]
+    long = [
+        {
+            "role": "user",
+            "content": TOKENIZER.decode(TOKENIZER.encode("once upon a time " * 300)[:960]),
+        }
+    ]
     answer = chat(client, long, max_completion_tokens=None, extra_body={"ignore_eos": True})
     assert answer.usage.total_tokens == 1024 and answer.choices[0].finish_reason == "length"
 
@@ -428,16 +590,34 @@ def test_logprobs_of_a_chat(client, count):
     given = {} if count is None else {"top_logprobs": count}
     choice = chat(client, logprobs=True, **given).choices[0]
     content = choice.logprobs.content
-    assert "".join(each.token for each in content) == choice.message.content and len(content) == TOKENS
+    assert (
+        "".join(each.token for each in content) == choice.message.content and len(content) == TOKENS
+    )
     assert b"".join(bytes(each.bytes) for each in content).decode() == choice.message.content
     for each in content:
         assert len(each.top_logprobs) == (count or 0) and each.logprob <= 0
-        assert [top.logprob for top in each.top_logprobs] == sorted((top.logprob for top in each.top_logprobs), reverse=True)
-        assert not count or (each.top_logprobs[0].token, each.top_logprobs[0].logprob) == (each.token, each.logprob)
-    streamed = [each for chunk in chat(client, logprobs=True, stream=True, **given) for each in chunk.choices[0].logprobs.content]
-    assert [(each.token, each.bytes) for each in streamed] == [(each.token, each.bytes) for each in content]
-    assert [each.logprob for each in streamed] == pytest.approx([each.logprob for each in content], abs=1e-3)
-    tops = [[[top.token for top in each.top_logprobs] for each in found] for found in (streamed, content)]
+        assert [top.logprob for top in each.top_logprobs] == sorted(
+            (top.logprob for top in each.top_logprobs), reverse=True
+        )
+        assert not count or (each.top_logprobs[0].token, each.top_logprobs[0].logprob) == (
+            each.token,
+            each.logprob,
+        )
+    streamed = [
+        each
+        for chunk in chat(client, logprobs=True, stream=True, **given)
+        for each in chunk.choices[0].logprobs.content
+    ]
+    assert [(each.token, each.bytes) for each in streamed] == [
+        (each.token, each.bytes) for each in content
+    ]
+    assert [each.logprob for each in streamed] == pytest.approx(
+        [each.logprob for each in content], abs=1e-3
+    )
+    tops = [
+        [[top.token for top in each.top_logprobs] for each in found]
+        for found in (streamed, content)
+    ]
     assert tops[0] == tops[1] or count == 20  # of so many, two may change places
     assert chat(client, logprobs=False).choices[0].logprobs is None
 
@@ -452,9 +632,17 @@ def test_the_first_chunk_of_each_choice_says_who_speaks(client):
     }
     for index in range(2):
         mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-        assert (mine[0].delta.role, mine[0].delta.content, mine[0].finish_reason) == ("assistant", "", None)
+        assert (mine[0].delta.role, mine[0].delta.content, mine[0].finish_reason) == (
+            "assistant",
+            "",
+            None,
+        )
         assert all(choice.delta.role is None for choice in mine[1:])
-        assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["length"] == [mine[-1].finish_reason]
+        assert (
+            [choice.finish_reason for choice in mine if choice.finish_reason]
+            == ["length"]
+            == [mine[-1].finish_reason]
+        )
         assert joined(chunks, index) == whole.choices[index].message.content
     assert chunks[0].id.startswith("chatcmpl-")
 
@@ -462,10 +650,15 @@ def test_the_first_chunk_of_each_choice_says_who_speaks(client):
 def test_the_clients_own_stream_helper_puts_a_chat_together(client):
     whole = chat(client).choices[0].message.content
     stop = whole[-6:-2]  # an answer that is too long is an error to this helper
-    with client.chat.completions.stream(messages=CHAT, stop=stop, **GREEDY, max_completion_tokens=TOKENS) as stream:
+    with client.chat.completions.stream(
+        messages=CHAT, stop=stop, **GREEDY, max_completion_tokens=TOKENS
+    ) as stream:
         events = [event.type for event in stream]
         final = stream.get_final_completion()
-    assert final.choices[0].message.content == whole[: whole.index(stop)] and final.choices[0].finish_reason == "stop"
+    assert (
+        final.choices[0].message.content == whole[: whole.index(stop)]
+        and final.choices[0].finish_reason == "stop"
+    )
     assert events.count("content.delta") > 3 and events[-1] == "content.done"
 
 
@@ -477,7 +670,12 @@ def test_the_clients_own_stream_helper_puts_a_chat_together(client):
         [{"content": "hello"}],
         [{"role": "", "content": "hello"}],
         [{"role": "user", "content": 5}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}],
+            }
+        ],
         [{"role": "user", "content": [{"type": "text"}]}],
         ["hello"],
     ],
@@ -494,16 +692,37 @@ def test_what_is_no_chat_is_refused(client, messages):
 
 def test_fields_that_nobody_here_knows_are_ignored(client):
     plain = complete(client).choices[0].text
-    extra = {"mirostat": 2, "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "response_format": {"type": "text"}}
+    extra = {
+        "mirostat": 2,
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "response_format": {"type": "text"},
+    }
     assert complete(client, user="somebody", extra_body=extra).choices[0].text == plain
     assert complete(client, best_of=1, n=1).choices[0].text == plain
-    assert complete(client, extra_body={"tools": [], "suffix": "", "chat_template": None}).choices[0].text == plain
-    assert complete(client, logprobs=None, n=None, seed=None, top_p=None, logit_bias=None, echo=None).choices[0].text == plain
+    assert (
+        complete(client, extra_body={"tools": [], "suffix": "", "chat_template": None})
+        .choices[0]
+        .text
+        == plain
+    )
+    assert (
+        complete(client, logprobs=None, n=None, seed=None, top_p=None, logit_bias=None, echo=None)
+        .choices[0]
+        .text
+        == plain
+    )
 
 
 def test_what_guidellm_always_sends(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    fields = {"stream": True, "stream_options": options, "stop": None, "extra_body": {"ignore_eos": True, "stop": None}}
+    fields = {
+        "stream": True,
+        "stream_options": options,
+        "stop": None,
+        "extra_body": {"ignore_eos": True, "stop": None},
+    }
     for chunks in (list(complete(client, **fields)), list(chat(client, **fields))):
         assert chunks[-1].usage.completion_tokens == TOKENS and chunks[-1].choices == []
 
@@ -533,7 +752,10 @@ def test_fields_that_would_change_the_answer_are_refused(client, name):
         *[("min_tokens", value) for value in (-1, 10**9)],
         *[("seed", value) for value in (2**63, -(2**63) - 1, 1.5, "1")],
         *[("stop", value) for value in ("", [""], list("abcde"), "a" * 65, 5, [5], {"a": 1})],
-        *[("logit_bias", value) for value in ({"x": 1}, {"-5": 1}, {"5": 101}, {"5": "1"}, {"2048": 1}, [5])],
+        *[
+            ("logit_bias", value)
+            for value in ({"x": 1}, {"-5": 1}, {"5": 101}, {"5": "1"}, {"2048": 1}, [5])
+        ],
         ("logit_bias", {str(each): 1 for each in range(301)}),
         *[("stop_token_ids", value) for value in ([-1], [2048], ["5"], list(range(65)))],
         *[("stream", value) for value in ("yes", 1)],
@@ -558,7 +780,13 @@ def test_bounds_and_types(client, field, value):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("top_logprobs", 21), ("top_logprobs", -1), ("logprobs", 1), ("max_completion_tokens", 0), ("max_completion_tokens", True)],
+    [
+        ("top_logprobs", 21),
+        ("top_logprobs", -1),
+        ("logprobs", 1),
+        ("max_completion_tokens", 0),
+        ("max_completion_tokens", True),
+    ],
 )
 def test_bounds_and_types_of_a_chat(client, field, value):
     with pytest.raises(openai.BadRequestError, match=field):
@@ -593,7 +821,9 @@ def test_another_model_is_not_found(client, server):
         with pytest.raises(openai.NotFoundError, match="'gpt-5' does not exist") as refusal:
             ask(client, model="gpt-5")
         assert (refusal.value.param, refusal.value.type) == ("model", "NotFoundError")
-    assert post(server, "/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200  # none is ours
+    assert (
+        post(server, "/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200
+    )  # none is ours
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
         assert post(server, path, json={**body, "model": "gpt-5"}).status_code == 404
 
@@ -602,7 +832,10 @@ def test_text_to_tokens_and_back(server):
     text = "Once, 日本 😀\nthe end <|endoftext|>"
     found = post(server, "/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert found["tokens"] == TOKENIZER.encode(text) and TOKENIZER.eos_id not in found["tokens"]
-    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) and found["max_model_len"] == 1024
+    assert (
+        found["count"] == len(found["tokens"]) == len(found["token_strs"])
+        and found["max_model_len"] == 1024
+    )
     assert post(server, "/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text}
     assert "token_strs" not in post(server, "/tokenize", json={"prompt": text}).json()
     assert post(server, "/tokenize", json={"prompt": ""}).json()["tokens"] == []
@@ -613,7 +846,11 @@ def test_the_plain_way_in(server, client):
     body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
     found = post(server, "/generate", json=body).json()
     assert found["text"] == complete(client).choices[0].text and found["finish_reason"] == "length"
-    assert found["usage"] == {"prompt_tokens": 4, "completion_tokens": TOKENS, "total_tokens": 4 + TOKENS}
+    assert found["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": TOKENS,
+        "total_tokens": 4 + TOKENS,
+    }
     lines = post(server, "/generate", json={**body, "stream": True}).text.split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
     assert "".join(event["text"] for event in events) == found["text"]
@@ -621,24 +858,57 @@ def test_the_plain_way_in(server, client):
 
 
 def test_health_and_version(server):
-    assert httpx2.get(f"{server.url}/health", trust_env=False, timeout=60).json() == {"status": "ok"}
-    assert set(httpx2.get(f"{server.url}/version", trust_env=False, timeout=60).json()) == {"version", "torch"}
+    assert httpx2.get(f"{server.url}/health", trust_env=False, timeout=60).json() == {
+        "status": "ok"
+    }
+    assert set(httpx2.get(f"{server.url}/version", trust_env=False, timeout=60).json()) == {
+        "version",
+        "torch",
+    }
 
 
 @pytest.mark.parametrize(
     ("method", "path", "options", "status"),
     [
-        ("POST", "/v1/completions", {"content": b"{", "headers": {"content-type": "application/json"}}, 400),
-        ("POST", "/v1/completions", {"content": b"", "headers": {"content-type": "application/json"}}, 400),
-        ("POST", "/v1/completions", {"content": b"\xff\xfe", "headers": {"content-type": "application/json"}}, 400),
-        ("POST", "/v1/completions", {"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400),
         (
             "POST",
             "/v1/completions",
-            {"content": b'{"n":' + b"1" * 5000 + b"}", "headers": {"content-type": "application/json"}},
+            {"content": b"{", "headers": {"content-type": "application/json"}},
             400,
         ),
-        ("POST", "/v1/completions", {"content": b'{"prompt": "a"}', "headers": {"content-type": "text/plain"}}, 400),
+        (
+            "POST",
+            "/v1/completions",
+            {"content": b"", "headers": {"content-type": "application/json"}},
+            400,
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            {"content": b"\xff\xfe", "headers": {"content-type": "application/json"}},
+            400,
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            {"content": b"[" * 100_000, "headers": {"content-type": "application/json"}},
+            400,
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            {
+                "content": b'{"n":' + b"1" * 5000 + b"}",
+                "headers": {"content-type": "application/json"},
+            },
+            400,
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            {"content": b'{"prompt": "a"}', "headers": {"content-type": "text/plain"}},
+            400,
+        ),
         ("POST", "/v1/completions", {"content": b'{"prompt": "a"}'}, 400),
         ("POST", "/v1/completions", {"json": ["a"]}, 400),
         ("POST", "/v1/completions", {"json": {}}, 400),
@@ -653,13 +923,18 @@ def test_health_and_version(server):
     ids=lambda value: str(value)[:40],
 )
 def test_every_error_is_an_error_object(server, method, path, options, status):
-    answer = httpx2.request(method, server.url + path, trust_env=False, verify=False, timeout=60, **options)
+    answer = httpx2.request(
+        method, server.url + path, trust_env=False, verify=False, timeout=60, **options
+    )
     assert answer.status_code == status and answer.headers["content-type"] == "application/json"
     (error,) = answer.json().values()
     assert set(answer.json()) == {"error"} and set(error) == {"message", "type", "param", "code"}
     assert error["code"] == status and error["message"] and error["type"].endswith("Error")
     assert (
-        len(answer.content) <= 700 and "Traceback" not in answer.text and "/work" not in answer.text and ".py" not in answer.text
+        len(answer.content) <= 700
+        and "Traceback" not in answer.text
+        and "/work" not in answer.text
+        and ".py" not in answer.text
     )
     if status == 405:
         assert answer.headers["allow"]
@@ -668,15 +943,40 @@ def test_every_error_is_an_error_object(server, method, path, options, status):
 def test_numbers_that_are_none_are_refused(server):
     """NaN and infinities are no JSON, and Python reads them nevertheless."""
     for number in ("NaN", "Infinity", "-Infinity", "1e999"):
-        for field in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for field in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ):
             body = f'{{"prompt": "a", "{field}": {number}}}'
-            answer = post(server, "/v1/completions", content=body, headers={"content-type": "application/json"})
-            assert answer.status_code == 400 and answer.json()["error"]["param"] == field, (number, field)
+            answer = post(
+                server,
+                "/v1/completions",
+                content=body,
+                headers={"content-type": "application/json"},
+            )
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == field, (
+                number,
+                field,
+            )
         body = f'{{"prompt": "a", "logit_bias": {{"5": {number}}}}}'
-        assert post(server, "/v1/completions", content=body, headers={"content-type": "application/json"}).status_code == 400
+        assert (
+            post(
+                server,
+                "/v1/completions",
+                content=body,
+                headers={"content-type": "application/json"},
+            ).status_code
+            == 400
+        )
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/tokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/generate", "/tokenize"]
+)
 def test_half_a_surrogate_pair_harms_nobody(server, path):
     """It cannot be cut into tokens or sent back: an echo of it was an error 500. A whole pair is a character."""
     body = (
@@ -685,7 +985,10 @@ def test_half_a_surrogate_pair_harms_nobody(server, path):
     )
     headers = {"content-type": "application/json"}
     answer = post(server, path, content=body, headers=headers)
-    assert answer.status_code == 400 and "half of a surrogate pair" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 400
+        and "half of a surrogate pair" in answer.json()["error"]["message"]
+    )
     assert answer.json()["error"]["param"] == ("messages" if "chat" in path else "prompt")
     whole = body.replace(r"\ud800", r"\ud83d\ude00").replace(r"\udfff", r"\ud83d\ude00")
     assert post(server, path, content=whole, headers=headers).status_code == 200
@@ -697,7 +1000,16 @@ def test_half_a_surrogate_pair_harms_nobody(server, path):
 @pytest.fixture(scope="module")
 def strict(house: House, tiny_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Running:
     """One answer at a time, nobody in line, and a key. LONG takes longer than there is time for."""
-    options = ("--max-sequences", "1", "--max-queue", "0", "--request-timeout", "1", "--api-key", "right,also right")
+    options = (
+        "--max-sequences",
+        "1",
+        "--max-queue",
+        "0",
+        "--request-timeout",
+        "1",
+        "--api-key",
+        "right,also right",
+    )
     fault = Fault(tmp_path_factory.mktemp("pace") / "fault")
     fault.plant("0.01")  # seconds more for each pass
     return house("--model", str(tiny_folder), *options, env={VARIABLE: str(fault.file)})
@@ -716,7 +1028,12 @@ def strict_client(strict: Running) -> Iterator[Callable[..., openai.OpenAI]]:
         client.close()
 
 
-LONG: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 255, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": "a",
+    "max_tokens": 255,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 def test_a_wrong_key_is_an_authentication_error(strict_client):
@@ -728,14 +1045,28 @@ def test_a_wrong_key_is_an_authentication_error(strict_client):
 
 def test_a_late_answer_is_not_asked_for_again(strict, strict_client):
     def aborted() -> float:
-        answer = httpx2.get(f"{strict.url}/metrics", headers={"Authorization": "Bearer right"}, trust_env=False, timeout=60)
-        (line,) = [each for each in answer.text.splitlines() if 'request_success_total{finished_reason="abort"' in each]
+        answer = httpx2.get(
+            f"{strict.url}/metrics",
+            headers={"Authorization": "Bearer right"},
+            trust_env=False,
+            timeout=60,
+        )
+        (line,) = [
+            each
+            for each in answer.text.splitlines()
+            if 'request_success_total{finished_reason="abort"' in each
+        ]
         return float(line.split()[-1])
 
     before = aborted()
-    with pytest.raises(openai.InternalServerError, match="longer than the server allows") as refusal:
+    with pytest.raises(
+        openai.InternalServerError, match="longer than the server allows"
+    ) as refusal:
         strict_client(retries=2).completions.create(**LONG)
-    assert refusal.value.status_code == 504 and refusal.value.response.headers["x-should-retry"] == "false"
+    assert (
+        refusal.value.status_code == 504
+        and refusal.value.response.headers["x-should-retry"] == "false"
+    )
     until(lambda: aborted() == before + 1)
 
 
@@ -756,7 +1087,9 @@ def test_a_full_server_says_so_and_the_client_comes_back(strict_client):
     with pytest.raises(openai.InternalServerError) as refusal:
         strict_client().completions.create(**short)
     assert refusal.value.status_code == 503 and refusal.value.response.headers["retry-after"] == "1"
-    assert strict_client(retries=2).completions.create(**short).usage.completion_tokens == 1  # a second later
+    assert (
+        strict_client(retries=2).completions.create(**short).usage.completion_tokens == 1
+    )  # a second later
     stream.close()
 
 
@@ -766,12 +1099,20 @@ def test_a_full_server_says_so_and_the_client_comes_back(strict_client):
 def test_the_asynchronous_client(server, client):
     async def talk() -> tuple[Any, ...]:
         other: Any
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as other:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as other:
             whole = await other.completions.create(prompt=PROMPT, max_tokens=TOKENS, **GREEDY)
-            stream = await other.completions.create(prompt=PROMPT, max_tokens=TOKENS, stream=True, **GREEDY)
+            stream = await other.completions.create(
+                prompt=PROMPT, max_tokens=TOKENS, stream=True, **GREEDY
+            )
             chunks = [chunk async for chunk in stream]
-            spoken = await other.chat.completions.create(messages=CHAT, max_completion_tokens=TOKENS, **GREEDY)
-            stream = await other.chat.completions.create(messages=CHAT, max_completion_tokens=TOKENS, stream=True, **GREEDY)
+            spoken = await other.chat.completions.create(
+                messages=CHAT, max_completion_tokens=TOKENS, **GREEDY
+            )
+            stream = await other.chat.completions.create(
+                messages=CHAT, max_completion_tokens=TOKENS, stream=True, **GREEDY
+            )
             deltas = [chunk async for chunk in stream]
             models = [model.id async for model in other.models.list()]
             with pytest.raises(openai.BadRequestError):
@@ -782,7 +1123,11 @@ def test_the_asynchronous_client(server, client):
 
     whole, chunks, spoken, deltas, models = asyncio.run(talk())
     assert whole.choices[0].text == joined(chunks) == complete(client).choices[0].text
-    assert spoken.choices[0].message.content == joined(deltas) == chat(client).choices[0].message.content
+    assert (
+        spoken.choices[0].message.content
+        == joined(deltas)
+        == chat(client).choices[0].message.content
+    )
     assert deltas[0].choices[0].delta.role == "assistant" and models == ["stories"]
 
 
@@ -791,7 +1136,9 @@ def test_many_at_once(server, wait_idle):
 
     async def talk() -> list[tuple[int, str]]:
         other: Any
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as other:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as other:
 
             async def one(number: int) -> tuple[int, str]:
                 fields: dict[str, Any] = {
@@ -803,7 +1150,9 @@ def test_many_at_once(server, wait_idle):
                     answer = await other.completions.create(**GREEDY, **fields)
                     return answer.usage.completion_tokens, answer.choices[0].finish_reason
                 options = {"include_usage": True}
-                stream = await other.completions.create(**GREEDY, **fields, stream=True, stream_options=options)
+                stream = await other.completions.create(
+                    **GREEDY, **fields, stream=True, stream_options=options
+                )
                 chunks = [chunk async for chunk in stream]
                 return chunks[-1].usage.completion_tokens, chunks[-2].choices[0].finish_reason
 

@@ -54,10 +54,15 @@ def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that says SAID again and again: its layers do nothing, and each position leads to one byte."""
     folder = make_folder(tmp_path_factory.mktemp("page") / "reciter")
     fields = FIELDS | {"n_positions": POSITIONS, "n_embd": 64, "n_layer": 1}
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in random_tensors(Config.from_dict(fields)).items()}
+    tensors = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in random_tensors(Config.from_dict(fields)).items()
+    }
     letters = sorted(set(BYTES))
     tensors["ln_f.weight"] += 1
-    for dimension, byte in enumerate(letters):  # each has a direction of its own; a byte is its own token id
+    for dimension, byte in enumerate(
+        letters
+    ):  # each has a direction of its own; a byte is its own token id
         tensors["wte.weight"][byte, dimension] = 5.0
     for position in range(POSITIONS):
         tensors["wpe.weight"][position, letters.index(BYTES[position % len(BYTES)])] = 1000.0
@@ -87,7 +92,13 @@ def browser() -> Iterator[webdriver.Chrome]:
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""
     # In a container the sandbox has no rights, and /dev/shm is small.
-    for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1280,1000"):
+    for option in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+        "--window-size=1280,1000",
+    ):
         options.add_argument(option)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, Service(DRIVER))
@@ -111,7 +122,9 @@ class Page:
     def until(self, holds: Callable[[], Any], what: str, seconds: float = 60) -> Any:
         deadline = time.monotonic() + seconds
         while not (found := holds()):
-            assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}; the status is {self['status'].text!r}"
+            assert time.monotonic() < deadline, (
+                f"not within {seconds:g} s: {what}; the status is {self['status'].text!r}"
+            )
             time.sleep(0.02)
         return found
 
@@ -129,7 +142,9 @@ class Page:
         self["start"].click()
 
     def texts(self) -> list[str]:
-        return self.run("return [...document.querySelectorAll('.answer')].map(each => each.textContent)")
+        return self.run(
+            "return [...document.querySelectorAll('.answer')].map(each => each.textContent)"
+        )
 
     def done(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Wait until the answer has ended, and do `meanwhile` again and again."""
@@ -150,7 +165,11 @@ class Page:
         return self.run(f"return document.getElementById('{name}').toDataURL()")
 
     def errors(self) -> list[str]:
-        return [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
+        return [
+            entry["message"]
+            for entry in self.browser.get_log("browser")
+            if entry["level"] == "SEVERE"
+        ]
 
 
 @pytest.fixture
@@ -195,14 +214,18 @@ def test_the_first_frame_is_true_though_nobody_watched(served: Running) -> None:
     assert complete(served.url, prompt="a", max_tokens=40).status_code == 200
     until_idle(served.url)
     frame = next(frames(served.url))
-    counts = {state: sum(count for found, count in frame["map"] if found == state) for state in (-1, -2)}
+    counts = {
+        state: sum(count for found, count in frame["map"] if found == state) for state in (-1, -2)
+    }
     assert frame["step"] == first["step"] + 40
     assert counts[-2] >= 40 // 16 and counts[-1] + counts[-2] == frame["blocks"]
     assert frame["running"] == [] and frame["waiting"] == 0 and frame["alive"]
     assert [step["number"] for step in frame["steps"]][-1] == frame["step"]
     assert frame["steps"][-40]["rows"][0][1:] == [1, 0]  # the prompt is prefill, and
     assert frame["steps"][-1]["rows"][0][1:] == [0, 1]  # the rest is decode
-    assert [state for state, _ in groupby(frame["map"], key=lambda run: run[0])] == [run[0] for run in frame["map"]]
+    assert [state for state, _ in groupby(frame["map"], key=lambda run: run[0])] == [
+        run[0] for run in frame["map"]
+    ]
 
 
 def test_look_shows_what_the_scheduler_has(tiny_model: Any) -> None:
@@ -210,14 +233,23 @@ def test_look_shows_what_the_scheduler_has(tiny_model: Any) -> None:
     scheduler = Scheduler(BlockPool(6, block_size=4), max_sequences=3, token_budget=16)
     engine = Engine(tiny_model, scheduler=scheduler, sanitize=True)
     for number in range(3):
-        engine.add(Request([1, 2, 3, 4, number], SamplingParams(max_tokens=12, ignore_eos=True), f"sequence-{number}"))
+        engine.add(
+            Request(
+                [1, 2, 3, 4, number],
+                SamplingParams(max_tokens=12, ignore_eos=True),
+                f"sequence-{number}",
+            )
+        )
     waited = []
     while scheduler.unfinished:
         engine.step()
         view = look(engine)
         assert [state for state, count in view["map"] for _ in range(count)] == blockmap(scheduler)
         assert view["running"] == [(each.id, each.arrival) for each in scheduler.running]
-        assert view["preemptions"] == scheduler.counts.preemptions and view["hit_rate"] == scheduler.counts.hit_rate
+        assert (
+            view["preemptions"] == scheduler.counts.preemptions
+            and view["hit_rate"] == scheduler.counts.hit_rate
+        )
         waited.append(view["waiting"])
     assert view["preemptions"] > 0 and view["hit_rate"] > 0 and max(waited) > 0 and waited[-1] == 0
 
@@ -228,12 +260,16 @@ def test_frames_follow_a_request_to_its_abort(served: Running) -> None:
     watching = frames(served.url)
     assert next(watching)["running"] == []
     body = {"prompt": "b" * 40, "max_tokens": 900, "stream": True}
-    with httpx2.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+    with httpx2.stream(
+        "POST", f"{served.url}/v1/completions", json=body, timeout=60, trust_env=False
+    ) as answer:
         lines = answer.iter_lines()  # kept: a client that drops it has left
         next(lines)
         busy = next(frame for frame in watching if frame["running"])
         [(name, owner)] = busy["running"]
-        assert sum(count for state, count in busy["map"] if state == owner) >= 3  # 40 tokens and more
+        assert (
+            sum(count for state, count in busy["map"] if state == owner) >= 3
+        )  # 40 tokens and more
         later = next(frame for frame in watching if frame["steps"])
         assert {row[0] for step in later["steps"] for row in step["rows"]} == {name}
         assert later["steps"][0]["number"] == busy["step"] + 1
@@ -272,12 +308,18 @@ def test_the_map_and_the_timeline_move_while_a_request_runs(page: Page) -> None:
     assert idle[OWNED] == idle[SHARED] == 0
     seen = []
     page.start(prompt="x", max_tokens="160", temperature="0")
-    page.done(lambda: seen.append((page.blocks()[OWNED], page.picture("map"), page.picture("timeline"))))
+    page.done(
+        lambda: seen.append((page.blocks()[OWNED], page.picture("map"), page.picture("timeline")))
+    )
     owned, maps, timelines = (set(each) for each in zip(*seen, strict=True))
     assert len(owned) > 4 and max(owned) > 4 and len(maps) > 4 and len(timelines) > 4
     page.until(lambda: page["running"].text == "0", "nothing runs")
     after = page.blocks()
-    assert after[OWNED] == after[SHARED] == 0 and after[CACHED] >= 160 // 16 and sum(after) == sum(idle)
+    assert (
+        after[OWNED] == after[SHARED] == 0
+        and after[CACHED] >= 160 // 16
+        and sum(after) == sum(idle)
+    )
 
 
 @needs_browser
@@ -293,13 +335,20 @@ def test_samples_are_several_answers_that_share_their_prompt(page: Page) -> None
 @needs_browser
 def test_stop_ends_the_request_and_its_blocks_come_back(page: Page, served: Running) -> None:
     page.start(prompt="x", max_tokens="900", temperature="0")
-    page.until(lambda: page.texts() and len(page.texts()[0]) > 20 and page.blocks()[OWNED], "some text is there")
+    page.until(
+        lambda: page.texts() and len(page.texts()[0]) > 20 and page.blocks()[OWNED],
+        "some text is there",
+    )
     page["stop"].click()
     page.until(lambda: page["status"].text == "Stopped.", "it has stopped")
-    assert page.browser.switch_to.active_element == page["start"]  # the focus is not lost with the button
+    assert (
+        page.browser.switch_to.active_element == page["start"]
+    )  # the focus is not lost with the button
     text = page.texts()[0]
     until_idle(served.url)
-    page.until(lambda: page.blocks()[OWNED] == 0 and page["running"].text == "0", "the map shows it")
+    page.until(
+        lambda: page.blocks()[OWNED] == 0 and page["running"].text == "0", "the map shows it"
+    )
     assert page.texts() == [text] and 20 < len(text) < 900  # what was said stays
     page.start(max_tokens="20")  # and the next one works
     page.done()
@@ -330,7 +379,9 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     page["prompt"].clear()
     page["prompt"].send_keys("x")
     press(Keys.TAB, "900")  # a field is selected when Tab comes to it
-    ActionChains(page.browser).key_down(Keys.CONTROL).send_keys(Keys.ENTER).key_up(Keys.CONTROL).perform()
+    ActionChains(page.browser).key_down(Keys.CONTROL).send_keys(Keys.ENTER).key_up(
+        Keys.CONTROL
+    ).perform()
     page.until(lambda: page.texts() and page.texts()[0], "the answer has begun")
     press(Keys.ESCAPE)
     page.until(lambda: page["status"].text == "Stopped.", "it has stopped")
@@ -380,7 +431,9 @@ def test_colours_follow_the_scheme(page: Page) -> None:
     def scheme(name: str) -> tuple[str, str]:
         media = {"features": [{"name": "prefers-color-scheme", "value": name}]}
         page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-        return page.run("return getComputedStyle(document.body).backgroundColor"), page.picture("map")
+        return page.run("return getComputedStyle(document.body).backgroundColor"), page.picture(
+            "map"
+        )
 
     light = scheme("light")
     try:
@@ -400,7 +453,12 @@ def test_less_motion_means_no_animation(page: Page) -> None:
         page.run("window.requestAnimationFrame = () => { window.animated = true; }")
         page.start(prompt="x", max_tokens="60", temperature="0")
         page.until(lambda: page.texts() and page.texts()[0], "the answer has begun")
-        assert page.run("return getComputedStyle(document.querySelector('.answer'), '::after').animationName") == "none"
+        assert (
+            page.run(
+                "return getComputedStyle(document.querySelector('.answer'), '::after').animationName"
+            )
+            == "none"
+        )
         page.done()
         page.until(lambda: page.picture("timeline") != before, "the timeline has moved")
         assert page.run("return window.animated") is None
@@ -420,8 +478,12 @@ def test_freeze_holds_the_pictures(page: Page) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("wrong", [{"temperature": 3.0}, {"max_tokens": 0}, {"n": 2, "temperature": 0.0}])
-def test_errors_are_shown_as_the_server_says_them(page: Page, served: Running, wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": 3.0}, {"max_tokens": 0}, {"n": 2, "temperature": 0.0}]
+)
+def test_errors_are_shown_as_the_server_says_them(
+    page: Page, served: Running, wrong: dict[str, float]
+) -> None:
     body = {"prompt": "x", "max_tokens": 5, "temperature": 0.5, "n": 1} | wrong
     message = complete(served.url, **body).json()["error"]["message"]
     page.start(
@@ -438,14 +500,18 @@ def test_errors_are_shown_as_the_server_says_them(page: Page, served: Running, w
 def test_nothing_comes_from_another_host(page: Page, served: Running) -> None:
     page.start(prompt="x", max_tokens="20", temperature="0")
     page.done()
-    asked = page.run("return performance.getEntries().map(each => each.name).filter(name => name.includes(':'))")
+    asked = page.run(
+        "return performance.getEntries().map(each => each.name).filter(name => name.includes(':'))"
+    )
     assert {f"{served.url}/v1/completions", f"{served.url}/v1/models"} <= set(asked)
     assert all(name.startswith((served.url, "data:")) for name in asked)
     refused = page.browser.execute_async_script(
         "fetch('http://127.0.0.2:9/').then(() => arguments[0]('sent'), error => arguments[0](error.message))"
     )
     assert refused != "sent"
-    assert any("Content Security Policy" in each for each in page.errors())  # the page's own rule, not the missing server
+    assert any(
+        "Content Security Policy" in each for each in page.errors()
+    )  # the page's own rule, not the missing server
 
 
 @needs_browser
@@ -453,7 +519,13 @@ def test_a_key_is_asked_for_when_the_server_wants_one_and_large_pools_are_drawn(
     browser: webdriver.Chrome, house: House, reciter: Path
 ) -> None:
     """70,000 blocks are more than a frame has: the page says so."""
-    many = ("--block-size", "1", "--kv-memory", f"{70_000 * 512}", "--no-sanitize")  # which would look at all of them
+    many = (
+        "--block-size",
+        "1",
+        "--kv-memory",
+        f"{70_000 * 512}",
+        "--no-sanitize",
+    )  # which would look at all of them
     running = house("--model", str(reciter), "--api-key", "open-sesame", *many)
     page = Page(browser, running.url)
     page.link("Waiting for a key")
@@ -470,8 +542,15 @@ def test_a_key_is_asked_for_when_the_server_wants_one_and_large_pools_are_drawn(
     page.done()
     assert page.texts() == [expected(4)]
     page.until(lambda: page.blocks()[CACHED] == 4, "the blocks are on the map")
-    assert page["map-size"].text == "the first 65,536 of 70,000 blocks of 1 tokens" and sum(page.blocks()) == 65_536
-    assert page.run("return [localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+    assert (
+        page["map-size"].text == "the first 65,536 of 70,000 blocks of 1 tokens"
+        and sum(page.blocks()) == 65_536
+    )
+    assert page.run("return [localStorage.length, sessionStorage.length, document.cookie]") == [
+        0,
+        0,
+        "",
+    ]
     assert all("status of 401" in each for each in page.errors())
     browser.get("about:blank")
 
@@ -480,20 +559,30 @@ def test_a_key_is_asked_for_when_the_server_wants_one_and_large_pools_are_drawn(
 def test_the_page_says_when_the_server_is_gone_and_finds_it_again(
     browser: webdriver.Chrome, serve: Serve, house: House, reciter: Path, slowly: dict[str, str]
 ) -> None:
-    with serve("--model", str(reciter), *FEW_BLOCKS, "--grace", "0", env=slowly, program=PROGRAM) as running:
+    with serve(
+        "--model", str(reciter), *FEW_BLOCKS, "--grace", "0", env=slowly, program=PROGRAM
+    ) as running:
         page = Page(browser, running.url)
         page.link("Live")
         page.start(prompt="x", max_tokens="900", temperature="0")
         page.until(lambda: page.texts() and page.texts()[0], "the answer has begun")
         running.stop()
         page.link("The server is gone: trying again")
-        page.until(lambda: "shutting down" in page["error"].text, "the server's last words are shown")
+        page.until(
+            lambda: "shutting down" in page["error"].text, "the server's last words are shown"
+        )
         page["start"].click()
-        page.until(lambda: "cannot be reached" in page["error"].text, "the page says why nothing comes")
-        assert "Traceback" not in running.stderr() and "ERROR" not in running.stderr(), running.stderr()
+        page.until(
+            lambda: "cannot be reached" in page["error"].text, "the page says why nothing comes"
+        )
+        assert "Traceback" not in running.stderr() and "ERROR" not in running.stderr(), (
+            running.stderr()
+        )
         house("--model", str(reciter), *FEW_BLOCKS, "--port", str(running.port))
         page.link("Live")
-        page.until(lambda: page["steps"].text == "0" and page.blocks()[FREE], "it is the new server's life")
+        page.until(
+            lambda: page["steps"].text == "0" and page.blocks()[FREE], "it is the new server's life"
+        )
         assert page.blocks()[:FREE] == [0, 0, 0]
         page.start(max_tokens="20")
         page.done()

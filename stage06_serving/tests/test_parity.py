@@ -30,7 +30,10 @@ def naive(model: str) -> Naive:
 
 def alone(engine: Naive, prompt: list[int], fields: dict[str, Any]) -> Output:
     """What stage 01 says, with nobody beside it."""
-    options = {name: DIFFERENT[name](value) if name in DIFFERENT else value for name, value in fields.items()}
+    options = {
+        name: DIFFERENT[name](value) if name in DIFFERENT else value
+        for name, value in fields.items()
+    }
     return engine.generate([prompt], SamplingParams(**options))[0]
 
 
@@ -57,28 +60,51 @@ def requests(vocabulary: int, count: int, longest: int) -> list[tuple[list[int],
     return made
 
 
-async def ask(client: openai.AsyncOpenAI, model: str, prompt: Any, fields: dict[str, Any], stream: bool) -> tuple[list[int], str]:
+async def ask(
+    client: openai.AsyncOpenAI, model: str, prompt: Any, fields: dict[str, Any], stream: bool
+) -> tuple[list[int], str]:
     """The tokens of an answer and its finish reason."""
-    known = ("temperature", "max_tokens", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
+    known = (
+        "temperature",
+        "max_tokens",
+        "top_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+    )
     sent = {name: value for name, value in fields.items() if name in known}
-    extra = {name: value for name, value in fields.items() if name not in known} | {"return_token_ids": True}
+    extra = {name: value for name, value in fields.items() if name not in known} | {
+        "return_token_ids": True
+    }
     if not stream:
-        choice: Any = (await client.completions.create(model=model, prompt=prompt, **sent, extra_body=extra)).choices[0]
+        choice: Any = (
+            await client.completions.create(model=model, prompt=prompt, **sent, extra_body=extra)
+        ).choices[0]
         return choice.token_ids, choice.finish_reason
     chunks: Any = [
         chunk.choices[0]
-        async for chunk in await client.completions.create(model=model, prompt=prompt, **sent, extra_body=extra, stream=True)
+        async for chunk in await client.completions.create(
+            model=model, prompt=prompt, **sent, extra_body=extra, stream=True
+        )
     ]
     return [token for chunk in chunks for token in chunk.token_ids], chunks[-1].finish_reason
 
 
-def crowd(url: str, model: str, made: list[tuple[list[int], dict[str, Any]]]) -> list[tuple[list[int], str]]:
+def crowd(
+    url: str, model: str, made: list[tuple[list[int], dict[str, Any]]]
+) -> list[tuple[list[int], str]]:
     """All requests at once, every other one as a stream."""
 
     async def talk() -> list[tuple[list[int], str]]:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60
+        ) as client:
             return await asyncio.gather(
-                *(ask(client, model, prompt, fields, bool(number % 2)) for number, (prompt, fields) in enumerate(made))
+                *(
+                    ask(client, model, prompt, fields, bool(number % 2))
+                    for number, (prompt, fields) in enumerate(made)
+                )
             )
 
     return asyncio.run(talk())
@@ -89,8 +115,21 @@ def test_a_crowd_with_hardly_any_memory(house, metrics, tiny_folder, preemption)
     """Blocks of 4 tokens for 2 whole contexts, and 8 answers at a time: prompts share blocks, and requests lose theirs."""
     engine = naive(str(tiny_folder))
     made = requests(300, 45, 60)
-    options = ("--model", str(tiny_folder), "--dtype", "float64", "--block-size", "4", "--kv-memory", "72KiB")
-    swap = ("--preemption", preemption, "--swap-memory", "1MiB") if preemption == "swap" else ("--preemption", preemption)
+    options = (
+        "--model",
+        str(tiny_folder),
+        "--dtype",
+        "float64",
+        "--block-size",
+        "4",
+        "--kv-memory",
+        "72KiB",
+    )
+    swap = (
+        ("--preemption", preemption, "--swap-memory", "1MiB")
+        if preemption == "swap"
+        else ("--preemption", preemption)
+    )
     running = house(*options, *swap, "--max-sequences", "8", "--token-budget", "48")
     found = crowd(running.url, "tiny", made)
     numbers = metrics(running.url)
@@ -113,7 +152,12 @@ def test_the_embedded_model(house):
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
         prompt = [5, 6, 7, 8, 9, 10] * 4
         samples: Any = client.completions.create(
-            model="stories", prompt=prompt, n=3, seed=40, max_tokens=10, extra_body={"return_token_ids": True}
+            model="stories",
+            prompt=prompt,
+            n=3,
+            seed=40,
+            max_tokens=10,
+            extra_body={"return_token_ids": True},
         )
     for (tokens, reason), (ids, fields) in zip(found, made, strict=True):
         expected = alone(engine, ids, fields)
@@ -128,5 +172,11 @@ def test_the_oracle_can_tell(tiny_folder: Path):
     engine = naive(str(tiny_folder))
     prompt, fields = [1, 2, 3], {"temperature": 1, "seed": 5, "max_tokens": 12}
     said = alone(engine, prompt, fields).token_ids
-    for other in ({"seed": 6}, {"temperature": 0}, {"logit_bias": {"5": 50}}, {"repetition_penalty": 3.0}, {"top_k": 1}):
+    for other in (
+        {"seed": 6},
+        {"temperature": 0},
+        {"logit_bias": {"5": 50}},
+        {"repetition_penalty": 3.0},
+        {"top_k": 1},
+    ):
         assert alone(engine, prompt, fields | other).token_ids != said

@@ -46,7 +46,9 @@ INTEGERS = {
 BOOLEANS = ("stream", "echo", "ignore_eos", "include_stop_str_in_output", "return_token_ids")
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inside: st.lists(inside, max_size=5) | st.dictionaries(st.text(max_size=5), inside, max_size=5),
+    lambda inside: (
+        st.lists(inside, max_size=5) | st.dictionaries(st.text(max_size=5), inside, max_size=5)
+    ),
     max_leaves=9,
 )
 
@@ -104,7 +106,17 @@ def test_nothing_but_true_and_false_is_a_truth_value(name, value):
 
 
 @pytest.mark.parametrize(
-    "value", [{"5": math.nan}, {"5": math.inf}, {"5": True}, {"٣": 1}, {"1" * 10: 1}, {"": 1}, {"1.5": 1}, {5: 1}]
+    "value",
+    [
+        {"5": math.nan},
+        {"5": math.inf},
+        {"5": True},
+        {"٣": 1},
+        {"1" * 10: 1},
+        {"": 1},
+        {"1.5": 1},
+        {5: 1},
+    ],
 )
 def test_logit_bias_has_token_ids_and_numbers(value):
     refused(CompletionBody, prompt="a", logit_bias=value)
@@ -124,11 +136,18 @@ def test_refused_fields_may_be_sent_empty(name):
 
 
 @settings(deadline=None, derandomize=True)
-@given(st.sampled_from([CompletionBody, ChatBody, GenerateBody, TokenizeBody, DetokenizeBody]), st.data())
+@given(
+    st.sampled_from([CompletionBody, ChatBody, GenerateBody, TokenizeBody, DetokenizeBody]),
+    st.data(),
+)
 def test_whatever_is_sent_is_taken_or_refused_in_few_words(kind, data):
     """Nothing else is raised. And an error does not repeat what it complains of: a log or a page may show it."""
     names = st.sampled_from([*kind.model_fields, "tools", "anything"])
-    fields = data.draw(st.dictionaries(names, JSON | st.just("marker" * 200) | st.just(["marker" * 200] * 3), max_size=6))
+    fields = data.draw(
+        st.dictionaries(
+            names, JSON | st.just("marker" * 200) | st.just(["marker" * 200] * 3), max_size=6
+        )
+    )
     try:
         kind.model_validate(fields)
     except ValidationError as error:
@@ -149,7 +168,11 @@ def test_whatever_is_sent_is_taken_or_refused_in_few_words(kind, data):
         (TokenizeBody, {"prompt": "\ud800"}, "prompt"),
         (ChatBody, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         (ChatBody, {"messages": [{"role": "\ud800", "content": "a"}]}, "messages"),
-        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "messages"),
+        (
+            ChatBody,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+            "messages",
+        ),
     ],
 )
 def test_half_a_surrogate_pair_is_refused_and_named(kind, fields, field):
@@ -159,7 +182,9 @@ def test_half_a_surrogate_pair_is_refused_and_named(kind, fields, field):
 
 
 def test_a_whole_pair_is_a_character():
-    body = CompletionBody.model_validate(json.loads(r'{"prompt": "\ud83d\ude00", "stop": ["\ud83d\ude00"]}'))
+    body = CompletionBody.model_validate(
+        json.loads(r'{"prompt": "\ud83d\ude00", "stop": ["\ud83d\ude00"]}')
+    )
     assert (body.prompts, body.stops) == (["\N{GRINNING FACE}"], ["\N{GRINNING FACE}"])
 
 
@@ -190,7 +215,12 @@ def test_a_body_full_of_errors_makes_few(kind, fields):
 def test_samples_are_bounded_before_anything_is_done_for_them(count):
     """CVE-2026-34756: samples were made before anybody counted them. CVE-2024-8939: the same with best_of."""
     assert validation_message(refused(CompletionBody, prompt="a", n=count))[1] == "n"
-    assert validation_message(refused(ChatBody, messages=[{"role": "user", "content": "a"}], n=count))[1] == "n"
+    assert (
+        validation_message(refused(ChatBody, messages=[{"role": "user", "content": "a"}], n=count))[
+            1
+        ]
+        == "n"
+    )
     assert validation_message(refused(CompletionBody, prompt="a", best_of=count))[1] == "best_of"
     refused(CompletionBody, prompt="a", n=1, best_of=2)
 
@@ -199,12 +229,24 @@ def test_lists_are_bounded():
     assert len(completion(prompt=["a"] * 32).prompts) == 32
     refused(CompletionBody, prompt=["a"] * 33)
     refused(CompletionBody, prompt=[[5]] * 33)
-    assert len(completion(logit_bias={str(each): 1 for each in range(MOST_BIASES)}).params(5, None, 0).logit_bias) == MOST_BIASES
-    refused(CompletionBody, prompt="a", logit_bias={str(each): 1 for each in range(MOST_BIASES + 1)})
+    assert (
+        len(
+            completion(logit_bias={str(each): 1 for each in range(MOST_BIASES)})
+            .params(5, None, 0)
+            .logit_bias
+        )
+        == MOST_BIASES
+    )
+    refused(
+        CompletionBody, prompt="a", logit_bias={str(each): 1 for each in range(MOST_BIASES + 1)}
+    )
     assert completion(stop=["a" * 64] * 4).stops == ["a" * 64] * 4
     for stop in (["a"] * 5, "a" * 65, ["a" * 65], "", [""]):
         errors = refused(CompletionBody, prompt="a", stop=stop)
-        assert validation_message(errors) == ("'stop': send a text, or a list of at most 4, each of 1 to 64 characters.", "stop")
+        assert validation_message(errors) == (
+            "'stop': send a text, or a list of at most 4, each of 1 to 64 characters.",
+            "stop",
+        )
 
 
 # ---- meaning --------------------------------------------------------------------------------------------------------
@@ -219,7 +261,13 @@ def test_prompts_are_told_apart():
 
 def test_what_is_not_said_is_as_openai_has_it():
     params = CompletionBody(prompt="a").params(7, 3, 0)
-    assert (params.temperature, params.top_p, params.seed, params.max_tokens, params.logprobs) == (1, 1, None, 7, 3)
+    assert (params.temperature, params.top_p, params.seed, params.max_tokens, params.logprobs) == (
+        1,
+        1,
+        None,
+        7,
+        3,
+    )
     assert CompletionBody(prompt="a", temperature=0).params(7, None, 0).greedy
 
 
@@ -227,7 +275,9 @@ def test_each_sample_has_a_seed_of_its_own():
     assert [completion(seed=5).params(7, None, sample).seed for sample in range(3)] == [5, 6, 7]
     assert completion(seed=2**63 - 1).params(7, None, 1).seed == 0
     for seed in (None, -1):  # another one each time: so it must stay
-        assert [completion(seed=seed).params(7, None, sample).seed for sample in range(3)] == [seed] * 3
+        assert [completion(seed=seed).params(7, None, sample).seed for sample in range(3)] == [
+            seed
+        ] * 3
 
 
 @settings(deadline=None, derandomize=True)
@@ -241,7 +291,9 @@ def test_all_options_reach_the_sampler():
         "temperature": 0.5, "top_p": 0.4, "top_k": 3, "min_p": 0.2, "seed": 4, "presence_penalty": 1.0, "frequency_penalty": -1.0,
         "repetition_penalty": 2.0, "ignore_eos": True, "min_tokens": 2,
     }  # fmt: skip
-    params = completion(**fields, stop_token_ids=[1, 2], logit_bias={"5": 1.5, "6": -2}).params(7, 1, 0)
+    params = completion(**fields, stop_token_ids=[1, 2], logit_bias={"5": 1.5, "6": -2}).params(
+        7, 1, 0
+    )
     assert {name: getattr(params, name) for name in fields} == fields
     assert params.stop_token_ids == (1, 2) and params.logit_bias == {5: 1.5, 6: -2}
     with pytest.raises(UserError, match="min_tokens"):
@@ -252,13 +304,20 @@ def test_all_options_reach_the_sampler():
 
 
 @settings(deadline=None, derandomize=True)
-@given(st.sampled_from([*TYPES, 422, 499, 599]), st.text(st.characters(), max_size=2000), st.none() | st.just("logit_bias"))
+@given(
+    st.sampled_from([*TYPES, 422, 499, 599]),
+    st.text(st.characters(), max_size=2000),
+    st.none() | st.just("logit_bias"),
+)
 def test_an_error_is_small_whatever_it_says(status, message, param):
     """A body of 4 KB had made an error of 23 MB elsewhere. Halves of surrogate pairs have no UTF-8 at all."""
     body = error_body(status, message, param)
     for ascii in (True, False):
         assert len(json.dumps(body, ensure_ascii=ascii).encode()) <= LARGEST_ERROR
-    assert set(body["error"]) == {"message", "type", "param", "code"} and body["error"]["code"] == status
+    assert (
+        set(body["error"]) == {"message", "type", "param", "code"}
+        and body["error"]["code"] == status
+    )
 
 
 @pytest.mark.parametrize("letter", ["a", "\0", "é", "😀", "\ud800"])
@@ -273,10 +332,17 @@ def test_the_message_names_the_field_and_what_to_send():
     message, field = validation_message(refused(CompletionBody, prompt=5))
     assert field == "prompt" and "at most 32" in message
     for kind in (GenerateBody, TokenizeBody):  # there it can be nothing but text
-        assert validation_message(refused(kind, prompt=["a"])) == ("'prompt': Input should be a valid string.", "prompt")
-    message, field = validation_message(refused(CompletionBody, prompt="a", stream_options={"include_usage": True}))
+        assert validation_message(refused(kind, prompt=["a"])) == (
+            "'prompt': Input should be a valid string.",
+            "prompt",
+        )
+    message, field = validation_message(
+        refused(CompletionBody, prompt="a", stream_options={"include_usage": True})
+    )
     assert field is None and "'stream_options' needs 'stream': true" in message
-    assert validation_message([{"type": "json_invalid", "loc": ("body", 1), "msg": "..."}])[0].startswith("The body is not JSON")
+    assert validation_message([{"type": "json_invalid", "loc": ("body", 1), "msg": "..."}])[
+        0
+    ].startswith("The body is not JSON")
     assert validation_message([])[0]
 
 
@@ -286,7 +352,9 @@ def test_the_message_names_the_field_and_what_to_send():
 def test_the_simple_template():
     messages = [
         Message(role="system", content="S"),
-        Message(role="user", content=[{"type": "text", "text": "U"}, {"type": "text", "text": "V"}]),  # type: ignore[list-item]
+        Message(
+            role="user", content=[{"type": "text", "text": "U"}, {"type": "text", "text": "V"}]
+        ),  # type: ignore[list-item]
         Message(role="assistant", content=None),
         Message(role="tool", content="T"),
     ]
@@ -298,14 +366,24 @@ def test_what_is_said_is_no_template():
     """CVE-2025-61620, CVE-2026-5760: what a client wrote was run as a template."""
     for text in ("{content}", "{{ 7 * 7 }}", "{0.__class__}", "%s", "$HOME"):
         assert SIMPLE.prompt([Message(role="user", content=text)]) == f"User: {text}\nAssistant:"
-        assert SIMPLE.prompt([Message(role=text, content="x")]) == f"{text.capitalize()}: x\nAssistant:"
+        assert (
+            SIMPLE.prompt([Message(role=text, content="x")])
+            == f"{text.capitalize()}: x\nAssistant:"
+        )
 
 
 def test_a_template_from_a_file(tmp_path):
     path = tmp_path / "chat.json"
-    path.write_text(json.dumps({"roles": {"user": "[{content}]"}, "start": ">", "stops": ["["]}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"roles": {"user": "[{content}]"}, "start": ">", "stops": ["["]}),
+        encoding="utf-8",
+    )
     template = load_template(str(path))
-    assert template and template.prompt([Message(role="user", content="a"), Message(role="b", content="c")]) == "[a]B: c\n>"
+    assert (
+        template
+        and template.prompt([Message(role="user", content="a"), Message(role="b", content="c")])
+        == "[a]B: c\n>"
+    )
     assert template.stops == ("[",)
     assert load_template("simple") is SIMPLE and load_template("none") is None
 

@@ -71,7 +71,9 @@ def start(serve, tiny_folder, new_fault):
 
         def start(*arguments):
             fault, env = new_fault()
-            running = stack.enter_context(serve("--model", str(tiny_folder), *arguments, env=env, program=PROGRAM))
+            running = stack.enter_context(
+                serve("--model", str(tiny_folder), *arguments, env=env, program=PROGRAM)
+            )
             return running, fault
 
         yield start
@@ -97,7 +99,9 @@ def hasty(lodge):
 
 @pytest.fixture(scope="module")
 def http():
-    with httpx2.Client(trust_env=False, timeout=HANG, limits=httpx2.Limits(max_connections=None)) as client:
+    with httpx2.Client(
+        trust_env=False, timeout=HANG, limits=httpx2.Limits(max_connections=None)
+    ) as client:
         yield client
 
 
@@ -120,7 +124,12 @@ def text_of(answer):
 def error_of(answer):
     """The error object of a whole answer."""
     error = answer.json()["error"]
-    assert error["code"] == answer.status_code and error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == answer.status_code and error.keys() == {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
     return error
 
 
@@ -156,7 +165,10 @@ def ended(numbers, reason):
 
 def since(before, now):
     """What a server has counted in between: ended sequences by reason, tokens, and requests that it refused."""
-    found = {reason: ended(now, reason) - ended(before, reason) for reason in ("stop", "length", "abort", "error")}
+    found = {
+        reason: ended(now, reason) - ended(before, reason)
+        for reason in ("stop", "length", "abort", "error")
+    }
     for name, counter in (("tokens", "generation_tokens"), ("rejected", "admission_rejections")):
         found[name] = now[f"vllm:{counter}_total"] - before[f"vllm:{counter}_total"]
     return found
@@ -203,7 +215,9 @@ async def leave(port, phase, streams, chance):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = (SHORT if phase == "last" else LONG) | {"stream": streams, "prompt": "abcd"}
     whole = post_bytes(body, chance.choice(["/v1/completions", "/generate"]))
-    upto = {"connected": 0, "header": whole.index(b"\r\n\r\n") // 2, "body": len(whole) - 5}.get(phase, len(whole))
+    upto = {"connected": 0, "header": whole.index(b"\r\n\r\n") // 2, "body": len(whole) - 5}.get(
+        phase, len(whole)
+    )
     writer.write(whole[:upto])
     await writer.drain()
     if phase == "queue":
@@ -215,7 +229,9 @@ async def leave(port, phase, streams, chance):
         assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
         await reader.readuntil(b"[DONE]\n\n" if streams else b"}}")
     if chance.random() < 0.5:  # a reset
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
     writer.close()
 
 
@@ -225,7 +241,9 @@ def test_a_storm_of_clients_that_leave(many, http, wait_idle):
     expected = text_of(post(http, running))
     before, said = wait_idle(running.url), running.stderr()
     chance = random.Random(0)
-    clients = [(PHASES[number % len(PHASES)], number // len(PHASES) % 2 == 0) for number in range(200)]
+    clients = [
+        (PHASES[number % len(PHASES)], number // len(PHASES) % 2 == 0) for number in range(200)
+    ]
 
     async def one(phase, streams):
         await asyncio.sleep(chance.random())
@@ -237,7 +255,9 @@ def test_a_storm_of_clients_that_leave(many, http, wait_idle):
 
     asyncio.run(storm())
     found = since(before, wait_idle(running.url))
-    assert found["abort"] >= clients.count(("decode", True))  # they had seen a word, and did not wait for the two hundredth
+    assert found["abort"] >= clients.count(
+        ("decode", True)
+    )  # they had seen a word, and did not wait for the two hundredth
     assert found["length"] >= clients.count(("last", True)) + clients.count(("last", False))
     assert found["error"] == 0
     assert text_of(post(http, running)) == expected
@@ -273,7 +293,9 @@ def test_each_sample_takes_a_place_and_gives_it_back(few, http, at_once, metrics
         accepted = [at_once(running.url, drawn | {"n": 3})]
         until(lambda: in_hand(metrics(running.url)) == 3)
         assert post(http, running, drawn | {"n": 3}).status_code == 503
-        assert post(http, running, SHORT | {"prompt": [IDS] * 3}).status_code == 503  # prompts count, too
+        assert (
+            post(http, running, SHORT | {"prompt": [IDS] * 3}).status_code == 503
+        )  # prompts count, too
         accepted.append(at_once(running.url, SHORT | {"prompt": [IDS] * 2}))
         until(lambda: in_hand(metrics(running.url)) == 5)
         assert post(http, running).status_code == 503
@@ -295,7 +317,10 @@ def test_a_prompt_that_is_scored_takes_a_place_too(few, http, at_once, metrics, 
 
     def places_taken():
         """As somebody hears who would need all of them."""
-        (taken,) = re.findall("The server has ([0-9]+) sequences in hand", error_of(post(http, running, five))["message"])
+        (taken,) = re.findall(
+            "The server has ([0-9]+) sequences in hand",
+            error_of(post(http, running, five))["message"],
+        )
         return int(taken)
 
     before = wait_idle(running.url)
@@ -352,7 +377,9 @@ def test_a_late_echo_is_answered_504(hasty, http, at_once, metrics, wait_idle, t
     beside = at_once(running.url, SHORT)
     until(lambda: in_hand(metrics(running.url)) == 1)
     answer = post(http, running, SCORED | {"max_tokens": tokens, "stream": True})
-    assert answer.status_code == 504 and error_of(answer)["type"] == "TimeoutError"  # the stream has not begun
+    assert (
+        answer.status_code == 504 and error_of(answer)["type"] == "TimeoutError"
+    )  # the stream has not begun
     assert answer.headers["x-should-retry"] == "false" and beside.result().status_code == 504
     fault.mend()
     assert since(before, wait_idle(running.url))["abort"] == (2 if tokens else 1)
@@ -363,12 +390,18 @@ def test_a_late_stream_says_so(hasty, wait_idle):
     running, fault = hasty
     before = wait_idle(running.url)
     fault.plant(PASS)
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=HANG) as client:
+    with openai.OpenAI(
+        base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=HANG
+    ) as client:
         (model,) = client.models.list()
         with pytest.raises(openai.APIError, match="longer than the server allows"):
             list(
                 client.completions.create(
-                    model=model.id, prompt=IDS, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+                    model=model.id,
+                    prompt=IDS,
+                    max_tokens=200,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
                 )
             )
     assert since(before, wait_idle(running.url))["abort"] == 1
@@ -403,9 +436,13 @@ def test_a_failing_pass_fails_only_its_requests(few, http, at_once, metrics, wai
     failed = [answer for answer in found if answer.status_code != 200]
     assert 1 <= len(failed) <= 2  # one or two were in that pass
     for answer in failed:
-        assert answer.status_code == 500 and error_of(answer) and "planted" not in answer.text  # the log alone says what it was
+        assert (
+            answer.status_code == 500 and error_of(answer) and "planted" not in answer.text
+        )  # the log alone says what it was
     assert "a planted fault" in running.stderr()
-    assert [text_of(answer) for answer in found if answer.status_code == 200] == [expected] * (5 - len(failed))
+    assert [text_of(answer) for answer in found if answer.status_code == 200] == [expected] * (
+        5 - len(failed)
+    )
     assert http.get(f"{running.url}/health").status_code == 200
     assert since(before, wait_idle(running.url))["error"] == len(failed)
     assert text_of(post(http, running)) == expected
@@ -423,9 +460,15 @@ def test_a_dead_engine_says_so_and_nobody_hangs(lodge, http, at_once, metrics, w
     for number, answer in enumerate(answers):
         found = answer.result()
         error = error_of(found) if number % 2 else events(found.text.splitlines())[-1]["error"]
-        assert error["code"] in (500, 503) and error["message"]  # in the pass that failed, or in line
+        assert (
+            error["code"] in (500, 503) and error["message"]
+        )  # in the pass that failed, or in line
     assert ended(metrics(running.url), "error") == 8
-    for body in (SHORT, SHORT | {"stream": True}, SHORT | {"max_tokens": 0, "echo": True, "logprobs": 0}):
+    for body in (
+        SHORT,
+        SHORT | {"stream": True},
+        SHORT | {"max_tokens": 0, "echo": True, "logprobs": 0},
+    ):
         answer = post(http, running, body)
         assert answer.status_code == 503 and "restart" in error_of(answer)["message"]
     assert error_of(http.get(f"{running.url}/health"))["code"] == 503
@@ -436,7 +479,12 @@ def test_a_stream_never_just_ends(few, hasty, http, status):
     """OpenAI's client takes a stream that ends without a word for a whole answer. A dead engine: above; a server's end: below."""
     running, fault = few if status == 500 else hasty
     fault.plant(PASS)
-    body = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True, "stream": True, "n": 2}
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "ignore_eos": True,
+        "stream": True,
+        "n": 2,
+    }
     with http.stream("POST", f"{running.url}/v1/chat/completions", json=body) as stream:
         lines = stream.iter_lines()
         begun = read(lines, 1)
@@ -455,7 +503,12 @@ def test_a_reader_that_stalls_holds_up_nobody(many, http, at_once, wait_idle):
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.connect(("127.0.0.1", running.port))
         stalled.settimeout(HANG)
-        body = LONG | {"max_tokens": 190, "prompt": [[index] for index in range(12)], "logprobs": 20, "stream": True}
+        body = LONG | {
+            "max_tokens": 190,
+            "prompt": [[index] for index in range(12)],
+            "logprobs": 20,
+            "stream": True,
+        }
         stalled.sendall(post_bytes(body))
         answers = [at_once(running.url, SHORT) for _ in range(8)]
         assert [text_of(answer.result()) for answer in answers] == [expected] * 8
@@ -497,7 +550,9 @@ def test_what_does_not_end_within_the_grace_is_told(start, http, at_once, metric
     assert running.process.wait(HANG) == -signal.SIGTERM
 
 
-def test_what_is_in_hand_ends_before_the_server_does_and_a_second_ctrl_c_ends_what_is_left(interruptible, start, http):
+def test_what_is_in_hand_ends_before_the_server_does_and_a_second_ctrl_c_ends_what_is_left(
+    interruptible, start, http
+):
     """The first Ctrl-C lets both answers go on, and one of them ends; with the second somebody has lost patience."""
     running, fault = start("--grace", "3600")
     fault.plant(PASS)
@@ -505,16 +560,24 @@ def test_what_is_in_hand_ends_before_the_server_does_and_a_second_ctrl_c_ends_wh
 
         def ask(**fields):
             body = LONG | {"stream": True, **fields}
-            return stack.enter_context(http.stream("POST", f"{running.url}/v1/completions", json=body)).iter_lines()
+            return stack.enter_context(
+                http.stream("POST", f"{running.url}/v1/completions", json=body)
+            ).iter_lines()
 
-        page = stack.enter_context(http.stream("GET", f"{running.url}/live"))  # somebody looks on: nobody waits for that
+        page = stack.enter_context(
+            http.stream("GET", f"{running.url}/live")
+        )  # somebody looks on: nobody waits for that
         assert page.status_code == 200
         ends, lasts = ask(max_tokens=20), ask()
         begun = read(ends, 3)
         running.process.send_signal(signal.SIGINT)
         until(lambda: http.get(f"{running.url}/health").json() == {"status": "draining"})
         refused = post(http, running)
-        assert refused.status_code == 503 and refused.headers["retry-after"] and "shutting down" in refused.text
+        assert (
+            refused.status_code == 503
+            and refused.headers["retry-after"]
+            and "shutting down" in refused.text
+        )
         assert events([*begun, *ends])[-1]["choices"][0]["finish_reason"] == "length"
         running.process.send_signal(signal.SIGINT)
         *chunks, last = events(lasts)

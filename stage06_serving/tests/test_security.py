@@ -21,7 +21,14 @@ from stage05_paged.blocks import chain
 from stage06_serving.__main__ import make_engine
 from stage06_serving.app import LARGEST_BODY, Guard
 from stage06_serving.chat import SIMPLE
-from stage06_serving.protocol import LONGEST_STOP, MOST_BIASES, MOST_MESSAGES, MOST_PROMPTS, MOST_SAMPLES, Message
+from stage06_serving.protocol import (
+    LONGEST_STOP,
+    MOST_BIASES,
+    MOST_MESSAGES,
+    MOST_PROMPTS,
+    MOST_SAMPLES,
+    Message,
+)
 from stage06_serving.settings import Settings
 
 PROMPT = "Once upon a time"
@@ -34,7 +41,9 @@ JSON = {"Content-Type": "application/json"}
 def http(server):
     with httpx2.Client(base_url=server.url, trust_env=False, timeout=30) as client:
         yield client
-        assert client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 2}).status_code == 200  # it has survived
+        assert (
+            client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 2}).status_code == 200
+        )  # it has survived
 
 
 def refused(answer, status=400):
@@ -43,7 +52,10 @@ def refused(answer, status=400):
     assert len(answer.content) <= LARGEST_ERROR
     error = answer.json()["error"]
     assert error["code"] == status and error.keys() == {"message", "type", "param", "code"}
-    assert not any(word in answer.text for word in ("Traceback", ".py", "site-packages", str(Path.home()), str(Path.cwd())))
+    assert not any(
+        word in answer.text
+        for word in ("Traceback", ".py", "site-packages", str(Path.home()), str(Path.cwd()))
+    )
     return error["message"]
 
 
@@ -52,7 +64,9 @@ def complete(http, **fields):
 
 
 def chat(http, **fields):
-    return http.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, **fields})
+    return http.post(
+        CHAT, json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, **fields}
+    )
 
 
 def send_raw(server, data, most=2**16):
@@ -80,7 +94,9 @@ def test_an_empty_prompt_is_refused(http, prompt):
         refused(http.post("/generate", json={"prompt": prompt}))
 
 
-@pytest.mark.parametrize("fields", [{"best_of": 10**9}, {"best_of": 2}, {"best_of": MOST_SAMPLES + 1, "n": MOST_SAMPLES}])
+@pytest.mark.parametrize(
+    "fields", [{"best_of": 10**9}, {"best_of": 2}, {"best_of": MOST_SAMPLES + 1, "n": MOST_SAMPLES}]
+)
 def test_best_of_cannot_multiply_the_work(http, fields):
     """CVE-2024-8939: `best_of` was work without bound."""
     refused(complete(http, **fields))
@@ -97,8 +113,12 @@ def test_a_list_of_prompts_is_bounded_and_counted(http):
     """A body of a megabyte holds a hundred thousand prompts; and 32 prompts of 16 samples are 512 sequences."""
     refused(complete(http, prompt=["a"] * (MOST_PROMPTS + 1)))
     refused(complete(http, prompt=[[5]] * 100_000))
-    assert "512" in refused(complete(http, prompt=["a"] * MOST_PROMPTS, n=MOST_SAMPLES, temperature=1))
-    refused(http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}] * (MOST_MESSAGES + 1)}))
+    assert "512" in refused(
+        complete(http, prompt=["a"] * MOST_PROMPTS, n=MOST_SAMPLES, temperature=1)
+    )
+    refused(
+        http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}] * (MOST_MESSAGES + 1)})
+    )
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["a"] * 5, "a" * (LONGEST_STOP + 1), [5], {"a": 1}])
@@ -145,16 +165,27 @@ def test_ids_are_in_the_vocabulary(http):
 
 def test_headers_have_an_end(server, http):
     """CVE-2025-48956: a header without end filled the memory."""
-    for headers in (b"X: " + b"a" * 100_000, b"".join(b"X-%d: a\r\n" % number for number in range(10_000))):
+    for headers in (
+        b"X: " + b"a" * 100_000,
+        b"".join(b"X-%d: a\r\n" % number for number in range(10_000)),
+    ):
         answer = send_raw(server, b"GET /health HTTP/1.1\r\nHost: a\r\n" + headers)
-        assert answer.split(b"\r\n")[0] in (b"HTTP/1.1 400 Bad Request", b"") and len(answer) <= LARGEST_ERROR
-    assert send_raw(server, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n").split(b"\r\n")[0] in (b"HTTP/1.1 400 Bad Request", b"")
+        assert (
+            answer.split(b"\r\n")[0] in (b"HTTP/1.1 400 Bad Request", b"")
+            and len(answer) <= LARGEST_ERROR
+        )
+    assert send_raw(server, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n").split(b"\r\n")[0] in (
+        b"HTTP/1.1 400 Bad Request",
+        b"",
+    )
     assert http.get("/health").status_code == 200
 
 
 def test_bodies_have_an_end(server, http):
     """Whether their length is told or not; what is over the limit is not kept."""
-    assert http.post(COMPLETIONS, content=b"a" * LARGEST_BODY, headers=JSON).status_code == 400  # not JSON, and not too long
+    assert (
+        http.post(COMPLETIONS, content=b"a" * LARGEST_BODY, headers=JSON).status_code == 400
+    )  # not JSON, and not too long
     refused(http.post(COMPLETIONS, content=b"a" * (LARGEST_BODY + 1), headers=JSON), 413)
     refused(http.post(COMPLETIONS, content=(b"a" * 65536 for _ in range(40)), headers=JSON), 413)
     before = psutil.Process(server.process.pid).memory_info().rss
@@ -187,8 +218,13 @@ LARGE = [
 @pytest.mark.parametrize("body", LARGE, ids=lambda body: str(body)[:24])
 def test_an_error_is_small_whatever_was_sent(http, body):
     """A body of four kilobytes was answered with an error of 23 megabytes elsewhere."""
-    answers = [http.post(path, json=body) for path in (COMPLETIONS, CHAT, "/generate", "/tokenize", "/detokenize")]
-    bad = [answer for answer in answers if answer.status_code != 200]  # some do not know the field that is wrong
+    answers = [
+        http.post(path, json=body)
+        for path in (COMPLETIONS, CHAT, "/generate", "/tokenize", "/detokenize")
+    ]
+    bad = [
+        answer for answer in answers if answer.status_code != 200
+    ]  # some do not know the field that is wrong
     assert bad
     for answer in bad:
         refused(answer)
@@ -250,7 +286,9 @@ LONE = "\\ud83d"  # half of a pair, as JSON writes it
 def test_half_a_surrogate_pair_breaks_nothing(http, path, body):
     """JSON can say it and UTF-8 cannot, so an answer with it cannot be written: that was a 500."""
     for stream in ("false", "true"):
-        answer = http.post(path, content=f'{body[:-1]}, "stream": {stream}}}'.encode(), headers=JSON)
+        answer = http.post(
+            path, content=f'{body[:-1]}, "stream": {stream}}}'.encode(), headers=JSON
+        )
         answer.content.decode("utf-8")
         if "user" in body:  # nobody reads it
             assert answer.status_code == 200, answer.text
@@ -288,14 +326,22 @@ def test_a_message_with_two_lengths_is_refused(server, data):
 def test_a_body_in_chunks_that_also_tells_its_length_is_read_once(server):
     """h11 reads the chunks, as the standard has it. What the length would make of them is no second request."""
     chunks = b"20\r\n" + BODY + b"\r\n0\r\n\r\n"
-    answer = send_raw(server, POST + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+    answer = send_raw(
+        server, POST + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
+    )
     assert answer.count(b"HTTP/1.1 ") == 1 and answer.split(b" ")[1] in (b"200", b"400")
 
 
 def test_no_redirect_names_the_host_that_a_client_has_written(server):
     """It would come from the Host header, like the path in CVE-2026-48710: a cache in between would send others there."""
-    answer = send_raw(server, b"GET /health/ HTTP/1.1\r\nHost: elsewhere.example\r\nConnection: close\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 404") and b"elsewhere" not in answer and b"location" not in answer.lower()
+    answer = send_raw(
+        server, b"GET /health/ HTTP/1.1\r\nHost: elsewhere.example\r\nConnection: close\r\n\r\n"
+    )
+    assert (
+        answer.startswith(b"HTTP/1.1 404")
+        and b"elsewhere" not in answer
+        and b"location" not in answer.lower()
+    )
 
 
 def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch):
@@ -312,7 +358,12 @@ def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch):
     async def send(message):
         said.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [(b"content-type", b"application/json")]}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/generate",
+        "headers": [(b"content-type", b"application/json")],
+    }
     asyncio.run(asyncio.wait_for(Guard(FastAPI())(scope, receive, send), 30))
     _, start, body = said
     assert start["status"] == 408 and json.loads(body["body"])["error"]["code"] == 408
@@ -320,8 +371,20 @@ def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch):
 
 def test_only_json_is_read_and_no_origin_is_allowed(http):
     """A page on another site may post a form or plain text to a server on the reader's machine, without asking it first."""
-    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", "application/jsonx", ""):
-        refused(http.post(COMPLETIONS, content=BODY, headers={"Content-Type": kind, "Origin": "http://elsewhere.example"}))
+    for kind in (
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=a",
+        "application/jsonx",
+        "",
+    ):
+        refused(
+            http.post(
+                COMPLETIONS,
+                content=BODY,
+                headers={"Content-Type": kind, "Origin": "http://elsewhere.example"},
+            )
+        )
     refused(http.post(COMPLETIONS, content=BODY))
     asked = {"Origin": "http://elsewhere.example", "Access-Control-Request-Method": "POST"}
     for answer in (http.options(COMPLETIONS, headers=asked), http.get("/v1/models", headers=asked)):
@@ -332,12 +395,24 @@ def test_only_json_is_read_and_no_origin_is_allowed(http):
 
 
 @pytest.mark.parametrize(
-    "host", ["x/health?", "x/?", "127.0.0.1/health#", "127.0.0.1/health?x=", "x/health/../", "health", "", "a@b/health?"]
+    "host",
+    [
+        "x/health?",
+        "x/?",
+        "127.0.0.1/health#",
+        "127.0.0.1/health?x=",
+        "x/health/../",
+        "health",
+        "",
+        "a@b/health?",
+    ],
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/openapi.json", "/live"])
 def test_the_host_header_opens_nothing(locked, host, path):
     """CVE-2026-48710, CVE-2026-48746 ("BadHost"): the path that was checked was put together from the Host header."""
-    answer = send_raw(locked, f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    answer = send_raw(
+        locked, f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+    )
     assert answer.split(b" ")[1] in (b"401", b"400")
 
 
@@ -351,7 +426,9 @@ def test_the_host_header_opens_nothing(locked, host, path):
     ],
 )  # fmt: skip
 def test_no_way_of_writing_a_path_opens_it(locked, target):
-    answer = send_raw(locked, f"GET {target} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+    answer = send_raw(
+        locked, f"GET {target} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode()
+    )
     assert answer.split(b" ")[1] in (b"401", b"400"), answer
 
 
@@ -363,9 +440,18 @@ def test_with_a_key_any_host_is_served(locked):
 def test_a_key_opens_everything_and_nothing_else_does(locked):
     def status(path, key=None, method="GET"):
         header = b"" if key is None else b"Authorization: " + key + b"\r\n"
-        return send_raw(locked, f"{method} {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n".encode() + header + b"\r\n")
+        return send_raw(
+            locked,
+            f"{method} {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n".encode()
+            + header
+            + b"\r\n",
+        )
 
-    for right in (b"Bearer first-key", b"bearer second-key", b"BEARER " + "zweiter-schlüssel".encode()):
+    for right in (
+        b"Bearer first-key",
+        b"bearer second-key",
+        b"BEARER " + "zweiter-schlüssel".encode(),
+    ):
         assert status("/v1/models", right).split(b" ")[1] == b"200"
     wrong = [
         None,
@@ -380,7 +466,9 @@ def test_a_key_opens_everything_and_nothing_else_does(locked):
     ]
     for key in [*wrong, b"bearer first-key x", b"Basic first-key", b"Bearer " + b"x" * 8000]:
         answer = status("/v1/models", key)
-        assert answer.split(b" ")[1] == b"401" and b"first" not in answer and b"second" not in answer
+        assert (
+            answer.split(b" ")[1] == b"401" and b"first" not in answer and b"second" not in answer
+        )
         assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == 401
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"):
         assert status("/v1/completions", None, method).split(b" ")[1] == b"401"
@@ -399,11 +487,21 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
 
     monkeypatch.setattr(secrets, "compare_digest", compare)
     guard = Guard(FastAPI(), ["first", "second", "third"])
-    for given, known in ((b"first", True), (b"third", True), (b"fourth", False), (b"", False), (b"\xff" * 5000, False)):
+    for given, known in (
+        (b"first", True),
+        (b"third", True),
+        (b"fourth", False),
+        (b"", False),
+        (b"\xff" * 5000, False),
+    ):
         compared.clear()
         assert guard._known(given) is known
-        assert [known for _, known in compared] == [hashlib.sha256(key).digest() for key in (b"first", b"second", b"third")]
-        assert {given for given, _ in compared} == {hashlib.sha256(given).digest()}  # of one length, whatever was sent
+        assert [known for _, known in compared] == [
+            hashlib.sha256(key).digest() for key in (b"first", b"second", b"third")
+        ]
+        assert {given for given, _ in compared} == {
+            hashlib.sha256(given).digest()
+        }  # of one length, whatever was sent
 
 
 def test_keys_do_not_share_a_prefix(locked):
@@ -412,26 +510,46 @@ def test_keys_do_not_share_a_prefix(locked):
     def hits(key):
         def found():
             text = httpx2.get(
-                f"{locked.url}/metrics", headers={"Authorization": "Bearer first-key"}, trust_env=False, timeout=60
+                f"{locked.url}/metrics",
+                headers={"Authorization": "Bearer first-key"},
+                trust_env=False,
+                timeout=60,
             ).text
-            (line,) = [line for line in text.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
+            (line,) = [
+                line
+                for line in text.splitlines()
+                if line.startswith("vllm:prefix_cache_hits_total")
+            ]
             return float(line.split()[-1])
 
         before = found()
         body = {"prompt": list(range(40)), "max_tokens": 1}
         headers = {"Authorization": f"Bearer {key}"}
-        answer = httpx2.post(f"{locked.url}/v1/completions", json=body, headers=headers, trust_env=False, timeout=30)
+        answer = httpx2.post(
+            f"{locked.url}/v1/completions", json=body, headers=headers, trust_env=False, timeout=30
+        )
         assert answer.status_code == 200
         return found() - before
 
-    assert [hits(key) for key in ("first-key", "first-key", "second-key", "second-key")] == [0, 32, 0, 32]
+    assert [hits(key) for key in ("first-key", "first-key", "second-key", "second-key")] == [
+        0,
+        32,
+        0,
+        32,
+    ]
 
 
 def test_no_two_prompts_are_known_by_the_same_number():
     """CVE-2025-25183: blocks were found by Python's `hash`, and prompts can be written whose hashes are equal."""
     assert hash((-1,)) == hash((-2,))  # for instance
-    digests = [chain(parent, tokens) for parent in (b"", b"somebody's salt") for tokens in ([1, 2], [2, 1], [1], [1, 2, 0])]
-    assert len({*digests}) == len(digests) and {len(digest) for digest in digests} == {hashlib.sha256().digest_size}
+    digests = [
+        chain(parent, tokens)
+        for parent in (b"", b"somebody's salt")
+        for tokens in ([1, 2], [2, 1], [1], [1, 2, 0])
+    ]
+    assert len({*digests}) == len(digests) and {len(digest) for digest in digests} == {
+        hashlib.sha256().digest_size
+    }
 
 
 # ---- what clients may not bring -------------------------------------------------------------------------------------
@@ -441,7 +559,9 @@ def test_no_two_prompts_are_known_by_the_same_number():
 def test_a_request_brings_no_template(http, name):
     """CVE-2025-61620, CVE-2025-62426: a template of the client's ran on the event loop."""
     value = "{% for i in range(10**9) %}{% endfor %}"
-    assert name in refused(chat(http, **{name: value if name == "chat_template" else {"chat_template": value}}))
+    assert name in refused(
+        chat(http, **{name: value if name == "chat_template" else {"chat_template": value}})
+    )
 
 
 def test_a_message_is_text_and_never_a_template():
@@ -472,9 +592,17 @@ def test_no_tensors_and_no_addresses(http):
     with socket.create_server(("127.0.0.1", 0)) as elsewhere:
         elsewhere.settimeout(0.3)
         url = f"http://127.0.0.1:{elsewhere.getsockname()[1]}/x.png"
-        for part in ({"type": "image_url", "image_url": {"url": url}}, {"type": "input_audio", "input_audio": {"data": url}}):
+        for part in (
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "input_audio", "input_audio": {"data": url}},
+        ):
             refused(http.post(CHAT, json={"messages": [{"role": "user", "content": [part]}]}))
-        assert http.post(CHAT, json={"messages": [{"role": "user", "content": url}], "max_tokens": 1}).status_code == 200
+        assert (
+            http.post(
+                CHAT, json={"messages": [{"role": "user", "content": url}], "max_tokens": 1}
+            ).status_code
+            == 200
+        )
         with pytest.raises(TimeoutError):  # nobody came
             elsewhere.accept()
 
@@ -520,7 +648,11 @@ def test_one_process_listens_in_one_place(server):
     """CVE-2025-47277, CVE-2025-32444, CVE-2025-30165, CVE-2026-3059: pickles were taken from any machine, between processes."""
     process = psutil.Process(server.process.pid)
     assert not process.children(recursive=True)
-    listening = {tuple(each.laddr) for each in process.net_connections(kind="all") if each.status == psutil.CONN_LISTEN}
+    listening = {
+        tuple(each.laddr)
+        for each in process.net_connections(kind="all")
+        if each.status == psutil.CONN_LISTEN
+    }
     assert listening == {("127.0.0.1", server.port)}
 
 
@@ -528,7 +660,12 @@ def test_nothing_of_a_request_reaches_the_log(server, http):
     """A prompt with a new line in it wrote lines of its own into the log; and prompts are nobody else's business."""
     word = "a-word-for-the-log"
     line = f"x\n2026-01-01 00:00:00 ERROR staircase: {word}"
-    for body in ({"prompt": line}, {"prompt": PROMPT, "model": line}, {"prompt": PROMPT, "user": line}, {"prompt": [line, 5]}):
+    for body in (
+        {"prompt": line},
+        {"prompt": PROMPT, "model": line},
+        {"prompt": PROMPT, "user": line},
+        {"prompt": [line, 5]},
+    ):
         http.post(COMPLETIONS, json={"max_tokens": 1, **body})
     http.get(f"/%0a{word}")
     send_raw(server, f"GET /{word} NOT-HTTP\r\n{word}\r\n\r\n".encode())

@@ -23,7 +23,11 @@ from stage06_serving.text import TextStream, overlap
 REAL = Tokenizer.from_folder(STORIES)
 # Tokens of one, two and three letters, so that stop strings begin and end anywhere in them.
 WORDS = ["a", "b", "c", "é", "ab", "ba", "aa", "abc", "cab", "bcé", "\n", "a\n"]
-LETTERS = Tokenizer({word.encode(): number for number, word in enumerate(WORDS)} | {b"\xc3": 12, b"\xa9": 13}, {"<end>": 14}, 14)
+LETTERS = Tokenizer(
+    {word.encode(): number for number, word in enumerate(WORDS)} | {b"\xc3": 12, b"\xa9": 13},
+    {"<end>": 14},
+    14,
+)
 TOGETHER = 30  # prompts in one body
 PIECES = [
     "Once upon a time",
@@ -50,7 +54,9 @@ def mixed_texts(count: int) -> list[str]:
     return ["".join(rng.choice(PIECES) for _ in range(rng.randint(1, 12))) for _ in range(count)]
 
 
-def pieces_of(tokenizer: AnyTokenizer, ids: Sequence[int], **options: Any) -> tuple[list[str], TextStream]:
+def pieces_of(
+    tokenizer: AnyTokenizer, ids: Sequence[int], **options: Any
+) -> tuple[list[str], TextStream]:
     """What a stream gives out for each token, and at the end."""
     stream = TextStream(tokenizer, tokenizer.eos_id, **options)
     pieces = []
@@ -90,7 +96,11 @@ def test_tokens_that_are_no_text_decode_as_they_do_at_once(size):
     """Random tokens, as a model with random weights says them; the last size has ids without a token."""
     rng = random.Random(size)
     for _ in range(300):
-        ids = [each for each in (rng.randrange(size) for _ in range(rng.randint(1, 30))) if each != REAL.eos_id]
+        ids = [
+            each
+            for each in (rng.randrange(size) for _ in range(rng.randint(1, 30)))
+            if each != REAL.eos_id
+        ]
         pieces, stream = pieces_of(REAL, ids)
         whole = REAL.decode(ids)
         assert "".join(pieces) == whole and stream.length == len(whole)
@@ -127,12 +137,21 @@ def test_stop_strings_end_the_text_wherever_the_tokens_are_cut(ids, stops, keep)
     text, stop = stopped(LETTERS.decode(ids), stops, keep)
     pieces, stream = pieces_of(LETTERS, ids, stops=stops, keep_stop=keep)
     assert ("".join(pieces), stream.stop) == (text, stop)
-    bytewise = [each for token in ids for each in LETTERS.encode(WORDS[token])] if max(ids, default=0) < 12 else ids
-    assert ("".join(pieces_of(LETTERS, bytewise, stops=stops, keep_stop=keep)[0])) == text  # however it is cut
+    bytewise = (
+        [each for token in ids for each in LETTERS.encode(WORDS[token])]
+        if max(ids, default=0) < 12
+        else ids
+    )
+    assert (
+        "".join(pieces_of(LETTERS, bytewise, stops=stops, keep_stop=keep)[0])
+    ) == text  # however it is cut
 
 
 @settings(deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 11), max_size=24), st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4))
+@given(
+    st.lists(st.integers(0, 11), max_size=24),
+    st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4),
+)
 def test_nothing_of_a_stop_string_leaks_and_no_more_is_held_back_than_must_be(ids, stops):
     final, stop = stopped(LETTERS.decode(ids), stops)
     stream = TextStream(LETTERS, None, stops)
@@ -165,7 +184,9 @@ def test_the_first_to_be_complete_wins_and_of_two_the_longer():
     assert pieces_of(REAL, REAL.encode("one two three"), stops=["three", "two"])[1].stop == "two"
     pieces, stream = pieces_of(LETTERS, [2, 0, 1], stops=["b", "ab", "cab"])
     assert ("".join(pieces), stream.stop) == ("", "cab")
-    pieces, stream = pieces_of(LETTERS, [8, 7], stops=["abab", "a"])  # "cab" and "abc": a is complete long before
+    pieces, stream = pieces_of(
+        LETTERS, [8, 7], stops=["abab", "a"]
+    )  # "cab" and "abc": a is complete long before
     assert ("".join(pieces), stream.stop) == ("c", "a")
 
 
@@ -226,8 +247,12 @@ def test_long_texts_are_cut_and_put_together_off_the_loop(monkeypatch):
         threads.clear()
         ids = asyncio.run(service.encode(text))
         cutting, *_ = threads
-        assert asyncio.run(service.token_texts(ids)) == [REAL.decode([each]) for each in ids] and ids == REAL.encode(text)
-        return cutting == threading.current_thread().name, set(threads[1:]) == {threading.current_thread().name}
+        assert asyncio.run(service.token_texts(ids)) == [
+            REAL.decode([each]) for each in ids
+        ] and ids == REAL.encode(text)
+        return cutting == threading.current_thread().name, set(threads[1:]) == {
+            threading.current_thread().name
+        }
 
     assert seen("once") == (True, True)
     assert seen("once upon a time " * 2) == (False, True)
@@ -255,17 +280,31 @@ def test_streams_say_what_whole_answers_say(house, tiny_folder):
             gate = asyncio.Semaphore(24)
 
             async def ask(prompt: str | list[str], **more: Any) -> list[Any]:
-                answer = await client.post("/completions", json={**fields, "prompt": prompt, **more})
+                answer = await client.post(
+                    "/completions", json={**fields, "prompt": prompt, **more}
+                )
                 return answer.json()["choices"]
 
             async def one(number: int, plain: Any) -> tuple[Any, Any, list[Any]]:
-                whole, body = plain, {**fields, "prompt": prompts[number], "seed": number // TOGETHER, "stream": True}
+                whole, body = (
+                    plain,
+                    {
+                        **fields,
+                        "prompt": prompts[number],
+                        "seed": number // TOGETHER,
+                        "stream": True,
+                    },
+                )
                 async with gate:
                     if number % 3 == 0 and len(plain["text"]) > 4:
                         body["stop"] = [plain["text"][3:5], "never"]
                         (whole,) = await ask(prompts[number], seed=body["seed"], stop=body["stop"])
                     async with client.stream("POST", "/completions", json=body) as stream:
-                        *events, done = [line.removeprefix("data: ") async for line in stream.aiter_lines() if line]
+                        *events, done = [
+                            line.removeprefix("data: ")
+                            async for line in stream.aiter_lines()
+                            if line
+                        ]
                 assert done == "[DONE]"
                 return plain, whole, [json.loads(each)["choices"][0] for each in events]
 
@@ -274,7 +313,13 @@ def test_streams_say_what_whole_answers_say(house, tiny_folder):
                 plain += await ask(prompts[start : start + TOGETHER], seed=start // TOGETHER)
             return await asyncio.gather(*(one(*each) for each in enumerate(plain)))
 
-    options = ("--dtype", "float64", "--kv-memory", "1MiB", "--no-sanitize")  # memory is not what is tested here
+    options = (
+        "--dtype",
+        "float64",
+        "--kv-memory",
+        "1MiB",
+        "--no-sanitize",
+    )  # memory is not what is tested here
     found = asyncio.run(talk(house("--model", str(tiny_folder), *options).url))
     broken = multibyte = 0
     assert len(found) == 300
@@ -288,7 +333,10 @@ def test_streams_say_what_whole_answers_say(house, tiny_folder):
         if whole is not plain:
             stop = plain["text"][3:5]
             assert whole["text"] == plain["text"][: plain["text"].index(stop)]
-            assert whole["finish_reason"] == "stop" and whole["stop_reason"] == choices[-1]["stop_reason"] == stop
+            assert (
+                whole["finish_reason"] == "stop"
+                and whole["stop_reason"] == choices[-1]["stop_reason"] == stop
+            )
         broken += "\ufffd" in decoded
         multibyte += any(ord(letter) > 127 and letter != "\ufffd" for letter in decoded)
     assert broken > 100 and multibyte > 20  # there was something to get wrong

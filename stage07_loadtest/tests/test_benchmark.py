@@ -21,7 +21,18 @@ from shared.errors import UserError
 from shared.server import OwnServer, own_server
 from stage07_loadtest import benchmark, mock, workload
 from stage07_loadtest.__main__ import SHARES
-from stage07_loadtest.benchmark import CONTINUOUS, ENGINES, FULL, PAGED, SEQUENTIAL, STATIC, TRANSFORMERS, Oracle, Plan, Said
+from stage07_loadtest.benchmark import (
+    CONTINUOUS,
+    ENGINES,
+    FULL,
+    PAGED,
+    SEQUENTIAL,
+    STATIC,
+    TRANSFORMERS,
+    Oracle,
+    Plan,
+    Said,
+)
 from stage07_loadtest.load import Point, ServerDelta
 from stage07_loadtest.metrics import summarize
 from stage07_loadtest.mock import Behaviour
@@ -36,8 +47,14 @@ TINY = Plan(
     main_users=2, rounds=2, seconds=0.2, open_requests=4, burst=(2, 0.2), other_dtype=None, prove_prompts=1,
 )  # fmt: skip
 WORDS = 8  # tokens of an answer of the real run
-RULER = {"known": {"ttft": 0.2, "itl": 0.05}, "measured": {"ttft": 0.2041, "itl": 0.05}, "client_cpu": 0.04}
-LIMITS = measure.Limits("cpu", 1, 40.0, {"float32": 200.0, "bfloat16": 400.0})  # the round machine of the lessons
+RULER = {
+    "known": {"ttft": 0.2, "itl": 0.05},
+    "measured": {"ttft": 0.2041, "itl": 0.05},
+    "client_cpu": 0.04,
+}
+LIMITS = measure.Limits(
+    "cpu", 1, 40.0, {"float32": 200.0, "bfloat16": 400.0}
+)  # the round machine of the lessons
 
 
 # ---- a real run --------------------------------------------------------------------------------------------------------
@@ -79,9 +96,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
     file = tmp_path_factory.mktemp("reports") / "machine" / f"{benchmark.STAGE}.json"
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the teams of three processes on a few cores would mostly wait for each other
+    torch.set_num_threads(
+        1
+    )  # the teams of three processes on a few cores would mostly wait for each other
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAIRCASE_MAX_SEQUENCES", "1")  # somebody's own settings are not what is measured
+        patch.setenv(
+            "STAIRCASE_MAX_SEQUENCES", "1"
+        )  # somebody's own settings are not what is measured
         with own_server(benchmark.options(TINY, PAGED, "float32", PRESETS[TINY.model])) as server:
             patch.setattr(benchmark, "own_server", start)
             patch.setattr(benchmark, "FULL", TINY)
@@ -96,9 +117,17 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
             patch.setattr(measure, "results_file", lambda stage: file)
             results = benchmarks.unsaved(*benchmark.run(quick=False))
     torch.set_num_threads(threads)
-    lines = gzip.decompress((file.parent / f"{benchmark.STAGE}.requests.jsonl.gz").read_bytes()).decode().splitlines()
+    lines = (
+        gzip.decompress((file.parent / f"{benchmark.STAGE}.requests.jsonl.gz").read_bytes())
+        .decode()
+        .splitlines()
+    )
     return Measured(
-        json.loads(json.dumps(results, allow_nan=False)), [json.loads(line) for line in lines], bars[0], oracles[0], started
+        json.loads(json.dumps(results, allow_nan=False)),
+        [json.loads(line) for line in lines],
+        bars[0],
+        oracles[0],
+        started,
     )
 
 
@@ -116,16 +145,26 @@ def points(results: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def test_every_point_of_the_plan_is_measured_in_turn(real: dict[str, Any]) -> None:
-    closed = [(server, point.workload, point.users) for server, point in points(real) if point.users is not None]
+    closed = [
+        (server, point.workload, point.users)
+        for server, point in points(real)
+        if point.users is not None
+    ]
     main = [(SEQUENTIAL, "short", 2), (PAGED, "short", 2), (PAGED, "mixed", 2)]
     assert closed == [*main, *main[1:], main[0], (SEQUENTIAL, "short", 1), (PAGED, "short", 1)]
-    opened = [(server, point.kind, point.requests) for server, point in points(real) if point.users is None]
+    opened = [
+        (server, point.kind, point.requests)
+        for server, point in points(real)
+        if point.users is None
+    ]
     assert opened == [(PAGED, "poisson", 4)] * len(SHARES) + [(PAGED, "bursts", 6)]
 
 
 def test_rates_are_shares_of_what_the_closed_loops_got(real: dict[str, Any]) -> None:
     capacity = max(
-        point.request_rate for server, point in points(real) if server == PAGED and point.workload == "short" and point.users
+        point.request_rate
+        for server, point in points(real)
+        if server == PAGED and point.workload == "short" and point.users
     )
     rates = [point.rate for _, point in points(real) if point.kind == "poisson"]
     assert rates == pytest.approx([share * capacity for share in SHARES], abs=1e-5)
@@ -148,12 +187,16 @@ def test_each_server_was_proved_first(real: dict[str, Any]) -> None:
 
 def test_each_engine_is_started_once_with_its_own_options(measured: Measured) -> None:
     config = PRESETS[TINY.model]
-    assert measured.started == [benchmark.options(TINY, engine, "float32", config) for engine in (SEQUENTIAL, PAGED)]
+    assert measured.started == [
+        benchmark.options(TINY, engine, "float32", config) for engine in (SEQUENTIAL, PAGED)
+    ]
 
 
 def test_every_request_is_written_down_beside_the_results(measured: Measured) -> None:
     counted = Counter(each["point"] for each in measured.requests)
-    assert [counted[number] for number in range(len(counted))] == [point.requests for _, point in points(measured.results)]
+    assert [counted[number] for number in range(len(counted))] == [
+        point.requests for _, point in points(measured.results)
+    ]
     assert all(sum(each["chunk_tokens"]) == each["completion_tokens"] for each in measured.requests)
 
 
@@ -177,13 +220,18 @@ def test_the_ruler_is_held_against_a_server_that_is_known(monkeypatch: pytest.Mo
     assert told == ["--ttft", "0.02", "--itl", "0.001"]
     assert found["known"] == {"ttft": 0.02, "itl": 0.001, "e2e": pytest.approx(0.069)}
     assert found["measured"].keys() == found["known"].keys() and found["client_cpu"] > 0
-    assert found["measured"]["ttft"] >= 0.02 and found["measured"]["e2e"] >= 0.069  # the mock sends nothing earlier
+    assert (
+        found["measured"]["ttft"] >= 0.02 and found["measured"]["e2e"] >= 0.069
+    )  # the mock sends nothing earlier
 
 
 def test_a_real_run_has_tables_charts_and_a_headline(real: dict[str, Any]) -> None:
     whole(benchmark.tables(real))
     assert all(draw().axes for draw in benchmark.charts(real).values())
-    assert f"and 0 of {sum(point.requests for _, point in points(real))} requests failed (stories" in benchmark.headline(real)
+    assert (
+        f"and 0 of {sum(point.requests for _, point in points(real))} requests failed (stories"
+        in benchmark.headline(real)
+    )
 
 
 # ---- servers and their proof ----------------------------------------------------------------------------------------------
@@ -195,10 +243,14 @@ def oracle(measured: Measured) -> Oracle:
 
 
 def said(oracle: Oracle) -> list[Said]:
-    return [Said(list(output.token_ids), output.finish_reason) for output in oracle.expected["float32"]]
+    return [
+        Said(list(output.token_ids), output.finish_reason) for output in oracle.expected["float32"]
+    ]
 
 
-def prove(oracle: Oracle, answers: Sequence[Said], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def prove(
+    oracle: Oracle, answers: Sequence[Said], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
     async def answer(url: str, asks: Sequence[Ask]) -> Sequence[Said]:
         return answers
 
@@ -206,14 +258,18 @@ def prove(oracle: Oracle, answers: Sequence[Said], monkeypatch: pytest.MonkeyPat
     return oracle.prove("a server", "http://nowhere", "float32")
 
 
-def test_a_server_that_says_the_same_is_proved(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_says_the_same_is_proved(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert [len(ask.prompt) for ask in oracle.asks] == list(LENGTHS.values())
     assert oracle.naive > 0 and list(oracle.expected) == ["float32"]
     found = prove(oracle, said(oracle), monkeypatch)
     assert (found["sequences"], found["near_ties"]) == (len(LENGTHS), [])
 
 
-def test_a_server_that_says_something_else_stops_the_benchmark(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_says_something_else_stops_the_benchmark(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = said(oracle)
     wrong[1].token_ids[7] = (wrong[1].token_ids[7] + 1) % PRESETS["stories"].vocab_size
     with pytest.raises(parity.ParityError, match="a server, sequence 1, token 7"):
@@ -237,10 +293,17 @@ def test_all_servers_have_the_same_memory_threads_and_room() -> None:
     for dtype in ("float32", "bfloat16"):
         for engine in ENGINES:
             settings = parse(benchmark.options(FULL, engine, dtype, config))
-            assert (settings.engine, settings.dtype, settings.random_weights) == (engine, dtype, True)
+            assert (settings.engine, settings.dtype, settings.random_weights) == (
+                engine,
+                dtype,
+                True,
+            )
             whole_context = config.n_positions * config.kv_bytes_per_token(getattr(torch, dtype))
             assert int(settings.kv_memory) == FULL.contexts * whole_context
-            assert settings.max_sequences == FULL.sequences and settings.threads == torch.get_num_threads()
+            assert (
+                settings.max_sequences == FULL.sequences
+                and settings.threads == torch.get_num_threads()
+            )
             assert settings.max_queue >= 128  # nobody of the most users is refused
     assert "--random-weights" not in benchmark.options(TINY, PAGED, "float32", PRESETS["stories"])
 
@@ -248,11 +311,20 @@ def test_all_servers_have_the_same_memory_threads_and_room() -> None:
 @pytest.mark.parametrize("plan", [FULL, benchmark.QUICK])
 def test_the_plans_can_show_what_they_are_for(plan: Plan) -> None:
     compared = benchmark.comparison(plan)
-    assert {engine for engine, name, _ in compared if name == "short"} >= {STATIC, CONTINUOUS, PAGED}
+    assert {engine for engine, name, _ in compared if name == "short"} >= {
+        STATIC,
+        CONTINUOUS,
+        PAGED,
+    }
     assert all(plan.loads(engine) for engine in ENGINES)
     config, fields = PRESETS[plan.model], asdict(plan)
-    rows = {engine: benchmark.rows_of(fields, config, engine, "short", plan.main_users) for engine in ENGINES}
-    assert rows[SEQUENTIAL] == rows[TRANSFORMERS] == 1 < rows[STATIC] == rows[CONTINUOUS] < rows[PAGED]
+    rows = {
+        engine: benchmark.rows_of(fields, config, engine, "short", plan.main_users)
+        for engine in ENGINES
+    }
+    assert (
+        rows[SEQUENTIAL] == rows[TRANSFORMERS] == 1 < rows[STATIC] == rows[CONTINUOUS] < rows[PAGED]
+    )
     assert max(users for _, users in FULL.loads(PAGED)) == 128 and FULL.main_users == 64
 
 
@@ -270,12 +342,18 @@ def made(
 ) -> dict[str, Any]:
     """A point of ten requests, of which some failed, with two tokens each and `rate` tok/s."""
     good = 10 - failed
-    records = [record(i, gaps=(0.5, 0.1)) for i in range(good)] + [refused(i) for i in range(good, 10)]
+    records = [record(i, gaps=(0.5, 0.1)) for i in range(good)] + [
+        refused(i) for i in range(good, 10)
+    ]
     when = Schedule("closed", users, None) if users else Schedule(kind, None, [0.0] * 10, offered)
     seconds = 2 * good / rate
-    samples = [(seconds * i / 200, 3) for i in range(200)] if seconds == 2 else []  # 3 in flight: 5/s that stay for 0.6 s
+    samples = (
+        [(seconds * i / 200, 3) for i in range(200)] if seconds == 2 else []
+    )  # 3 in flight: 5/s that stay for 0.6 s
     counted = ServerDelta(0, 2 * good, 0, 0, 0, 0.0)
-    point = Point(name, when, records, 0.0, seconds, client_cpu=rate / 1000, server=counted, in_flight=samples)
+    point = Point(
+        name, when, records, 0.0, seconds, client_cpu=rate / 1000, server=counted, in_flight=samples
+    )
     return {"server": server} | to_json(summarize(point, benchmark.SLO))
 
 
@@ -290,13 +368,20 @@ def known() -> dict[str, Any]:
         made(PAGED, 44, offered=22.5), made(PAGED, 80, offered=49.5), made(PAGED, 30, offered=9.0, kind="bursts"),
         made(f"{SEQUENTIAL}, bfloat16", 16, 1), made(f"{PAGED}, bfloat16", 18, 1), made(f"{PAGED}, bfloat16", 160, 64),
     ]  # fmt: skip
-    proof = {name: {"sequences": 9, "tokens": 450, "near_ties": [{"gap": 0.0001}] * (name == PAGED)} for name in ENGINES}
+    proof = {
+        name: {"sequences": 9, "tokens": 450, "near_ties": [{"gap": 0.0001}] * (name == PAGED)}
+        for name in ENGINES
+    }
     results = {"points": found, "proof": proof, "naive": 5.0}
-    return json.loads(json.dumps(benchmarks.unsaved({"quick": False, "plan": asdict(FULL)}, results, LIMITS)))
+    return json.loads(
+        json.dumps(benchmarks.unsaved({"quick": False, "plan": asdict(FULL)}, results, LIMITS))
+    )
 
 
 def rows(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]
+    ]
 
 
 def whole(tables: dict[str, str]) -> None:
@@ -310,8 +395,13 @@ def test_every_table_is_whole(known: dict[str, Any]) -> None:
     whole(benchmark.tables(known))
 
 
-def test_the_split_is_the_quotient_of_neighbours_and_their_product_is_the_whole(known: dict[str, Any]) -> None:
-    found = [(name, server, rate, step, over) for name, server, _, rate, step, over in rows(benchmark.split_table(known))]
+def test_the_split_is_the_quotient_of_neighbours_and_their_product_is_the_whole(
+    known: dict[str, Any],
+) -> None:
+    found = [
+        (name, server, rate, step, over)
+        for name, server, _, rate, step, over in rows(benchmark.split_table(known))
+    ]
     assert found == [
         ("short", "none: stage 01, offline", "5.0", "", "0.50x"),
         ("short", TRANSFORMERS, "5.0", "", "0.50x"),
@@ -331,7 +421,13 @@ def test_the_load_table_has_a_line_for_each_load_with_its_success(known: dict[st
     found = {(row[0], row[1], row[2]): row[3:] for row in rows(benchmark.load_table(known))}
     assert len(found) == 14  # two repeats are one line; other dtypes have a table of their own
     requests, success, rate, most, ratio, *_ = found[STATIC, "short", "64"]
-    assert (requests, success, rate, most, ratio) == ("20", "100.0%", "35.0 (30.0 to 40.0)", "583", "3.5x")
+    assert (requests, success, rate, most, ratio) == (
+        "20",
+        "100.0%",
+        "35.0 (30.0 to 40.0)",
+        "583",
+        "3.5x",
+    )
     assert found[PAGED, "short", "128"][1] == "90.0%" and found[PAGED, "short", "64"][4] == "8.4x"
     assert found[PAGED, "mixed", "64"][3] == ""  # no prediction for lengths that vary
     latencies = found[PAGED, "short", "64"][5:11]
@@ -349,18 +445,30 @@ def test_arrivals_stand_beside_their_share_of_the_capacity(known: dict[str, Any]
 
 def test_the_other_dtype_stands_beside_the_first(known: dict[str, Any]) -> None:
     found = {(row[0], row[1]): tuple(row[2:4]) for row in rows(benchmark.dtype_table(known))}
-    assert found[f"{PAGED}, float32", "64"] == ("100.0%", "84.0") and found[f"{PAGED}, bfloat16", "64"] == ("100.0%", "160.0")
+    assert found[f"{PAGED}, float32", "64"] == ("100.0%", "84.0") and found[
+        f"{PAGED}, bfloat16", "64"
+    ] == ("100.0%", "160.0")
     assert len(found) == 7 and not any(engine.startswith(STATIC) for engine, _ in found)
 
 
 def test_trust_is_told_for_all_points_together(known: dict[str, Any]) -> None:
     found = dict(rows(benchmark.trust_table(known)))
-    assert found["tokens proved against stage 01"] == "2,250, of 5 servers; answers that parted at a near tie: 1"
+    assert (
+        found["tokens proved against stage 01"]
+        == "2,250, of 5 servers; answers that parted at a near tie: 1"
+    )
     assert found["requests, and those that failed"] == "220; 1"
     assert found["client CPU, share of a core, at most"] == "16%"
     assert found["Little's law, L over lambda W"] == "1.000 to 1.000, 2 points"
-    assert found["tokens received = tokens the server counts"] == found["blocks back to zero"] == "22 of 22 points"
-    assert found["points with a mark against them"] == "22; 22 are short: fewer than 100 requests, in less than 30 s"
+    assert (
+        found["tokens received = tokens the server counts"]
+        == found["blocks back to zero"]
+        == "22 of 22 points"
+    )
+    assert (
+        found["points with a mark against them"]
+        == "22; 22 are short: fewer than 100 requests, in less than 30 s"
+    )
     assert "a server of known latencies" not in " ".join(found)  # nobody has measured it
 
 
@@ -370,7 +478,9 @@ def test_marks_other_than_shortness_are_told_one_by_one(known: dict[str, Any]) -
     marked["results"]["ruler"] = RULER
     found = dict(rows(benchmark.trust_table(marked)))
     assert found["points with a mark against them"].startswith("22; 22 are short: ")
-    assert found["points with a mark against them"].endswith("; sequential, short, 64 users: client took 83% of a core")
+    assert found["points with a mark against them"].endswith(
+        "; sequential, short, 64 users: client took 83% of a core"
+    )
     ruler = found["a server of known latencies, as measured (p50)"]
     assert ruler == "TTFT 200 ms: 204.1; ITL 50 ms: 50.0; client CPU 4%"
 
@@ -411,16 +521,25 @@ def test_how_many_rows_a_pass_can_have(engine: str, users: int, name: str, rows:
 
 def test_blocks_limit_the_rows_too() -> None:
     """A context of 1,024 is 64 blocks of 16; a long prompt and its answer, 114 tokens, take 8 of them."""
-    assert benchmark.rows_of(asdict(replace(FULL, contexts=1)), PRESETS["gpt2"], PAGED, "long", 128) == 8
+    assert (
+        benchmark.rows_of(asdict(replace(FULL, contexts=1)), PRESETS["gpt2"], PAGED, "long", 128)
+        == 8
+    )
 
 
 def test_a_prediction_by_hand(known: dict[str, Any]) -> None:
     """One request at a time: 50 passes that read 494 MB of weights, and keys and values that hardly count, at 40 GB/s."""
     alone = benchmark.predicted(known, SEQUENTIAL, "short", 64, "float32")
     assert alone is not None
-    assert alone == pytest.approx(1 / (494.128e6 / 40e9), rel=0.01) and alone < 1 / (494.128e6 / 40e9)
+    assert alone == pytest.approx(1 / (494.128e6 / 40e9), rel=0.01) and alone < 1 / (
+        494.128e6 / 40e9
+    )
     halved = benchmark.predicted(known, SEQUENTIAL, "short", 1, "bfloat16")
     assert halved == pytest.approx(2 * alone)
     crowd = benchmark.predicted(known, PAGED, "short", 64, "float32")
-    assert crowd == benchmark.predicted(known, PAGED, "short", 128, "float32") == pytest.approx(735, abs=1)
+    assert (
+        crowd
+        == benchmark.predicted(known, PAGED, "short", 128, "float32")
+        == pytest.approx(735, abs=1)
+    )
     assert benchmark.predicted(known, PAGED, "mixed", 64, "float32") is None

@@ -21,7 +21,16 @@ from shared.charts import render
 from shared.stages import ROOT
 from stage07_loadtest import charts, results
 from stage07_loadtest.load import Point
-from stage07_loadtest.metrics import DRAWN, E2E_INTENDED, ITL, TPOT, TTFT_INTENDED, Slo, Summary, summarize
+from stage07_loadtest.metrics import (
+    DRAWN,
+    E2E_INTENDED,
+    ITL,
+    TPOT,
+    TTFT_INTENDED,
+    Slo,
+    Summary,
+    summarize,
+)
 from stage07_loadtest.schedule import Schedule
 
 from .test_metrics import point, record, refused
@@ -53,7 +62,9 @@ def opened(rate: float, wait: float, failures: int = 0, count: int = 20) -> Summ
 
 SERVERS = {
     "sequential": [closed(users, 0.1 * users) for users in (1, 2, 4)],
-    "paged": [closed(users, 0.1, failures) for users, failures in ((1, 0), (2, 0), (4, 3), (8, 12))],
+    "paged": [
+        closed(users, 0.1, failures) for users, failures in ((1, 0), (2, 0), (4, 3), (8, 12))
+    ],
 }
 OPEN = {
     "sequential": [opened(rate, wait) for rate, wait in ((0.5, 0.1), (1.0, 0.3), (1.5, 3.0))],
@@ -62,13 +73,24 @@ OPEN = {
 
 
 def words(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+    return [
+        text.get_text()
+        for text in figure.findobj(Text)
+        if text.get_text().strip() and text.get_visible()
+    ]
 
 
 def drawn(figure: Figure) -> list[tuple[list[float], list[float], Any]]:
     """Every line of the chart: its places, its values, and the colour that fills its marks."""
     lines: list[Any] = list(figure.axes[0].get_lines())
-    return [([*map(float, line.get_xdata())], [*map(float, line.get_ydata())], line.get_markerfacecolor()) for line in lines]
+    return [
+        (
+            [*map(float, line.get_xdata())],
+            [*map(float, line.get_ydata())],
+            line.get_markerfacecolor(),
+        )
+        for line in lines
+    ]
 
 
 def series(figure: Figure) -> list[tuple[list[float], list[float]]]:
@@ -78,7 +100,9 @@ def series(figure: Figure) -> list[tuple[list[float], list[float]]]:
 
 def marked(figure: Figure, fill: str) -> list[float]:
     """Places of single marks: hollow ones are filled with white, rings with none."""
-    return sorted({places[0] for places, _, face in drawn(figure) if len(places) == 1 and face == fill})
+    return sorted(
+        {places[0] for places, _, face in drawn(figure) if len(places) == 1 and face == fill}
+    )
 
 
 # ---- a stored run
@@ -102,28 +126,42 @@ def test_the_same_run_has_the_same_bytes_in_another_process(tmp_path: Path) -> N
         f"charts.draw(results.load(Path({str(SMALL_RUN)!r})).points, Path({str(tmp_path)!r}))"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7"}  # the order of a set must not show
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120, env=environment)
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120, env=environment
+    )
     for stem, figure in charts.figures(results.load(SMALL_RUN).points).items():
         assert (tmp_path / f"{stem}.svg").read_bytes() == render(figure())
 
 
 def every_figure() -> dict[str, Figure]:
-    return {stem: figure() for stem, figure in charts.figures(results.load(SMALL_RUN).points).items()} | {
+    return {
+        stem: figure() for stem, figure in charts.figures(results.load(SMALL_RUN).points).items()
+    } | {
         "throughput of two": charts.throughput(SERVERS),
         "latency of two": charts.latency(SERVERS, TTFT_INTENDED),
         "offered to two": charts.offered(OPEN),
         "goodput of two": charts.goodput(OPEN),
-        "distribution of two": charts.distribution({name: points[0] for name, points in SERVERS.items()}, TTFT_INTENDED),
+        "distribution of two": charts.distribution(
+            {name: points[0] for name, points in SERVERS.items()}, TTFT_INTENDED
+        ),
     }
 
 
 def test_no_text_is_small_or_on_top_of_another() -> None:
     for name, figure in every_figure().items():
         figure.draw_without_rendering()
-        texts = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+        texts = [
+            text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()
+        ]
         assert min(float(text.get_fontsize()) for text in texts) >= 9, name
-        assert not any(re.search(r"10\^|mathdefault", text.get_text()) for text in texts), name  # exponents are smaller still
-        boxes = [(each.get_text(), Text.get_window_extent(each)) for each in texts if isinstance(each, Annotation)]
+        assert not any(re.search(r"10\^|mathdefault", text.get_text()) for text in texts), (
+            name
+        )  # exponents are smaller still
+        boxes = [
+            (each.get_text(), Text.get_window_extent(each))
+            for each in texts
+            if isinstance(each, Annotation)
+        ]
         for (one, a), (other, b) in itertools.combinations(boxes, 2):
             across, down = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
             assert across <= 1 or down <= 1, f"{name}: {one!r} and {other!r} overlap"
@@ -169,8 +207,14 @@ def test_repeats_become_a_median_and_a_stroke() -> None:
     figure = charts.latency({"a": repeats, "b": repeats[::3]}, TTFT_INTENDED)
     (first, _) = series(figure)
     assert first == ([1, 2], [pytest.approx(200)] * 2)
-    strokes: list[Any] = [path.vertices for collection in figure.axes[0].collections for path in collection.get_paths()]
-    assert [(low[1], high[1]) for low, high in strokes] == [(pytest.approx(100), pytest.approx(400))] * 2
+    strokes: list[Any] = [
+        path.vertices
+        for collection in figure.axes[0].collections
+        for path in collection.get_paths()
+    ]
+    assert [(low[1], high[1]) for low, high in strokes] == [
+        (pytest.approx(100), pytest.approx(400))
+    ] * 2
 
 
 def test_one_server_shows_its_percentiles_and_several_show_one() -> None:
@@ -183,34 +227,50 @@ def test_the_knee_is_marked() -> None:
     alone = charts.offered({"paged": OPEN["paged"]})
     assert "knee, 4/s" in words(alone)
     several = charts.offered(OPEN)
-    assert marked(several, "none") == [1, 4] and any(charts.RINGED in text for text in words(several))
+    assert marked(several, "none") == [1, 4] and any(
+        charts.RINGED in text for text in words(several)
+    )
 
 
 def test_a_knee_that_was_not_reached_is_not_marked() -> None:
     flat = [opened(rate, 0.1) for rate in (1.0, 2.0, 4.0)]
     figure = charts.offered({"paged": flat})
-    assert "no knee up to 4/s" in words(figure) and not any(text.startswith("knee") for text in words(figure))
+    assert "no knee up to 4/s" in words(figure) and not any(
+        text.startswith("knee") for text in words(figure)
+    )
     assert marked(charts.offered({"flat": flat, "paged": OPEN["paged"]}), "none") == [4]
 
 
 def test_times_are_shown_in_ms_or_in_s() -> None:
-    short, long = (charts.latency({"paged": [closed(users, gap) for users in (1, 2)]}, TTFT_INTENDED) for gap in (0.1, 3.0))
+    short, long = (
+        charts.latency({"paged": [closed(users, gap) for users in (1, 2)]}, TTFT_INTENDED)
+        for gap in (0.1, 3.0)
+    )
     assert "TTFT, ms" in words(short) and "TTFT, s" in words(long)
-    assert series(short)[0][1] == pytest.approx([100, 100]) and series(long)[0][1] == pytest.approx([3, 3])
+    assert series(short)[0][1] == pytest.approx([100, 100]) and series(long)[0][1] == pytest.approx(
+        [3, 3]
+    )
 
 
 def test_chunks_that_came_together_do_not_stretch_the_axis() -> None:
     together = stored(point([record(i, float(i), gaps=(0.1, 0.0, 0.1, 0.1)) for i in range(9)]))
     assert together.latency[ITL].curve[0] == 0
-    assert charts.distribution({"one": together}, ITL).axes[0].get_ylim()[0] == pytest.approx(10)  # ms; the median is 100
+    assert charts.distribution({"one": together}, ITL).axes[0].get_ylim()[0] == pytest.approx(
+        10
+    )  # ms; the median is 100
 
 
 def test_a_server_that_sends_all_at_once_has_no_gaps_to_draw() -> None:
-    at_once = [stored(point([record(i, float(i), gaps=(0.1, 0.0, 0.0)) for i in range(9)], users=users)) for users in (1, 2)]
+    at_once = [
+        stored(point([record(i, float(i), gaps=(0.1, 0.0, 0.0)) for i in range(9)], users=users))
+        for users in (1, 2)
+    ]
     assert stems(*at_once) == {"throughput", "ttft_intended_users", "ttft_intended_distribution"}
     both = charts.distribution({"at once": at_once[0], "one by one": closed(1, 0.1)}, ITL)
     assert len(series(both)) == 1 and "one by one" in words(both)
-    assert len(series(charts.latency({"at once": at_once, "one by one": SERVERS["paged"]}, TPOT))) == 1
+    assert (
+        len(series(charts.latency({"at once": at_once, "one by one": SERVERS["paged"]}, TPOT))) == 1
+    )
 
 
 def test_goodput_stands_below_what_was_answered() -> None:
@@ -260,7 +320,11 @@ def test_only_what_the_points_are_enough_for_is_drawn() -> None:
     nothing = stored(point([refused()], users=4))
     assert stems() == set() and stems(nothing) == set()
     assert stems(closed(1, 0.1)) == {"ttft_intended_distribution", "itl_distribution"}
-    assert stems(closed(1, 0.1), nothing) == {"throughput", "ttft_intended_distribution", "itl_distribution"}
+    assert stems(closed(1, 0.1), nothing) == {
+        "throughput",
+        "ttft_intended_distribution",
+        "itl_distribution",
+    }
     assert stems(opened(1.0, 0.1), opened(2.0, 0.1)) == {
         "offered_load", "goodput", "ttft_intended_distribution", "itl_distribution",
     }  # fmt: skip
@@ -272,7 +336,11 @@ def test_answers_of_one_token_have_no_chart_of_later_ones() -> None:
     def single(users: int) -> Summary:
         return stored(point([record(i, float(i), gaps=(0.1,)) for i in range(4)], users=users))
 
-    assert stems(single(1), single(2)) == {"throughput", "ttft_intended_users", "ttft_intended_distribution"}
+    assert stems(single(1), single(2)) == {
+        "throughput",
+        "ttft_intended_users",
+        "ttft_intended_distribution",
+    }
 
 
 def test_bursts_have_no_place_on_an_axis_of_rates() -> None:
@@ -284,7 +352,9 @@ def test_bursts_have_no_place_on_an_axis_of_rates() -> None:
 
 
 def test_of_many_loads_five_are_shown_with_the_least_and_the_most() -> None:
-    figure = charts.figures([closed(users, 0.1) for users in (1, 2, 4, 8, 16, 32, 64, 128)])["itl_distribution"]()
+    figure = charts.figures([closed(users, 0.1) for users in (1, 2, 4, 8, 16, 32, 64, 128)])[
+        "itl_distribution"
+    ]()
     names = [text for text in words(figure) if "user" in text]
     assert len(names) == 5 and {"1 user", "128 users"} <= set(names)
 

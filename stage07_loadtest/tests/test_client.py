@@ -44,10 +44,15 @@ async def ask(url: str, count: int = 1, what: Ask = ASK, **fields: Any) -> list[
     clock = asyncio.get_running_loop().time
     started = clock()
     async with open_session(target) as session:
-        return [await send(session, target, what, 0.0, lambda: clock() - started, index) for index in range(count)]
+        return [
+            await send(session, target, what, 0.0, lambda: clock() - started, index)
+            for index in range(count)
+        ]
 
 
-def ask_mock(count: int = 1, target: dict[str, Any] | None = None, **behaviour: Any) -> tuple[list[Record], Mock]:
+def ask_mock(
+    count: int = 1, target: dict[str, Any] | None = None, **behaviour: Any
+) -> tuple[list[Record], Mock]:
     async def run() -> tuple[list[Record], Mock]:
         async with mock.serving(Behaviour(**QUICK | behaviour)) as server:
             return await ask(server.url, count, **target or {}), server
@@ -61,7 +66,11 @@ def ask_raw(answer: bytes, close: bool = True, **fields: Any) -> Record:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        length = next(int(line.split(b":")[1]) for line in head.lower().splitlines() if line.startswith(b"content-length"))
+        length = next(
+            int(line.split(b":")[1])
+            for line in head.lower().splitlines()
+            if line.startswith(b"content-length")
+        )
         await reader.readexactly(length)
         writer.write(answer)
         if not close:
@@ -81,11 +90,17 @@ def ask_raw(answer: bytes, close: bool = True, **fields: Any) -> Record:
 
 
 def http(body: bytes, kind: str = "text/event-stream", status: str = "200 OK") -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    return (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
 
 
 def sse(*data: Any) -> bytes:
-    return b"".join(b"data: " + (each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n\n" for each in data)
+    return b"".join(
+        b"data: " + (each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n\n"
+        for each in data
+    )
 
 
 def chunk(text: str = "", **more: Any) -> dict[str, Any]:
@@ -111,8 +126,18 @@ def test_an_answer_is_written_down_whole():
     assert len(record.chunks) == 6 and times == sorted(times)
     assert record.chunks[-1] - record.sent >= 0.002 + 5 * 0.001  # the mock sends nothing earlier
     (body,) = server.bodies
-    assert {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": 6, "prompt": [1, 2, 3]}.items() <= body.items()
-    assert body["stream_options"] == {"include_usage": True} and body["return_token_ids"] is True and "model" not in body
+    assert {
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "max_tokens": 6,
+        "prompt": [1, 2, 3],
+    }.items() <= body.items()
+    assert (
+        body["stream_options"] == {"include_usage": True}
+        and body["return_token_ids"] is True
+        and "model" not in body
+    )
 
 
 def test_a_prompt_may_be_text_and_a_model_may_have_a_name():
@@ -133,7 +158,12 @@ def test_several_tokens_in_a_chunk_are_counted():
 def test_a_key_is_sent():
     assert ask_mock(api_key="secret", target={"key": "secret"})[0][0].failure is None
     (record,), _ = ask_mock(api_key="secret")
-    assert record.failure == HTTP_OTHER and record.detail is not None and "401" in record.detail and "key" in record.detail
+    assert (
+        record.failure == HTTP_OTHER
+        and record.detail is not None
+        and "401" in record.detail
+        and "key" in record.detail
+    )
 
 
 def test_times_are_of_arrival_and_not_of_reading():
@@ -161,9 +191,22 @@ def test_tokens_of_a_chunk_by_ids_or_logprobs_or_else_one():
     record = Record(0, 0.0, 6)
     empty, told = chunk(), chunk("", token_ids=[9])  # nothing at all, and a token without text
     scored = chunk("ab", logprobs={"tokens": ["a", "b"]})
-    read(record, [(1.0, sse(empty)), (2.0, sse(told)), (3.0, sse(scored)), (4.0, sse(chunk("c"), END, USAGE, DONE))])
+    read(
+        record,
+        [
+            (1.0, sse(empty)),
+            (2.0, sse(told)),
+            (3.0, sse(scored)),
+            (4.0, sse(chunk("c"), END, USAGE, DONE)),
+        ],
+    )
     assert record.failure is None
-    assert list(zip(record.chunks, record.chunk_tokens, strict=True)) == [(2.0, 1), (3.0, 2), (4.0, 1), (4.0, 0)]
+    assert list(zip(record.chunks, record.chunk_tokens, strict=True)) == [
+        (2.0, 1),
+        (3.0, 2),
+        (4.0, 1),
+        (4.0, 0),
+    ]
 
 
 def test_usage_in_every_chunk_is_read_to_the_last():
@@ -209,13 +252,21 @@ def test_failures_of_every_kind(fault: str, failure: str, words: str):
 def test_the_mock_knows_no_failure_that_is_not_tested():
     (mark,) = test_failures_of_every_kind.pytestmark
     tested = {case[0]: case[1] for case in mark.args[1]}
-    assert {*tested} == {*mock.FAULTS} - {"wrong_counter", "leak"}  # of those, the client sees nothing
+    assert {*tested} == {*mock.FAULTS} - {
+        "wrong_counter",
+        "leak",
+    }  # of those, the client sees nothing
     assert {*tested.values()} == {*FAILURES}
 
 
 def test_the_next_request_does_not_suffer():
     records, server = ask_mock(4, fault="reset", fault_every=2)
-    assert [record.failure for record in records] == [None, RESET, None, RESET] and server.requests == 4
+    assert [record.failure for record in records] == [
+        None,
+        RESET,
+        None,
+        RESET,
+    ] and server.requests == 4
 
 
 @pytest.mark.parametrize(
@@ -225,7 +276,10 @@ def test_the_next_request_does_not_suffer():
         (b"HTTP/1.1 200 OK\r\nContent-Ty", RESET),
         (http(sse(chunk("a")))[:-4], RESET),  # shorter than announced
         (b"220 mail.example ESMTP\r\n", PROTOCOL),
-        (http(json.dumps(END | USAGE).encode(), "application/json"), PROTOCOL),  # the answer, but no stream
+        (
+            http(json.dumps(END | USAGE).encode(), "application/json"),
+            PROTOCOL,
+        ),  # the answer, but no stream
         (http(b"<html>"), PROTOCOL),
         (http(sse([1, 2], DONE)), PROTOCOL),
         (http(sse({"id": 1}, DONE)), PROTOCOL),
@@ -238,8 +292,14 @@ def test_the_next_request_does_not_suffer():
         (http(sse({"error": "a word"}, DONE)), ERROR_EVENT),
         (http(sse(chunk("a"), ERROR))[:-1], ERROR_EVENT),  # it says why, and hangs up in the middle
         (http(b"no place", "text/plain", "503 Service Unavailable"), HTTP_503),
-        (http(b'{"error": {"message": "not yours"}}', "application/json", "403 Forbidden"), HTTP_OTHER),
-        (b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", HTTP_OTHER),
+        (
+            http(b'{"error": {"message": "not yours"}}', "application/json", "403 Forbidden"),
+            HTTP_OTHER,
+        ),
+        (
+            b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",
+            HTTP_OTHER,
+        ),
     ],
 )
 def test_servers_that_are_none(answer: bytes, failure: str):
@@ -249,9 +309,15 @@ def test_servers_that_are_none(answer: bytes, failure: str):
 
 
 def test_what_an_error_says_is_kept():
-    assert ask_raw(http(json.dumps(ERROR).encode(), status="500 Internal Server Error")).detail == "500: out of luck"
+    assert (
+        ask_raw(http(json.dumps(ERROR).encode(), status="500 Internal Server Error")).detail
+        == "500: out of luck"
+    )
     assert ask_raw(http(b"no place", status="503 Service Unavailable")).detail == "503: no place"
-    assert ask_raw(http(b"<html>\n <b>no\n", "text/html", "404 Not Found")).detail == "404: <html> <b>no"
+    assert (
+        ask_raw(http(b"<html>\n <b>no\n", "text/html", "404 Not Found")).detail
+        == "404: <html> <b>no"
+    )
     assert ask_raw(http(sse(ERROR, DONE))).detail == "out of luck"
 
 
@@ -283,7 +349,10 @@ def test_a_cancellation_comes_through():
 # ---- connections --------------------------------------------------------------------------------------------------------
 
 
-def with_server(handle: Callable[[web.Request], Awaitable[web.StreamResponse]], use: Callable[[str], Awaitable[Any]]) -> Any:
+def with_server(
+    handle: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    use: Callable[[str], Awaitable[Any]],
+) -> Any:
     """Run `use(url)` against a server whose completions are `handle`."""
 
     async def run() -> Any:
@@ -331,7 +400,9 @@ def test_no_request_waits_for_a_connection():
         target = Target(url, timeout=20)
         async with open_session(target) as session:
             clock = asyncio.get_running_loop().time
-            return await asyncio.gather(*(send(session, target, ASK, 0.0, clock, index) for index in range(150)))
+            return await asyncio.gather(
+                *(send(session, target, ASK, 0.0, clock, index) for index in range(150))
+            )
 
     records = with_server(handle, use)
     assert [record.failure for record in records] == [None] * 150

@@ -16,7 +16,9 @@ from stage07_loadtest.workload import ANSWER, LENGTHS
 
 REPORT = (Path(__file__).parents[1] / "REPORT.md").read_text(encoding="utf-8")
 LESSON = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-SERVER = Behaviour(ttft=50, itl=0, stall=600, stall_every=1000)  # its seconds are the trace's milliseconds: all exact
+SERVER = Behaviour(
+    ttft=50, itl=0, stall=600, stall_every=1000
+)  # its seconds are the trace's milliseconds: all exact
 END, EVERY, COLUMN = 2000, 200, 50
 
 
@@ -50,7 +52,9 @@ def open_loop() -> list[Record]:
 def row(words: str, latencies: Sequence[float | None]) -> str:
     """A line of the lesson's table."""
     values = [value for value in latencies if value is not None]
-    percentiles = " | ".join(f"{metrics.percentile(values, percent):.0f}" for percent in (50, 80, 90))
+    percentiles = " | ".join(
+        f"{metrics.percentile(values, percent):.0f}" for percent in (50, 80, 90)
+    )
     slow = sum(value > 100 for value in values) / len(values)
     return f"| {words} | {len(values)} | {percentiles} | {sum(values) / len(values):.1f} | {100 * slow:.0f} % |"
 
@@ -79,7 +83,10 @@ def column(record: Record) -> int:
     return round(record.sent / COLUMN)
 
 
-@pytest.mark.parametrize(("name", "records"), [("closed loop, one user", one_user()), ("one connection", one_connection())])
+@pytest.mark.parametrize(
+    ("name", "records"),
+    [("closed loop, one user", one_user()), ("one connection", one_connection())],
+)
 def test_the_picture_is_the_trace(name: str, records: list[Record]) -> None:
     line = ""
     for record in records:
@@ -91,10 +98,15 @@ def test_the_picture_of_the_open_loop() -> None:
     """Requests that overlap stand in lines of their own."""
     start = LESSON.index("\nopen loop   ") + 1
     picture = [line[25:] for line in LESSON[start:].split("\n```", 1)[0].split("\n")]
-    marks = sorted((mark.start(), mark[0]) for line in picture for mark in re.finditer(r"\S+", line))
+    marks = sorted(
+        (mark.start(), mark[0]) for line in picture for mark in re.finditer(r"\S+", line)
+    )
     assert marks == [(column(record), drawn(record)) for record in open_loop()]
     columns = sum(len(mark) for _, mark in marks)
-    assert f"Count the columns of the open loop: {columns} in {END // COLUMN}, {columns * COLUMN / END:.2f}" in LESSON
+    assert (
+        f"Count the columns of the open loop: {columns} in {END // COLUMN}, {columns * COLUMN / END:.2f}"
+        in LESSON
+    )
 
 
 def test_littles_law_in_the_trace() -> None:
@@ -102,17 +114,24 @@ def test_littles_law_in_the_trace() -> None:
     stays = [stay for record in records if (stay := metrics.e2e(record)) is not None]
     stay = sum(stays) / len(stays)
     assert (1000 * len(records) / END, stay) == (5, 170)
-    assert f"ten requests in 2 s are 5 a second, and they stay {stay:.0f} ms on average: 5 * 0.17 = 0.85" in " ".join(
-        LESSON.split()
+    assert (
+        f"ten requests in 2 s are 5 a second, and they stay {stay:.0f} ms on average: 5 * 0.17 = 0.85"
+        in " ".join(LESSON.split())
     )
 
 
 def test_the_one_request_that_is_worked_out() -> None:
     chunks = [120.0, 140.0, 760.0, 780.0, 800.0]
-    one = Record(0, 0.0, 5, sent=20.0, chunks=chunks, chunk_tokens=[1] * 5, end=800.0, completion_tokens=5)
+    one = Record(
+        0, 0.0, 5, sent=20.0, chunks=chunks, chunk_tokens=[1] * 5, end=800.0, completion_tokens=5
+    )
     assert (metrics.ttft(one), metrics.ttft_intended(one)) == (100, 120)
     assert (metrics.e2e(one), metrics.e2e_intended(one)) == (780, 800)
-    assert (metrics.client_queue(one), metrics.tpot(one), metrics.itl(one)) == (20, 170, [20, 620, 20, 20])
+    assert (metrics.client_queue(one), metrics.tpot(one), metrics.itl(one)) == (
+        20,
+        170,
+        [20, 620, 20, 20],
+    )
 
 
 def test_the_prediction_is_what_the_roofline_gives() -> None:

@@ -27,7 +27,9 @@ def asks(count: int, tokens: int = 5) -> list[Ask]:
     return [Ask([1, 2, number], tokens) for number in range(count)]
 
 
-def point(when: Schedule, what: list[Ask], behaviour: dict[str, Any] | None = None, **options: Any) -> tuple[Point, Mock]:
+def point(
+    when: Schedule, what: list[Ask], behaviour: dict[str, Any] | None = None, **options: Any
+) -> tuple[Point, Mock]:
     async def run() -> tuple[Point, Mock]:
         async with mock.serving(Behaviour(**QUICK | (behaviour or {}))) as server:
             target = Target(server.url, timeout=options.pop("timeout", 20))
@@ -46,7 +48,11 @@ def test_a_closed_loop_has_as_many_requests_in_hand_as_users():
     assert server.most_running == 4 and server.requests == 20
     assert [record.index for record in found.records] == list(range(20))
     assert {record.failure for record in found.records} == {None}
-    assert (found.workload, found.schedule, found.interrupted) == ("mine", schedule.closed(4, 20), False)
+    assert (found.workload, found.schedule, found.interrupted) == (
+        "mine",
+        schedule.closed(4, 20),
+        False,
+    )
     assert found.duration >= max(record.end for record in found.records)
     assert found.client_cpu > 0 and found.started_unix > 1.6e9
 
@@ -61,7 +67,9 @@ def test_a_user_sends_when_the_last_answer_has_ended():
 
 def test_a_closed_loop_may_end_by_time():
     found, server = point(schedule.closed(2, 400), asks(400), seconds=0.3)
-    assert 2 <= len(found.records) < 100 and server.requests == len(found.records)  # an answer takes 9 ms at least
+    assert 2 <= len(found.records) < 100 and server.requests == len(
+        found.records
+    )  # an answer takes 9 ms at least
     assert all(record.sent is not None and record.intended <= 0.3 for record in found.records)
 
 
@@ -77,22 +85,28 @@ def test_an_open_loop_does_not_wait_for_answers():
         return whole()
 
     when = schedule.poisson(200, 8, 0)
-    found: Point = with_server(handle, lambda url: run_point(Target(url, timeout=20), asks(8, 6), when))
+    found: Point = with_server(
+        handle, lambda url: run_point(Target(url, timeout=20), asks(8, 6), when)
+    )
     assert [record.intended for record in found.records] == when.starts
     assert {record.failure for record in found.records} == {None}
-    assert all(record.sent is not None and record.sent >= record.intended for record in found.records)
+    assert all(
+        record.sent is not None and record.sent >= record.intended for record in found.records
+    )
 
 
 def test_requests_of_a_burst_and_of_a_trace_start_at_their_times():
     found, _ = point(schedule.bursts(4, 0.2, 8), asks(8))
     assert [record.intended for record in found.records] == [0.0] * 4 + [0.2] * 4
-    assert all(record.sent is not None and record.sent >= record.intended for record in found.records)
+    assert all(
+        record.sent is not None and record.sent >= record.intended for record in found.records
+    )
     traced = [Ask([1], 5, 0.0), Ask([2, 2], 3, 0.05)]
     found, _ = point(schedule.trace(traced), traced)
-    assert [(record.intended, record.prompt_tokens, record.completion_tokens) for record in found.records] == [
-        (0.0, 1, 5),
-        (0.05, 2, 3),
-    ]
+    assert [
+        (record.intended, record.prompt_tokens, record.completion_tokens)
+        for record in found.records
+    ] == [(0.0, 1, 5), (0.05, 2, 3)]
 
 
 def test_an_open_loop_may_end_by_time():
@@ -124,14 +138,18 @@ def test_warming_up_is_sent_and_counted_nowhere():
 
 def test_failures_are_counted_and_not_repeated():
     found, server = point(schedule.closed(2, 9), asks(9), {"fault": "503", "fault_every": 3})
-    assert [record.failure for record in found.records].count(HTTP_503) == 3 and server.requests == 9
+    assert [record.failure for record in found.records].count(
+        HTTP_503
+    ) == 3 and server.requests == 9
     found, server = point(schedule.poisson(100, 4, 0), asks(4), {"fault": "cut"})
     assert {record.failure for record in found.records} == {CUT} and server.requests == 4
     found, _ = point(schedule.closed(2, 4), asks(4), {"fault": "refused"})
     assert {record.failure for record in found.records} == {REFUSED} and found.server is None
     found, _ = point(schedule.closed(2, 4), asks(4), {"fault": "hang"}, timeout=0.2)
     assert {record.failure for record in found.records} == {TIMEOUT}
-    assert found.server is not None and found.server.idle  # the server has seen that the client left
+    assert (
+        found.server is not None and found.server.idle
+    )  # the server has seen that the client left
 
 
 def test_blocks_that_do_not_come_back_are_seen(monkeypatch):
@@ -150,7 +168,9 @@ def test_a_server_without_metrics_is_measured_all_the_same():
     async def handle(request: web.Request) -> web.Response:
         return whole()
 
-    found: Point = with_server(handle, lambda url: run_point(Target(url), asks(3, 6), schedule.closed(1, 3)))
+    found: Point = with_server(
+        handle, lambda url: run_point(Target(url), asks(3, 6), schedule.closed(1, 3))
+    )
     assert found.server is None and [record.failure for record in found.records] == [None] * 3
 
 
@@ -158,7 +178,10 @@ def test_requests_in_flight_are_sampled_evenly():
     found, _ = point(schedule.closed(3, 6), make("short", 6, 0), {"itl": 0.005})
     times = [at for at, _ in found.in_flight]
     assert times == sorted(times) and len(times) >= 10
-    assert max(count for _, count in found.in_flight) == 3 and min(count for _, count in found.in_flight) >= 0
+    assert (
+        max(count for _, count in found.in_flight) == 3
+        and min(count for _, count in found.in_flight) >= 0
+    )
     # Not drifting: each sample is taken at its place on a grid or later, and a late one does not put off the next.
     assert all(at >= number * load.SAMPLING * 0.99 for number, at in enumerate(times))
 
@@ -166,7 +189,9 @@ def test_requests_in_flight_are_sampled_evenly():
 # ---- ending early -----------------------------------------------------------------------------------------------------------
 
 
-def interrupted(when: Schedule, what: list[Ask], enough: Callable[[Mock], bool], **behaviour: Any) -> tuple[Point, Mock]:
+def interrupted(
+    when: Schedule, what: list[Ask], enough: Callable[[Mock], bool], **behaviour: Any
+) -> tuple[Point, Mock]:
     """A point that is cancelled as soon as the mock has seen `enough`."""
 
     async def run() -> tuple[Point, Mock]:
@@ -185,13 +210,19 @@ def test_cancelled_it_keeps_what_was_measured(when: Schedule):
     found, server = interrupted(when, asks(1000), lambda server: server.requests >= 10)
     assert found.interrupted and found.server is None
     assert 1 <= len(found.records) <= server.requests < 1000
-    assert all(record.failure is None for record in found.records)  # what the client broke off is no failure of the server
+    assert all(
+        record.failure is None for record in found.records
+    )  # what the client broke off is no failure of the server
     assert found.duration >= max(record.end for record in found.records)
-    assert [record.index for record in found.records] == sorted(record.index for record in found.records)
+    assert [record.index for record in found.records] == sorted(
+        record.index for record in found.records
+    )
 
 
 def test_cancelled_before_any_answer_there_is_nothing_and_no_error():
-    found, _ = interrupted(schedule.closed(2, 4), asks(4), lambda server: server.requests >= 2, ttft=60)
+    found, _ = interrupted(
+        schedule.closed(2, 4), asks(4), lambda server: server.requests >= 2, ttft=60
+    )
     assert found.interrupted and found.records == [] and found.duration > 0
 
 
@@ -200,7 +231,9 @@ def test_cancelled_while_the_server_comes_to_rest_the_point_is_whole():
 
     async def run() -> Point:
         async with mock.serving(Behaviour(**QUICK, fault="leak")) as server:
-            task = asyncio.create_task(run_point(Target(server.url), asks(4), schedule.closed(4, 4)))
+            task = asyncio.create_task(
+                run_point(Target(server.url), asks(4), schedule.closed(4, 4))
+            )
             while server.requests < 4 or server.running:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.3)
@@ -214,7 +247,9 @@ def test_cancelled_while_the_server_comes_to_rest_the_point_is_whole():
 def test_cancelled_while_warming_up_there_is_no_point():
     async def run() -> None:
         async with mock.serving(Behaviour(ttft=60)) as server:
-            task = asyncio.create_task(run_point(Target(server.url), asks(4), schedule.closed(2, 2), warmup=2))
+            task = asyncio.create_task(
+                run_point(Target(server.url), asks(4), schedule.closed(2, 2), warmup=2)
+            )
             while server.requests < 2:
                 await asyncio.sleep(0.002)
             task.cancel()

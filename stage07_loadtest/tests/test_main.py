@@ -74,7 +74,9 @@ def rows(out: str) -> list[list[str]]:
     """The table below its header, by cells: the load is one of them."""
     lines = out.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("load")) + 1
-    return [[line[:18].strip(), *line[18:].split()] for line in itertools.takewhile(bool, lines[first:])]
+    return [
+        [line[:18].strip(), *line[18:].split()] for line in itertools.takewhile(bool, lines[first:])
+    ]
 
 
 # ---- the real server ----------------------------------------------------------------------------------------------------
@@ -83,7 +85,18 @@ def rows(out: str) -> list[list[str]]:
 def test_a_short_run_against_the_real_server(capsys, tmp_path):
     """Ours, as a process of its own: every request succeeds, client and server count the same tokens, every block comes back."""
     out = tmp_path / "run"
-    load = ("--users", "2", "--rates", "40", "--bursts", "3x0.2", "--requests", "6", "--warmup", "2")
+    load = (
+        "--users",
+        "2",
+        "--rates",
+        "40",
+        "--bursts",
+        "3x0.2",
+        "--requests",
+        "6",
+        "--warmup",
+        "2",
+    )
     status, printed, err = ended(capsys, *load, "--out", str(out), *SMALL)
     assert status == 0, err
     table = rows(printed)
@@ -92,22 +105,39 @@ def test_a_short_run_against_the_real_server(capsys, tmp_path):
     run = results.load(out)
     assert [point.kind for point in run.points] == ["closed", "poisson", "bursts"]
     for point in run.points:
-        assert (point.requests, point.succeeded, point.completion_tokens, point.prompt_tokens) == (6, 6, 300, 48)
-        assert point.tokens_match is True and point.server_tokens == 300 and point.blocks_back is True
+        assert (point.requests, point.succeeded, point.completion_tokens, point.prompt_tokens) == (
+            6,
+            6,
+            300,
+            48,
+        )
+        assert (
+            point.tokens_match is True and point.server_tokens == 300 and point.blocks_back is True
+        )
     records = results.load_requests(out)
     assert [len(each) for each in records] == [6, 6, 6]
-    assert all(sum(record.chunk_tokens) == 50 for each in records for record in each)  # each chunk says what it brings
+    assert all(
+        sum(record.chunk_tokens) == 50 for each in records for record in each
+    )  # each chunk says what it brings
     assert "stories" in err  # what the server said of itself
     assert list(out.glob("*.svg")) and f"Written: {out}" in printed
-    assert run.about["configuration"]["server"].endswith("--linear plain --kv-memory 8MiB --threads 1")
+    assert run.about["configuration"]["server"].endswith(
+        "--linear plain --kv-memory 8MiB --threads 1"
+    )
 
 
 def test_this_stage_knows_a_server_by_http_alone():
     for path in sorted((ROOT / "stage07_loadtest").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            assert not [name for name in names if name.startswith("stage") and not name.startswith("stage07")], path.name
+            names += (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            )
+            assert not [
+                name
+                for name in names
+                if name.startswith("stage") and not name.startswith("stage07")
+            ], path.name
 
 
 # ---- other servers ----------------------------------------------------------------------------------------------------------
@@ -121,12 +151,25 @@ def test_rates_follow_from_the_measured_capacity(capsys):
     assert status == 0 and [cells[0] for cells in table[:2]] == ["1 user", "4 users"]
     capacity = max(float(cells[3]) for cells in table[:2])
     rates = [float(cells[0].removeprefix("poisson, ").removesuffix("/s")) for cells in table[2:]]
-    assert [rate / capacity for rate in rates] == pytest.approx([0.25, 0.5, 0.75, 0.9, 1.1], rel=0.01)
+    assert [rate / capacity for rate in rates] == pytest.approx(
+        [0.25, 0.5, 0.75, 0.9, 1.1], rel=0.01
+    )
 
 
 def test_failures_stand_beside_every_latency(capsys):
     with mocked(fault="503", fault_every=3) as running:
-        arguments = ("--url", running.url, "--users", "1", "--requests", "9", "--warmup", "0", "--slo", "ttft=5,e2e=20")
+        arguments = (
+            "--url",
+            running.url,
+            "--users",
+            "1",
+            "--requests",
+            "9",
+            "--warmup",
+            "0",
+            "--slo",
+            "ttft=5,e2e=20",
+        )
         status, out, _ = ended(capsys, *arguments)
         assert running.requests == 10  # one to see whether anybody is there
     ((_, requests, success, *cells),) = rows(out)
@@ -136,19 +179,32 @@ def test_failures_stand_beside_every_latency(capsys):
 
 def test_a_trace_is_replayed(capsys, tmp_path):
     file = tmp_path / "trace.jsonl"
-    lines = [{"prompt": "Once", "max_tokens": 3, "at": 0.1}, {"prompt_tokens": 5, "max_tokens": 2, "at": 0}]
+    lines = [
+        {"prompt": "Once", "max_tokens": 3, "at": 0.1},
+        {"prompt_tokens": 5, "max_tokens": 2, "at": 0},
+    ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     with mocked() as running:
-        status, out, _ = ended(capsys, "--url", running.url + "/v1/", "--trace", str(file), "--warmup", "1")
+        status, out, _ = ended(
+            capsys, "--url", running.url + "/v1/", "--trace", str(file), "--warmup", "1"
+        )
         bodies = [(body["max_tokens"], body["model"]) for body in running.bodies]
     assert status == 0 and [cells[:3] for cells in rows(out)] == [["trace", "2", "100.0%"]]
-    assert bodies == [(50, "mock"), (50, "mock"), (2, "mock"), (3, "mock")]  # the first one, one to warm up, and the trace
+    assert bodies == [
+        (50, "mock"),
+        (50, "mock"),
+        (2, "mock"),
+        (3, "mock"),
+    ]  # the first one, one to warm up, and the trace
 
 
 def test_a_trace_of_lengths_has_other_prompts_in_each_repeat(capsys, tmp_path):
     """Catches a replay that a prefix cache answers. What the trace says word for word cannot be changed, so it is said."""
     file = tmp_path / "trace.jsonl"
-    lines = [{"prompt": "Once", "max_tokens": 3, "at": 0}, {"prompt_tokens": 5, "max_tokens": 2, "at": 0}]
+    lines = [
+        {"prompt": "Once", "max_tokens": 3, "at": 0},
+        {"prompt_tokens": 5, "max_tokens": 2, "at": 0},
+    ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     with mocked() as running:
         arguments = ("--url", running.url, "--trace", str(file), "--warmup", "0", "--repeats", "2")
@@ -160,7 +216,9 @@ def test_a_trace_of_lengths_has_other_prompts_in_each_repeat(capsys, tmp_path):
 
 
 def test_a_loop_that_ran_out_of_requests_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(program, "MOST_A_SECOND", 0.1)  # 3 for twenty seconds; an answer takes a thirtieth of one
+    monkeypatch.setattr(
+        program, "MOST_A_SECOND", 0.1
+    )  # 3 for twenty seconds; an answer takes a thirtieth of one
     with mocked() as running:
         arguments = ("--url", running.url, "--users", "1", "--seconds", "20", "--warmup", "0")
         status, out, err = ended(capsys, *arguments)
@@ -170,14 +228,28 @@ def test_a_loop_that_ran_out_of_requests_says_so(capsys, monkeypatch):
 def test_no_prompt_comes_twice_in_a_run(capsys):
     """What a point has asked, the prefix cache of a server knows at the next one."""
     with mocked() as running:
-        assert ended(capsys, "--url", running.url, "--users", "1,2", "--requests", "4", "--repeats", "2")[0] == 0
+        assert (
+            ended(
+                capsys, "--url", running.url, "--users", "1,2", "--requests", "4", "--repeats", "2"
+            )[0]
+            == 0
+        )
         prompts = [tuple(body["prompt"]) for body in running.bodies]
     assert len(prompts) == len({*prompts}) == 1 + 2 * (4 + 1 + 4 + 2)
 
 
 def test_a_key_is_used_and_not_written_down(capsys, tmp_path):
     with mocked(api_key="s3cret") as running:
-        arguments = ("--url", running.url, "--users", "1", "--requests", "2", "--out", str(tmp_path))
+        arguments = (
+            "--url",
+            running.url,
+            "--users",
+            "1",
+            "--requests",
+            "2",
+            "--out",
+            str(tmp_path),
+        )
         assert ended(capsys, *arguments, "--api-key", "s3cret")[0] == 0
         status, _, err = ended(capsys, "--url", running.url)
     assert all("s3cret" not in path.read_text(encoding="utf-8") for path in tmp_path.iterdir())
@@ -187,7 +259,12 @@ def test_a_key_is_used_and_not_written_down(capsys, tmp_path):
 def test_a_server_that_is_not_there(capsys):
     with mocked(fault="refused") as running:
         status, out, err = ended(capsys, "--url", running.url)
-    assert status == cli.EXIT_ERROR and out == "" and f"{running.url} cannot be reached" in err and "leave --url out" in err
+    assert (
+        status == cli.EXIT_ERROR
+        and out == ""
+        and f"{running.url} cannot be reached" in err
+        and "leave --url out" in err
+    )
 
 
 INTERRUPTIBLE = (  # a program that was started in the background of a shell ignores SIGINT, and so do its children
@@ -199,8 +276,19 @@ INTERRUPTIBLE = (  # a program that was started in the background of a shell ign
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
 def test_control_c_keeps_what_was_measured(tmp_path):
     with mocked() as running:
-        load = ("--url", running.url, "--users", "2", "--requests", "100000", "--out", str(tmp_path))
-        environment = os.environ | {"PYTHONHASHSEED": "7"}  # the order of a set must not show in the charts
+        load = (
+            "--url",
+            running.url,
+            "--users",
+            "2",
+            "--requests",
+            "100000",
+            "--out",
+            str(tmp_path),
+        )
+        environment = os.environ | {
+            "PYTHONHASHSEED": "7"
+        }  # the order of a set must not show in the charts
         with subprocess.Popen(
             [sys.executable, "-c", INTERRUPTIBLE, *load], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=environment,
@@ -229,31 +317,64 @@ def planned(*arguments: str) -> tuple[Plan, argparse.Namespace]:
 
 
 def test_what_is_measured_if_nobody_says():
-    assert planned()[0].users == program.USERS and planned("--rates", "auto")[0].users == program.USERS
-    assert planned("--rates", "auto", "--bursts", "8x2")[0].users == program.USERS  # they are what the rates are taken from
+    assert (
+        planned()[0].users == program.USERS and planned("--rates", "auto")[0].users == program.USERS
+    )
+    assert (
+        planned("--rates", "auto", "--bursts", "8x2")[0].users == program.USERS
+    )  # they are what the rates are taken from
     for load in (("--rates", "2,4"), ("--bursts", "8x2")):
         plan, _ = planned(*load)
         assert plan.users == ()
     plan, options = planned("--users", "3", "--rates", "2,4.5", "--bursts", "8x2,1x0.5")
-    assert (plan.users, plan.rates, plan.auto, plan.bursts) == ((3,), (2.0, 4.5), False, ((8, 2.0), (1, 0.5)))
+    assert (plan.users, plan.rates, plan.auto, plan.bursts) == (
+        (3,),
+        (2.0, 4.5),
+        False,
+        ((8, 2.0), (1, 0.5)),
+    )
     assert options.slo == Slo(ttft=1.0, tpot=0.2)
 
 
 def test_how_many_requests_there_are():
     def counts(*arguments: str) -> list[int]:
-        return [count for _, count in planned("--users", "1,32", "--rates", "3", "--bursts", "8x2", *arguments)[0].schedules([])]
+        return [
+            count
+            for _, count in planned(
+                "--users", "1,32", "--rates", "3", "--bursts", "8x2", *arguments
+            )[0].schedules([])
+        ]
 
     assert counts() == [20, 128, 50, 56]
     assert counts("--requests", "10") == [10, 32, 10, 10]
     assert counts("--seconds", "10") == [201, 32 * 201, 30, 40]
-    assert counts("--seconds", "86400")[:2] == [program.MOST_MADE] * 2  # not a list of 55 million prompts
+    assert (
+        counts("--seconds", "86400")[:2] == [program.MOST_MADE] * 2
+    )  # not a list of 55 million prompts
 
 
 def test_rounds_begin_with_another_point_each():
     plan, _ = planned("--users", "1,2,3", "--rates", "5,6", "--repeats", "3")
     order = [str(schedule) for schedule, _ in plan.schedules([])]
-    users = ["1 user", "2 users", "3 users", "2 users", "3 users", "1 user", "3 users", "1 user", "2 users"]
-    assert order == users + ["poisson, 5/s", "poisson, 6/s", "poisson, 6/s", "poisson, 5/s", "poisson, 5/s", "poisson, 6/s"]
+    users = [
+        "1 user",
+        "2 users",
+        "3 users",
+        "2 users",
+        "3 users",
+        "1 user",
+        "3 users",
+        "1 user",
+        "2 users",
+    ]
+    assert order == users + [
+        "poisson, 5/s",
+        "poisson, 6/s",
+        "poisson, 6/s",
+        "poisson, 5/s",
+        "poisson, 5/s",
+        "poisson, 6/s",
+    ]
 
 
 def test_our_server_has_room_for_all_users():
@@ -262,7 +383,14 @@ def test_our_server_has_room_for_all_users():
         return server_options(options, plan, ["--max-sequences", "4"])
 
     assert given() == ["--max-queue", "64", "--max-sequences", "4"]
-    assert given("--users", "1,128", "--model", "gpt2") == ["--max-queue", "128", "--model", "gpt2", "--max-sequences", "4"]
+    assert given("--users", "1,128", "--model", "gpt2") == [
+        "--max-queue",
+        "128",
+        "--model",
+        "gpt2",
+        "--max-sequences",
+        "4",
+    ]
     assert given("--bursts", "200x1")[:2] == ["--max-queue", "200"]
 
 
@@ -286,7 +414,10 @@ def test_our_server_has_room_for_all_users():
         (("--url", "http://[::1"), "write it as http"),
         (("--url", "http://me:secret@127.0.0.1"), "write it as http"),
         (("--api-key", "secret\n"), "a line end or another control character"),
-        (("--rates", "1000", "--seconds", "86400"), "86,400,000 requests are too many for one point"),
+        (
+            ("--rates", "1000", "--seconds", "86400"),
+            "86,400,000 requests are too many for one point",
+        ),
         (("--bursts", "100x0.1", "--seconds", "86400"), "are too many for one point"),
         (("--workload", "huge"), "invalid choice"),
         (("--trace", "absent.jsonl"), "The trace absent.jsonl cannot be read"),
@@ -294,7 +425,9 @@ def test_our_server_has_room_for_all_users():
         (("--user", "3"), "--help lists every option"),
     ],
 )
-def test_nonsense_is_refused_before_a_server_starts(capsys, monkeypatch, arguments: tuple[str, ...], words: str):
+def test_nonsense_is_refused_before_a_server_starts(
+    capsys, monkeypatch, arguments: tuple[str, ...], words: str
+):
     monkeypatch.setattr(program, "own_server", lambda *_: pytest.fail("a server was started"))
     status, out, err = ended(capsys, *arguments)
     assert status == cli.EXIT_ERROR and out == "" and words in err and err.startswith("error: ")
@@ -312,7 +445,9 @@ def test_a_run_is_not_written_over(capsys, monkeypatch, tmp_path):
 
 def test_rates_of_a_server_that_never_answers(capsys):
     with mocked(fault="503") as running:
-        status, out, err = ended(capsys, "--url", running.url, "--users", "1", "--rates", "auto", "--requests", "2")
+        status, out, err = ended(
+            capsys, "--url", running.url, "--users", "1", "--rates", "auto", "--requests", "2"
+        )
     assert status == cli.EXIT_ERROR and "give rates in numbers" in err
     ((_, requests, success, *_),) = rows(out)  # what was measured before is told all the same
     assert (requests, success) == ("2", "0.0%")
@@ -321,6 +456,16 @@ def test_rates_of_a_server_that_never_answers(capsys):
 def test_help(capsys):
     status, out, _ = ended(capsys, "--help")
     assert status == 0
-    for option in ("--url", "--users", "--rates", "--bursts", "--trace", "--workload", "--slo", "--out", "--repeats"):
+    for option in (
+        "--url",
+        "--users",
+        "--rates",
+        "--bursts",
+        "--trace",
+        "--workload",
+        "--slo",
+        "--out",
+        "--repeats",
+    ):
         assert option in out
     assert Path(ROOT / program.SERVER).is_dir()

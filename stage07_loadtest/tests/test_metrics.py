@@ -19,7 +19,11 @@ NO_LIMITS = Slo()
 
 
 def record(
-    index: int = 0, intended: float = 0.0, sent: float | None = None, gaps: tuple[float, ...] = (0.5, 0.1, 0.1), **more: Any
+    index: int = 0,
+    intended: float = 0.0,
+    sent: float | None = None,
+    gaps: tuple[float, ...] = (0.5, 0.1, 0.1),
+    **more: Any,
 ) -> Record:
     """A request that succeeded: chunks of one token, `gaps` seconds after each other, the first that long after sending."""
     sent = intended if sent is None else sent
@@ -33,22 +37,50 @@ def record(
 
 def refused(index: int = 0, intended: float = 0.0) -> Record:
     """A request that the server had no room for."""
-    return Record(index, intended, 3, sent=intended, status=503, end=intended + 0.01, failure=HTTP_503, detail="no room")
+    return Record(
+        index,
+        intended,
+        3,
+        sent=intended,
+        status=503,
+        end=intended + 0.01,
+        failure=HTTP_503,
+        detail="no room",
+    )
 
 
 def broken(index: int = 0, intended: float = 0.0) -> Record:
     """One whose connection was lost after two tokens."""
     good = record(index, intended)
     return replace(
-        good, chunks=good.chunks[:2], chunk_tokens=[1, 1], completion_tokens=None, finish_reason=None, done=False, failure=RESET
+        good,
+        chunks=good.chunks[:2],
+        chunk_tokens=[1, 1],
+        completion_tokens=None,
+        finish_reason=None,
+        done=False,
+        failure=RESET,
     )
 
 
 def point(records: list[Record], users: int | None = 1, **more: Any) -> Point:
     """A point as long as its records, on a client with nothing to do."""
-    schedule = Schedule("closed", users, None) if users else Schedule("poisson", None, [each.intended for each in records], 2.0)
+    schedule = (
+        Schedule("closed", users, None)
+        if users
+        else Schedule("poisson", None, [each.intended for each in records], 2.0)
+    )
     duration = max(each.end for each in records)
-    found = Point("short", schedule, records, started_unix=0.0, duration=duration, client_cpu=0.1, server=None, in_flight=[])
+    found = Point(
+        "short",
+        schedule,
+        records,
+        started_unix=0.0,
+        duration=duration,
+        client_cpu=0.1,
+        server=None,
+        in_flight=[],
+    )
     return replace(found, **more)
 
 
@@ -96,7 +128,9 @@ def test_what_never_came_has_no_latency() -> None:
 # ---- percentiles
 
 
-@pytest.mark.parametrize(("percent", "value"), [(0, 1), (20, 1), (21, 2), (50, 3), (80, 4), (90, 5), (100, 5)])
+@pytest.mark.parametrize(
+    ("percent", "value"), [(0, 1), (20, 1), (21, 2), (50, 3), (80, 4), (90, 5), (100, 5)]
+)
 def test_a_percentile_is_the_nearest_rank(percent: float, value: float) -> None:
     assert percentile([5.0, 3.0, 1.0, 2.0, 4.0], percent) == value
 
@@ -110,12 +144,21 @@ def test_a_percentile_may_be_infinite_and_is_never_between_two() -> None:
 
 
 def test_the_99th_percentile_needs_a_thousand_samples() -> None:
-    few, enough = (metrics.distribution([float(i) for i in range(count)], 0, drawn=True) for count in (999, 1000))
+    few, enough = (
+        metrics.distribution([float(i) for i in range(count)], 0, drawn=True)
+        for count in (999, 1000)
+    )
     assert few is not None and enough is not None
-    assert few.percentiles["p99"] is None and few.adjusted is not None and few.adjusted["p99"] is None
+    assert (
+        few.percentiles["p99"] is None and few.adjusted is not None and few.adjusted["p99"] is None
+    )
     assert enough.percentiles == {"p50": 499.0, "p90": 899.0, "p95": 949.0, "p99": 989.0}
     assert (enough.samples, enough.mean, enough.max) == (1000, 499.5, 999.0)
-    assert len(enough.curve) == len(metrics.CURVE) and enough.curve[0] == 0.0 and enough.curve[-1] == 999.0
+    assert (
+        len(enough.curve) == len(metrics.CURVE)
+        and enough.curve[0] == 0.0
+        and enough.curve[-1] == 999.0
+    )
 
 
 def test_a_failure_is_an_answer_that_never_came() -> None:
@@ -124,7 +167,9 @@ def test_a_failure_is_an_answer_that_never_came() -> None:
     found = metrics.latencies([*answers, refused()])["ttft"]
     assert found.samples == 19 and found.percentiles["p95"] == pytest.approx(1.9)
     assert found.adjusted is not None
-    assert found.adjusted["p90"] == pytest.approx(1.8) and found.adjusted["p95"] == pytest.approx(1.9)
+    assert found.adjusted["p90"] == pytest.approx(1.8) and found.adjusted["p95"] == pytest.approx(
+        1.9
+    )
     worse = metrics.latencies([*answers[:18], refused(), broken()])
     assert worse["ttft"].adjusted is not None and worse["ttft"].adjusted["p95"] == math.inf
     assert worse["ttft"].percentiles["p95"] == pytest.approx(1.8)
@@ -137,7 +182,9 @@ def test_a_failure_is_infinite_among_requests_and_absent_among_gaps() -> None:
         assert found[name].samples == 1
         adjusted = found[name].adjusted
         assert adjusted is not None and adjusted["p50"] != math.inf and adjusted["p90"] == math.inf
-    assert found["itl"].samples == 2 and found["itl"].adjusted is None  # the gaps of the broken answer are not among them
+    assert (
+        found["itl"].samples == 2 and found["itl"].adjusted is None
+    )  # the gaps of the broken answer are not among them
     assert found["client_queue"].samples == 2 and found["client_queue"].adjusted is None
 
 
@@ -145,7 +192,11 @@ def test_a_failure_is_infinite_among_requests_and_absent_among_gaps() -> None:
 
 
 def test_goodput_counts_what_keeps_every_limit() -> None:
-    fast, slow_first, slow_rest = record(), record(gaps=(2.0, 0.1, 0.1)), record(gaps=(0.5, 0.5, 0.5))
+    fast, slow_first, slow_rest = (
+        record(),
+        record(gaps=(2.0, 0.1, 0.1)),
+        record(gaps=(0.5, 0.5, 0.5)),
+    )
     every = [fast, slow_first, slow_rest, refused()]
     assert metrics.goodput(every, Slo(), 2.0) == 1.5
     assert metrics.goodput(every, Slo(ttft=1.0), 2.0) == 1.0
@@ -173,7 +224,10 @@ def test_limits_in_words() -> None:
 
 def sampled(records: list[Record], seconds: float, count: int) -> list[tuple[float, int]]:
     times = [(number + 0.5) * seconds / count for number in range(count)]
-    return [(at, sum(each.sent is not None and each.sent <= at < each.end for each in records)) for at in times]
+    return [
+        (at, sum(each.sent is not None and each.sent <= at < each.end for each in records))
+        for at in times
+    ]
 
 
 def test_littles_law_holds_for_a_load_that_is_not_steady() -> None:
@@ -192,7 +246,9 @@ def test_littles_law_finds_requests_that_nobody_wrote_down() -> None:
     in_flight = sampled(records, seconds, 1000)
     complete, lossy = (metrics.little(each, in_flight, seconds) for each in (records, records[:-2]))
     assert complete is not None and lossy is not None
-    assert complete.ratio == pytest.approx(1.0, abs=0.01) and lossy.ratio == pytest.approx(20 / 18, abs=0.02)
+    assert complete.ratio == pytest.approx(1.0, abs=0.01) and lossy.ratio == pytest.approx(
+        20 / 18, abs=0.02
+    )
 
 
 def test_samples_that_came_late_weigh_no_more_than_their_time() -> None:
@@ -200,14 +256,20 @@ def test_samples_that_came_late_weigh_no_more_than_their_time() -> None:
     records = [record(0, gaps=(1.0,)), record(1, gaps=(2.0,))]
     in_flight = [(0.0, 2), *[(0.999, 2)] * 100, *[(1.0 + 0.01 * i, 1) for i in range(100)]]
     found = metrics.little(records, in_flight, 2.0)
-    assert found is not None and found.in_flight == pytest.approx(1.5) and found.ratio == pytest.approx(1.0)
+    assert (
+        found is not None
+        and found.in_flight == pytest.approx(1.5)
+        and found.ratio == pytest.approx(1.0)
+    )
 
 
 def test_littles_law_is_not_judged_by_few_samples() -> None:
     records = [record(i, intended=float(i)) for i in range(20)]  # each stays 0.7 s
     seconds = 20.0
     assert metrics.little(records, sampled(records, seconds, 99), seconds) is None
-    assert metrics.little(records, sampled(records, seconds, 110), seconds) is None  # 0.18 s apart: under four a stay
+    assert (
+        metrics.little(records, sampled(records, seconds, 110), seconds) is None
+    )  # 0.18 s apart: under four a stay
     assert metrics.little(records, sampled(records, seconds, 120), seconds) is not None
     assert metrics.little([], [(0.0, 0)] * 200, seconds) is None
 
@@ -227,12 +289,17 @@ def test_the_steady_part_begins_when_all_users_have_sent_and_ends_with_the_last_
 def test_an_open_loop_is_steady_from_its_first_answer_on() -> None:
     records = [record(i, intended=0.3 * i) for i in range(5)]
     found = metrics.steady(records, users=None)
-    assert found is not None and (found.start, found.end) == (pytest.approx(0.7), pytest.approx(1.2))
+    assert found is not None and (found.start, found.end) == (
+        pytest.approx(0.7),
+        pytest.approx(1.2),
+    )
 
 
 def test_a_load_without_a_steady_part() -> None:
     assert metrics.steady([record(0), record(1)], users=2) is None
-    assert metrics.steady([record(0), record(1)], users=None) is None  # both sent before the first had ended
+    assert (
+        metrics.steady([record(0), record(1)], users=None) is None
+    )  # both sent before the first had ended
     assert metrics.steady([], users=1) is None
 
 
@@ -242,9 +309,13 @@ def test_a_load_without_a_steady_part() -> None:
 def test_tokens_are_compared_exactly() -> None:
     records = [record(0), record(1), refused(2)]
     assert metrics.tokens_match(records, 6) is True
-    assert metrics.tokens_match(records, 7) is False  # the third was not begun, so it explains nothing
+    assert (
+        metrics.tokens_match(records, 7) is False
+    )  # the third was not begun, so it explains nothing
     assert metrics.tokens_match([record(0), broken(1)], 5) is True
-    assert metrics.tokens_match([record(0), broken(1)], 6) is None  # the server may have computed one that got lost
+    assert (
+        metrics.tokens_match([record(0), broken(1)], 6) is None
+    )  # the server may have computed one that got lost
 
 
 # ---- a point
@@ -257,10 +328,17 @@ def test_a_summary_of_answers_and_failures() -> None:
     assert (found.requests, found.succeeded, found.success_rate) == (4, 2, 0.5)
     assert found.failures == {"http_503": 1, "reset": 1}
     assert (found.prompt_tokens, found.completion_tokens, found.received_tokens) == (16, 6, 8)
-    assert found.request_rate == pytest.approx(2 / seconds) and found.goodput == pytest.approx(2 / seconds)
-    assert found.output_rate == pytest.approx(6 / seconds) and found.total_rate == pytest.approx(22 / seconds)
+    assert found.request_rate == pytest.approx(2 / seconds) and found.goodput == pytest.approx(
+        2 / seconds
+    )
+    assert found.output_rate == pytest.approx(6 / seconds) and found.total_rate == pytest.approx(
+        22 / seconds
+    )
     assert found.tokens_match is True and found.blocks_back is True
-    assert found.at("ttft", 50) == pytest.approx(0.5) and found.at("ttft", 95, adjusted=True) == math.inf
+    assert (
+        found.at("ttft", 50) == pytest.approx(0.5)
+        and found.at("ttft", 95, adjusted=True) == math.inf
+    )
     assert found.at("itl", 50, adjusted=True) is None and found.at("ttft", 99) is None
     assert (found.load, found.users, found.rate) == ("1 user", 1, None)
 
@@ -269,7 +347,10 @@ def test_where_nothing_succeeded_every_adjusted_percentile_is_infinite() -> None
     found = summarize(point([refused(0), refused(1)], users=None), NO_LIMITS)
     assert found.succeeded == 0 and found.output_rate == 0
     assert "ttft" not in found.latency and found.at("ttft", 50) is None
-    assert found.at("ttft", 50, adjusted=True) == math.inf and found.at("itl", 50, adjusted=True) is None
+    assert (
+        found.at("ttft", 50, adjusted=True) == math.inf
+        and found.at("itl", 50, adjusted=True) is None
+    )
     assert found.load == "poisson, 2/s"
 
 
@@ -287,9 +368,17 @@ MANY = [record(i, intended=0.7 * i) for i in range(100)]
 
 def test_a_point_that_can_be_trusted_has_no_flags() -> None:
     seconds = MANY[-1].end
-    more: dict[str, Any] = {"server": counters(300), "in_flight": sampled(MANY, seconds, 1000), "client_cpu": 0.69}
+    more: dict[str, Any] = {
+        "server": counters(300),
+        "in_flight": sampled(MANY, seconds, 1000),
+        "client_cpu": 0.69,
+    }
     found = summarize(point(MANY, **more), NO_LIMITS)
-    assert found.flags == [] and found.little is not None and found.little.ratio == pytest.approx(1.0, abs=0.01)
+    assert (
+        found.flags == []
+        and found.little is not None
+        and found.little.ratio == pytest.approx(1.0, abs=0.01)
+    )
 
 
 def test_each_reason_for_distrust_is_named() -> None:
@@ -298,18 +387,30 @@ def test_each_reason_for_distrust_is_named() -> None:
     assert flags(MANY, server=counters(300, running=1)) == ["server not idle afterwards"]
     assert flags(MANY, server=counters(300, usage=0.01)) == ["server not idle afterwards"]
     assert flags(MANY, interrupted=True) == ["interrupted"]
-    assert flags(MANY, in_flight=[(0.7 * i / 10, 2) for i in range(1000)]) == ["Little's law off by 100%"]
-    assert flags([replace(each, intended=each.intended - 0.1) for each in MANY]) == ["client sent 100 ms late (p95)"]
+    assert flags(MANY, in_flight=[(0.7 * i / 10, 2) for i in range(1000)]) == [
+        "Little's law off by 100%"
+    ]
+    assert flags([replace(each, intended=each.intended - 0.1) for each in MANY]) == [
+        "client sent 100 ms late (p95)"
+    ]
     assert flags(MANY[:20]) == ["short: 20 requests in 14 s"]
 
 
 def test_failures_alone_are_no_reason_for_distrust() -> None:
-    assert flags([*MANY[:60], *(refused(i, 0.7 * i) for i in range(60, 100))], server=counters(180)) == []
+    assert (
+        flags([*MANY[:60], *(refused(i, 0.7 * i) for i in range(60, 100))], server=counters(180))
+        == []
+    )
 
 
 def test_what_cannot_be_judged_is_no_reason_for_distrust() -> None:
     found = summarize(point(MANY), NO_LIMITS)
-    assert (found.little, found.server_tokens, found.tokens_match, found.blocks_back) == (None, None, None, None)
+    assert (found.little, found.server_tokens, found.tokens_match, found.blocks_back) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert found.flags == []
 
 
@@ -317,7 +418,12 @@ def test_the_knee_is_where_throughput_over_latency_is_greatest() -> None:
     # 1, 2 and 2.2 requests/s; latencies 0.7, 0.8 and 4 s.
     def at(rate: float, wait: float) -> metrics.Summary:
         return summarize(
-            point([record(i, i / rate, gaps=(wait, 0.0)) for i in range(50)], users=None, duration=50 / rate), NO_LIMITS
+            point(
+                [record(i, i / rate, gaps=(wait, 0.0)) for i in range(50)],
+                users=None,
+                duration=50 / rate,
+            ),
+            NO_LIMITS,
         )
 
     points = [at(1.0, 0.7), at(2.0, 0.8), at(2.2, 4.0)]

@@ -28,7 +28,9 @@ BODY = {
 DONE = "data: [DONE]"
 
 
-async def complete(session: aiohttp.ClientSession, server: Mock, **fields: Any) -> tuple[int, list[str]]:
+async def complete(
+    session: aiohttp.ClientSession, server: Mock, **fields: Any
+) -> tuple[int, list[str]]:
     """The status, and the lines of an answer that are not empty."""
     async with session.post(f"{server.url}/v1/completions", json=BODY | fields) as answer:
         return answer.status, [line for line in (await answer.text()).splitlines() if line]
@@ -39,7 +41,9 @@ async def numbers(session: aiohttp.ClientSession, server: Mock) -> dict[str, flo
     async with session.get(f"{server.url}/metrics") as answer:
         families = text_string_to_metric_families(await answer.text())
     return {
-        " ".join([sample.name.removeprefix("vllm:"), *sample.labels.values()]).removesuffix(f" {MODEL}"): sample.value
+        " ".join([sample.name.removeprefix("vllm:"), *sample.labels.values()]).removesuffix(
+            f" {MODEL}"
+        ): sample.value
         for family in families
         for sample in family.samples
         if sample.value and not sample.name.endswith("_created")
@@ -104,7 +108,10 @@ def paced(behaviour: Behaviour, count: int, late: float = 0.0) -> list[tuple[flo
     async def run() -> list[tuple[float, int]]:
         server = Mock(behaviour)
         server.first = 0.0
-        return [(loop.time(), tokens) async for tokens in server._paced(Answer("", 1, count, count, None, "length"))]
+        return [
+            (loop.time(), tokens)
+            async for tokens in server._paced(Answer("", 1, count, count, None, "length"))
+        ]
 
     try:
         return loop.run_until_complete(run())
@@ -136,7 +143,9 @@ def test_nothing_is_sent_before_its_time():
         async with session.post(f"{server.url}/v1/completions", json=BODY) as answer:
             arrived = [loop.time() - started async for line in answer.content if b'"text"' in line]
         assert len(arrived) == 6
-        assert all(moment >= 0.05 + 0.02 * number - 1e-3 for number, moment in enumerate(arrived)), arrived
+        assert all(
+            moment >= 0.05 + 0.02 * number - 1e-3 for number, moment in enumerate(arrived)
+        ), arrived
 
     with_mock(Behaviour(ttft=0.05, itl=0.02), use)
 
@@ -150,15 +159,28 @@ def test_a_stream_has_what_a_load_test_reads():
         assert status == 200 and lines[-1] == DONE and lines.count(DONE) == 1
         *chunks, last = events(lines)
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 5 + ["length"]
-        assert all(chunk["choices"][0]["text"] and "token_ids" not in chunk["choices"][0] for chunk in chunks)
-        assert last["choices"] == [] and last["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+        assert all(
+            chunk["choices"][0]["text"] and "token_ids" not in chunk["choices"][0]
+            for chunk in chunks
+        )
+        assert last["choices"] == [] and last["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": 6,
+            "total_tokens": 9,
+        }
         assert len({chunk["id"] for chunk in [*chunks, last]}) == 1
         assert server.bodies[0] == BODY
 
         _, plain = await complete(session, server, stream_options=None, prompt="Zoë")
         assert all(event["choices"] for event in events(plain)), "nobody asked for the usage"
-        _, (whole,) = await complete(session, server, stream=False, stream_options=None, prompt="Zoë")
-        assert json.loads(whole)["usage"] == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+        _, (whole,) = await complete(
+            session, server, stream=False, stream_options=None, prompt="Zoë"
+        )
+        assert json.loads(whole)["usage"] == {
+            "prompt_tokens": 4,
+            "completion_tokens": 6,
+            "total_tokens": 10,
+        }
         assert json.loads(whole)["choices"][0]["finish_reason"] == "length"
 
     with_mock(Behaviour(**QUICK), use)
@@ -178,7 +200,10 @@ def test_an_answer_is_shorter_if_nobody_says_that_its_end_does_not_count():
     async def use(session: aiohttp.ClientSession, server: Mock) -> None:
         _, lines = await complete(session, server, ignore_eos=False)
         *chunks, last = events(lines)
-        assert last["usage"]["completion_tokens"] == len(chunks) == 3 and chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        assert (
+            last["usage"]["completion_tokens"] == len(chunks) == 3
+            and chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        )
         assert (await numbers(session, server))["request_success_total stop"] == 1
 
     with_mock(Behaviour(**QUICK), use)
@@ -186,11 +211,17 @@ def test_an_answer_is_shorter_if_nobody_says_that_its_end_does_not_count():
 
 def test_the_counters_are_exact():
     async def use(session: aiohttp.ClientSession, server: Mock) -> dict[str, float]:
-        await asyncio.gather(*(complete(session, server, max_tokens=1 + index) for index in range(20)))
+        await asyncio.gather(
+            *(complete(session, server, max_tokens=1 + index) for index in range(20))
+        )
         return await numbers(session, server)
 
     counted = with_mock(Behaviour(**QUICK, chunk_tokens=3), use)
-    assert counted == {"prompt_tokens_total": 60, "generation_tokens_total": 210, "request_success_total length": 20}
+    assert counted == {
+        "prompt_tokens_total": 60,
+        "generation_tokens_total": 210,
+        "request_success_total length": 20,
+    }
 
 
 def test_slots_are_shared_in_turn_and_the_others_wait():
@@ -229,7 +260,11 @@ def test_a_reset_loses_the_connection_after_half_of_the_tokens():
         with pytest.raises((aiohttp.ClientPayloadError, aiohttp.ClientOSError)):
             await complete(session, server)
         counted = await numbers(session, server)
-        assert counted == {"prompt_tokens_total": 3, "generation_tokens_total": 3, "request_success_total error": 1}
+        assert counted == {
+            "prompt_tokens_total": 3,
+            "generation_tokens_total": 3,
+            "request_success_total error": 1,
+        }
 
     with_mock(Behaviour(**QUICK, fault="reset"), use)
 
@@ -245,7 +280,11 @@ def test_a_request_that_hangs_is_given_up_when_its_client_goes():
         while server.running:
             await asyncio.sleep(0.001)
         counted = await numbers(session, server)
-        assert counted == {"prompt_tokens_total": 3, "generation_tokens_total": 3, "request_success_total abort": 1}
+        assert counted == {
+            "prompt_tokens_total": 3,
+            "generation_tokens_total": 3,
+            "request_success_total abort": 1,
+        }
 
     with_mock(Behaviour(**QUICK, fault="hang"), use)
 
@@ -268,7 +307,9 @@ def test_a_stream_lacks_what_its_fault_takes_away(fault, chunks, finished, count
         choices = [event["choices"][0] for event in found if event["choices"]]
         assert status == 200 and len(choices) == chunks
         assert any(choice["finish_reason"] for choice in choices) == finished
-        assert [event["usage"]["completion_tokens"] for event in found if "usage" in event] == [chunks] * counts
+        assert [event["usage"]["completion_tokens"] for event in found if "usage" in event] == [
+            chunks
+        ] * counts
         assert (DONE in lines) == done
         assert (await numbers(session, server))["generation_tokens_total"] == chunks
 
@@ -279,7 +320,12 @@ def test_an_error_event_stands_behind_a_status_of_200():
     async def use(session: aiohttp.ClientSession, server: Mock) -> None:
         status, lines = await complete(session, server)
         *chunks, last = events(lines)
-        assert status == 200 and len(chunks) == 3 and last["error"]["code"] == 500 and lines[-1] == DONE
+        assert (
+            status == 200
+            and len(chunks) == 3
+            and last["error"]["code"] == 500
+            and lines[-1] == DONE
+        )
 
     with_mock(Behaviour(**QUICK, fault="error_event"), use)
 
@@ -294,9 +340,13 @@ def test_garbage_is_no_json():
 
 
 def test_a_wrong_counter_and_a_leak_show_in_the_numbers_only():
-    async def use(session: aiohttp.ClientSession, server: Mock) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    async def use(
+        session: aiohttp.ClientSession, server: Mock
+    ) -> tuple[list[dict[str, Any]], dict[str, float]]:
         _, lines = await complete(session, server)
-        return [event.get("usage", event["choices"]) for event in events(lines)], await numbers(session, server)
+        return [event.get("usage", event["choices"]) for event in events(lines)], await numbers(
+            session, server
+        )
 
     said, right = with_mock(Behaviour(**QUICK), use)
     also_said, counted = with_mock(Behaviour(**QUICK, fault="wrong_counter"), use)
@@ -309,7 +359,15 @@ def test_only_each_third_request_fails():
     async def use(session: aiohttp.ClientSession, server: Mock) -> list[int]:
         return [(await complete(session, server))[0] for _ in range(7)]
 
-    assert with_mock(Behaviour(**QUICK, fault="503", fault_every=3), use) == [200, 200, 503, 200, 200, 503, 200]
+    assert with_mock(Behaviour(**QUICK, fault="503", fault_every=3), use) == [
+        200,
+        200,
+        503,
+        200,
+        200,
+        503,
+        200,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +380,11 @@ def test_only_each_third_request_fails():
 def test_a_body_that_cannot_be_answered_is_refused(fields):
     async def use(session: aiohttp.ClientSession, server: Mock) -> None:
         status, lines = await complete(session, server, **fields)
-        assert status == 400 and json.loads("".join(lines))["error"]["code"] == 400 and not server.requests
+        assert (
+            status == 400
+            and json.loads("".join(lines))["error"]["code"] == 400
+            and not server.requests
+        )
 
     with_mock(Behaviour(), use)
 
@@ -351,7 +413,10 @@ def test_the_official_client_can_read_it():
                 extra_body={"ignore_eos": True},
             )
         )  # fmt: skip
-        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(chunks) - 1 == 4
+        assert (
+            chunks[-1].usage is not None
+            and chunks[-1].usage.completion_tokens == len(chunks) - 1 == 4
+        )
 
 
 @pytest.mark.parametrize(
@@ -374,10 +439,15 @@ def test_options_that_cannot_be_are_refused_with_a_hint(arguments, hint):
 def test_a_port_that_is_taken_is_said_and_the_program_ends():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"Port {port} on 127.0.0.1 cannot be opened .*: choose another --port"):
+        with pytest.raises(
+            UserError, match=f"Port {port} on 127.0.0.1 cannot be opened .*: choose another --port"
+        ):
             mock.main(["--port", str(port)])
 
 
 def test_all_faults_are_explained():
-    assert all(f"{name}: {about}" in " ".join(mock.parser().format_help().split()) for name, about in FAULTS.items())
+    assert all(
+        f"{name}: {about}" in " ".join(mock.parser().format_help().split())
+        for name, about in FAULTS.items()
+    )
     assert set(mock.IN_THE_MIDDLE) | set(mock.STATUSES) <= set(FAULTS)

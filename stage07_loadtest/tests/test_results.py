@@ -31,23 +31,36 @@ SLO = Slo(ttft=1.0)
 def near(found: Any, expected: Any) -> bool:
     """Equal but for the digits that are not written."""
     if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(near(found[name], expected[name]) for name in expected)
+        return found.keys() == expected.keys() and all(
+            near(found[name], expected[name]) for name in expected
+        )
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(near, found, expected))
-    return bool(found == pytest.approx(expected, abs=1e-5) if isinstance(expected, float) else found == expected)
+    return bool(
+        found == pytest.approx(expected, abs=1e-5)
+        if isinstance(expected, float)
+        else found == expected
+    )
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
-    points = [point([record(0), refused(1), broken(2, 0.1)], users=2, server=counters(5)), point([record(0)], users=None)]
+    points = [
+        point([record(0), refused(1), broken(2, 0.1)], users=2, server=counters(5)),
+        point([record(0)], users=None),
+    ]
     writer = Writer(tmp_path / "new" / "run", {"workload": "short"}, slo=SLO, seed=7)
     for each in points:
         assert results.to_json(writer.add(each)) == results.to_json(summarize(each, SLO))
     run = results.load(tmp_path / "new" / "run")
-    assert [results.to_json(each) for each in run.points] == [results.to_json(summarize(each, SLO)) for each in points]
+    assert [results.to_json(each) for each in run.points] == [
+        results.to_json(summarize(each, SLO)) for each in points
+    ]
     assert all(isinstance(found, Summary) and found.slo == SLO for found in run.points)
     assert run.points[0].at(metrics.TTFT, 95, adjusted=True) == math.inf
     assert run.points[0].failures == {"http_503": 1, "reset": 1} and run.points[0].users == 2
-    assert run.points == writer.summaries  # to the last digit: charts of the one are charts of the other
+    assert (
+        run.points == writer.summaries
+    )  # to the last digit: charts of the one are charts of the other
     records = results.load_requests(tmp_path / "new" / "run")
     for found, each in zip(records, points, strict=True):
         assert [vars(one) for one in found] == [results.encode(vars(one)) for one in each.records]
@@ -56,7 +69,11 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_what_must_be_known_of_a_run_is_written(tmp_path: Path) -> None:
     Writer(tmp_path, {"workload": "short"}, slo=SLO, seed=7).add(point([record()]))
     about = results.load(tmp_path).about
-    assert about["schema"] == 1 and about["seed"] == 7 and about["configuration"] == {"workload": "short"}
+    assert (
+        about["schema"] == 1
+        and about["seed"] == 7
+        and about["configuration"] == {"workload": "short"}
+    )
     assert {"command", "commit", "dirty", "machine", "versions"} <= about.keys()
     assert "python" in about["versions"] and "processor" in about["machine"]
 
@@ -102,7 +119,10 @@ def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:
 
 
 def test_a_key_is_not_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments in (["--api-key", "s3cret key", "--out", "a"], ["--api-key=s3cret key", "--out", "a"]):
+    for arguments in (
+        ["--api-key", "s3cret key", "--out", "a"],
+        ["--api-key=s3cret key", "--out", "a"],
+    ):
         monkeypatch.setattr(sys, "argv", ["loadtest", *arguments])
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         Writer(folder, {}, slo=SLO, seed=0, secret="s3cret key").add(point([record()]))
@@ -113,7 +133,9 @@ def test_a_key_is_not_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_nan_is_a_mistake_and_infinity_is_a_word() -> None:
-    assert results.encode({"a": [math.inf, 0.1234567, 3, None, True]}) == {"a": ["inf", 0.123457, 3, None, True]}
+    assert results.encode({"a": [math.inf, 0.1234567, 3, None, True]}) == {
+        "a": ["inf", 0.123457, 3, None, True]
+    }
     with pytest.raises(ValueError, match="not a number"):
         results.encode([math.nan])
 
@@ -139,14 +161,20 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     r"results\[0\]\.extra is unknown": lambda content: content["results"][0].update(extra=1),
     r"results\[0\]\.requests is no int": lambda content: content["results"][0].update(requests=8.5),
     r"results\[0\]\.seconds is no float": lambda content: content["results"][0].update(seconds="1"),
-    r"results\[0\]\.requests is no int ": lambda content: content["results"][0].update(requests=True),
-    r"results\[0\]\.latency\.tpot\.mean is no float": lambda content: content["results"][0]["latency"]["tpot"].update(mean=None),
-    r"results\[0\]\.latency\.itl\.curve\[3\] is no float": lambda content: content["results"][0]["latency"]["itl"][
-        "curve"
-    ].__setitem__(3, "x"),
+    r"results\[0\]\.requests is no int ": lambda content: content["results"][0].update(
+        requests=True
+    ),
+    r"results\[0\]\.latency\.tpot\.mean is no float": lambda content: content["results"][0][
+        "latency"
+    ]["tpot"].update(mean=None),
+    r"results\[0\]\.latency\.itl\.curve\[3\] is no float": lambda content: content["results"][0][
+        "latency"
+    ]["itl"]["curve"].__setitem__(3, "x"),
     r"results\[0\]\.slo is no object": lambda content: content["results"][0].update(slo=[]),
     r"results\[0\]\.flags is no list": lambda content: content["results"][0].update(flags="none"),
-    r"results\[0\]\.failures is no object": lambda content: content["results"][0].update(failures=[]),
+    r"results\[0\]\.failures is no object": lambda content: content["results"][0].update(
+        failures=[]
+    ),
 }
 
 
@@ -171,10 +199,14 @@ LINES: dict[str, Callable[[str], str]] = {
     "line 3 is damaged": lambda line: line[:-9],
     "it is no request": lambda line: "[]",
     "request.sent is no float": lambda line: json.dumps(json.loads(line) | {"sent": "now"}),
-    r"request.chunks\[0\] is no float": lambda line: json.dumps(json.loads(line) | {"chunks": [None]}),
+    r"request.chunks\[0\] is no float": lambda line: json.dumps(
+        json.loads(line) | {"chunks": [None]}
+    ),
     "request.speed is unknown": lambda line: json.dumps(json.loads(line) | {"speed": 1}),
     "point 2 does not follow point 0": lambda line: json.dumps(json.loads(line) | {"point": 2}),
-    "point is no int": lambda line: json.dumps({name: value for name, value in json.loads(line).items() if name != "point"}),
+    "point is no int": lambda line: json.dumps(
+        {name: value for name, value in json.loads(line).items() if name != "point"}
+    ),
 }
 
 

@@ -37,7 +37,11 @@ def asks(count: int, tokens: int = 8) -> list[Ask]:
 
 
 def against(
-    behaviour: Behaviour, what: Sequence[Ask], when: Schedule, beside: Callable[[Mock], Any] | None = None, warmup: int = 0
+    behaviour: Behaviour,
+    what: Sequence[Ask],
+    when: Schedule,
+    beside: Callable[[Mock], Any] | None = None,
+    warmup: int = 0,
 ) -> tuple[Point, Mock]:
     """A point against a mock on the same event loop, with `beside(server)` next to it. What all rates are divided by is not
     shorter than the records."""
@@ -82,9 +86,13 @@ def known(ttft: float, itl: float, tokens: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("when", [schedule.closed(6, 12), schedule.poisson(30, 12, seed=3)], ids=str)
+@pytest.mark.parametrize(
+    "when", [schedule.closed(6, 12), schedule.poisson(30, 12, seed=3)], ids=str
+)
 @pytest.mark.parametrize(("ttft", "itl"), [(0.02, 0.01), (0.2, 0.05)])
-def test_known_latencies_are_measured_within_5_percent_or_5_ms(ttft: float, itl: float, when: Schedule) -> None:
+def test_known_latencies_are_measured_within_5_percent_or_5_ms(
+    ttft: float, itl: float, when: Schedule
+) -> None:
     point, _ = against(Behaviour(ttft=ttft, itl=itl), asks(18), when, warmup=6)
     summary = summarize(point, NOTHING)
     assert not summary.failures and not off(summary, known(ttft, itl, 8))
@@ -94,8 +102,15 @@ def test_several_tokens_in_a_chunk_have_the_same_tpot_and_other_gaps():
     """Catches a TPOT that takes chunks for tokens: it would be 4 times what it is. The gaps between chunks really are longer."""
     ttft, itl, tokens, bundle = 0.02, 0.01, 29, 4
     first, last = ttft + (bundle - 1) * itl, ttft + (tokens - 1) * itl
-    right = {metrics.TTFT: first, metrics.E2E: last, metrics.ITL: bundle * itl, metrics.TPOT: (last - first) / (tokens - 1)}
-    point, _ = against(Behaviour(ttft=ttft, itl=itl, chunk_tokens=bundle), asks(12, tokens), schedule.closed(4, 12))
+    right = {
+        metrics.TTFT: first,
+        metrics.E2E: last,
+        metrics.ITL: bundle * itl,
+        metrics.TPOT: (last - first) / (tokens - 1),
+    }
+    point, _ = against(
+        Behaviour(ttft=ttft, itl=itl, chunk_tokens=bundle), asks(12, tokens), schedule.closed(4, 12)
+    )
     assert not off(summarize(point, NOTHING), right)
 
 
@@ -111,22 +126,32 @@ def test_known_latencies_are_measured_within_5_percent_where_time_is_real():
     with mock.process("--ttft", "0.5", "--itl", "0.1") as url:
         for _ in range(TRIES):
             begun = time.perf_counter()
-            point = asyncio.run(run_point(Target(url, timeout=60), asks(24), schedule.closed(6, 18), warmup=6))
-            assert max(record.end for record in point.records) <= point.duration <= time.perf_counter() - begun
+            point = asyncio.run(
+                run_point(Target(url, timeout=60), asks(24), schedule.closed(6, 18), warmup=6)
+            )
+            assert (
+                max(record.end for record in point.records)
+                <= point.duration
+                <= time.perf_counter() - begun
+            )
             summary = summarize(point, NOTHING)
             assert not summary.failures
             found = off(summary, wrong)
             wrong = {name: right for name, right in wrong.items() if name in found}
             if not wrong and summary.client_cpu <= metrics.MOST_CPU:
                 return
-    pytest.fail(f"The ruler is off, {TRIES} times in a row: {found}, and the client took {summary.client_cpu:.0%} of a core")
+    pytest.fail(
+        f"The ruler is off, {TRIES} times in a row: {found}, and the client took {summary.client_cpu:.0%} of a core"
+    )
 
 
 def test_the_wait_in_the_servers_line_is_part_of_its_latency():
     """Catches a clock that starts when the server begins to answer, or to send headers: five come at once, and one at a time is
     answered."""
     point, _ = against(Behaviour(ttft=0.05, itl=0, slots=1), asks(5, 1), schedule.bursts(5, 1, 5))
-    waited = sorted(value for record in point.records if (value := metrics.ttft(record)) is not None)
+    waited = sorted(
+        value for record in point.records if (value := metrics.ttft(record)) is not None
+    )
     assert waited == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.25], abs=0.005)
 
 
@@ -138,15 +163,27 @@ def test_every_token_is_counted_once_on_both_sides():
     what = make("mixed", 40, seed=5)
     point, _ = against(Behaviour(ttft=0.01, itl=0, chunk_tokens=3), what, schedule.closed(8, 40))
     summary = summarize(point, NOTHING)
-    assert summary.succeeded == 40 and summary.completion_tokens == sum(ask.max_tokens for ask in what)
-    assert [sum(record.chunk_tokens) for record in point.records] == [ask.max_tokens for ask in what]
+    assert summary.succeeded == 40 and summary.completion_tokens == sum(
+        ask.max_tokens for ask in what
+    )
+    assert [sum(record.chunk_tokens) for record in point.records] == [
+        ask.max_tokens for ask in what
+    ]
     assert point.server is not None and point.server.generation_tokens == summary.completion_tokens
-    assert point.server.prompt_tokens == summary.prompt_tokens == sum(len(ask.prompt) for ask in what)
-    assert summary.tokens_match and summary.blocks_back and not [flag for flag in summary.flags if "tokens" in flag]
+    assert (
+        point.server.prompt_tokens == summary.prompt_tokens == sum(len(ask.prompt) for ask in what)
+    )
+    assert (
+        summary.tokens_match
+        and summary.blocks_back
+        and not [flag for flag in summary.flags if "tokens" in flag]
+    )
 
 
 def test_a_token_that_only_the_server_has_counted_is_found():
-    point, _ = against(Behaviour(**QUICK, fault="wrong_counter", fault_every=20), asks(20), schedule.closed(4, 20))
+    point, _ = against(
+        Behaviour(**QUICK, fault="wrong_counter", fault_every=20), asks(20), schedule.closed(4, 20)
+    )
     summary = summarize(point, NOTHING)
     assert summary.succeeded == 20 and summary.tokens_match is False
     assert any("161" in flag for flag in flags(summary)), summary.flags
@@ -154,16 +191,24 @@ def test_a_token_that_only_the_server_has_counted_is_found():
 
 def test_blocks_that_do_not_come_back_are_found(monkeypatch):
     monkeypatch.setattr(load, "settled", partial(settled, patience=0.1))
-    point, _ = against(Behaviour(**QUICK, fault="leak", fault_every=7), asks(7), schedule.closed(2, 7))
+    point, _ = against(
+        Behaviour(**QUICK, fault="leak", fault_every=7), asks(7), schedule.closed(2, 7)
+    )
     summary = summarize(point, NOTHING)
-    assert summary.succeeded == 7 and summary.blocks_back is False and any("idle" in flag for flag in flags(summary))
+    assert (
+        summary.succeeded == 7
+        and summary.blocks_back is False
+        and any("idle" in flag for flag in flags(summary))
+    )
 
 
 # ---- Little's law -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "when", [schedule.closed(6, 36), schedule.poisson(30, 36, seed=1), schedule.bursts(12, 0.4, 36)], ids=str
+    "when",
+    [schedule.closed(6, 36), schedule.poisson(30, 36, seed=1), schedule.bursts(12, 0.4, 36)],
+    ids=str,
 )
 def test_littles_law_holds_and_a_request_that_nobody_wrote_down_breaks_it(when: Schedule) -> None:
     """L is counted while the load runs, lambda and W come from the records: they agree whatever the load."""
@@ -171,7 +216,11 @@ def test_littles_law_holds_and_a_request_that_nobody_wrote_down_breaks_it(when: 
     law = summarize(point, NOTHING).little
     assert law is not None and law.ratio == pytest.approx(1, abs=metrics.MOST_OFF)
     lost = summarize(replace(point, records=point.records[::2]), NOTHING)
-    assert lost.little is not None and lost.little.ratio > 1.5 and any("Little" in flag for flag in flags(lost))
+    assert (
+        lost.little is not None
+        and lost.little.ratio > 1.5
+        and any("Little" in flag for flag in flags(lost))
+    )
 
 
 # ---- pitfalls -----------------------------------------------------------------------------------------------------
@@ -193,9 +242,13 @@ def test_pitfall_answers_that_are_all_of_one_length():
     say."""
     for name, lengths in {"mixed": range(15, 41), "short": range(1, 2)}.items():
         what = make(name, 40, seed=0)
-        point, server = against(Behaviour(ttft=0, itl=0, chunk_tokens=8), what, schedule.closed(8, 40))
+        point, server = against(
+            Behaviour(ttft=0, itl=0, chunk_tokens=8), what, schedule.closed(8, 40)
+        )
         wanted = [ask.max_tokens for ask in what]
-        assert [record.completion_tokens for record in point.records] == wanted and len(set(wanted)) in lengths
+        assert [record.completion_tokens for record in point.records] == wanted and len(
+            set(wanted)
+        ) in lengths
         assert sorted(body["max_tokens"] for body in server.bodies) == sorted(wanted)
 
 
@@ -209,7 +262,9 @@ def test_pitfall_a_closed_loop_waits_with_the_server():
         request."""
         point, _ = against(behaviour, asks(60, 1), when)
         begins = point.records[0].intended + 0.7
-        found = [record for record in point.records if begins + 0.005 <= record.intended <= begins + 0.3]
+        found = [
+            record for record in point.records if begins + 0.005 <= record.intended <= begins + 0.3
+        ]
         return [value for record in found if (value := metrics.ttft_intended(record)) is not None]
 
     assert len(held_back(schedule.closed(1, 60))) <= 1
@@ -220,7 +275,9 @@ def test_pitfall_a_closed_loop_waits_with_the_server():
 def test_pitfall_an_open_loop_that_waits_for_answers():
     """Catches a pool, a semaphore or an await that keeps a request back until another has ended: all 60 are sent within 0.2 s,
     before the first is answered."""
-    point, server = against(Behaviour(ttft=0.3, itl=0), asks(60, 1), schedule.poisson(300, 60, seed=0))
+    point, server = against(
+        Behaviour(ttft=0.3, itl=0), asks(60, 1), schedule.poisson(300, 60, seed=0)
+    )
     assert server.most_running == 60
     assert not summarize(point, NOTHING).failures
 
@@ -236,13 +293,21 @@ def test_pitfall_latencies_from_the_late_send():
 
     when = schedule.poisson(100, 100, seed=4)
     point, _ = against(Behaviour(ttft=0.002, itl=0), asks(100, 1), when, hiccup)
-    late = [record for record in point.records if record.sent is not None and record.sent - record.intended >= 0.2]
+    late = [
+        record
+        for record in point.records
+        if record.sent is not None and record.sent - record.intended >= 0.2
+    ]
     assert late, "whoever was due in the first half of the stop was sent at least half of it late"
     for record in late:
-        queue, from_sending, from_intended = (of(record) for of in (metrics.client_queue, metrics.ttft, metrics.ttft_intended))
+        queue, from_sending, from_intended = (
+            of(record) for of in (metrics.client_queue, metrics.ttft, metrics.ttft_intended)
+        )
         assert queue is not None and from_sending is not None and from_intended is not None
         assert from_intended == pytest.approx(queue + from_sending) and from_intended >= 0.2
-    assert [record.intended for record in point.records] == when.starts, "the schedule is not put off"
+    assert [record.intended for record in point.records] == when.starts, (
+        "the schedule is not put off"
+    )
     assert any("late" in flag for flag in flags(summarize(point, NOTHING)))
 
 
@@ -268,7 +333,9 @@ def test_pitfall_the_generator_is_the_bottleneck():
 def test_pitfall_two_sides_that_say_different_numbers_of_tokens():
     """Catches a server that is fast because it says less. An answer that is short of one token is no success: it is in no
     throughput and in no latency, and in the adjusted percentiles it never came."""
-    point, _ = against(Behaviour(**QUICK, fault="wrong_count", fault_every=2), asks(20), schedule.closed(4, 20))
+    point, _ = against(
+        Behaviour(**QUICK, fault="wrong_count", fault_every=2), asks(20), schedule.closed(4, 20)
+    )
     summary = summarize(point, NOTHING)
     assert summary.failures == {TOKENS: 10} and summary.success_rate == 0.5
     assert summary.completion_tokens == 10 * 8
@@ -283,5 +350,10 @@ def test_pitfall_answers_that_may_end_when_they_like():
     point, server = against(Behaviour(**QUICK), asks(5), schedule.closed(1, 5))
     assert [record.completion_tokens for record in point.records] == [8] * 5
     assert all(record.finish_reason == "length" for record in point.records)
-    wanted = {"ignore_eos": True, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    wanted = {
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     assert all(body.items() >= wanted.items() for body in server.bodies)

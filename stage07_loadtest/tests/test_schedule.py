@@ -69,7 +69,13 @@ def test_a_trace_keeps_its_times():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: poisson(0, 3, 0), lambda: poisson(1, 0, 0), lambda: bursts(0, 1, 3), lambda: bursts(1, 0, 3)]
+    "make",
+    [
+        lambda: poisson(0, 3, 0),
+        lambda: poisson(1, 0, 0),
+        lambda: bursts(0, 1, 3),
+        lambda: bursts(1, 0, 3),
+    ],
 )
 def test_nonsense_is_refused(make):
     with pytest.raises(ValueError, match="no schedule"):

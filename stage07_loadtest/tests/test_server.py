@@ -47,32 +47,56 @@ def test_a_counter_that_is_no_number_is_none_of_ours(value: str):
         assert parse(METRICS.replace(number, value)) is None
 
 
-@pytest.mark.parametrize("text", ["", "<html>no</html>", METRICS.replace("vllm:", "tgi:"), METRICS.replace("usage", "use")])
+@pytest.mark.parametrize(
+    "text",
+    ["", "<html>no</html>", METRICS.replace("vllm:", "tgi:"), METRICS.replace("usage", "use")],
+)
 def test_other_metrics_are_none_of_ours(text: str):
     assert parse(text) is None
 
 
 @pytest.mark.parametrize(
-    ("busy", "idle"), [({}, True), ({"running": 1}, False), ({"waiting": 1}, False), ({"kv_cache_usage": 0.01}, False)]
+    ("busy", "idle"),
+    [
+        ({}, True),
+        ({"running": 1}, False),
+        ({"waiting": 1}, False),
+        ({"kv_cache_usage": 0.01}, False),
+    ],
 )
 def test_idle_means_that_everything_came_back(busy: dict[str, Any], idle: bool):
     assert (
         Counters(
-            **{"prompt_tokens": 1, "generation_tokens": 1, "success": 1, "running": 0, "waiting": 0, "kv_cache_usage": 0.0} | busy
+            **{
+                "prompt_tokens": 1,
+                "generation_tokens": 1,
+                "success": 1,
+                "running": 0,
+                "waiting": 0,
+                "kv_cache_usage": 0.0,
+            }
+            | busy
         ).idle
         is idle
     )
 
 
-def against(routes: dict[str, tuple[int, bytes]], use: Callable[[aiohttp.ClientSession, Target], Awaitable[Any]]) -> Any:
+def against(
+    routes: dict[str, tuple[int, bytes]],
+    use: Callable[[aiohttp.ClientSession, Target], Awaitable[Any]],
+) -> Any:
     """Run `use(session, target)` against a server that has these answers to GET."""
 
     async def run() -> Any:
         app = web.Application()
         for path, answer in routes.items():
 
-            async def handle(request: web.Request, answer: tuple[int, bytes] = answer) -> web.Response:
-                return web.Response(status=answer[0], body=answer[1], content_type="text/plain", charset="utf-8")
+            async def handle(
+                request: web.Request, answer: tuple[int, bytes] = answer
+            ) -> web.Response:
+                return web.Response(
+                    status=answer[0], body=answer[1], content_type="text/plain", charset="utf-8"
+                )
 
             app.router.add_get(path, handle)
         runner = web.AppRunner(app)
@@ -101,13 +125,19 @@ def test_nobody_there_has_none_either():
     async def use() -> Any:
         target = Target("http://127.0.0.1:1")
         async with open_session(target) as session:
-            return await scrape(session, target), await settled(session, target), await describe(session, target)
+            return (
+                await scrape(session, target),
+                await settled(session, target),
+                await describe(session, target),
+            )
 
     assert asyncio.run(use()) == (None, None, (None, None))
 
 
 def test_who_is_never_at_rest_is_waited_for_in_vain_and_told_so():
-    found = against({"/metrics": (200, METRICS.encode())}, lambda session, target: settled(session, target, 0.1))
+    found = against(
+        {"/metrics": (200, METRICS.encode())}, lambda session, target: settled(session, target, 0.1)
+    )
     assert found is not None and not found.idle
 
 
@@ -124,7 +154,9 @@ def test_settled_waits_for_what_is_in_hand():
                 return before, after
 
     before, after = virtual.run(run())
-    assert before is not None and before.running == 1 and before.kv_cache_usage > 0 and not before.idle
+    assert (
+        before is not None and before.running == 1 and before.kv_cache_usage > 0 and not before.idle
+    )
     assert after is not None and after.idle and (after.generation_tokens, after.success) == (5, 1)
 
 

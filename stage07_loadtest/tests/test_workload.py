@@ -41,7 +41,9 @@ def test_no_prompt_comes_twice_even_if_few_are_possible(monkeypatch):
 
 @pytest.mark.parametrize(("name", "length"), [("short", 8), ("medium", 32), ("long", 64)])
 def test_fixed_lengths_are_exact(name: str, length: int):
-    assert {(len(ask.prompt), ask.max_tokens, ask.at) for ask in make(name, 40, 0)} == {(length, 50, None)}
+    assert {(len(ask.prompt), ask.max_tokens, ask.at) for ask in make(name, 40, 0)} == {
+        (length, 50, None)
+    }
 
 
 def test_mixed_lengths_are_lognormal_and_bounded():
@@ -61,7 +63,11 @@ def test_shared_prompts_begin_alike_and_then_differ():
     asks = make("shared", 60, 0)
     assert len({tuple(ask.prompt[: workload.SYSTEM]) for ask in asks}) == 1
     questions = [len(ask.prompt) - workload.SYSTEM for ask in asks]
-    assert min(questions) >= workload.QUESTION[0] and max(questions) <= workload.QUESTION[1] and len(set(questions)) > 5
+    assert (
+        min(questions) >= workload.QUESTION[0]
+        and max(questions) <= workload.QUESTION[1]
+        and len(set(questions)) > 5
+    )
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -84,7 +90,10 @@ def test_an_unknown_workload_is_refused_with_those_there_are():
 
 def write(path: Path, *lines: Any) -> Path:
     file = path / "trace.jsonl"
-    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), encoding="utf-8")
+    file.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines),
+        encoding="utf-8",
+    )
     return file
 
 
@@ -138,7 +147,11 @@ def test_a_bad_line_is_named(tmp_path, line: Any, why: str):
     file = write(tmp_path, GOOD, line, GOOD)
     with pytest.raises(UserError) as error:
         load_trace(file)
-    assert f"{file}, line 2: " in str(error.value) and why in str(error.value) and '"at": 0.5' in str(error.value)
+    assert (
+        f"{file}, line 2: " in str(error.value)
+        and why in str(error.value)
+        and '"at": 0.5' in str(error.value)
+    )
 
 
 def test_files_that_are_no_traces(tmp_path, monkeypatch):

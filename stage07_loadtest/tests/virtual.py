@@ -52,4 +52,8 @@ def stop(seconds: float) -> None:
 
 
 # In place of the module `time`: whatever clock the running loop has.
-TIME = SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time(), time=time.time, process_time=time.process_time)
+TIME = SimpleNamespace(
+    perf_counter=lambda: asyncio.get_running_loop().time(),
+    time=time.time,
+    process_time=time.process_time,
+)
