@@ -1,9 +1,10 @@
-"""Blocks: who owns which piece of the cache's memory. Plain Python, no tensors.
+"""Blocks: which sequence owns which piece of the cache's memory. Plain Python, no tensors.
 
-The memory for keys and values is cut into blocks of equal size, all taken once. A sequence has a table of the blocks it uses, in
-the order of its positions, as a process has a page table (Kwon et al., "PagedAttention", SOSP 2023). A block may be in several
-tables: its references are counted. A full block is known by the tokens it stands for and all tokens before them, so whoever
-begins the same finds it; when nobody uses it any more it is kept until its memory is needed.
+The memory for keys and values is allocated once and divided into blocks of equal size. A sequence
+has a table of its blocks, in the order of its positions, as a process has a page table (Kwon et
+al., "PagedAttention", SOSP 2023). A block may be in several tables: its references are counted. A
+full block is identified by its tokens and all tokens before them, so a sequence with the same
+beginning finds it. A block that no table holds any more is kept until its memory is needed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from shared.errors import UserError
 
 
 class BlockPool:
-    """`count` blocks of `block_size` tokens each, by number. Every call but `match` takes constant time a block.
+    """`count` blocks of `block_size` tokens each, by number. Every call but `match` takes constant time.
 
-    A block is free (nobody uses it and its content means nothing), cached (nobody uses it, and it can be found by its digest),
-    or owned (`references[block]` tables hold it).
+    A block is free (unowned, its content is invalid), cached (unowned, and a digest finds it), or
+    owned (`references[block]` tables hold it).
     """
 
     def __init__(self, count: int, block_size: int = 16) -> None:
@@ -31,31 +32,31 @@ class BlockPool:
             raise UserError(f"A block holds at least 1 token, not {block_size}.")
         self.count, self.block_size = count, block_size
         self.references = [0] * count
-        self.free = list(range(count - 1, -1, -1))  # a stack; the block used last is taken first
-        self.cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
-        self.digests: list[bytes | None] = [None] * count  # of each block, as it was published
+        self.free = list(range(count - 1, -1, -1))  # a stack: last freed, first taken
+        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.digests: list[bytes | None] = [None] * count  # of each published block
         self.found: dict[bytes, int] = {}  # digest -> block
         self.shared = 0  # blocks that several tables hold
         self.evictions = 0
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can give: the free ones and the cached ones."""
+        """Number of blocks that `take` can return: free or cached."""
         return len(self.free) + len(self.cached)
 
     @property
     def owned(self) -> int:
-        """Blocks that a table holds, or several do."""
+        """Number of blocks that one or more tables hold."""
         return self.count - self.available
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold `tokens` tokens."""
+        """Number of blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def take(self) -> int:
-        """A block for one table. If none is free, the cached one that was used longest ago is evicted.
+        """Return a block for one table. If none is free, evict the least recently used cached one.
 
-        Raises RuntimeError if all are owned: ask `available` first.
+        Raises RuntimeError if all blocks are owned: check `available` first.
         """
         if self.free:
             block = self.free.pop()
@@ -69,16 +70,16 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more table holds `block`, which is owned or cached."""
+        """Count one more table that holds `block`, which must be owned or cached."""
         if not self.references[block]:
             if block not in self.cached:
-                raise RuntimeError(f"block {block} is free: its content means nothing")
+                raise RuntimeError(f"block {block} is free: its content is invalid")
             del self.cached[block]
         self.references[block] += 1
         self.shared += self.references[block] == 2
 
     def give_back(self, block: int) -> None:
-        """One table less holds `block`. With the last one it becomes cached if it was published, and free if not."""
+        """Count one table less. The last one leaves `block` cached if published, else free."""
         if not self.references[block]:
             raise RuntimeError(f"block {block} is given back, and no table holds it")
         self.references[block] -= 1
@@ -90,12 +91,12 @@ class BlockPool:
                 self.cached[block] = None
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Let `block`, which is full and owned, be found. If another block is known by `digest`, that one stays."""
+        """Make `block`, full and owned, findable by `digest`, unless another block already is."""
         if digest not in self.found and self.digests[block] is None:
             self.digests[block], self.found[digest] = digest, block
 
     def match(self, digests: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest beginning of a chain of digests that is there, owned or cached."""
+        """Blocks, owned or cached, of the longest prefix of a chain of digests."""
         blocks = []
         for digest in digests:
             if digest not in self.found:
@@ -104,7 +105,7 @@ class BlockPool:
         return blocks
 
     def forget(self, block: int) -> None:
-        """Nobody shall find `block` any more."""
+        """Drop the digest of `block`, so that it no longer matches."""
         digest = self.digests[block]
         if digest is not None:
             del self.found[digest]
@@ -112,21 +113,22 @@ class BlockPool:
 
 
 def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The digest of a full block: SHA-256 over the digest of the block before it and its own tokens.
+    """The digest of a full block: SHA-256 over the previous block's digest and its own tokens.
 
-    So it stands for everything from position 0 on, and equal tokens behind another beginning are another block. It is a
-    cryptographic one because a server finds blocks by it: with a weak one a user could make prompts that collide, and be
-    answered with another user's past.
+    It identifies everything from position 0 on: equal tokens after another beginning are another
+    block. It is cryptographic because a server matches blocks by it: with a weak hash a user could
+    craft prompts that collide, and be answered from another user's context.
     """
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
 
 
 @dataclass
 class BlockTable:
-    """The blocks of one sequence: position p lies in blocks[p // block_size], at p % block_size.
+    """The blocks of one sequence: position p is in blocks[p // block_size], at p % block_size.
 
-    `digests` are those of its full blocks, as far as they have been worked out; they stay when the blocks are taken away. `salt`
-    is the parent of the first: sequences with different salts never share by digest, say those of different tenants.
+    digests: of its full blocks, as far as computed; they survive when the blocks are taken away.
+    salt: the parent of the first digest. Sequences with different salts, such as those of different
+        tenants, never share by digest.
     """
 
     pool: BlockPool
@@ -135,20 +137,19 @@ class BlockTable:
     digests: list[bytes] = field(default_factory=list)
 
     def grow(self, tokens: int) -> list[int]:
-        """Take what is missing for `tokens` tokens; the new blocks."""
+        """Take the blocks that `tokens` tokens still need; returns the new ones."""
         before = len(self.blocks)
         for _ in range(self.missing(tokens)):
-            self.blocks.append(
-                self.pool.take()
-            )  # one by one: should the pool run out, those that were taken are not lost
+            # One by one: if the pool runs out, the blocks taken so far are in the table.
+            self.blocks.append(self.pool.take())
         return self.blocks[before:]
 
     def missing(self, tokens: int) -> int:
-        """Blocks to be taken before the table holds `tokens` tokens."""
+        """Number of blocks to take before the table holds `tokens` tokens."""
         return max(0, self.pool.blocks_for(tokens) - len(self.blocks))
 
     def adopt(self, blocks: Iterable[int]) -> None:
-        """Share blocks that were found, or are another table's, behind those that are there."""
+        """Append blocks that matched or that another table holds, and share them."""
         for block in blocks:
             self.pool.share(block)
             self.blocks.append(block)
@@ -159,7 +160,10 @@ class BlockTable:
         return index < len(self.blocks) and self.pool.references[self.blocks[index]] > 1
 
     def replace(self, position: int) -> tuple[int, int]:
-        """Copy-on-write: an own block in place of the shared one at `position`. Returns (old, new): copy before you write."""
+        """Copy-on-write: put a new block in place of the shared one at `position`.
+
+        Returns (old, new): the caller copies the content before it writes.
+        """
         index = position // self.pool.block_size
         old, new = self.blocks[index], self.pool.take()
         self.blocks[index] = new
@@ -167,7 +171,7 @@ class BlockTable:
         return old, new
 
     def digest(self, tokens: Sequence[int]) -> list[bytes]:
-        """All digests, once those of the full blocks of `tokens` are worked out, which follow the blocks digested so far."""
+        """Add the digests of the full blocks of `tokens`, which follow the digested ones; all."""
         size = self.pool.block_size
         for first in range(0, len(tokens) - size + 1, size):
             parent = self.digests[-1] if self.digests else hashlib.sha256(self.salt).digest()
@@ -175,8 +179,11 @@ class BlockTable:
         return self.digests
 
     def release(self, trusted: bool = True) -> None:
-        """Give all blocks back, the last first: of a chain that is cached, its end is evicted before its beginning, without
-        which it could not be found. If the content is not `trusted`, nobody will find it."""
+        """Give all blocks back, the last first; content that is not `trusted` no longer matches.
+
+        The last first because the end of a cached chain must be evicted before its beginning,
+        without which no digest reaches it.
+        """
         for block in reversed(self.blocks):
             if not trusted:
                 self.pool.forget(block)

@@ -1,4 +1,4 @@
-"""How much memory the cache may take, how many blocks that is, and what it costs to take a sequence's blocks away."""
+"""The cache's memory: its size, the blocks it holds, and the cost of preempting a sequence."""
 
 from __future__ import annotations
 
@@ -24,38 +24,42 @@ UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
-SHARE = 0.5  # of the free memory: what a pool takes at most if nobody says anything
+SHARE = 0.5  # of the free memory: a default pool takes at most this
 
 
 def parse_memory(text: str, free: int) -> int:
-    """Bytes: "512MiB", "2GB", "1000000", or "25%" of the `free` ones. Raises UserError for anything else, and for more than free.
+    """Bytes of a size such as "512MiB", "2GB", "1000000", or "25%" of the `free` bytes.
+
+    Raises UserError for anything else, and for more than is free.
 
     >>> parse_memory("25%", 1000)
     250
     """
-    found = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*|%)\s*", text)
-    if found is None or (found[2] != "%" and found[2].upper() not in UNITS):
+    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*|%)\s*", text)
+    if match is None or (match[2] != "%" and match[2].upper() not in UNITS):
         raise UserError(
-            f"'{text}' is no amount of memory: write 512MiB, 2GB, or 25% for a share of what is free."
+            f"'{text}' is not a valid size: "
+            "write 512MiB, 2GB, or 25% for a share of the free memory."
         )
-    number = float(found[1])
-    amount = int(number * free / 100 if found[2] == "%" else number * UNITS[found[2].upper()])
+    number = float(match[1])
+    amount = int(number * free / 100 if match[2] == "%" else number * UNITS[match[2].upper()])
     if amount > free:
         raise UserError(
-            f"{text} of memory were asked for, and {size(free)} are free: give less, or a share such as 50%."
+            f"{text} of memory is more than the {size(free)} that are free: "
+            "give less, or a share such as 50%."
         )
     return amount
 
 
 def free_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes that are free on `device`. An Apple GPU shares the machine's own memory."""
+    """Free bytes on `device`. An Apple GPU shares the machine's own memory."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
 
 
 def size(nbytes: float) -> str:
-    """As people read it: "3.5 GiB", "12 MiB"."""
+    """A number of bytes for display: "3.5 GiB", "12 MiB"."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if nbytes >= unit:
             amount = nbytes / unit
@@ -64,44 +68,43 @@ def size(nbytes: float) -> str:
 
 
 def block_bytes(config: Config, dtype: torch.dtype, block_size: int) -> int:
-    """Bytes of one block: the keys and values of its tokens in all layers."""
+    """Bytes of one block: keys and values of its tokens in all layers."""
     return block_size * config.kv_bytes_per_token(dtype)
 
 
 def make_pool(memory: int, config: Config, dtype: torch.dtype, block_size: int = 16) -> BlockPool:
     """The pool of all whole blocks that fit into `memory` bytes. Raises UserError if none does."""
-    each = block_bytes(config, dtype, block_size)
-    if block_size > 0 and memory < each:
+    one = block_bytes(config, dtype, block_size)
+    if block_size > 0 and memory < one:
         raise UserError(
-            f"A block of {block_size} tokens of {config.name} takes {size(each)}, and the cache may take {size(memory)}: give it "
-            "more memory, or make the blocks smaller."
+            f"A block of {block_size} tokens of {config.name} takes {size(one)}, and the cache has "
+            f"{size(memory)}: give it more memory, or choose smaller blocks."
         )
-    return BlockPool(memory // each if block_size > 0 else 1, block_size)
+    return BlockPool(memory // one if block_size > 0 else 1, block_size)
 
 
 def default_memory(
     config: Config, dtype: torch.dtype, sequences: int, free: int, block_size: int = 16
 ) -> int:
-    """Bytes for a pool if nobody says how many: the blocks of `sequences` whole contexts, but no more than half of what is
-    `free`."""
+    """Bytes of a default pool: `sequences` whole contexts, but at most half of the `free` bytes."""
     blocks = -(-config.n_positions // block_size)
     return min(sequences * blocks * block_bytes(config, dtype, block_size), int(SHARE * free))
 
 
 def most_sequences(pool: BlockPool, tokens: int) -> int:
-    """The most sequences of `tokens` tokens each that fit into the pool together, if they share nothing."""
+    """Number of sequences of `tokens` tokens that fit into the pool together, unshared."""
     return pool.count // pool.blocks_for(tokens)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What preemption costs: seconds to compute a sequence's tokens again, and to move its blocks out and in again.
+    """The cost of preemption: seconds to recompute a sequence, and to swap its blocks out and in.
 
-    recompute: the operations of one pass over the tokens, at `flops` operations a second. The weights are read anyway, for the
-        others in the pass.
-    swap: the blocks are copied twice, at `bandwidth` bytes a second; each copy has `overhead` seconds before its first byte.
+    recompute: the operations of one pass over its tokens, at `flops` operations a second. Weights
+        cost nothing extra: the pass reads them for the other requests anyway.
+    swap: two copies of its blocks, at `bandwidth` bytes a second, each after `overhead` seconds.
 
-    The rates are those of the engine that asks, measured by it: see `Engine.measure_cost`.
+    The rates are measured on the engine itself: see `Engine.measure_cost`.
     """
 
     config: Config
@@ -121,5 +124,5 @@ class Cost:
         )
 
     def cheaper(self, tokens: int) -> str:
-        """ "swap" or "recompute" for a sequence of which `tokens` tokens are computed."""
+        """The cheaper of "swap" and "recompute" for a sequence with `tokens` computed tokens."""
         return "swap" if self.swap(tokens) < self.recompute(tokens) else "recompute"

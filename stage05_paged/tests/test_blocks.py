@@ -152,7 +152,7 @@ def test_a_block_is_not_given_back_twice(published):
 
 def test_a_free_block_cannot_be_shared():
     pool = BlockPool(3)
-    with pytest.raises(RuntimeError, match="block 1 is free: its content means nothing"):
+    with pytest.raises(RuntimeError, match="block 1 is free: its content is invalid"):
         pool.share(1)
     assert state(pool) == (3, 0, 0, 0)
 

@@ -79,14 +79,14 @@ def test_all_that_is_free_is_not_more_than_is_free(free):
 def test_what_is_no_amount(text):
     with pytest.raises(
         UserError,
-        match="is no amount of memory: write 512MiB, 2GB, or 25% for a share of what is free",
+        match="is not a valid size: write 512MiB, 2GB, or 25% for a share of the free memory",
     ):
         parse_memory(text, FREE)
 
 
 @pytest.mark.parametrize("text", ["65GiB", "100.1%", "200%", "999999999999"])
 def test_more_than_is_free_is_refused_with_the_number(text):
-    with pytest.raises(UserError, match=f"^{text} of memory were asked for, and 64 GiB are free"):
+    with pytest.raises(UserError, match=f"^{text} of memory is more than the 64 GiB that are free"):
         parse_memory(text, FREE)
 
 
@@ -128,12 +128,12 @@ def test_a_block_of_the_124m_shape():
 def test_a_pool_of_less_than_a_block_is_refused_with_the_numbers():
     with pytest.raises(
         UserError,
-        match="A block of 16 tokens of gpt2 takes 1.1 MiB, and the cache may take 1.0 MiB: give it more",
+        match="A block of 16 tokens of gpt2 takes 1.1 MiB, and the cache has 1.0 MiB: give it more",
     ):
         make_pool(2**20, GPT2, torch.float32)
     with pytest.raises(
         UserError,
-        match="A block of 16 tokens of tiny takes 9.0 KiB, and the cache may take 0.0 KiB",
+        match="A block of 16 tokens of tiny takes 9.0 KiB, and the cache has 0.0 KiB",
     ):
         make_pool(0, TINY, torch.float32)
 

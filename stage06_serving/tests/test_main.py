@@ -226,7 +226,7 @@ def test_what_the_libraries_have_made_is_no_garbage(tiny_folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("memory", "words"), [("lots", "no amount of memory"), ("1KiB", "block"), ("100TB", "free")]
+    ("memory", "words"), [("lots", "not a valid size"), ("1KiB", "block"), ("100TB", "free")]
 )
 def test_memory_that_there_is_not_stops_the_start(tiny_folder, memory, words):
     for option in ("--kv-memory", "--swap-memory") if memory != "1KiB" else ("--kv-memory",):
