@@ -6,135 +6,32 @@ Everything that does not fit ends in one UserError that says what and what to do
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .config import Config, expected_shapes
 from .errors import UserError
+from .files import read_json
 
 if TYPE_CHECKING:
     from .tokenizer import AnyTokenizer
 
 STORIES = Path(__file__).parent / "stories" / "model"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
-# Options that change the arithmetic, with the one value that our model implements.
-FIXED_OPTIONS = {
-    "model_type": "gpt2",
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file. UserError if it is absent, unreadable, or anything other than an object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: give a complete checkpoint folder.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path} cannot be read as JSON ({error}): copy or download it again."
-        ) from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object: copy or download it again.")
-    return content
-
-
-@dataclass(frozen=True)
-class Config:
-    """The shape of a GPT-2. Field names are those of a checkpoint's config.json; n_embd is n_head times head_dim."""
-
-    vocab_size: int
-    n_positions: int
-    n_embd: int
-    n_layer: int
-    n_head: int
-    layer_norm_epsilon: float = 1e-5
-    eos_token_id: int | None = None
-    name: str = ""
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
-
-    @property
-    def parameter_count(self) -> int:
-        return sum(math.prod(shape) for shape in expected_shapes(self).values())
-
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one cached position takes: a key and a value of n_embd numbers in each layer."""
-        return 2 * self.n_layer * self.n_embd * dtype.itemsize
-
-    @classmethod
-    def from_folder(cls, folder: str | Path, name: str | None = None) -> Config:
-        """Read config.json of a checkpoint folder; UserError as `from_dict`, or if the file is absent or corrupt."""
-        path = Path(folder) / "config.json"
-        return cls.from_dict(read_json(path), name or Path(folder).resolve().name, str(path))
-
-    @classmethod
-    def from_dict(
-        cls, fields: Mapping[str, Any], name: str = "", source: str = "config.json"
-    ) -> Config:
-        """Check the fields of a config.json. UserError for a wrong type or size, or for a model that is not our GPT-2."""
-        for option, ours in FIXED_OPTIONS.items():
-            if fields.get(option, ours) != ours:
-                raise UserError(
-                    f"{source} sets {option} to {fields[option]!r}; only {ours!r} works: choose another model."
-                )
-        if fields.get("activation_function", ACTIVATIONS[0]) not in ACTIVATIONS:
-            activation = fields["activation_function"]
-            known = " or ".join(ACTIVATIONS)
-            raise UserError(
-                f"{source} sets activation_function to {activation!r}; only {known} works: choose another model."
-            )
-
-        sizes: dict[str, Any] = {
-            f: fields.get(f) for f in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
-        }
-        for field, size in sizes.items():
-            if type(size) is not int or size < 1:
-                raise UserError(
-                    f"{field} in {source} must be a whole number of at least 1, not {size!r}."
-                )
-        width, heads = sizes["n_embd"], sizes["n_head"]
-        if width % heads:
-            raise UserError(
-                f"n_embd in {source} must be a multiple of n_head, which is {heads}, not {width}."
-            )
-        if fields.get("n_inner") not in (None, 4 * width):
-            raise UserError(
-                f"{source} sets n_inner to {fields['n_inner']!r}; only 4 * n_embd works: choose another model."
-            )
-
-        epsilon = fields.get("layer_norm_epsilon", 1e-5)
-        if type(epsilon) not in (int, float) or not 0 < epsilon < 1:
-            raise UserError(
-                f"layer_norm_epsilon in {source} must be a number between 0 and 1, not {epsilon!r}."
-            )
-        eos = fields.get("eos_token_id")
-        if eos is not None and (type(eos) is not int or not 0 <= eos < sizes["vocab_size"]):
-            raise UserError(
-                f"eos_token_id in {source} must be a token id from 0 to {sizes['vocab_size'] - 1}, not {eos!r}."
-            )
-        return cls(**sizes, layer_norm_epsilon=float(epsilon), eos_token_id=eos, name=name)
 
 
 def _gpt2(name: str, width: int, layers: int, heads: int) -> Config:
-    return Config(50257, 1024, width, layers, heads, eos_token_id=50256, name=name)
+    return Config(50257, 1024, width, layers, heads, eos_ids=(50256,), name=name)
 
 
 def _presets() -> dict[str, Config]:
@@ -161,35 +58,6 @@ class Checkpoint:
     config: Config
     tensors: dict[str, torch.Tensor]
     folder: Path | None = None
-
-
-def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each tensor, in the model's order. No lm_head: the output layer is wte again (tied)."""
-    width = config.n_embd
-    shapes: dict[str, tuple[int, ...]] = {
-        "wte.weight": (config.vocab_size, width),
-        "wpe.weight": (config.n_positions, width),
-    }
-    for layer in range(config.n_layer):
-        block: dict[str, tuple[int, ...]] = {
-            "ln_1.weight": (width,),
-            "ln_1.bias": (width,),
-            "attn.c_attn.weight": (
-                width,
-                3 * width,
-            ),  # Conv1D: (in, out), the transpose of nn.Linear
-            "attn.c_attn.bias": (3 * width,),
-            "attn.c_proj.weight": (width, width),
-            "attn.c_proj.bias": (width,),
-            "ln_2.weight": (width,),
-            "ln_2.bias": (width,),
-            "mlp.c_fc.weight": (width, 4 * width),
-            "mlp.c_fc.bias": (4 * width,),
-            "mlp.c_proj.weight": (4 * width, width),
-            "mlp.c_proj.bias": (width,),
-        }
-        shapes |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
-    return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
 
 
 def load(
@@ -224,10 +92,11 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
         raise UserError(
             f"The tokenizer has {tokenizer.vocab_size} tokens and the model {config.name} only {config.vocab_size}: {remedy}"
         )
-    ours, theirs = tokenizer.eos_id, config.eos_token_id
-    if None not in (ours, theirs) and ours != theirs:
+    ours, theirs = tokenizer.eos_id, config.eos_ids
+    if ours is not None and theirs and ours not in theirs:
+        listed = " or ".join(map(str, theirs))
         raise UserError(
-            f"The tokenizer ends a text with token {ours} and the model {config.name} with {theirs}: {remedy}"
+            f"The tokenizer ends a text with token {ours} and the model {config.name} with {listed}: {remedy}"
         )
 
 

@@ -445,11 +445,11 @@ class AnswerDecoder(IncrementalDecoder):
 
     def __init__(self, loaded: Loaded) -> None:
         super().__init__(loaded.tokenizer)
-        self._hidden = loaded.config.eos_token_id
+        self._hidden = loaded.config.eos_ids
 
     def push(self, token_id: int) -> str:
         """The text that this id completes."""
-        return "" if token_id == self._hidden else super().push(token_id)
+        return "" if token_id in self._hidden else super().push(token_id)
 
 
 def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None = None) -> NoReturn:

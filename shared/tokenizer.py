@@ -13,8 +13,8 @@ from pathlib import Path
 
 import tiktoken
 
-from .checkpoint import read_json
 from .errors import UserError
+from .files import read_json
 
 # Where GPT-2 cuts a text before BPE: contractions, words, numbers, signs (each with the space before it), and white space
 # up to the last one before a word, which belongs to the word.

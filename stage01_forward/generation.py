@@ -95,7 +95,7 @@ def finish_reason(
     prompt_length: int,
     params: SamplingParams,
     config: Config,
-    eos_id: int | None,
+    eos_ids: Sequence[int],
 ) -> str | None:
     """Why the sequence ends with its newest token, or None if it goes on.
 
@@ -103,7 +103,7 @@ def finish_reason(
     """
     newest = output_ids[-1]
     if len(output_ids) >= params.min_tokens:
-        if newest == eos_id and not params.ignore_eos:
+        if newest in eos_ids and not params.ignore_eos:
             return "stop"
         if newest in params.stop_token_ids:
             return "stop"

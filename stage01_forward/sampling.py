@@ -192,7 +192,7 @@ def sample(
     params: Sequence[SamplingParams],
     histories: Sequence[History],
     generators: Sequence[torch.Generator | None],
-    eos_id: int | None = None,
+    eos_ids: Sequence[int] = (),
 ) -> tuple[Tensor, list[Logprobs | None]]:
     """The next token of each of R rows. The order of operations is at the top of this file.
 
@@ -201,7 +201,7 @@ def sample(
         Any sequence of ints will do; NumPy arrays are the quickest.
     generators: each drawn row advances its own, greedy rows need none. A drawn row with None takes
         torch's global one, and is then not the same in a crowd.
-    eos_id: the end of text, which min_tokens must hold back too.
+    eos_ids: the tokens that end a text, which min_tokens holds back too.
     Returns the tokens, (R,) int64 on the CPU, and for each row its log probabilities, or None where not asked for.
     Raises UserError where the scores are NaN or infinite, as half precision can make them.
     """
@@ -223,7 +223,7 @@ def sample(
         mine = [params[row] for row in rows]
         scores = _take(logits, rows)
         if edited:
-            scores = _edited(scores, mine, [histories[row] for row in rows], eos_id)
+            scores = _edited(scores, mine, [histories[row] for row in rows], eos_ids)
         tokens[rows] = (
             _best(scores) if greedy else _draw(scores, mine, [generators[row] for row in rows])
         )
@@ -237,7 +237,7 @@ def _edited(
     scores: Tensor,
     params: Sequence[SamplingParams],
     histories: Sequence[History],
-    eos_id: int | None,
+    eos_ids: Sequence[int],
 ) -> Tensor:
     """A changed copy of scores (r, V). Only the scores of ids that an option names or a history holds are touched."""
     scores = _wide(scores).clone()
@@ -245,7 +245,7 @@ def _edited(
         (row, token)
         for row, (p, (_, output)) in enumerate(zip(params, histories, strict=True))
         if len(output) < p.min_tokens
-        for token in (*p.stop_token_ids, *(() if eos_id is None else (eos_id,)))
+        for token in (*p.stop_token_ids, *eos_ids)
     ]
     if ending:
         rows, ids = torch.tensor(ending, device=scores.device).T

@@ -26,11 +26,11 @@ from .cache import KVCache
 
 
 class Engine:
-    """Generates with `model`, one prompt after the other. `eos_id` None: the one of the model's config."""
+    """Generates with `model`, one prompt after the other. `eos_ids` None: those of the model's config."""
 
-    def __init__(self, model: GPT2, eos_id: int | None = None) -> None:
-        self.model = model
-        self.eos_id = model.config.eos_token_id if eos_id is None else eos_id
+    def __init__(self, model: GPT2, eos_ids: Sequence[int] | None = None) -> None:
+        self.model, self.config = model, model.config
+        self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         self.steps: list[StepRecord] = []  # one a forward pass, of the last call
         self.cache = KVCache(model.config, dtype=model.dtype, device=model.device)
         self._owner: object = None  # the request whose tokens the cache holds
@@ -39,7 +39,7 @@ class Engine:
         """Continue every prompt (token ids) to its end. Raises UserError before any work if one of them is unfit."""
         params = sampling_per_prompt(prompts, sampling)
         for prompt, each in zip(prompts, params, strict=True):
-            check_request(prompt, each, self.model.config)
+            check_request(prompt, each, self.config)
         outputs = [Output(list(prompt)) for prompt in prompts]
         self.steps = []
         for output, each in zip(outputs, params, strict=True):
@@ -49,7 +49,7 @@ class Engine:
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
         """Continue one prompt, each token as soon as it is there; the last one carries the finish reason."""
-        check_request(prompt, sampling, self.model.config)
+        check_request(prompt, sampling, self.config)
         self.steps = []
         yield from self._tokens(list(prompt), sampling)
 
@@ -68,10 +68,10 @@ class Engine:
             started = time.perf_counter()
             logits = self._forward(fresh)
             ids, logprobs = sample(
-                logits[None], [params], [(prompt, output_ids)], [generator], self.eos_id
+                logits[None], [params], [(prompt, output_ids)], [generator], self.eos_ids
             )
             output_ids.append(int(ids[0]))
-            reason = finish_reason(output_ids, len(prompt), params, self.model.config, self.eos_id)
+            reason = finish_reason(output_ids, len(prompt), params, self.config, self.eos_ids)
             prefill, decode = (len(fresh), 0) if fresh is prompt else (0, 1)
             self.steps.append(StepRecord(1, prefill, decode, time.perf_counter() - started))
             fresh = output_ids[-1:]

@@ -28,13 +28,15 @@ from .cache import PaddedCache
 
 
 class Engine:
-    """Generates with `model`, `max_batch` prompts at a time. `eos_id` None: the one of the model's config."""
+    """Generates with `model`, `max_batch` prompts at a time. `eos_ids` None: those of the model's config."""
 
-    def __init__(self, model: GPT2, eos_id: int | None = None, max_batch: int = 64) -> None:
+    def __init__(
+        self, model: GPT2, eos_ids: Sequence[int] | None = None, max_batch: int = 64
+    ) -> None:
         if max_batch < 1:
             raise UserError(f"A batch holds at least 1 prompt, not {max_batch}.")
-        self.model = model
-        self.eos_id = model.config.eos_token_id if eos_id is None else eos_id
+        self.model, self.config = model, model.config
+        self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         self.steps: list[StepRecord] = []  # one a forward pass, of the last call
         self.max_batch = max_batch
         self.cache_bytes = 0  # of the largest cache of the last call
@@ -51,7 +53,7 @@ class Engine:
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
         """Continue one prompt, each token as soon as it is there; the last one carries the finish reason."""
-        check_request(prompt, sampling, self.model.config)
+        check_request(prompt, sampling, self.config)
         output = Output(list(prompt))
         for _, token in self.run([output], sampling):
             yield token
@@ -67,7 +69,7 @@ class Engine:
         fit = []
         for place, (output, each) in enumerate(zip(outputs, params, strict=True)):
             try:
-                check_request(output.prompt_ids, each, self.model.config)
+                check_request(output.prompt_ids, each, self.config)
                 fit.append(place)
             except UserError as error:
                 output.fail(error)
@@ -86,7 +88,7 @@ class Engine:
         lengths = [len(prompt) for prompt in prompts]
         output_ids: list[list[int]] = [[] for _ in prompts]
         generators = [each.generator() for each in params]
-        config, width = self.model.config, max(lengths)
+        config, width = self.config, max(lengths)
         # The last token of an answer is never run, so it needs no column.
         answers = [
             min(each.max_tokens, config.n_positions - length)
@@ -111,13 +113,13 @@ class Engine:
                 [params[row] for row in alive],
                 [(prompts[row], output_ids[row]) for row in alive],
                 [generators[row] for row in alive],
-                self.eos_id,
+                self.eos_ids,
             )
             tokens = []
             for row, token_id, each in zip(alive, ids.tolist(), logprobs, strict=True):
                 output_ids[row].append(token_id)
                 reason = finish_reason(
-                    output_ids[row], lengths[row], params[row], config, self.eos_id
+                    output_ids[row], lengths[row], params[row], config, self.eos_ids
                 )
                 tokens.append((row, Token(token_id, each, reason)))
             prefill, decode = (sum(lengths), 0) if cache.length == width else (0, len(alive))

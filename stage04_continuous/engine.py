@@ -58,7 +58,7 @@ class SlotsRecord(StepRecord):
 
 
 class Engine:
-    """Generates with `model`, as many requests at a time as `scheduler` has slots. `eos_id` None: the one of the config.
+    """Generates with `model`, as many requests at a time as `scheduler` has slots. `eos_ids` None: those of the config.
 
     slot_tokens: what a slot holds, prompt and answer together; None: the model's whole context.
     """
@@ -66,12 +66,12 @@ class Engine:
     def __init__(
         self,
         model: GPT2,
-        eos_id: int | None = None,
+        eos_ids: Sequence[int] | None = None,
         scheduler: Scheduler | None = None,
         slot_tokens: int | None = None,
     ) -> None:
-        self.model = model
-        self.eos_id = model.config.eos_token_id if eos_id is None else eos_id
+        self.model, self.config = model, model.config
+        self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         self.steps: deque[SlotsRecord] = deque(maxlen=STEPS_KEPT)  # one a forward pass
         self.scheduler = Scheduler() if scheduler is None else scheduler
         self.cache = SlotCache(
@@ -216,7 +216,7 @@ class Engine:
             [request.sampling for request in requests],
             [(request.output.prompt_ids, request.output.token_ids) for request in requests],
             [request.generator for request in requests],
-            self.eos_id,
+            self.eos_ids,
         )
         return list(zip(requests, ids.tolist(), logprobs, strict=True))
 
@@ -231,7 +231,7 @@ class Engine:
             output = request.output
             output.append(Token(token_id, logprobs, None))
             output.finish_reason = finish_reason(
-                output.token_ids, len(output.prompt_ids), request.sampling, self.limits, self.eos_id
+                output.token_ids, len(output.prompt_ids), request.sampling, self.limits, self.eos_ids
             )
             tokens.append((request.id, Token(token_id, logprobs, output.finish_reason)))
         for each in work:

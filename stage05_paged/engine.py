@@ -78,7 +78,7 @@ class BlocksRecord(StepRecord):
 
 class Engine:
     """Generates with `model`, as many requests at a time as find room in the blocks of `scheduler`, by default those of
-    `default_memory`. `eos_id` None: the one of the config.
+    `default_memory`. `eos_ids` None: those of the config.
 
     sanitize: check after every step that no block is lost, shared by mistake or read after it was given back; slow.
     """
@@ -86,12 +86,12 @@ class Engine:
     def __init__(
         self,
         model: GPT2,
-        eos_id: int | None = None,
+        eos_ids: Sequence[int] | None = None,
         scheduler: Scheduler | None = None,
         sanitize: bool = False,
     ) -> None:
-        self.model = model
-        self.eos_id = model.config.eos_token_id if eos_id is None else eos_id
+        self.model, self.config = model, model.config
+        self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         self.steps: deque[BlocksRecord] = deque(maxlen=STEPS_KEPT)  # one a forward pass
         self.scheduler = (
             Scheduler(self._default_pool(), SEQUENCES) if scheduler is None else scheduler
@@ -373,7 +373,7 @@ class Engine:
             [request.sampling for request in requests],
             [(request.output.prompt_ids, request.output.token_ids) for request in requests],
             [request.generator for request in requests],
-            self.eos_id,
+            self.eos_ids,
         )
         return list(zip(requests, ids.tolist(), logprobs, strict=True))
 
@@ -390,7 +390,7 @@ class Engine:
                 len(output.prompt_ids),
                 request.sampling,
                 self.model.config,
-                self.eos_id,
+                self.eos_ids,
             )
             tokens.append((request.id, Token(token_id, logprobs, output.finish_reason)))
         for request in list(self.requests.values()):

@@ -171,7 +171,7 @@ class Transformers:
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
         (request,) = requests
-        prompt, params, eos = request.output.prompt_ids, request.sampling, self.config.eos_token_id
+        prompt, params, eos = request.output.prompt_ids, request.sampling, self.config.eos_ids
         output_ids: list[int] = []
         sequence, fresh, reason = TransformersSequence(self.theirs), prompt, None
         while reason is None:

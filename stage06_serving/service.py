@@ -196,7 +196,7 @@ class Service:
             self.check_scores(len(prompts) * n * limit, logprobs)
         params = [body.params(limit, logprobs, sample) for sample in range(n)]
         groups = self.engine.submit(prompts, params, salt)
-        eos, keep = self.loaded.config.eos_token_id, bool(body.include_stop_str_in_output)
+        eos, keep = self.loaded.config.eos_ids, bool(body.include_stop_str_in_output)
         found = [
             (ids, ticket) for ids, group in zip(prompts, groups, strict=True) for ticket in group
         ]
@@ -240,7 +240,7 @@ class Service:
                 return Piece(text, fresh[:number], "stop", stream.stop)
             if token.finish_reason is not None:
                 stopped = (
-                    token.finish_reason == "stop" and token.id != self.loaded.config.eos_token_id
+                    token.finish_reason == "stop" and token.id not in self.loaded.config.eos_ids
                 )
                 return Piece(
                     text, fresh[:number], token.finish_reason, token.id if stopped else None

@@ -14,20 +14,20 @@ class TextStream:
     characters are held back as long as they may be the beginning of one. What `push` gave, with `flush` at the end, is the same
     text however the tokens came.
 
-    eos_id: the end-of-text token, which is no text. keep_stop: the stop string itself belongs to the text. min_tokens: what the
+    eos_ids: the end-of-text tokens, which are no text. keep_stop: the stop string itself belongs to the text. min_tokens: what the
         tokens before that many say is no stop string, and none begins there.
     """
 
     def __init__(
         self,
         tokenizer: AnyTokenizer,
-        eos_id: int | None,
+        eos_ids: Sequence[int],
         stops: Sequence[str] = (),
         keep_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
         self._decoder = IncrementalDecoder(tokenizer)
-        self._eos_id, self._stops, self._keep_stop = eos_id, list(stops), keep_stop
+        self._eos_ids, self._stops, self._keep_stop = eos_ids, list(stops), keep_stop
         self._early = min_tokens - 1  # so many tokens more are not looked at
         self._held = ""
         self.length = 0  # characters decoded so far, given out or held back
@@ -35,7 +35,7 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that may be shown once this token has come. Not to be called when `stop` is set."""
-        new = "" if token_id == self._eos_id else self._decoder.push(token_id)
+        new = "" if token_id in self._eos_ids else self._decoder.push(token_id)
         self.length += len(new)
         self._early -= 1
         return new if self._early >= 0 else self._release(new)

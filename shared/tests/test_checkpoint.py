@@ -107,7 +107,7 @@ def test_a_folder_of_transformers(
     loaded = load(str(original))
     assert_same(loaded.tensors, expected)
     assert loaded.config == Config(
-        **SIZES, layer_norm_epsilon=1e-5, eos_token_id=100, name=original.name
+        **SIZES, layer_norm_epsilon=1e-5, eos_ids=(100,), name=original.name
     )
     assert loaded.config.parameter_count == model.num_parameters()
     assert loaded.config.head_dim == 8
@@ -234,7 +234,7 @@ def test_stories_model_and_vocabulary_agree() -> None:
     tokenizer = load_tokenizer(loaded.folder)
     check_vocabulary(tokenizer, loaded.config)
     assert tokenizer.vocab_size == loaded.config.vocab_size
-    assert tokenizer.eos_id == loaded.config.eos_token_id
+    assert (tokenizer.eos_id,) == loaded.config.eos_ids
     assert loaded.config.n_positions == 1024
     assert sum(path.stat().st_size for path in STORIES.iterdir()) < 12e6
 
@@ -431,7 +431,8 @@ def test_a_damaged_file_never_gives_another_error_or_another_shape(
             "eos_token_id in config.json must be a token id from 0 to 100, not 101.",
         ),
         ("eos_token_id", -1, "from 0 to 100, not -1."),
-        ("eos_token_id", [1, 2], "from 0 to 100, not [1, 2]."),
+        ("eos_token_id", [1, 101], "from 0 to 100, not [1, 101]."),
+        ("eos_token_id", True, "from 0 to 100, not True."),
         ("activation_function", "relu", "activation_function to 'relu'; only gelu_new"),
         ("activation_function", ["gelu_new"], "activation_function to ['gelu_new']"),
         ("model_type", "llama", "model_type to 'llama'"),
@@ -447,19 +448,26 @@ def test_configs_that_are_refused(field: str, value: object, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra",
-    [
-        {},
-        {"activation_function": "gelu_pytorch_tanh"},
-        {"n_inner": 96},
-        {"n_inner": None},
-        {"eos_token_id": 0},
-    ],
+    "extra", [{}, {"activation_function": "gelu_pytorch_tanh"}, {"n_inner": 96}, {"n_inner": None}]
 )
 def test_configs_that_are_accepted(extra: dict[str, Any]) -> None:
     config = Config.from_dict({**SIZES, **extra}, "mine")
     assert (config.name, config.vocab_size, config.layer_norm_epsilon) == ("mine", 101, 1e-5)
-    assert config.eos_token_id == extra.get("eos_token_id")
+
+
+@pytest.mark.parametrize("value, eos_ids", [(None, ()), (0, (0,)), ([1, 2], (1, 2))])
+def test_a_config_lists_the_ids_that_end_a_text(value: object, eos_ids: tuple[int, ...]) -> None:
+    assert Config.from_dict({**SIZES, "eos_token_id": value}).eos_ids == eos_ids
+
+
+def test_heads_of_keys_are_a_field_of_their_own() -> None:
+    plain = Config(101, 64, 24, 3, 2)
+    assert (plain.n_kv_head, plain.head_dim) == (2, 12)
+    grouped = Config(101, 64, 24, 3, n_head=4, n_kv_head=2, head_dim=10)
+    assert (grouped.n_kv_head, grouped.head_dim) == (2, 10)
+    assert grouped.kv_bytes_per_token(torch.bfloat16) == 3 * 2 * 2 * 10 * 2
+    with pytest.raises(ValueError, match="4 query heads"):
+        Config(101, 64, 24, 3, n_head=4, n_kv_head=3)
 
 
 def test_presets_are_the_published_models() -> None:
@@ -670,7 +678,13 @@ def tokenizer(words: int, eos: int | None) -> Tokenizer:
 
 def config_of(size: int, eos: int | None) -> Config:
     return Config(
-        vocab_size=size, n_positions=8, n_embd=4, n_layer=1, n_head=1, eos_token_id=eos, name="m"
+        vocab_size=size,
+        n_positions=8,
+        n_embd=4,
+        n_layer=1,
+        n_head=1,
+        eos_ids=(eos,) if eos is not None else (),
+        name="m",
     )
 
 

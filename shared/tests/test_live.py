@@ -19,7 +19,7 @@ from shared.checkpoint import Config
 from shared.errors import UserError
 from shared.tokenizer import ByteTokenizer
 
-CONFIG = Config(vocab_size=300, n_positions=64, n_embd=16, n_layer=1, n_head=1, eos_token_id=256)
+CONFIG = Config(vocab_size=300, n_positions=64, n_embd=16, n_layer=1, n_head=1, eos_ids=(256,))
 LOADED = cli.Loaded(None, ByteTokenizer(), CONFIG, "plain", torch.device("cpu"), torch.float32)
 
 

@@ -45,7 +45,7 @@ def test_every_pass_computes_everything_again(engine):
 
 def test_stops_at_end_of_text_unless_told_to_ignore_it(engine, tiny_model):
     free = engine.generate([[8, 9]], SamplingParams(max_tokens=12))[0].token_ids
-    stopping = Engine(tiny_model, eos_id=free[5])
+    stopping = Engine(tiny_model, eos_ids=(free[5],))
     first = free.index(free[5])
     (output,) = stopping.generate([[8, 9]], SamplingParams(max_tokens=12))
     assert (output.token_ids, output.finish_reason) == (free[: first + 1], "stop")
@@ -60,11 +60,11 @@ def test_stops_at_stop_token_ids(engine):
 
 
 def test_end_of_text_on_the_last_allowed_token_is_a_stop(tiny):
-    assert finish_reason([5, 7], 3, SamplingParams(max_tokens=2), tiny.config, eos_id=7) == "stop"
-    assert finish_reason([5, 6], 3, SamplingParams(max_tokens=2), tiny.config, eos_id=7) == "length"
-    assert finish_reason([5], 3, SamplingParams(max_tokens=2), tiny.config, eos_id=7) is None
+    assert finish_reason([5, 7], 3, SamplingParams(max_tokens=2), tiny.config, eos_ids=(7,)) == "stop"
+    assert finish_reason([5, 6], 3, SamplingParams(max_tokens=2), tiny.config, eos_ids=(7,)) == "length"
+    assert finish_reason([5], 3, SamplingParams(max_tokens=2), tiny.config, eos_ids=(7,)) is None
     assert (
-        finish_reason([7], 3, SamplingParams(max_tokens=2, min_tokens=2), tiny.config, eos_id=7)
+        finish_reason([7], 3, SamplingParams(max_tokens=2, min_tokens=2), tiny.config, eos_ids=(7,))
         is None
     )
 

@@ -22,25 +22,24 @@ def draw(
     logits: torch.Tensor,
     params: SamplingParams,
     history: History = EMPTY,
-    eos_id: int | None = None,
+    eos_ids: tuple[int, ...] = (),
 ) -> int:
     """One row, alone, with a new generator."""
-    return int(sample(logits[None], [params], [history], [params.generator()], eos_id)[0][0])
+    return int(sample(logits[None], [params], [history], [params.generator()], eos_ids)[0][0])
 
 
 # ---- the reference: one row, NumPy, float64, every step spelled out, nothing clever ----
 
 
 def reference_scores(
-    logits: np.ndarray, params: SamplingParams, history: History, eos_id: int | None
+    logits: np.ndarray, params: SamplingParams, history: History, eos_ids: tuple[int, ...]
 ) -> np.ndarray:
     scores = logits.astype(np.float64)
     prompt, output = history
     if len(output) < params.min_tokens:
         for token in params.stop_token_ids:
             scores[token] = -np.inf
-        if eos_id is not None:
-            scores[eos_id] = -np.inf
+        scores[list(eos_ids)] = -np.inf
     for token, bias in params.logit_bias.items():
         scores[token] += bias
     for token in {*prompt, *output}:
@@ -70,9 +69,9 @@ def reference_filtered(
 
 
 def reference_token(
-    logits: np.ndarray, params: SamplingParams, history: History, eos_id: int | None
+    logits: np.ndarray, params: SamplingParams, history: History, eos_ids: tuple[int, ...]
 ) -> int:
-    scores = reference_scores(logits, params, history, eos_id)
+    scores = reference_scores(logits, params, history, eos_ids)
     if params.temperature == 0:
         return int(np.argmax(scores))
     weights, inside, margin = reference_filtered(scores, params)
@@ -110,8 +109,8 @@ def rows(draw: Any, vocabulary: int) -> SamplingParams:
 
 
 @st.composite
-def batches(draw: Any) -> tuple[torch.Tensor, list[SamplingParams], list[History], int | None]:
-    vocabulary = draw(st.sampled_from([3, 63, 64, 65, 200, 1000]))
+def batches(draw: Any) -> tuple[torch.Tensor, list[SamplingParams], list[History], tuple[int, ...]]:
+    vocabulary = draw(st.sampled_from([4, 63, 64, 65, 200, 1000]))
     params = draw(st.lists(rows(vocabulary), min_size=1, max_size=4))
     random, spread = (
         np.random.default_rng(draw(st.integers(0, 2**32))),
@@ -126,7 +125,7 @@ def batches(draw: Any) -> tuple[torch.Tensor, list[SamplingParams], list[History
     histories = [
         tuple(random.integers(0, words, length).tolist() for length in pair) for pair in lengths
     ]
-    return torch.from_numpy(logits), params, histories, draw(st.sampled_from([None, 0]))
+    return torch.from_numpy(logits), params, histories, draw(st.sampled_from([(), (0,), (0, vocabulary // 2)]))
 
 
 @settings(
@@ -134,12 +133,12 @@ def batches(draw: Any) -> tuple[torch.Tensor, list[SamplingParams], list[History
 )
 @given(batches())
 def test_the_plain_reference_takes_the_same_tokens(batch: Any) -> None:
-    logits, params, histories, eos_id = batch
+    logits, params, histories, eos_ids = batch
     before = logits.clone()
-    tokens, _ = sample(logits, params, histories, [p.generator() for p in params], eos_id)
+    tokens, _ = sample(logits, params, histories, [p.generator() for p in params], eos_ids)
     cases = zip(logits.numpy(), params, histories, strict=True)
     assert tokens.tolist() == [
-        reference_token(row, p, history, eos_id) for row, p, history in cases
+        reference_token(row, p, history, eos_ids) for row, p, history in cases
     ]
     assert tokens.dtype == torch.int64 and torch.equal(logits, before)
 
@@ -229,14 +228,14 @@ def test_alone_and_in_a_crowd_the_same(dtype: torch.dtype) -> None:
     crowd = [p.generator() for p in params]
     lonely = [p.generator() for p in params]
     for _ in range(5):  # the generators have to go on alike too
-        tokens, logprobs = sample(logits, params, histories, crowd, 0)
+        tokens, logprobs = sample(logits, params, histories, crowd, (0,))
         for row in range(len(params)):
             token, logprob = sample(
                 logits[row : row + 1],
                 params[row : row + 1],
                 histories[row : row + 1],
                 [lonely[row]],
-                0,
+                (0,),
             )
             assert int(token[0]) == int(tokens[row])
             assert logprob[0] == logprobs[row]
@@ -336,8 +335,8 @@ def test_min_tokens_holds_back_the_end_of_text_even_when_it_is_ignored() -> None
     logits = torch.tensor([4.0, 3.0])
     for ignore_eos in (False, True):
         params = SamplingParams(min_tokens=1, ignore_eos=ignore_eos)
-        assert draw(logits, params, EMPTY, eos_id=0) == 1
-        assert draw(logits, params, ([], [1]), eos_id=0) == 0
+        assert draw(logits, params, EMPTY, eos_ids=(0,)) == 1
+        assert draw(logits, params, ([], [1]), eos_ids=(0,)) == 0
 
 
 def test_repetition_comes_before_presence_and_pushes_negative_scores_down() -> None:

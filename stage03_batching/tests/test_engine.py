@@ -153,7 +153,7 @@ def test_end_of_text_in_one_row_ends_that_row_alone(tiny_model, naive):
     prompts = [[8, 9], [3], [5, 6, 7, 8], [12] * 6]
     free = naive.generate(prompts, SamplingParams(max_tokens=12))
     eos = free[0].token_ids[4]
-    stopping, params = Engine(tiny_model, eos_id=eos), SamplingParams(max_tokens=12)
+    stopping, params = Engine(tiny_model, eos_ids=(eos,)), SamplingParams(max_tokens=12)
     outputs = stopping.generate(prompts, params)
     for whole, output in zip(free, outputs, strict=True):
         ended = eos in whole.token_ids
@@ -170,7 +170,7 @@ def test_end_of_text_in_one_row_ends_that_row_alone(tiny_model, naive):
         SamplingParams(max_tokens=12, min_tokens=count) for count in (8, 12, 0, 3)
     ]  # hold the end of text back
     assert answers(stopping.generate(prompts, later)) == answers(
-        Naive(tiny_model, eos_id=eos).generate(prompts, later)
+        Naive(tiny_model, eos_ids=(eos,)).generate(prompts, later)
     )
 
 

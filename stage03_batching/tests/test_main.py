@@ -150,7 +150,7 @@ def test_help_has_the_option(call):
 @pytest.mark.parametrize(("height", "shown"), [(24, 6), (7, 6), (6, 4), (4, 2), (1, 0)])
 def test_the_view_has_a_line_for_each_prompt_and_fits(tiny_model, height, shown):
     loaded = SimpleNamespace(tokenizer=cli.load_tokenizer(None), config=tiny_model.config)
-    engine = Engine(tiny_model, eos_id=-1, max_batch=4)
+    engine = Engine(tiny_model, eos_ids=(), max_batch=4)
     texts = [live.Answer(number, "ab", loaded) for number in range(1, 7)]  # type: ignore[arg-type]
     for each in texts:
         each.output = Output([1, 2, 3])

@@ -239,7 +239,7 @@ def test_a_stop_frees_the_slot_at_once(model):
 
 def test_an_end_of_text_ends_its_row_alone(model):
     answer = naive(model, 9, 12)
-    engine = Engine(model, eos_id=answer[3], scheduler=Scheduler(2, 32))
+    engine = Engine(model, eos_ids=(answer[3],), scheduler=Scheduler(2, 32))
     prompts = [prompt_of(9), prompt_of(9)]
     stops, goes_on = engine.generate(prompts, [SamplingParams(max_tokens=12), words(12)])
     assert (stops.token_ids, stops.finish_reason) == (answer[: answer.index(answer[3]) + 1], "stop")

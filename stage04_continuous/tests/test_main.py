@@ -65,7 +65,7 @@ def show(
     loaded = cli.Loaded(
         model, ByteTokenizer(), model.config, "plain", torch.device("cpu"), model.dtype
     )
-    engine = Engine(model, eos_id=-1, scheduler=Scheduler(slots, budget, policy))
+    engine = Engine(model, eos_ids=(), scheduler=Scheduler(slots, budget, policy))
     return stage.Show(
         engine, loaded, slots, prompts, SamplingParams(max_tokens=most, ignore_eos=True)
     )

@@ -37,7 +37,7 @@ def record(*slots: tuple[int, str, int, str | None]) -> SlotsRecord:
 @pytest.fixture(scope="module")
 def steps(tiny_model):
     """A run with chunks, refilled slots, and a request that is aborted in the middle."""
-    engine = Engine(tiny_model, eos_id=-1, scheduler=Scheduler(SLOTS, 8))
+    engine = Engine(tiny_model, eos_ids=(), scheduler=Scheduler(SLOTS, 8))
     for n in range(12):
         engine.add(Request([1 + n] * (1 + 7 * n % 23), SamplingParams(max_tokens=1 + 11 * n % 29)))
     for number in itertools.count():

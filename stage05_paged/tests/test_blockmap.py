@@ -37,7 +37,7 @@ def run(model: Any) -> Iterator[Engine]:
     scheduler = Scheduler(
         BlockPool(BLOCKS, 4), 6, 24, swap_pool=BlockPool(BLOCKS, 4), preemption="swap"
     )
-    engine = Engine(model, eos_id=-1, scheduler=scheduler, sanitize=True)
+    engine = Engine(model, eos_ids=(), scheduler=scheduler, sanitize=True)
     beginning = list(range(1, 10))
     for n in range(8):
         engine.add(

@@ -837,7 +837,7 @@ def test_a_stop_gives_the_blocks_back_at_once(model):
 
 def test_an_end_of_text_ends_its_row_alone(model):
     answer = naive(model, 9, 12)
-    engine = Engine(model, eos_id=answer[3], scheduler=Scheduler(BlockPool(20, 4)), sanitize=True)
+    engine = Engine(model, eos_ids=(answer[3],), scheduler=Scheduler(BlockPool(20, 4)), sanitize=True)
     stops, goes_on = engine.generate(
         [prompt_of(9), prompt_of(9)], [SamplingParams(max_tokens=12), words(12)]
     )

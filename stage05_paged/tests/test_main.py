@@ -76,7 +76,7 @@ def show(
     scheduler = Scheduler(
         BlockPool(blocks, 4), sequences, budget, policy, preemption=preemption, swap_pool=swap_pool
     )
-    engine = Engine(model, eos_id=-1, scheduler=scheduler, sanitize=True)
+    engine = Engine(model, eos_ids=(), scheduler=scheduler, sanitize=True)
     sampling = SamplingParams(
         max_tokens=most, ignore_eos=True, temperature=float(samples > 1), seed=1
     )

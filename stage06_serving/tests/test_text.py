@@ -58,7 +58,7 @@ def pieces_of(
     tokenizer: AnyTokenizer, ids: Sequence[int], **options: Any
 ) -> tuple[list[str], TextStream]:
     """What a stream gives out for each token, and at the end."""
-    stream = TextStream(tokenizer, tokenizer.eos_id, **options)
+    stream = TextStream(tokenizer, [i for i in [tokenizer.eos_id] if i is not None], **options)
     pieces = []
     for token_id in ids:
         pieces.append(stream.push(token_id))

@@ -1,0 +1,24 @@
+"""Reading the JSON files of a checkpoint folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file. UserError if it is absent, unreadable, or anything other than an object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: give a complete checkpoint folder.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path} cannot be read as JSON ({error}): copy or download it again."
+        ) from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object: copy or download it again.")
+    return content
