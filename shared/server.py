@@ -1,14 +1,16 @@
-"""Our server as a process of its own, started by its name as any other program: for whoever speaks HTTP to it."""
+"""Our server as a process of its own, started like any other program, for clients that speak HTTP."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -17,64 +19,114 @@ from .stages import ROOT
 
 MODULE = "stage06_serving"
 READY = "Staircase serves "
-STOPPING = 15.0  # seconds for it to end by itself
+STARTING = (
+    180.0  # seconds until the server must be ready: it loads a model, maybe on a busy machine
+)
+STOPPING = 15.0  # seconds until a server that was told to stop is killed
+POLL = 0.05  # seconds between two looks at the log
 
 
-@dataclass(frozen=True)
+@dataclass
 class OwnServer:
-    url: str
-    pid: int
+    """A server process; `url` is known once it is ready."""
+
+    process: subprocess.Popen[bytes]
+    log: Path  # its standard error
+    url: str = ""
+    begins: int = 0  # bytes of the log that are older than this server
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def stderr(self) -> str:
+        """What the server has written to standard error."""
+        return self.log.read_bytes()[self.begins :].decode(errors="replace")
+
+    def wait(self) -> None:
+        """Wait until the server is ready. Raises UserError with its last line if it does not start."""
+        deadline = time.monotonic() + STARTING
+        while time.monotonic() < deadline:
+            ended, lines = self.process.poll() is not None, self.stderr().splitlines(keepends=True)
+            for line in lines:
+                if line.startswith(READY) and line.endswith("\n"):
+                    self.url = line.split()[-1]
+                    return
+            if ended or any(line.startswith("error: ") for line in lines):
+                break
+            time.sleep(POLL)
+        last = self.stderr().strip().rpartition("\n")[2].strip().removeprefix("error: ")
+        raise UserError(
+            f"The server did not start: {last or f'try python -m {MODULE} to see why.'}"
+        )
 
 
 @contextmanager
-def own_server(arguments: Sequence[str] = (), quiet: bool = False) -> Iterator[OwnServer]:
-    """Our server on a free port, for as long as the block lasts. What it says goes to standard error, unless it is to be `quiet`.
+def own_server(
+    arguments: Sequence[str] = (),
+    quiet: bool = False,
+    environment: Mapping[str, str] | None = None,
+    module: str | None = None,
+) -> Iterator[OwnServer]:
+    """Our server on a free port, for as long as the block lasts.
 
-    Raises UserError, with its last words, if it does not start.
+    Its standard error is shown, unless it is `quiet`. environment: its variables, by default those
+    of this process. module: what to run in place of the server. Raises UserError with the server's
+    last line if it does not start.
     """
-    command = [sys.executable, "-m", MODULE, "--port", "0", *arguments]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-    ) as process:
-        assert process.stderr is not None
-        said: deque[str] = deque(maxlen=20)
-
-        def listen() -> None:
-            """The pipe must be emptied, or a talkative server would stand still."""
-            assert process.stderr is not None
-            if quiet:
-                deque(process.stderr, maxlen=0)
-            else:
-                for line in process.stderr:
-                    tqdm.write(line, file=sys.stderr, end="")  # above whatever bar is being drawn
-
-        listener = threading.Thread(target=listen, daemon=True)
+    with python(["-m", module or MODULE, "--port", "0", *arguments], environment) as server:
+        server.wait()
+        echo = threading.Thread(target=_echo, args=(server,), daemon=True)
+        if not quiet:
+            echo.start()
         try:
-            for line in process.stderr:
-                said.append(line)
-                if line.startswith(READY):
-                    break
-            else:
-                raise UserError(f"The server did not start: {_last(said)}")
-            listener.start()
-            yield OwnServer(said[-1].split()[-1], process.pid)
+            yield server
         finally:
-            process.terminate()
-            try:
-                process.wait(STOPPING)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            if listener.is_alive():
-                listener.join()
+            stop(server.process)
+            if not quiet:
+                echo.join()
 
 
-def _last(said: Sequence[str]) -> str:
-    """The line that says why, without what `cli` puts before it."""
-    lines = [line.strip() for line in said if line.strip()]
-    return lines[-1].removeprefix("error: ") if lines else f"try python -m {MODULE} to see why."
+@contextmanager
+def python(arguments: Sequence[str], environment: Mapping[str, str] | None) -> Iterator[OwnServer]:
+    """Run Python with these arguments for as long as the block lasts; no server is ready yet."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        log = Path(folder) / "stderr"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+            )
+        try:
+            yield OwnServer(process, log)
+        finally:
+            stop(process)
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Tell a process to end, and kill it if it does not."""
+    process.terminate()
+    try:
+        process.wait(STOPPING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _echo(server: OwnServer) -> None:
+    """Show what follows the line that says that the server is ready, until the process ends."""
+    with server.log.open(encoding="utf-8", errors="replace") as log:
+        while not log.readline().startswith(READY):
+            pass
+        ended = False
+        while not ended:
+            time.sleep(POLL)
+            ended = server.process.poll() is not None
+            for line in log:
+                tqdm.write(line, file=sys.stderr, end="")  # above a progress bar

@@ -20,6 +20,7 @@ from shared.errors import UserError
 
 from .attention import Recompute
 from .model import GPT2, load_model
+from .sampling import Logprobs
 
 ROWS = 128  # logits computed at once: (128, V) in float32 is 26 MB for GPT-2, against 206 MB for a whole window
 
@@ -74,6 +75,25 @@ def perplexity(
         torch.tensor(cross_entropy, dtype=torch.float64).exp().item()
     )  # math.exp raises where this gives infinity
     return {"perplexity": exp, "cross_entropy": cross_entropy, "tokens": judged}
+
+
+@torch.inference_mode()
+def prompt_logprobs(model: GPT2, ids: Sequence[int], top: int) -> list[Logprobs | None]:
+    """The log-probability of each token of a prompt, with the `top` likeliest ones in its place.
+
+    One pass over all T tokens. None for the first token, which has nothing before it.
+    """
+    tokens = torch.tensor(ids, device=model.device)  # (T,)
+    positions = torch.arange(len(ids), device=model.device)
+    hidden = model(tokens, positions, Recompute().attend)  # (T, C)
+    logits = model.logits(hidden[:-1]).float()  # (T - 1, V): the last one predicts no prompt token
+    logprobs = logits.log_softmax(-1).cpu()
+    scores: list[Logprobs | None] = [None]
+    for row, token in enumerate(ids[1:]):
+        values, indices = logprobs[row].topk(top)
+        likeliest = list(zip(indices.tolist(), values.tolist(), strict=True))
+        scores.append(Logprobs(float(logprobs[row, token]), likeliest, float(logits[row].max())))
+    return scores
 
 
 def read_text(name: str) -> str:

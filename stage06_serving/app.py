@@ -6,8 +6,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,12 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.cli import Loaded
 from shared.errors import UserError
-from stage01_forward.sampling import Logprobs
 
 from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, log
 from .chat import ChatTemplate
 from .engines import AnyEngine
 from .errors import ApiError, error_body, validation_message
+from .formats import Chat, Completion, Echo, Format, Generate, Scores, completion_logprobs
 from .live import Live
 from .metrics import Metrics
 from .protocol import (
@@ -38,7 +37,7 @@ from .protocol import (
     GenerateBody,
     TokenizeBody,
 )
-from .service import Answer, Choice, Piece, Service, number, tenant, usage
+from .service import Answer, Choice, Service, tenant
 from .settings import Settings
 from .sse import DONE, EventStream, event
 
@@ -48,7 +47,6 @@ SLOWEST_BODY = 30  # seconds: who sends a byte now and then would hold a connect
 OPEN = ("/health", "/")  # paths that need no key: the page asks for one
 PAGE = Path(__file__).with_name("page.html")
 LATE = "The request took longer than the server allows: ask for fewer tokens, or raise --request-timeout."
-Echo = tuple[str, dict[str, list[Any]] | None]  # a prompt's text and its log-probabilities
 Result = TypeVar("Result")
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 500, 503, 504)
@@ -152,18 +150,6 @@ def failure(error: BaseException) -> ApiError:
     return ApiError(500, "The server failed at this request; its log says why.")
 
 
-async def until(items: AsyncGenerator[Any, None], deadline: float) -> AsyncGenerator[Any, None]:
-    """`items`, but none later than `deadline` (the loop's time). Raises TimeoutError."""
-    async with aclosing(items) as arriving:
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    item = await anext(arriving)
-            except StopAsyncIteration:
-                return
-            yield item
-
-
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is cancelled if the client leaves: nobody would read it. Raises ApiError then."""
 
@@ -184,330 +170,126 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
 
 
 class Api:
-    """The endpoints that answer with text, streaming or not. One object for the life of the server."""
+    """The endpoints that answer with text, streaming or not. One object serves all requests."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    async def respond(
+    async def generate(self, request: Request, body: GenerateBody) -> Response:
+        deadline = self._deadline()
+        choices = await self.service.generate(body, request.scope["tenant"])
+        return await self._respond(request, choices, Generate(choices), bool(body.stream), deadline)
+
+    async def complete(self, request: Request, body: CompletionBody) -> Response:
+        service, deadline, streams = self.service, self._deadline(), bool(body.stream)
+        if body.max_tokens == 0 and body.echo:
+            scores = await self._scores(request, body, deadline)
+            return await self._respond(request, (), scores, streams, deadline)
+        choices = await service.complete(body, request.scope["tenant"])
+        echoes: dict[int, Echo] = {}
+        if body.echo:
+            n = body.n or 1
+            prompts = [choice.prompt_ids for choice in choices[::n]]
+            try:
+                echoed = await self._echoes(request, prompts, body, deadline)
+            except BaseException:
+                self._release(choices)
+                raise
+            echoes = {choice.index: echoed[choice.index // n] for choice in choices}
+        made = Completion(body, choices, service.name, service.loaded.tokenizer, echoes)
+        return await self._respond(request, choices, made, streams, deadline)
+
+    async def chat(self, request: Request, body: ChatBody) -> Response:
+        service, deadline = self.service, self._deadline()
+        choices = await service.chat(body, request.scope["tenant"])
+        made = Chat(body, choices, service.name, service.loaded.tokenizer)
+        return await self._respond(request, choices, made, bool(body.stream), deadline)
+
+    def _deadline(self) -> float:
+        """The event-loop time by which a request that arrives now must be answered."""
+        return asyncio.get_running_loop().time() + self.service.timeout
+
+    async def _respond(
         self,
         request: Request,
         choices: Sequence[Choice],
-        deadline: float,
+        made: Format,
         streams: bool,
-        whole: Callable[[Sequence[Answer]], dict[str, Any]],
-        chunks: Callable[[Choice, Piece], list[dict[str, Any]]],
-        last: Callable[[], list[dict[str, Any]]],
+        deadline: float,
     ) -> Response:
-        """Send `choices`, which the engine has, as one body or as a stream of `chunks` and, behind them, the `last` ones;
-        all by `deadline` (the loop's time)."""
+        """Answer with `choices`, which the engine has, in the format `made`: as a stream or as one
+        body, by `deadline` (event-loop time)."""
         if streams:
             return EventStream(
-                self._events(choices, deadline, chunks, last),
-                lambda: self._release(choices),
-                deadline,
+                self._events(choices, made, deadline), lambda: self._release(choices), deadline
             )
 
         async def answer() -> Response:
             answers = [Answer() for _ in choices]
-            async for choice, piece in until(self.service.merged(choices), deadline):
-                answers[choice.index].add(piece)
-            return JSONResponse(whole(answers))
+            async with aclosing(self.service.pieces(choices, deadline)) as pieces:
+                async for choice, piece in pieces:
+                    answers[choice.index].add(piece)
+            return JSONResponse(made.whole(answers))
 
         try:
             return await unless_gone(request, answer())
         finally:
             self._release(choices)
 
-    def deadline(self) -> float:
-        """Until when (the loop's time) a request that comes now is to be answered."""
-        return asyncio.get_running_loop().time() + self.service.timeout
+    async def _events(
+        self, choices: Sequence[Choice], made: Format, deadline: float
+    ) -> AsyncIterator[str]:
+        try:
+            async with aclosing(self.service.pieces(choices, deadline)) as pieces:
+                async for choice, piece in pieces:
+                    for chunk in made.chunks(choice, piece):
+                        yield event(chunk)
+            for chunk in made.last():
+                yield event(chunk)
+        except Exception as error:  # the status is sent already: report the error in the stream
+            yield event(failure(error).body())
+        yield DONE
 
     def _release(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
             self.service.engine.abort(choice.ticket)
 
-    async def _events(
-        self,
-        choices: Sequence[Choice],
-        deadline: float,
-        chunks: Callable[[Choice, Piece], list[dict[str, Any]]],
-        last: Callable[[], list[dict[str, Any]]],
-    ) -> AsyncIterator[str]:
-        try:
-            async for choice, piece in until(self.service.merged(choices), deadline):
-                for chunk in chunks(choice, piece):
-                    yield event(chunk)
-            for chunk in last():
-                yield event(chunk)
-        except Exception as error:  # the status has been sent: the stream itself must say it
-            yield event(failure(error).body())
-        yield DONE
-
-    # ---- /generate --------------------------------------------------------------------------------------------------
-
-    async def generate(self, request: Request, body: GenerateBody) -> Response:
-        choices = await self.service.generate(body, request.scope["tenant"])
-
-        def whole(answers: Sequence[Answer]) -> dict[str, Any]:
-            answer = answers[0]
-            return {
-                "text": answer.text,
-                "finish_reason": answer.finish_reason,
-                "usage": usage(choices),
-            }
-
-        def chunks(choice: Choice, piece: Piece) -> list[dict[str, Any]]:
-            if piece.finish_reason is None:
-                return [{"text": piece.text}] if piece.text else []
-            return [
-                {"text": piece.text, "finish_reason": piece.finish_reason, "usage": usage(choices)}
-            ]
-
-        return await self.respond(
-            request, choices, self.deadline(), bool(body.stream), whole, chunks, list
-        )
-
-    # ---- /v1/completions --------------------------------------------------------------------------------------------
-
-    async def complete(self, request: Request, body: CompletionBody) -> Response:
-        service, n = self.service, body.n or 1
-        head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": service.name,
-        }
-        deadline = self.deadline()
-        if body.max_tokens == 0 and body.echo:
-            return await self._score(request, body, head, deadline)
-        choices = await service.complete(body, request.scope["tenant"])
-        echoes: dict[int, Echo] = {}
-        if body.echo:
-            try:
-                made = await self._echoes(
-                    request, [choice.prompt_ids for choice in choices[::n]], body, deadline
-                )
-            except BaseException:
-                self._release(choices)
-                raise
-            for choice in choices:
-                echoes[choice.index] = made[choice.index // n]  # those of one prompt have the same
-                choice.offset = len(made[choice.index // n][0])
-
-        def one(choice: Choice, piece: Piece | Answer) -> dict[str, Any]:
-            text, logprobs = piece.text, None
-            if body.logprobs is not None:
-                scored = [(token.id, token.logprobs) for token in piece.tokens]
-                logprobs, choice.offset = self._logprobs(scored, choice.offset)
-            if choice.index in echoes:  # before the first words
-                before, prompt_logprobs = echoes.pop(choice.index)
-                text = before + text
-                if logprobs and prompt_logprobs:
-                    logprobs = {key: prompt_logprobs[key] + logprobs[key] for key in logprobs}
-            found = {
-                "index": choice.index,
-                "text": text,
-                "logprobs": logprobs,
-                "finish_reason": piece.finish_reason,
-            }
-            if piece.stop_reason is not None:
-                found["stop_reason"] = piece.stop_reason
-            if body.return_token_ids:
-                found["token_ids"] = [token.id for token in piece.tokens]
-            return found
-
-        def whole(answers: Sequence[Answer]) -> dict[str, Any]:
-            made = [one(choice, answer) for choice, answer in zip(choices, answers, strict=True)]
-            return {**head, "choices": made, "usage": usage(choices)}
-
-        def chunks(choice: Choice, piece: Piece) -> list[dict[str, Any]]:
-            made = one(choice, piece)
-            if not (
-                made["text"] or made["logprobs"] or made["finish_reason"] or body.return_token_ids
-            ):
-                return []  # all of it is held back
-            return [{**head, "choices": [made], **self._running_usage(body, choices)}]
-
-        def last() -> list[dict[str, Any]]:
-            return [{**head, "choices": [], "usage": usage(choices)}] if body.include_usage else []
-
-        return await self.respond(
-            request, choices, deadline, bool(body.stream), whole, chunks, last
-        )
-
     async def _echoes(
         self, request: Request, prompts: Sequence[list[int]], body: CompletionBody, deadline: float
     ) -> list[Echo]:
-        """The text of each of `prompts` (ids), and its log-probabilities if asked for. Raises ApiError, TimeoutError."""
-        tokenizer, top = self.service.loaded.tokenizer, body.logprobs
+        """The text of `prompts` (ids), with log-probabilities if the body asks for them.
+
+        Raises ApiError, TimeoutError.
+        """
+        service, top = self.service, body.logprobs
+        tokenizer = service.loaded.tokenizer
         texts = [text if isinstance(text, str) else tokenizer.decode(text) for text in body.prompts]
         if top is None:
             return [(text, None) for text in texts]
-        self.service.check_scores(sum(len(ids) for ids in prompts), top)
+        service.check_scores(sum(map(len, prompts)), top)
 
         async def score() -> list[Echo]:
-            made: list[Echo] = []
+            echoes: list[Echo] = []
             for text, ids in zip(texts, prompts, strict=True):
-                scores = await self.service.score(ids, top)
-                found, _ = await asyncio.to_thread(
-                    self._logprobs, list(zip(ids, scores, strict=True)), 0
-                )  # thousands of texts
-                made.append((text, found))
-            return made
+                scored = list(zip(ids, await service.score(ids, top), strict=True))
+                # Thousands of texts: decoded off the event loop.
+                echoes.append(
+                    (text, await asyncio.to_thread(completion_logprobs, tokenizer, scored))
+                )
+            return echoes
 
         async with asyncio.timeout_at(deadline):
             return await unless_gone(request, score())
 
-    async def _score(
-        self, request: Request, body: CompletionBody, head: dict[str, Any], deadline: float
-    ) -> Response:
-        """`echo` with no tokens: the prompts' own log-probabilities."""
-        self.service.check_model(body.model)
-        prompts = [await self.service.prompt_ids(prompt) for prompt in body.prompts]
-        for ids in prompts:
-            self.service.check_ids(ids)
-        with self.service.engine.place(len(prompts)):
-            echoes = await self._echoes(request, prompts, body, deadline)
-        choices = [
-            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": "length"}
-            for index, (text, logprobs) in enumerate(echoes)
-        ]
-        count = sum(len(ids) for ids in prompts)
-        used = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
-        whole = {**head, "choices": choices, "usage": used}
-        if not body.stream:
-            return JSONResponse(whole)
-
-        async def events() -> AsyncIterator[str]:
-            yield event({**head, "choices": choices})
-            if body.include_usage:
-                yield event({**head, "choices": [], "usage": used})
-            yield DONE
-
-        return EventStream(events(), lambda: None, deadline)
-
-    def _logprobs(
-        self, scored: Sequence[tuple[int, Logprobs | None]], offset: int
-    ) -> tuple[dict[str, list[Any]], int]:
-        """Tokens with their log-probabilities, as completions have them; and the offset of the text that comes next."""
-        found: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
-        for token_id, logprobs in scored:
-            text = self.service.token_text(token_id)
-            likeliest = None
-            if logprobs is not None:
-                likeliest = {
-                    self.service.token_text(each): number(value) for each, value in logprobs.top
-                }
-                likeliest.setdefault(text, number(logprobs.token))
-            found["tokens"].append(text)
-            found["token_logprobs"].append(None if logprobs is None else number(logprobs.token))
-            found["top_logprobs"].append(likeliest)
-            found["text_offset"].append(offset)
-            offset += len(text)
-        return found, offset
-
-    def _running_usage(
-        self, body: CompletionBody | ChatBody, choices: Sequence[Choice]
-    ) -> dict[str, Any]:
-        options = body.stream_options
-        return (
-            {"usage": usage(choices)}
-            if options is not None and options.continuous_usage_stats
-            else {}
-        )
-
-    # ---- /v1/chat/completions ---------------------------------------------------------------------------------------
-
-    async def chat(self, request: Request, body: ChatBody) -> Response:
+    async def _scores(self, request: Request, body: CompletionBody, deadline: float) -> Scores:
         service = self.service
-        head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": service.name,
-        }
-        deadline = self.deadline()
-        choices = await service.chat(body, request.scope["tenant"])
-        greeted: set[int] = set()
-
-        def logprobs(piece: Piece | Answer) -> dict[str, Any] | None:
-            if not body.logprobs:
-                return None
-            return {
-                "content": [
-                    self._chat_logprob(token.id, token.logprobs)
-                    for token in piece.tokens
-                    if token.logprobs
-                ]
-            }
-
-        def ending(piece: Piece | Answer) -> dict[str, Any]:
-            end: dict[str, Any] = {"finish_reason": piece.finish_reason}
-            return end | (
-                {"stop_reason": piece.stop_reason} if piece.stop_reason is not None else {}
-            )
-
-        def whole(answers: Sequence[Answer]) -> dict[str, Any]:
-            made = [
-                {
-                    "index": choice.index, "message": {"role": "assistant", "content": answer.text},
-                    "logprobs": logprobs(answer), **ending(answer),
-                }
-                for choice, answer in zip(choices, answers, strict=True)
-            ]  # fmt: skip
-            return {**head, "object": "chat.completion", "choices": made, "usage": usage(choices)}
-
-        def chunk(choice: Choice, delta: dict[str, Any], piece: Piece) -> dict[str, Any]:
-            made = {
-                "index": choice.index,
-                "delta": delta,
-                "logprobs": logprobs(piece),
-                **ending(piece),
-            }
-            return {
-                **head,
-                "object": "chat.completion.chunk",
-                "choices": [made],
-                **self._running_usage(body, choices),
-            }
-
-        def chunks(choice: Choice, piece: Piece) -> list[dict[str, Any]]:
-            made = []
-            if choice.index not in greeted:
-                greeted.add(choice.index)
-                made.append(chunk(choice, {"role": "assistant", "content": ""}, Piece("", ())))
-            if piece.text or piece.finish_reason or body.logprobs:
-                made.append(chunk(choice, {"content": piece.text} if piece.text else {}, piece))
-            return made
-
-        def last() -> list[dict[str, Any]]:
-            final = {
-                **head,
-                "object": "chat.completion.chunk",
-                "choices": [],
-                "usage": usage(choices),
-            }
-            return [final] if body.include_usage else []
-
-        return await self.respond(
-            request, choices, deadline, bool(body.stream), whole, chunks, last
-        )
-
-    def _chat_logprob(self, token_id: int, logprobs: Logprobs) -> dict[str, Any]:
-        def one(each: int, value: float) -> dict[str, Any]:
-            return {
-                "token": self.service.token_text(each), "logprob": number(value), "bytes": self.service.token_bytes(each),
-            }  # fmt: skip
-
-        return {
-            **one(token_id, logprobs.token),
-            "top_logprobs": [one(*pair) for pair in logprobs.top],
-        }
+        service.check_model(body.model)
+        prompts = [await service.prompt_ids(prompt) for prompt in body.prompts]
+        for ids in prompts:
+            service.check_ids(ids)
+        with service.engine.place(len(prompts)):
+            echoes = await self._echoes(request, prompts, body, deadline)
+        return Scores(body, echoes, sum(map(len, prompts)), service.name)
 
 
 def create_app(

@@ -62,6 +62,7 @@ class Ticket:
     prompt_tokens: int
     sampling: SamplingParams
     arrived: float
+    news: asyncio.Event  # set when there is something to read; the tickets of a request share it
     fresh: list[Token] = field(default_factory=list)
     generated: int = 0  # tokens
     ended: bool = False  # the engine has let go of it
@@ -70,7 +71,6 @@ class Ticket:
     scheduled: float | None = None  # when its first pass began
     first_token: float | None = None
     last_token: float | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,8 @@ class AsyncEngine:
             for each in sampling:
                 self.engine.check(Request(prompt, each))
         self._need_room(len(prompts) * len(sampling))
-        groups = [[self._ticket(prompt, each) for each in sampling] for prompt in prompts]
+        news = asyncio.Event()
+        groups = [[self._ticket(prompt, each, news) for each in sampling] for prompt in prompts]
         for prompt, group in zip(prompts, groups, strict=True):
             self.in_flight |= {ticket.id: ticket for ticket in group}
             self._command(
@@ -210,18 +211,29 @@ class AsyncEngine:
                 "again in a moment."
             )
 
-    async def tokens(self, ticket: Ticket) -> AsyncGenerator[list[Token], None]:
-        """What the engine says, as it comes: one token or more at a time, until it has ended. Raises Broken, EngineDead."""
-        while True:
-            await ticket.news.wait()
-            ticket.news.clear()
-            fresh, ticket.fresh, ended = ticket.fresh, [], ticket.ended
-            if fresh:
-                yield fresh
-            if ended:
-                break
-        if ticket.error is not None:
-            raise (EngineDead if ticket.error in (CLOSING, DEAD) else Broken)(ticket.error)
+    async def tokens(
+        self, tickets: Sequence[Ticket], deadline: float | None = None
+    ) -> AsyncGenerator[tuple[Ticket, list[Token]], None]:
+        """The tokens of `tickets` of one `submit`, as they arrive, until all sequences have ended.
+
+        deadline: event-loop time. Raises Broken, EngineDead, TimeoutError.
+        """
+        unfinished = list(tickets)
+        while unfinished:
+            if not any(ticket.fresh or ticket.ended for ticket in unfinished):
+                news = unfinished[0].news
+                news.clear()
+                async with asyncio.timeout_at(deadline):
+                    await news.wait()
+            for ticket in list(unfinished):
+                tokens, ticket.fresh, ended = ticket.fresh, [], ticket.ended
+                if tokens:
+                    yield ticket, tokens
+                if ended:
+                    unfinished.remove(ticket)
+                    if ticket.reason == "error":
+                        dead = ticket.error in (CLOSING, DEAD)
+                        raise (EngineDead if dead else Broken)(ticket.error)
 
     def abort(self, ticket: Ticket, reason: str = "abort") -> None:
         """End a sequence, whatever it is doing; nothing happens if it has ended. The engine hears of it before its next step."""
@@ -245,11 +257,8 @@ class AsyncEngine:
             else:
                 future.set_exception(error)
 
-        self._commands.put(
-            _Command(
-                lambda: do(self.engine), lambda *end: self._loop.call_soon_threadsafe(settle, *end)
-            )
-        )
+        reply = partial(self._loop.call_soon_threadsafe, settle)
+        self._commands.put(_Command(partial(do, self.engine), reply))
         return await future
 
     async def drain(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
@@ -272,9 +281,12 @@ class AsyncEngine:
         if self._running is not None:
             await asyncio.wait([asyncio.wrap_future(self._running)], timeout=STUCK)
 
-    def _ticket(self, prompt: Sequence[int], sampling: SamplingParams) -> Ticket:
+    def _ticket(
+        self, prompt: Sequence[int], sampling: SamplingParams, news: asyncio.Event
+    ) -> Ticket:
         self._named += 1
-        return Ticket(f"sequence-{self._named}", len(prompt), sampling, time.perf_counter())
+        name = f"sequence-{self._named}"
+        return Ticket(name, len(prompt), sampling, time.perf_counter(), news)
 
     def _command(self, do: Callable[[], Any]) -> None:
         self._commands.put(_Command(do, _ignore))

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import multiprocessing
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,7 +41,7 @@ from shared import benchmarks, checkpoint, cli, measure
 from shared import charts as draw
 from shared.cli import Loaded
 from shared.parity import random_prompt
-from shared.stages import ROOT
+from shared.server import own_server
 from shared.tables import limits_table, median
 from stage01_forward.generation import Output, Token
 from stage01_forward.sampling import SamplingParams
@@ -64,9 +62,8 @@ STAGE = "stage06_serving"
 HTTP, NULL, LOSE = "http", "null", "lose"
 OFFLINE, SERVER = "engine alone", "server"
 AIM = 0.95  # share of the throughput offline, at the most streams
-STARTING = 120.0  # seconds: the model is loaded, and its linear layers are chosen by trying
 LONGEST_EVENT = 2**20  # bytes
-PARTS = ("waking the readers", "text", "from task to task", "chunk and JSON", "HTTP and socket")
+PARTS = ("waking the readers", "text", "chunk and JSON", "HTTP and socket")
 REST = "tickets, metrics, requests"
 
 
@@ -451,34 +448,6 @@ async def watched(
     return {"engine": process - loop, "loop": loop}, steps_of(records, load.streams)
 
 
-@contextmanager
-def serving(arguments: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
-    """A server process, by its address. Raises RuntimeError with its words if it does not start."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder) / "stderr"
-        with said.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", STAGE, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=file
-            )  # fmt: skip
-        try:
-            deadline = time.monotonic() + STARTING
-            while "\n" not in (words := said.read_text(encoding="utf-8")) or not words.startswith(
-                "Staircase serves "
-            ):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the server did not start: {words[-2000:]}")
-                time.sleep(0.05)
-            yield words.splitlines()[0].split()[-1], psutil.Process(process.pid)
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
 def clocks(server: psutil.Process) -> dict[str, float]:
     """Seconds of processor time so far: of the loop, which runs on the main thread, and of all other threads.
 
@@ -505,7 +474,10 @@ class MadeUp:
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], salt: bytes
     ) -> list[list[Ticket]]:
         return [
-            [Ticket("made up", len(prompt), each, time.perf_counter()) for each in sampling]
+            [
+                Ticket("made up", len(prompt), each, time.perf_counter(), asyncio.Event())
+                for each in sampling
+            ]
             for prompt in prompts
         ]
 
@@ -513,12 +485,15 @@ class MadeUp:
         for ticket in self.tickets:
             ticket.news.set()
 
-    async def tokens(self, ticket: Ticket) -> AsyncIterator[list[Token]]:
+    async def tokens(
+        self, tickets: Sequence[Ticket], deadline: float
+    ) -> AsyncIterator[tuple[Ticket, list[Token]]]:
+        (ticket,) = tickets
         self.tickets.append(ticket)
         for left, each in zip(reversed(range(len(self.ids))), self.ids, strict=True):
             await ticket.news.wait()
             ticket.news.clear()
-            yield [Token(each, None, None if left else "length")]
+            yield ticket, [Token(each, None, None if left else "length")]
 
     def abort(self, ticket: Ticket, reason: str = "abort") -> None:
         """Nobody computes it."""
@@ -552,14 +527,10 @@ async def parts(
 
     async def waking(service: Service) -> AsyncIterator[object]:
         (choice,) = await service.complete(body, b"")
-        return service.engine.tokens(choice.ticket)
+        return service.engine.tokens([choice.ticket], math.inf)
 
     async def text(service: Service) -> AsyncIterator[object]:
-        (choice,) = await service.complete(body, b"")
-        return service.pieces(choice)
-
-    async def task(service: Service) -> AsyncIterator[object]:
-        return service.merged(await service.complete(body, b""))
+        return service.pieces(await service.complete(body, b""), math.inf)
 
     async def chunk(service: Service) -> AsyncIterator[object]:
         response: Any = await Api(service).complete(
@@ -588,7 +559,7 @@ async def parts(
         return (time.thread_time() - started) / load.tokens
 
     costs = [0.0]
-    for way in (waking, text, task, chunk):
+    for way in (waking, text, chunk):
         made_up, service = new_service()
         costs.append(
             await cost(made_up, asyncio.gather(*[read(await way(service)) for _ in prompts]))
@@ -680,6 +651,7 @@ def measure_parts(load: Load, engine: Helper, client: Helper) -> dict[str, float
 def measure_all(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
     """Measure everything that `plan` says: configuration, results, limits."""
     limits = measure.limits(refresh=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     results: dict[str, Any] = {HTTP: [], NULL: [], LOSE: [], "parts": {}}
     with tqdm(total=plan.runs, unit="run") as bar, Helper(client_process) as client:
         for model, dtype in plan.subjects:
@@ -691,7 +663,8 @@ def measure_all(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], measure.Lim
             with ExitStack() as stack:
                 engine = stack.enter_context(Helper(engine_process, arguments))
                 engine.answer()  # it is ready: both try out their linear layers, and must not do so at the same time
-                server = stack.enter_context(serving(arguments))
+                own = stack.enter_context(own_server(arguments, True, environment))
+                server = own.url, psutil.Process(own.pid)
                 most = max(
                     (load for load in loads if load.case == HTTP), key=lambda load: load.streams
                 )

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
 
 from shared.cli import Loaded
-from stage01_forward.attention import Recompute
 from stage01_forward.generation import Token
+from stage01_forward.perplexity import prompt_logprobs
 from stage01_forward.sampling import Logprobs
 
 from .async_engine import AsyncEngine, Ticket
 from .chat import NO_TEMPLATE, ChatTemplate
-from .engines import AnyEngine
 from .errors import ApiError
 from .protocol import DEFAULT_TOKENS, ChatBody, CompletionBody, GenerateBody, SamplingBody
 from .text import TextStream
@@ -27,7 +22,6 @@ from .text import TextStream
 LONG_TEXT = 65_536  # characters or tokens: a longer text is cut into tokens, and put together, off the event loop
 LONGEST_TOKEN = 128  # characters of GPT-2's longest token: a longer prompt cannot fit, and need not be cut to know it
 MOST_SCORES = 50_000  # log-probabilities in one body
-NO_NUMBER = -9999.0  # in place of minus infinity, which JSON does not have
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,6 @@ class Choice:
     ticket: Ticket
     text: TextStream
     completion_tokens: int = 0
-    offset: int = 0  # characters of the tokens whose log-probabilities have been given
 
 
 @dataclass
@@ -212,22 +205,26 @@ class Service:
 
     # ---- from choices to text ---------------------------------------------------------------------------------------
 
-    async def pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
-        """One choice, as it comes; the last piece has the finish reason. Left early, it is aborted. Raises Broken."""
-        ticket = choice.ticket
-        try:
-            async with aclosing(self.engine.tokens(ticket)) as arriving:
-                async for fresh in arriving:
-                    piece = self._piece(choice, fresh)
-                    if piece.text or piece.tokens:
-                        yield piece
-                    if piece.finish_reason is not None:
-                        self.engine.abort(
-                            ticket, piece.finish_reason
-                        )  # a stop string ends what the engine would go on with
-                        return
-        finally:
-            self.engine.abort(ticket)
+    async def pieces(
+        self, choices: Sequence[Choice], deadline: float
+    ) -> AsyncGenerator[tuple[Choice, Piece], None]:
+        """The text of all `choices` as it arrives; the last piece of each has its finish reason.
+
+        deadline: event-loop time. Raises Broken, EngineDead, TimeoutError.
+        """
+        unfinished = {choice.ticket: choice for choice in choices}
+        async with aclosing(self.engine.tokens(list(unfinished), deadline)) as arriving:
+            async for ticket, tokens in arriving:
+                choice = unfinished.get(ticket)
+                if choice is None:
+                    continue  # ended by a stop string: the engine emits until it reads the abort
+                piece = self._piece(choice, tokens)
+                if piece.finish_reason is not None:
+                    self.engine.abort(ticket, piece.finish_reason)  # needed after a stop string
+                    del unfinished[ticket]
+                yield choice, piece
+                if not unfinished:
+                    return
 
     def _piece(self, choice: Choice, fresh: Sequence[Token]) -> Piece:
         text, stream = "", choice.text
@@ -247,103 +244,20 @@ class Service:
                 )
         return Piece(text, fresh)
 
-    async def merged(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, Piece], None]:
-        """All choices at once, each piece as soon as it is there."""
-        if len(choices) == 1:  # nearly always: no task and no queue between
-            async with aclosing(self.pieces(choices[0])) as pieces:
-                async for piece in pieces:
-                    yield choices[0], piece
-            return
-        arriving: asyncio.Queue[tuple[Choice, Piece | None, BaseException | None]] = asyncio.Queue(
-            maxsize=2 * len(choices)
-        )
-
-        async def forward(choice: Choice) -> None:
-            try:
-                async with aclosing(self.pieces(choice)) as pieces:
-                    async for piece in pieces:
-                        await arriving.put((choice, piece, None))
-            except Exception as error:
-                await arriving.put((choice, None, error))
-            else:
-                await arriving.put((choice, None, None))
-
-        tasks = [asyncio.create_task(forward(choice)) for choice in choices]
-        try:
-            left = len(choices)
-            while left:
-                choice, made, error = await arriving.get()
-                if error is not None:
-                    raise error
-                if made is None:
-                    left -= 1
-                else:
-                    yield choice, made
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for choice in choices:  # a task that never began has aborted nothing
-                self.engine.abort(choice.ticket)
-
     async def score(self, prompt_ids: Sequence[int], top: int) -> list[Logprobs | None]:
-        """What the model gives each token of a prompt, in the order of the prompt; None for the first, which follows nothing."""
-        return await self.engine.call(lambda engine: score(engine, prompt_ids, top))
-
-    # ---- tokens as clients see them ---------------------------------------------------------------------------------
-
-    def token_text(self, token_id: int) -> str:
-        return self.loaded.tokenizer.decode([token_id])
+        """`prompt_logprobs` of the model, computed on the engine's thread. Raises EngineDead."""
+        return await self.engine.call(
+            lambda engine: prompt_logprobs(self.loaded.model, prompt_ids, top)
+        )
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Of each by itself."""
+        """The text of each token by itself."""
+        decode = self.loaded.tokenizer.decode
         if len(ids) > LONG_TEXT:
-            return await asyncio.to_thread(list, map(self.token_text, ids))
-        return [self.token_text(each) for each in ids]
-
-    def token_bytes(self, token_id: int) -> list[int]:
-        return list(self.loaded.tokenizer.decode_bytes([token_id]))
-
-
-@torch.inference_mode()
-def score(engine: AnyEngine, prompt_ids: Sequence[int], top: int) -> list[Logprobs | None]:
-    """One pass over a prompt, for the probabilities of its own tokens. Runs on the engine's thread."""
-    model = engine.model
-    ids = torch.tensor(prompt_ids, device=model.device)  # (T,)
-    hidden = model(ids, torch.arange(len(ids), device=model.device), Recompute().attend)  # (T, C)
-    logits = model.logits(
-        hidden[:-1]
-    ).float()  # (T - 1, V): the last one's successor is not in the prompt
-    logprobs = logits.log_softmax(-1).cpu()
-    found: list[Logprobs | None] = [None]
-    for row, token in enumerate(prompt_ids[1:]):
-        best = logprobs[row].topk(top) if top else None
-        likeliest = (
-            list(zip(best.indices.tolist(), best.values.tolist(), strict=True)) if best else []
-        )
-        found.append(Logprobs(float(logprobs[row, token]), likeliest, float(logits[row].max())))
-    return found
-
-
-def number(logprob: float) -> float:
-    """As JSON can say it."""
-    return logprob if math.isfinite(logprob) else NO_NUMBER
+            return await asyncio.to_thread(lambda: [decode([token]) for token in ids])
+        return [decode([token]) for token in ids]
 
 
 def tenant(key: str) -> bytes:
     """The salt of whoever uses `key`: only their own requests share what they have in common."""
     return hashlib.sha256(key.encode()).digest() if key else b""
-
-
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Tokens counted over all choices; the prompt of several samples counts once."""
-    prompts = sum(
-        len(choice.prompt_ids)
-        for choice in {id(choice.prompt_ids): choice for choice in choices}.values()
-    )
-    completion = sum(choice.completion_tokens for choice in choices)
-    return {
-        "prompt_tokens": prompts,
-        "completion_tokens": completion,
-        "total_tokens": prompts + completion,
-    }

@@ -116,15 +116,18 @@ TASKS = (
         file="async_engine.py",
         functions=("AsyncEngine.tokens",),
         title="read what the engine says",
-        text="Write the async generator that yields what is fresh of a ticket, one token or more at a time, until the sequence "
-        "has ended. A slow reader finds more at a time and holds nobody up. If a failure ended it, raise EngineDead or "
-        "Broken behind the last token.",
+        text="Write the async generator that yields the tokens of some tickets, each time one ticket with its fresh tokens, "
+        "until all their sequences have ended. A slow reader gets more tokens at a time and delays no other request. If a "
+        "failure ended a sequence, raise EngineDead or Broken after its last token; if nothing arrives before the deadline, "
+        "raise TimeoutError.",
         points=20,
         hints=(
-            "ticket.news is an event: wait for it, and clear it before you look, so that news that comes meanwhile is not lost.",
-            "Take the list of fresh tokens and leave an empty one, and note in the same breath whether it has ended.",
-            "Yield if there is something, stop if it has ended. Then look at ticket.error: CLOSING and DEAD are EngineDead, all "
-            "else Broken.",
+            "All tickets share one event, ticket.news. Wait for it only when no ticket has anything to read, and clear it "
+            "right before: there is no await between, so nothing is lost. asyncio.timeout_at raises at the deadline.",
+            "Take a ticket's list of fresh tokens, leave an empty one, and remember in the same line whether it has ended: "
+            "more may arrive during a yield.",
+            "Yield the tokens if there are any; drop a ticket that has ended. If its reason is 'error', raise: EngineDead "
+            "for CLOSING and DEAD, Broken for any other ticket.error.",
         ),
         tests=(
             "tests/test_async_engine.py::test_the_tokens_are_those_of_the_first_stage",

@@ -541,8 +541,7 @@ EXHIBITS = (
         stage="stage06_serving",
         file="async_engine.py",
         title="now and then every stream stops for a moment, and the load balancer thinks that the server is dead",
-        old="        self._commands.put(_Command(lambda: do(self.engine), lambda *end: "
-        "self._loop.call_soon_threadsafe(settle, *end)))\n",
+        old="        self._commands.put(_Command(partial(do, self.engine), reply))\n",
         new="        settle(do(self.engine), None)\n",
         symptom=symptoms.is_it_alive,
         hint="There is one thread for the computing and one for everybody else. Which of the two scores a prompt?",
@@ -558,7 +557,7 @@ EXHIBITS = (
         stage="stage06_serving",
         file="app.py",
         title="half of an answer arrives, and every program takes it for the whole",
-        old="        except Exception as error:  # the status has been sent: the stream itself must say it\n"
+        old="        except Exception as error:  # the status is sent already: report the error in the stream\n"
         "            yield event(failure(error).body())\n",
         new='        except Exception as error:\n            log.error("a stream failed", exc_info=error)\n            return\n',
         symptom=symptoms.half_an_answer,

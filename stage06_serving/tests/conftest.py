@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx2
@@ -21,41 +17,25 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 
 from shared.checkpoint import Config
-from shared.stages import ROOT
+from shared.server import OwnServer, own_server, python
 from shared.testing import random_checkpoint
 from shared.tests.test_cli import FIELDS, make_folder
 from stage06_serving.settings import PREFIX
 
-ALWAYS = ("--port", "0", "--sanitize", "--linear", "plain")
-PROGRAM = ("-m", "stage06_serving")
-HOUSE = ("-m", "stage06_serving.tests.house")
-FEW_BLOCKS = (
-    "--kv-memory",
-    "8MiB",
-)  # of the embedded model: after every step the sanitizer looks at all of them
-STARTING = 180.0  # seconds: the machine may have other work
+ALWAYS = ("--sanitize", "--linear", "plain")
+FEW_BLOCKS = ("--kv-memory", "8MiB")  # the sanitizer checks all blocks after every step
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 Serve = Callable[..., AbstractContextManager["Running"]]
 House = Callable[..., "Running"]
 
 
-@dataclass
-class Running:
+class Running(OwnServer):
     """A server process that answers at `url`."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path  # its standard error, and
-    begins: int = 0  # the byte at which its own words begin
 
     @property
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
-
-    def stderr(self) -> str:
-        """What it has written to standard error so far."""
-        return self.log.read_bytes()[self.begins :].decode()
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:
         """Send a signal and wait for the end; the exit code. Raises subprocess.TimeoutExpired."""
@@ -71,68 +51,17 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @contextmanager
 def serving(
-    *arguments: str, env: Mapping[str, str] | None = None, program: Sequence[str] = PROGRAM
+    *arguments: str, env: Mapping[str, str] | None = None, module: str | None = None
 ) -> Iterator[Running]:
-    """A server with these arguments and variables, from its first answer to /health on; it is stopped in any case.
+    """A server with these arguments and variables; it is killed at the end of the block.
 
-    program: what Python shall run, for a server with a planted fault. Raises RuntimeError with its words if it does not start.
+    module: what Python runs instead, for a server with a planted fault.
     """
-    with _process([*program, *ALWAYS, *arguments], environment(env)) as running:
-        running.url = _address(running)
-        yield running
-
-
-@contextmanager
-def _process(arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[Running]:
-    """Python with these arguments, for as long as the block lasts; it has no address yet."""
-    with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as log:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env=variables,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        yield Running(process, "", Path(log.name))
-    finally:
-        process.terminate()
+    with own_server([*ALWAYS, *arguments], True, environment(env), module) as server:
         try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
-        Path(log.name).unlink()
-
-
-def _address(running: Running) -> str:
-    deadline = time.monotonic() + STARTING
-    while time.monotonic() < deadline:
-        said = running.stderr()
-        if running.process.poll() is not None or said.startswith("error: "):
-            raise RuntimeError(f"The server ended with {running.process.returncode}: {said}")
-        lines = [
-            line
-            for line in said.splitlines(keepends=True)
-            if line.startswith("Staircase serves ") and line.endswith("\n")
-        ]
-        if lines:
-            url = lines[0].split()[-1]
-            try:
-                if (
-                    httpx2.get(
-                        f"{url}/health", trust_env=False, timeout=60, verify=False
-                    ).status_code
-                    == 200
-                ):
-                    return url
-            except httpx2.TransportError:
-                pass
-        time.sleep(0.05)
-    raise RuntimeError(f"The server did not start within {STARTING:g} s: {running.stderr()}")
+            yield Running(**vars(server))
+        finally:
+            server.process.kill()
 
 
 def read_metrics(url: str) -> dict[str, float]:
@@ -163,7 +92,7 @@ def until_idle(url: str, timeout: float = 60) -> dict[str, float]:
 
 @pytest.fixture(scope="session")
 def serve() -> Serve:
-    """`with serve(*arguments, env=..., program=...) as running`: a server for as long as the block lasts."""
+    """`with serve(*arguments, env=..., module=...) as running`: a server for as long as the block lasts."""
     return serving
 
 
@@ -171,20 +100,15 @@ def serve() -> Serve:
 def house() -> Iterator[House]:
     """house(*arguments, env=...): a server that shares its process with others and lasts as long as they: quick to start. For
     tests that neither stop it nor look at the process. It can be made to fail: see faulty_server.py."""
-    with ExitStack() as stack:
-        begun: list[Running] = []
+    with python(["-m", "stage06_serving.tests.house"], environment()) as process:
 
         def start(*arguments: str, env: Mapping[str, str] | None = None) -> Running:
-            if not begun:  # when the first one is asked for
-                begun.append(stack.enter_context(_process(HOUSE, environment())))
-            process, log = begun[0].process, begun[0].log
-            running = Running(process, "", log, log.stat().st_size)
-            assert process.stdin is not None
-            process.stdin.write(
-                json.dumps([[*ALWAYS, *arguments], dict(env or {})]).encode() + b"\n"
-            )
-            process.stdin.flush()
-            running.url = _address(running)
+            running = Running(**{**vars(process), "begins": process.log.stat().st_size})
+            line = json.dumps([["--port", "0", *ALWAYS, *arguments], dict(env or {})])
+            assert running.process.stdin is not None
+            running.process.stdin.write(line.encode() + b"\n")
+            running.process.stdin.flush()
+            running.wait()
             return running
 
         yield start
@@ -208,13 +132,6 @@ def server() -> Iterator[Running]:
         assert running.process.poll() is None and "Traceback" not in running.stderr(), (
             running.stderr()
         )
-
-
-@pytest.fixture
-def start_server() -> Iterator[Callable[..., Running]]:
-    """start_server(*arguments, env=..., program=...): another server, which ends with the test."""
-    with ExitStack() as stack:
-        yield lambda *arguments, **options: stack.enter_context(serving(*arguments, **options))
 
 
 @pytest.fixture(scope="session")

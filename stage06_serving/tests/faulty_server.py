@@ -22,7 +22,7 @@ from stage06_serving import __main__ as program
 from stage06_serving.settings import Settings
 
 VARIABLE = "FAULT_FILE"
-PROGRAM = ("-m", "stage06_serving.tests.faulty_server")
+MODULE = "stage06_serving.tests.faulty_server"
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def submit(running: AsyncEngine, prompt: list[int], count: int) -> Ticket:
 
 async def said(running: AsyncEngine, ticket: Ticket) -> list[int]:
     """All tokens of a ticket, to its end."""
-    return [token.id async for fresh in running.tokens(ticket) for token in fresh]
+    return [token.id async for _, tokens in running.tokens([ticket]) for token in tokens]
 
 
 async def passes(engine: Engine, count: int) -> None:
@@ -219,7 +219,7 @@ def test_a_slow_reader_holds_up_nobody(engine, expected, tiny):
         while stalled.id in running.in_flight:
             await asyncio.sleep(0.001)
         assert len(stalled.fresh) == 40 == stalled.generated
-        return [[token.id for token in fresh] async for fresh in running.tokens(stalled)]
+        return [[token.id for token in tokens] async for _, tokens in running.tokens([stalled])]
 
     assert run(made, script) == [expected(slow, 40)]  # all of it at once, and nothing lost
     assert is_empty(made)

@@ -309,15 +309,6 @@ def test_a_process_that_ends_stops_the_benchmark() -> None:
         helper.answer()
 
 
-def test_a_server_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "STAGE", "stage06_nothing")
-    with (
-        pytest.raises(RuntimeError, match="did not start: .*No module named stage06_nothing"),
-        benchmark.serving([]),
-    ):
-        pass
-
-
 def test_the_engine_alone_is_made_by_the_server_s_own_command_line() -> None:
     from stage06_serving.settings import parse
 

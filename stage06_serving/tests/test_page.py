@@ -33,7 +33,7 @@ from stage05_paged.engine import Engine
 from stage05_paged.scheduler import Scheduler
 from stage06_serving.live import look
 from stage06_serving.tests.conftest import House, Running, Serve, until_idle
-from stage06_serving.tests.faulty_server import PROGRAM, VARIABLE, Fault
+from stage06_serving.tests.faulty_server import MODULE, VARIABLE, Fault
 
 SAID = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'> & \u201cBen\u201d \N{FOX FACE} ran home.\n"
 BYTES = SAID.encode()
@@ -560,7 +560,7 @@ def test_the_page_says_when_the_server_is_gone_and_finds_it_again(
     browser: webdriver.Chrome, serve: Serve, house: House, reciter: Path, slowly: dict[str, str]
 ) -> None:
     with serve(
-        "--model", str(reciter), *FEW_BLOCKS, "--grace", "0", env=slowly, program=PROGRAM
+        "--model", str(reciter), *FEW_BLOCKS, "--grace", "0", env=slowly, module=MODULE
     ) as running:
         page = Page(browser, running.url)
         page.link("Live")

@@ -18,7 +18,7 @@ import httpx2
 import openai
 import pytest
 
-from stage06_serving.tests.faulty_server import PROGRAM, VARIABLE, Fault, until
+from stage06_serving.tests.faulty_server import MODULE, VARIABLE, Fault, until
 
 HANG = 60.0  # seconds: what takes longer has been forgotten
 IDS = [10, 20, 30, 40]
@@ -72,7 +72,7 @@ def start(serve, tiny_folder, new_fault):
         def start(*arguments):
             fault, env = new_fault()
             running = stack.enter_context(
-                serve("--model", str(tiny_folder), *arguments, env=env, program=PROGRAM)
+                serve("--model", str(tiny_folder), *arguments, env=env, module=MODULE)
             )
             return running, fault
 

@@ -1,0 +1,266 @@
+"""The JSON of answers: a whole body, or the chunks of a stream, for each of the three endpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from shared.tokenizer import AnyTokenizer
+from stage01_forward.sampling import Logprobs
+
+from .protocol import ChatBody, CompletionBody
+from .service import Answer, Choice, Piece
+
+MINUS_INFINITY = -9999.0  # JSON has no infinity
+Echo = tuple[str, dict[str, list[Any]] | None]  # a prompt's text and its log-probabilities
+
+
+class Format(Protocol):
+    """How one request is answered."""
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+        """The events for one piece of a stream; none while all its text is held back."""
+        ...
+
+    def last(self) -> list[dict[str, Any]]:
+        """The events that end a stream."""
+        ...
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, int]:
+    """Token counts of all choices; a prompt counts once, however many samples it has."""
+    prompts = {id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}
+    return _usage(sum(prompts.values()), sum(choice.completion_tokens for choice in choices))
+
+
+def _usage(prompt: int, completion: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else MINUS_INFINITY
+
+
+def head(prefix: str, model: str) -> dict[str, Any]:
+    """The fields that all chunks of an answer repeat."""
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+
+def finish(piece: Piece | Answer) -> dict[str, Any]:
+    """The finish reason, and what stopped the answer if that was a stop string or token."""
+    reason: dict[str, Any] = {"finish_reason": piece.finish_reason}
+    return reason if piece.stop_reason is None else reason | {"stop_reason": piece.stop_reason}
+
+
+def running_usage(body: CompletionBody | ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
+    options = body.stream_options
+    running = options is not None and options.continuous_usage_stats
+    return {"usage": usage(choices)} if running else {}
+
+
+class Generate:
+    """POST /generate."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.choices = choices
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        return self._end(answer)
+
+    def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+        if piece.finish_reason is not None:
+            return [self._end(piece)]
+        return [{"text": piece.text}] if piece.text else []
+
+    def last(self) -> list[dict[str, Any]]:
+        return []
+
+    def _end(self, piece: Piece | Answer) -> dict[str, Any]:
+        return {
+            "text": piece.text,
+            "finish_reason": piece.finish_reason,
+            "usage": usage(self.choices),
+        }
+
+
+class Completion:
+    """POST /v1/completions. `echoes` holds the prompts to repeat, by the index of the choice."""
+
+    def __init__(
+        self,
+        body: CompletionBody,
+        choices: Sequence[Choice],
+        model: str,
+        tokenizer: AnyTokenizer,
+        echoes: Mapping[int, Echo],
+    ) -> None:
+        self.body, self.choices, self.tokenizer = body, choices, tokenizer
+        self.head = head("cmpl", model) | {"object": "text_completion"}
+        self._echoes = dict(echoes)  # those not sent yet
+        self._offsets = defaultdict(
+            int, {index: len(text) for index, (text, _) in echoes.items()}
+        )  # characters before the next token, by the index of the choice
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [self._choice(*pair) for pair in zip(self.choices, answers, strict=True)]
+        return {**self.head, "choices": choices, "usage": usage(self.choices)}
+
+    def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+        made = self._choice(choice, piece)
+        shown = made["text"] or made["logprobs"] or made["finish_reason"]
+        if not (shown or self.body.return_token_ids):
+            return []
+        return [{**self.head, "choices": [made], **running_usage(self.body, self.choices)}]
+
+    def last(self) -> list[dict[str, Any]]:
+        if not self.body.include_usage:
+            return []
+        return [{**self.head, "choices": [], "usage": usage(self.choices)}]
+
+    def _choice(self, choice: Choice, piece: Piece | Answer) -> dict[str, Any]:
+        index, text, logprobs = choice.index, piece.text, None
+        if self.body.logprobs is not None:
+            logprobs = completion_logprobs(
+                self.tokenizer,
+                [(token.id, token.logprobs) for token in piece.tokens],
+                self._offsets[index],
+            )
+            self._offsets[index] += sum(map(len, logprobs["tokens"]))
+        if index in self._echoes:
+            prompt, prompt_logprobs = self._echoes.pop(index)
+            text = prompt + text
+            if logprobs and prompt_logprobs:
+                logprobs = {name: prompt_logprobs[name] + logprobs[name] for name in logprobs}
+        made = {"index": index, "text": text, "logprobs": logprobs, **finish(piece)}
+        if self.body.return_token_ids:
+            made["token_ids"] = [token.id for token in piece.tokens]
+        return made
+
+
+class Scores:
+    """POST /v1/completions with `echo` and no tokens: the log-probabilities of the prompts."""
+
+    def __init__(
+        self, body: CompletionBody, echoes: Sequence[Echo], prompt_tokens: int, model: str
+    ) -> None:
+        self.body, self.usage = body, _usage(prompt_tokens, 0)
+        self.head = head("cmpl", model) | {"object": "text_completion"}
+        self.choices = [
+            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": "length"}
+            for index, (text, logprobs) in enumerate(echoes)
+        ]
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        return {**self.head, "choices": self.choices, "usage": self.usage}
+
+    def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+        return []
+
+    def last(self) -> list[dict[str, Any]]:
+        events = [{**self.head, "choices": self.choices}]
+        if self.body.include_usage:
+            events.append({**self.head, "choices": [], "usage": self.usage})
+        return events
+
+
+class Chat:
+    """POST /v1/chat/completions."""
+
+    def __init__(
+        self, body: ChatBody, choices: Sequence[Choice], model: str, tokenizer: AnyTokenizer
+    ) -> None:
+        self.body, self.choices, self.tokenizer = body, choices, tokenizer
+        self.head = head("chatcmpl", model)
+        self._greeted: set[int] = set()  # choices whose role has been sent
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": answer.text},
+                "logprobs": self._logprobs(answer),
+                **finish(answer),
+            }
+            for choice, answer in zip(self.choices, answers, strict=True)
+        ]
+        body = {**self.head, "object": "chat.completion", "choices": choices}
+        return body | {"usage": usage(self.choices)}
+
+    def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+        events = []
+        if choice.index not in self._greeted:
+            self._greeted.add(choice.index)
+            role = {"role": "assistant", "content": ""}
+            events.append(self._chunk(choice, role, Piece("", ())))
+        if piece.text or piece.finish_reason or self.body.logprobs:
+            delta = {"content": piece.text} if piece.text else {}
+            events.append(self._chunk(choice, delta, piece))
+        return events
+
+    def last(self) -> list[dict[str, Any]]:
+        if not self.body.include_usage:
+            return []
+        end = {"object": "chat.completion.chunk", "choices": [], "usage": usage(self.choices)}
+        return [{**self.head, **end}]
+
+    def _chunk(self, choice: Choice, delta: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        made = {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": self._logprobs(piece),
+            **finish(piece),
+        }
+        chunk = {**self.head, "object": "chat.completion.chunk", "choices": [made]}
+        return chunk | running_usage(self.body, self.choices)
+
+    def _logprobs(self, piece: Piece | Answer) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        scored = [(token.id, token.logprobs) for token in piece.tokens if token.logprobs]
+        return {"content": [self._scored_token(*pair) for pair in scored]}
+
+    def _scored_token(self, token_id: int, logprobs: Logprobs) -> dict[str, Any]:
+        top = [self._token(*pair) for pair in logprobs.top]
+        return {**self._token(token_id, logprobs.token), "top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self.tokenizer.decode([token_id]),
+            "logprob": finite(logprob),
+            "bytes": list(self.tokenizer.decode_bytes([token_id])),
+        }
+
+
+def completion_logprobs(
+    tokenizer: AnyTokenizer, scored: Sequence[tuple[int, Logprobs | None]], offset: int = 0
+) -> dict[str, list[Any]]:
+    """Log-probabilities of tokens as completions have them; `offset` characters come before."""
+    columns: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
+    for token_id, logprobs in scored:
+        text, own, top = tokenizer.decode([token_id]), None, None
+        if logprobs is not None:
+            own = finite(logprobs.token)
+            top = {tokenizer.decode([other]): finite(value) for other, value in logprobs.top}
+            top.setdefault(text, own)
+        for column, value in zip(columns.values(), (text, own, top, offset), strict=True):
+            column.append(value)
+        offset += len(text)
+    return columns
