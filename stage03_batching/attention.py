@@ -1,4 +1,4 @@
-"""Attention of many rows at once over keys and values that lie in a cache, each row with a mask of its own."""
+"""Attention of many rows at once over keys and values in a cache, each row with a mask of its own."""
 
 from __future__ import annotations
 
@@ -10,25 +10,34 @@ from torch import Tensor
 def masked_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False
 ) -> Tensor:
-    """q (B, H, T, D) over keys and values (B, H, S, D), views into a cache -> (B, H, T, D).
+    """q (B, H, T, D) over keys and values (B, H_kv, S, D), views into a cache -> (B, H, T, D).
 
-    `mask` (B, 1, T, S) is True where a query sees a key; None: each sees all, or, if `causal`
-    (T = S), itself and what lies before.
+    `mask` (B, 1, T, S) is True where a query sees a key; None: each query sees all keys, or, if `causal` (T = S), its
+    own key and those before it. Keys and values of another dtype than q's are converted on the way. H may be a
+    multiple of H_kv: then H / H_kv query heads share a head of keys and values.
     """
-    if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        return _one_query_each(q, keys, values, mask)
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal)
+    keys, values = keys.to(q.dtype), values.to(q.dtype)  # no copy where the dtype is the same
+    group = q.shape[1] // keys.shape[1]
+    if causal:
+        return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=group > 1)
+    single = q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16
+    attend = _one_query_each if single else F.scaled_dot_product_attention
+    if group == 1:
+        return attend(q, keys, values, mask)
+    # Queries that share keys become rows of one product, so that keys and values are read once.
+    rows = q.reshape(len(q), keys.shape[1], -1, q.shape[3])  # (B, H_kv, group * T, D)
+    mask = None if mask is None else mask.repeat(1, 1, group, 1)
+    return attend(rows, keys, values, mask).reshape(q.shape)
 
 
 def _one_query_each(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """The same for a single query a row (T = 1), written out.
+    """The same for a single query (or a few that share their keys) a row, written out.
 
-    A CPU's fused kernel is slow for one query of bfloat16. Two products are up to three times as fast, and the first of
-    them must be keys times query: query times keys, the same sum with its sides exchanged, is half as fast again.
+    A CPU's fused kernel is slow for one query of bfloat16. Two products are up to three times as fast. The first must
+    be keys times query: query times keys is the same sum with its sides exchanged, at half the speed.
     """
-    scores = (
-        (keys @ (q * q.shape[-1] ** -0.5).transpose(2, 3)).transpose(2, 3).float()
-    )  # (B, H, S, 1) -> (B, H, 1, S)
+    scores = keys @ (q * q.shape[-1] ** -0.5).transpose(2, 3)  # (B, H, S, 1)
+    scores = scores.transpose(2, 3).float()  # (B, H, S, 1) -> (B, H, 1, S)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1).to(values.dtype) @ values  # (B, H, 1, S) @ (B, H, S, D)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shared.checkpoint import Config
+from shared.config import Config
 
 from .attention import masked_attention
 
@@ -32,7 +32,7 @@ class PaddedCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.columns, self.last_position = columns, config.n_positions - 1
-        shape = (config.n_layer, 2, len(prompt_lengths), config.n_head, columns, config.head_dim)
+        shape = (config.n_layer, 2, len(prompt_lengths), config.n_kv_head, columns, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.padding = torch.tensor(
             [max(prompt_lengths) - length for length in prompt_lengths], device=device
@@ -64,9 +64,7 @@ class PaddedAttention:
         self, kv: Tensor, padding: Tensor, start: int, end: int, last_position: int
     ) -> None:
         self.new = kv[:, :, :, :, start:end]  # (layers, 2, B, H, T, D): where this pass writes
-        self.seen = kv[
-            :, :, :, :, :end
-        ]  # (layers, 2, B, H, end, D): what it reads; views, nothing is copied
+        self.seen = kv[:, :, :, :, :end]  # (layers, 2, B, H_kv, end, D): what it reads, in place
         columns = torch.arange(end, device=kv.device)
         queries = columns[start:, None]  # (T, 1): the columns of this pass
         # Known elsewhere as "cumulative sum of the mask, minus one". A column of padding has no position, and neither has
@@ -74,9 +72,7 @@ class PaddedAttention:
         self.positions = (columns[start:] - padding[:, None]).clamp(0, last_position)  # (B, T)
         real = columns >= padding[:, None, None]  # (B, 1, end): the columns that hold a token
         # A query of padding would see nothing, and a plain softmax of nothing is NaN, which spreads: let it see itself.
-        self.mask = ((columns <= queries) & real | (columns == queries))[
-            :, None
-        ]  # (B, 1, T, end), 1 for all heads
+        self.mask = ((columns <= queries) & real | (columns == queries))[:, None]  # (B, 1, T, end)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v of the new columns (B, T, H, D) -> (B, T, H, D)."""

@@ -99,8 +99,8 @@ EXHIBITS = (
         stage="stage02_kv_cache",
         file="cache.py",
         title="after the prompt, the same few words over and over",
-        old="attn_mask=self.mask, is_causal=self.square",
-        new="attn_mask=self.mask, is_causal=self.mask is None",
+        old="is_causal=self.square,",
+        new="is_causal=self.mask is None,",
         symptom=symptoms.a_story,
         hint="A causal mask is a triangle. Where does its corner lie when there is one query and there are fifty keys?",
         bug="is_causal, which is drawn for as many queries as keys, is used for a single query over many keys",
@@ -159,9 +159,8 @@ EXHIBITS = (
         stage="stage03_batching",
         file="cache.py",
         title="in a batch, shorter prompts begin well and then drift",
-        old="        self.mask = ((columns <= queries) & real | (columns == queries))[:, None]  # (B, 1, T, end), 1 "
-        "for all heads",
-        new="        self.mask = None\n        if end - start > 1:  # (B, 1, T, end), 1 for all heads\n"
+        old="        self.mask = ((columns <= queries) & real | (columns == queries))[:, None]  # (B, 1, T, end)",
+        new="        self.mask = None\n        if end - start > 1:  # (B, 1, T, end)\n"
         "            self.mask = ((columns <= queries) & real | (columns == queries))[:, None]",
         symptom=symptoms.a_batch,
         hint="The first word of every answer is right. What did the pass that made it have, and the later ones not?",

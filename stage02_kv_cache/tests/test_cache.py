@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shared.config import Config
 from shared.errors import UserError
 from stage01_forward.attention import Recompute, explicit_attention
 from stage02_kv_cache.cache import KVCache
@@ -108,6 +109,39 @@ def test_bfloat16_is_explicit_attention_within_its_rounding(count, tiny_model):
     assert torch.allclose(
         last.double(), explicit[-count:], rtol=0, atol=4 * torch.finfo(torch.bfloat16).eps / 2
     )
+
+
+@pytest.mark.parametrize("cuts", [[9], [5, 1, 3]], ids=str)
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "dtype, stored",
+    [
+        (torch.float64, torch.float64),
+        (torch.float64, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_heads_may_share_keys_and_the_cache_may_have_a_dtype_of_its_own(
+    cuts, heads, kv_heads, dtype, stored
+):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(9, heads, 10, generator=generator).to(dtype)  # (T, H, D)
+    k, v = torch.randn(2, 9, kv_heads, 10, generator=generator).to(dtype)  # (T, H_kv, D) each
+    cache = KVCache(Config(5, 9, 8, 1, heads, kv_heads, 10), dtype=stored)
+    assert cache.kv.shape == (1, 2, kv_heads, 9, 10)
+    parts = zip(q.split(cuts), k.split(cuts), v.split(cuts), strict=True)
+    out = torch.cat([cache.extend(len(part[0])).attend(0, *part) for part in parts])
+    shared = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    explicit = explicit_attention(*(x.double().transpose(0, 1) for x in (q, *shared)))
+    assert out.dtype == dtype
+    rounded = (
+        1e-14
+        if dtype == stored == torch.float64
+        else 4 * torch.finfo(min(dtype, stored, key=lambda each: each.itemsize)).eps / 2
+    )
+    assert torch.allclose(out.double(), explicit.transpose(0, 1), rtol=0, atol=rounded)
 
 
 def test_the_cache_refuses_more_than_it_holds(cache):

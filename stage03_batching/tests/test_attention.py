@@ -31,7 +31,7 @@ def by_hand(q, keys, values, sees):
     q, keys, values = q.double(), keys.double(), values.double()
     out = torch.empty(q.shape, dtype=torch.float64)
     for b, h, t in torch.cartesian_prod(
-        torch.arange(B), torch.arange(H), torch.arange(q.shape[2])
+        torch.arange(B), torch.arange(q.shape[1]), torch.arange(q.shape[2])
     ).tolist():
         seen = sees[b, t]
         out[b, h, t] = (keys[b, h, seen] @ q[b, h, t] / D**0.5).softmax(0) @ values[b, h, seen]
@@ -56,6 +56,30 @@ def test_bfloat16_is_explicit_attention_within_its_rounding(queries):
     out = masked_attention(q, keys, values, mask)
     assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
     assert torch.allclose(out.double(), by_hand(q, keys, values, mask[:, 0]), rtol=0, atol=ROUNDED)
+
+
+@pytest.mark.parametrize("group", [2, 3])
+@pytest.mark.parametrize("queries, sees", [(1, "mask"), (1, "all"), (4, "mask"), (S, "causal")])
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_heads_may_share_keys_and_the_cache_may_have_a_dtype_of_its_own(
+    dtype, stored, queries, sees, group
+):
+    q, keys, values, mask = problem(dtype, queries)
+    q = torch.cat([q * (number + 1) for number in range(group)], dim=1)  # (B, group * H, T, D)
+    keys, values = keys.to(stored), values.to(stored)
+    visible = {
+        "mask": mask[:, 0],
+        "all": torch.ones(B, queries, S, dtype=torch.bool),
+        "causal": torch.ones(B, S, S, dtype=torch.bool).tril(),
+    }[sees]
+    repeated = (x.repeat_interleave(group, 1) for x in (keys, values))
+    expected = by_hand(q, *repeated, visible)
+    out = masked_attention(q, keys, values, mask if sees == "mask" else None, sees == "causal")
+    assert (out.shape, out.dtype) == (q.shape, dtype)
+    coarse = torch.bfloat16 in (dtype, stored)
+    exact = EXACT[torch.float64] if stored == torch.float64 else 1e-5
+    assert torch.allclose(out.double(), expected, rtol=0, atol=group * ROUNDED if coarse else exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
