@@ -30,7 +30,7 @@ import torch
 
 from . import linear
 from .errors import UserError
-from .stages import ROOT
+from .paths import ROOT
 
 SCHEMA = 1
 REPORTS = ROOT / "reports"

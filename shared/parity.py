@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from .checkpoint import Config
-from .stages import sampling_params
 
 NEAR_TIE = {torch.float64: 0.0, torch.float32: 1e-3}
 STEPS = 4
@@ -134,13 +133,13 @@ def compare(
         )
 
 
-def prove(engine: Any, oracle: Any, only: list[str] | None = None) -> Parity:
-    """Drive `engine` and `oracle` (see shared.stages) through all scenarios, or those named in `only`.
+def prove(engine: Any, oracle: Any, params_of: Any, only: list[str] | None = None) -> Parity:
+    """Drive `engine` and `oracle` through all scenarios, or those named in `only`; `params_of` is the class SamplingParams.
 
     Below float64, sampled scenarios are left out: one rounding moves a draw, and a draw knows no near tie.
     Raises ParityError.
     """
-    parity, dtype, params_of = Parity(), engine.model.dtype, sampling_params()
+    parity, dtype = Parity(), engine.model.dtype
     for scenario in scenarios(engine.model.config):
         params = [params_of(**{**fields, "logprobs": LIKELIEST}) for fields in scenario.sampling]
         if (

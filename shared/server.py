@@ -15,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from .errors import UserError
-from .stages import ROOT
+from .paths import ROOT
 
 MODULE = "stage06_serving"
 READY = "Staircase serves "

@@ -1,6 +1,6 @@
 """What a forward pass costs, predicted and measured: `python -m stage01_forward.benchmark`.
 
-Writes reports/<machine>/stage01_forward.json; `python -m shared.report` turns it into tables and charts. Every timing
+Writes reports/<machine>/stage01_forward.json; `python -m shared.bench.report` turns it into tables and charts. Every timing
 comes after a proof for the same weights, dtype and linear layers: the packed model against `transformers`' logits, the
 engine against `transformers`' tokens.
 """
@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from shared import benchmarks, checkpoint, cli, linear, measure, profile, roofline
 from shared import charts as draw
+from shared import checkpoint, cli, linear, measure, roofline
+from shared.bench import benchmarks, profile
+from shared.bench.tables import label, limits_of, limits_table, median, milliseconds, profile_table
 from shared.parity import LIKELIEST, Parity, compare, random_prompt
 from shared.peers import transformers_greedy, transformers_model
-from shared.tables import label, limits_of, limits_table, median, milliseconds, profile_table
 
 from .attention import Recompute, explicit_attention, fused_attention
 from .engine import Engine

@@ -1,6 +1,6 @@
 """What the KV cache buys, where it buys nothing, and what it costs: `python -m stage02_kv_cache.benchmark`.
 
-Writes reports/<machine>/stage02_kv_cache.json; `python -m shared.report` turns it into tables and charts. The naive
+Writes reports/<machine>/stage02_kv_cache.json; `python -m shared.bench.report` turns it into tables and charts. The naive
 engine, this one and `transformers` run in turn on the same weights, dtype, threads and prompts, and their tokens are
 compared before anything is written.
 
@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from shared import benchmarks, checkpoint, cli, linear, measure, profile, roofline
 from shared import charts as draw
+from shared import checkpoint, cli, linear, measure, roofline
+from shared.bench import benchmarks, profile
+from shared.bench.tables import label, limits_of, limits_table, median, milliseconds, profile_table
 from shared.parity import near_tie, random_prompt
 from shared.peers import transformers_greedy, transformers_model
-from shared.tables import label, limits_of, limits_table, median, milliseconds, profile_table
 from stage01_forward.attention import Recompute
 from stage01_forward.engine import Engine as NaiveEngine
 from stage01_forward.model import GPT2, load_model

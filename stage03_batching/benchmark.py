@@ -1,6 +1,6 @@
 """What a batch buys, where it buys nothing, and what its padding costs: `python -m stage03_batching.benchmark`.
 
-Writes reports/<machine>/stage03_batching.json; `python -m shared.report` turns it into tables and charts. This engine, that
+Writes reports/<machine>/stage03_batching.json; `python -m shared.bench.report` turns it into tables and charts. This engine, that
 of stage 02 and `transformers` run in turn on the same weights, dtype, threads and prompts.
 
 Every answer of this engine that was timed is proved: one pass over prompt and answer alone, without cache, batch or padding,
@@ -19,11 +19,12 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from shared import benchmarks, checkpoint, cli, measure, profile, roofline
 from shared import charts as draw
+from shared import checkpoint, cli, measure, roofline
+from shared.bench import benchmarks, profile
+from shared.bench.tables import label, limits_of, limits_table, median, milliseconds, profile_table
 from shared.parity import random_prompt
 from shared.peers import transformers_batch, transformers_model
-from shared.tables import label, limits_of, limits_table, median, milliseconds, profile_table
 from stage01_forward.generation import Output, Sampling
 from stage02_kv_cache.benchmark import greedy, packed_model, proof_text, prove, shape_of
 from stage02_kv_cache.engine import Engine as SingleEngine

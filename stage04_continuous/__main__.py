@@ -330,7 +330,7 @@ def write(engine: Engine, outputs: dict[str, Path], slots: int) -> None:
     if not engine.steps:
         print("[no step was made, so no chart and no trace are written]", file=sys.stderr)
         return
-    from shared import charts  # matplotlib takes a second to load, and only these two need it
+    from shared import charts
 
     from .timeline import gantt, perfetto
 

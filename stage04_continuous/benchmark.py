@@ -1,6 +1,6 @@
 """What a decision before every pass buys, where it buys nothing, and what it costs: `python -m stage04_continuous.benchmark`.
 
-Writes reports/<machine>/stage04_continuous.json; `python -m shared.report` turns it into tables and charts. Stage 03, this
+Writes reports/<machine>/stage04_continuous.json; `python -m shared.bench.report` turns it into tables and charts. Stage 03, this
 stage and `transformers`' own continuous batching run in turn on the same weights, dtype, threads and prompts, each answer with
 the same number of tokens. All have room for as many sequences of as many tokens.
 
@@ -28,11 +28,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from shared import benchmarks, checkpoint, cli, measure, roofline
 from shared import charts as draw
+from shared import checkpoint, cli, measure, roofline
+from shared.bench import benchmarks
+from shared.bench.tables import label, limits_of, limits_table, median, milliseconds
 from shared.parity import random_prompt
 from shared.peers import PAGE, TransformersContinuous, transformers_model
-from shared.tables import label, limits_of, limits_table, median, milliseconds
 from stage01_forward.generation import Output
 from stage02_kv_cache.benchmark import greedy, proof_text, shape_of
 from stage02_kv_cache.engine import Engine as SingleEngine

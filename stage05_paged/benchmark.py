@@ -1,6 +1,6 @@
 """What memory in blocks buys, where it buys nothing, and what it costs: `python -m stage05_paged.benchmark`.
 
-Writes reports/<machine>/stage05_paged.json; `python -m shared.report` turns it into tables and charts. Stages 02 to 04 and this
+Writes reports/<machine>/stage05_paged.json; `python -m shared.bench.report` turns it into tables and charts. Stages 02 to 04 and this
 one run in turn on the same weights, dtype, threads and prompts, each answer with the same number of tokens, and where it
 matters in the same memory for keys and values.
 
@@ -24,10 +24,11 @@ import torch
 from torch.nn.functional import pad
 from tqdm import tqdm
 
-from shared import benchmarks, checkpoint, cli, measure, profile
 from shared import charts as draw
+from shared import checkpoint, cli, measure
+from shared.bench import benchmarks, profile
+from shared.bench.tables import label, limits_of, limits_table, median, milliseconds, profile_table
 from shared.parity import near_tie, random_prompt
-from shared.tables import label, limits_of, limits_table, median, milliseconds, profile_table
 from stage01_forward.generation import Output, Sampling, sampling_per_prompt
 from stage01_forward.model import GPT2
 from stage02_kv_cache.benchmark import greedy, proof_text, shape_of

@@ -1,8 +1,8 @@
-"""The tasks of this stage, for `python -m shared.exercise`: what to write, hints, points, and the tests that judge it."""
+"""The tasks of this stage, for `python -m shared.course.exercise`: what to write, hints, points, and the tests that judge it."""
 
 from __future__ import annotations
 
-from shared.mine import Task
+from shared.task import Task
 
 TASKS = (
     Task(

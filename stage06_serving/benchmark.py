@@ -1,6 +1,6 @@
 """What HTTP costs, where it costs nothing, and where it costs most: `python -m stage06_serving.benchmark`.
 
-Writes reports/<machine>/stage06_serving.json; `python -m shared.report` turns it into tables and charts. The engine of stage 05,
+Writes reports/<machine>/stage06_serving.json; `python -m shared.bench.report` turns it into tables and charts. The engine of stage 05,
 in a process of its own with nothing around it, and a server process (`python -m stage06_serving`) with clients in another one,
 run in turn: the same weights, dtype, threads, memory and requests, and the same number of them in hand at a time.
 
@@ -37,12 +37,13 @@ from starlette.requests import Request as HTTPRequest
 from starlette.types import ASGIApp
 from tqdm import tqdm
 
-from shared import benchmarks, checkpoint, cli, measure
 from shared import charts as draw
+from shared import checkpoint, cli, measure
+from shared.bench import benchmarks
+from shared.bench.tables import limits_table, median
 from shared.cli import Loaded
 from shared.parity import random_prompt
 from shared.server import own_server
-from shared.tables import limits_table, median
 from stage01_forward.generation import Output, Token
 from stage01_forward.sampling import SamplingParams
 from stage02_kv_cache.benchmark import greedy, proof_text

@@ -1,7 +1,7 @@
 """Every engine of the staircase behind the same HTTP, under the same load: `python -m stage07_loadtest.benchmark`.
 
 Writes reports/<machine>/stage07_loadtest.json, and every request beside it in stage07_loadtest.requests.jsonl.gz;
-`python -m shared.report` turns the first into tables and charts. The servers are
+`python -m shared.bench.report` turns the first into tables and charts. The servers are
 `python -m stage06_serving --engine ...`, all started at the beginning and loaded in turn, with the same weights, dtype, threads
 and memory for keys and values. Answers have the same number of tokens everywhere.
 
@@ -24,12 +24,14 @@ import aiohttp
 import torch
 from tqdm import tqdm
 
-from shared import benchmarks, checkpoint, cli, measure, parity, roofline, stages
 from shared import charts as draw
+from shared import checkpoint, cli, measure, parity, roofline
+from shared.bench import benchmarks
+from shared.bench.tables import limits_of, limits_table, median
 from shared.checkpoint import PRESETS, Config
+from shared.course import stages
 from shared.errors import UserError
 from shared.server import own_server
-from shared.tables import limits_of, limits_table, median
 
 from . import charts as curves
 from . import metrics, mock, schedule, workload

@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from shared import charts
-from shared.tables import median
 
 from .metrics import (
     CURVE,

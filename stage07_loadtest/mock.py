@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from shared import cli, stages
+from shared import cli, paths
 from shared.errors import UserError
 
 MODEL = "mock"
@@ -431,7 +431,7 @@ def process(*arguments: str) -> Iterator[str]:
     """
     command = [sys.executable, "-m", __spec__.name, "--port", "0", *arguments]
     with subprocess.Popen(
-        command, cwd=stages.ROOT, stderr=subprocess.PIPE, encoding="utf-8"
+        command, cwd=paths.ROOT, stderr=subprocess.PIPE, encoding="utf-8"
     ) as program:
         assert program.stderr is not None
         try:

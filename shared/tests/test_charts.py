@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
 from shared import charts
-from shared.stages import ROOT
+from shared.paths import ROOT
 
 X = [1, 2, 4, 8]
 

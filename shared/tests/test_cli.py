@@ -21,8 +21,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shared import cli, stages
+from shared import cli, paths
 from shared.checkpoint import Config, random_tensors
+from shared.course import stages
 from shared.errors import UserError
 from shared.tokenizer import byte_alphabet
 
@@ -438,7 +439,7 @@ def test_real_processes(folder: Path, interruptible: None) -> None:
             pipe = subprocess.PIPE
             return stack.enter_context(
                 subprocess.Popen(
-                    command, cwd=stages.ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe
+                    command, cwd=paths.ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe
                 )
             )
 

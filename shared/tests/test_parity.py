@@ -9,20 +9,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared import checkpoint, parity, stages
+from shared import checkpoint, parity
+from shared.course import stages
+from shared.course.testing import random_checkpoint
 from shared.peers import transformers_greedy
-from shared.testing import random_checkpoint
 from shared.tokenizer import load_tokenizer
 from stage02_kv_cache.benchmark import prove
 
 ENGINES = stages.engines()
+SAMPLING = stages.sampling_params()
 NAMES = [entry.name for entry in parity.scenarios(parity.Config(101, 64, 24, 3, 2))]
 
 
 @pytest.mark.parametrize("scenario", NAMES)
 @pytest.mark.parametrize("stage", list(ENGINES)[1:])
 def test_every_scenario_in_float64(stage, scenario, tiny_model):
-    found = parity.prove(ENGINES[stage](tiny_model), stages.oracle(tiny_model), only=[scenario])
+    found = parity.prove(ENGINES[stage](tiny_model), stages.oracle(tiny_model), SAMPLING, [scenario])
     assert found.tokens > 0
     assert found.near_ties == []
 
@@ -66,7 +68,7 @@ def test_one_pass_over_an_answer_has_what_the_oracle_says_token_by_token(longer,
 @pytest.mark.parametrize("stage", list(ENGINES)[1:])
 def test_float32_parts_only_at_near_ties(stage, tiny):
     model = stages.load_model(tiny, dtype=torch.float32)
-    found = parity.prove(ENGINES[stage](model), stages.oracle(model))
+    found = parity.prove(ENGINES[stage](model), stages.oracle(model), SAMPLING)
     assert found.tokens > 200
     assert len(found.near_ties) <= found.sequences * 0.05
 
@@ -100,7 +102,7 @@ class Sabotaged:
 def test_one_wrong_token_is_refused(tiny_model):
     oracle = stages.oracle(tiny_model)
     with pytest.raises(parity.ParityError, match="many lengths, sequence 3, token 7"):
-        parity.prove(Sabotaged(oracle, 3, 7), oracle, only=["many lengths"])
+        parity.prove(Sabotaged(oracle, 3, 7), oracle, SAMPLING, ["many lengths"])
 
 
 def test_a_sequence_that_ends_early_is_refused(tiny_model):
@@ -163,7 +165,7 @@ def test_a_near_tie_is_counted_and_a_clear_choice_is_not_excused(
 @pytest.mark.parametrize("stage", list(ENGINES))
 def test_every_stage_on_cuda_gives_the_tokens_of_the_cpu(stage, tiny, tiny_model):
     model = stages.load_model(tiny, device="cuda", dtype=torch.float64)
-    found = parity.prove(ENGINES[stage](model), stages.oracle(tiny_model))
+    found = parity.prove(ENGINES[stage](model), stages.oracle(tiny_model), SAMPLING)
     assert found.near_ties == []
 
 

@@ -11,7 +11,8 @@ import re
 import pytest
 import torch
 
-from shared import checkpoint, stages
+from shared import checkpoint
+from shared.course import stages
 from shared.errors import UserError
 from shared.stories import grammar
 from shared.tokenizer import Tokenizer

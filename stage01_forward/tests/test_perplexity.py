@@ -13,10 +13,10 @@ import torch
 
 from shared import cli
 from shared.checkpoint import Config
+from shared.course.testing import random_checkpoint
 from shared.errors import UserError
 from shared.parity import random_prompt
 from shared.peers import transformers_model
-from shared.testing import random_checkpoint
 from stage01_forward import perplexity as module
 from stage01_forward.model import GPT2, load_model
 from stage01_forward.perplexity import main, perplexity

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from shared import benchmarks, charts, checkpoint, measure, roofline
+from shared import charts, checkpoint, measure, roofline
+from shared.bench import benchmarks
 from shared.checkpoint import PRESETS, Checkpoint
 from stage03_batching import benchmark
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shared import cli, live, stages
+from shared import cli, live
+from shared.course import stages
 from shared.records import StepRecord
 from shared.tests.test_cli import make_folder
 from stage01_forward.engine import Engine as Naive

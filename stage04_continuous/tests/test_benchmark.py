@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared import benchmarks, charts, measure, roofline
+from shared import charts, measure, roofline
+from shared.bench import benchmarks
 from shared.checkpoint import PRESETS, Checkpoint
 from shared.parity import random_prompt
 from shared.peers import TransformersContinuous, transformers_greedy, transformers_model

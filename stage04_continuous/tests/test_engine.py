@@ -7,11 +7,11 @@ from collections import deque
 import pytest
 import torch
 
-from shared import stages
 from shared.checkpoint import Config
+from shared.course import stages
+from shared.course.testing import random_checkpoint
 from shared.errors import UserError
 from shared.parity import random_prompt
-from shared.testing import random_checkpoint
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import Token
 from stage01_forward.sampling import SamplingParams

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared import stages
 from shared.checkpoint import Config
+from shared.course import stages
+from shared.course.testing import random_checkpoint
 from shared.parity import random_prompt
-from shared.testing import random_checkpoint
 from stage01_forward.attention import Recompute
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.sampling import SamplingParams, sample

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared import benchmarks, charts, measure
+from shared import charts, measure
+from shared.bench import benchmarks
 from shared.checkpoint import PRESETS, Checkpoint
 from shared.parity import random_prompt
 from stage02_kv_cache.benchmark import greedy

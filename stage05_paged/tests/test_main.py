@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from shared import cli, stages
+from shared import cli, paths
 from shared.tests.test_cli import make_folder
 from shared.tokenizer import ByteTokenizer
 from stage01_forward.sampling import SamplingParams
@@ -362,7 +362,7 @@ def test_on_a_real_terminal_the_view_goes_and_the_texts_stay(folder, tmp_path):
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "60", "LINES": "12"}
     process = subprocess.Popen(
         [*command, "--sequences", "20", "--pause", "0.002", "--threads", "1", "--max-tokens", "9", "--sanitize"],
-        cwd=stages.ROOT, env=environment, stdin=side, stdout=side, stderr=subprocess.PIPE,
+        cwd=paths.ROOT, env=environment, stdin=side, stdout=side, stderr=subprocess.PIPE,
     )  # fmt: skip
     os.close(side)
     said = b""

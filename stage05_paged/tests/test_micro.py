@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from shared import checkpoint, stages
+from shared import checkpoint
 from shared.checkpoint import PRESETS
+from shared.course import stages
 from shared.linear import optimize
 from shared.parity import random_prompt
 from stage01_forward.generation import Token

@@ -14,10 +14,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared import stages
 from shared.checkpoint import Config
+from shared.course import stages
+from shared.course.testing import random_checkpoint
 from shared.parity import prove, random_prompt, scenarios
-from shared.testing import random_checkpoint
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import sampling_per_prompt
 from stage01_forward.sampling import SamplingParams
@@ -210,7 +210,7 @@ def test_all_scenarios(size, prefix_caching, tiny_model, tiny_oracle):
     engine = engine_of(tiny_model, blocks, size, prefix_caching=prefix_caching, max_sequences=48)
     for scenario in scenarios(tiny_model.config):
         for _ in range(1 + prefix_caching):
-            parity = prove(engine, tiny_oracle, [scenario.name])
+            parity = prove(engine, tiny_oracle, SamplingParams, [scenario.name])
             assert parity.sequences == len(scenario.prompts) and not parity.near_ties
     check(engine)
     assert (engine.scheduler.counts.hit_tokens > 0) == (
@@ -223,7 +223,7 @@ def test_all_scenarios_in_memory_for_one(size, tiny_model, tiny_oracle):
     """The pool holds one context, so that neighbours preempt each other."""
     blocks = blocks_for(tiny_model.config.n_positions, size)
     engine = engine_of(tiny_model, blocks, size, max_sequences=48)
-    assert prove(engine, tiny_oracle).near_ties == []
+    assert prove(engine, tiny_oracle, SamplingParams).near_ties == []
     check(engine)
     assert (engine.scheduler.counts.preemptions > 0) == (size < 128)  # there is one block of 128
 

@@ -23,11 +23,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from shared import stages
 from shared.checkpoint import Config
+from shared.course import stages
+from shared.course.testing import random_checkpoint
 from shared.errors import UserError
 from shared.parity import random_prompt
-from shared.testing import random_checkpoint
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.sampling import SamplingParams
 from stage04_continuous.request import Request, State

@@ -13,8 +13,9 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared import peers, stages
+from shared import peers
 from shared.checkpoint import Checkpoint
+from shared.course import stages
 from shared.errors import UserError
 from shared.parity import random_prompt
 from stage01_forward.engine import Engine as Naive

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from shared.museum.inside import Asking, Inside
+from shared.course.museum.inside import Asking, Inside
 from stage06_serving import sse
 from stage06_serving.live import MOST_WATCHERS
 

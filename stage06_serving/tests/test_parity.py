@@ -12,7 +12,8 @@ import openai
 import pytest
 import torch
 
-from shared import checkpoint, stages
+from shared import checkpoint
+from shared.course import stages
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import Output
 from stage01_forward.sampling import SamplingParams

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared import benchmarks, charts, measure, parity
+from shared import charts, measure, parity
+from shared.bench import benchmarks
 from shared.checkpoint import PRESETS
 from shared.errors import UserError
 from shared.server import OwnServer, own_server

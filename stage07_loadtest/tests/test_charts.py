@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
 from shared.charts import render
-from shared.stages import ROOT
+from shared.paths import ROOT
 from stage07_loadtest import charts, results
 from stage07_loadtest.load import Point
 from stage07_loadtest.metrics import (

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from shared import cli
-from shared.stages import ROOT
+from shared.paths import ROOT
 from stage07_loadtest import __main__ as program
 from stage07_loadtest import charts, mock, results
 from stage07_loadtest.__main__ import Plan, plan_of, server_options

@@ -1,0 +1,65 @@
+"""Measures everything there is on this machine, and redraws the reports: `python -m shared.bench.benchmark_all`.
+
+Every stage's benchmark and the staircase, one after the other in processes of their own: nothing else should run meanwhile. The
+results go to reports/<machine>/, beside those of other machines. With --device cuda or mps only the staircase runs, because the
+benchmarks of the stages measure the processor.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from tqdm import tqdm
+
+from .. import cli, paths
+from . import report
+
+
+def commands(quick: bool, device: str) -> list[list[str]]:
+    """What is run, in order, as words behind `python`."""
+    found = (
+        [["-m", f"{name}.benchmark"] for name in report.benchmarks() if name in paths.discover()]
+        if device == "cpu"
+        else []
+    )
+    found.append(["-m", "shared.bench.staircase", "--device", device])
+    found = [[*each, "--quick"] if quick else each for each in found]
+    return found if quick else [*found, ["-m", "shared.bench.report"]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.Parser(
+        "shared.bench.benchmark_all",
+        "Measures every stage and the staircase on this machine, and draws the reports anew. It takes more than an hour; leave "
+        "the machine alone meanwhile.",
+        "  python -m shared.bench.benchmark_all --quick\n  python -m shared.bench.benchmark_all --device cuda",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small grids, in about a quarter of an hour; nothing is kept",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda", "mps"), default="cpu", help="default cpu"
+    )
+    options = parser.parse_args(argv)
+    cli.choose_device(options.device)
+    failed = []
+    for command in tqdm(commands(options.quick, options.device), unit="benchmark"):
+        words = " ".join(["python", *command])
+        print(f"\n=== {words}", flush=True)
+        started = time.perf_counter()
+        if subprocess.run(
+            [sys.executable, *command], cwd=paths.ROOT, stdin=subprocess.DEVNULL
+        ).returncode:
+            failed.append(words)  # the others are worth having all the same
+        print(f"=== {time.perf_counter() - started:.0f} s", flush=True)
+    for words in failed:
+        print(f"failed: {words}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

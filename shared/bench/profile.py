@@ -1,0 +1,228 @@
+"""Where the time of a stage goes: `python -m shared.bench.profile stage02_kv_cache "Once upon a time"`.
+
+Runs the stage's engine under PyTorch's profiler and prints the dominant operators: their share of the time, how often they
+ran, and for each product with a weight whether a matrix or a single vector is multiplied, the weight's bytes per second and
+the operations per second. `--trace FILE.json` writes every call for https://ui.perfetto.dev.
+
+Watching costs time, most of all around small operators: the shares are good to a few per cent, and for speeds there are the
+benchmarks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault(
+    "KINETO_LOG_LEVEL", "6"
+)  # before torch: its profiler announces itself on standard error
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from .. import cli, linear, measure
+from ..course import stages
+from ..errors import UserError
+
+# Products with a weight: operator -> (place of x, place of the weight, whether the weight is (out, in)).
+# Without those that only call one of these, as aten::linear does, or each product would count twice.
+PRODUCTS = {
+    "aten::addmm": (1, 2, False),
+    "aten::mm": (0, 1, False),
+    "aten::addmv_": (2, 1, True),
+    "mkldnn::_linear_pointwise": (0, 1, True),
+}
+
+# A weight cut into pieces by rows, for a single row of x (linear.one_row): operator -> place of the pieces (P, out / P, in).
+BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}
+
+
+@dataclass
+class Total:
+    """All calls of one operator, or for products all calls with a weight of one shape."""
+
+    operator: str
+    kind: str  # "matrix-matrix", "matrix-vector", "attention" or "other"
+    weight: tuple[int, int] | None = None  # (in, out)
+    rows: tuple[int, int] = (0, 0)  # fewest and most rows of x
+    calls: int = 0
+    seconds: float = 0.0
+    flops: int = 0
+
+    def describe(self, total_seconds: float, dtype: torch.dtype) -> dict[str, Any]:
+        """As plain data, for a table or JSON."""
+        fewest, most = self.rows
+        product = None
+        read = 0
+        if self.weight:
+            product = f"{fewest if fewest == most else f'{fewest}..{most}'} x {self.weight[0]} -> {self.weight[1]}"
+            read = self.calls * math.prod(self.weight) * dtype.itemsize
+        timed = self.seconds > 0
+        return {
+            "operator": self.operator.split("::")[-1],
+            "product": product,
+            "kind": self.kind,
+            "calls": self.calls,
+            "seconds": self.seconds,
+            "share": self.seconds / total_seconds if total_seconds else 0.0,
+            "gb_s": read / self.seconds / 1e9 if self.weight and timed else None,
+            "gflops": self.flops / self.seconds / 1e9 if self.weight and timed else None,
+        }
+
+
+def record(run: Callable[[], object], warmup: int = 1) -> Any:
+    """Run `run` once under the profiler, after `warmup` times without; returns the finished torch.profiler.profile."""
+    for _ in range(warmup):
+        run()
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+    ]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as recorded:
+        run()
+        measure.synchronize()
+    return recorded
+
+
+def dominant(
+    recorded: Any, dtype: torch.dtype = torch.float32, rows: int = 10
+) -> list[dict[str, Any]]:
+    """The `rows` operators that took most time, the first most; `dtype` is that of the weights.
+
+    Each is {"operator", "product" ("1 x 768 -> 2304" or None), "kind", "calls", "seconds", "share" (0 to 1, of the time of all
+    operators), "gb_s" (of weights read), "gflops"}; the last two are None where no weight is multiplied. Time is an operator's
+    own, without that of others it calls; on CUDA the time of its kernels.
+    """
+    entries = [
+        each
+        for each in recorded.key_averages(group_by_input_shape=True)
+        if each.device_type.name == "CPU"
+    ]
+    on_gpu = any(each.self_device_time_total > 0 for each in entries)
+    totals: dict[tuple[str, str, tuple[int, int] | None], Total] = {}
+    for each in entries:
+        kind, weight, count = _classify(each.key, each.input_shapes)
+        total = totals.setdefault(
+            (each.key, kind, weight), Total(each.key, kind, weight, (count, count))
+        )
+        total.rows = min(total.rows[0], count), max(total.rows[1], count)
+        total.calls += each.count
+        total.seconds += (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e6
+        total.flops += 2 * each.count * count * math.prod(weight or (0,))
+    everything = sum(total.seconds for total in totals.values())
+    ranked = sorted(totals.values(), key=lambda total: -total.seconds)[:rows]
+    return [total.describe(everything, dtype) for total in ranked]
+
+
+def profile(
+    run: Callable[[], object], rows: int = 10, dtype: torch.dtype = torch.float32, warmup: int = 1
+) -> list[dict[str, Any]]:
+    """Run `run` under the profiler, after `warmup` times without: its dominant operators, as `dominant` gives them."""
+    return dominant(record(run, warmup), dtype, rows)
+
+
+def _classify(operator: str, shapes: list[list[int]]) -> tuple[str, tuple[int, int] | None, int]:
+    """The kind of an operator; for a product with a weight also its (in, out) and the rows that are multiplied."""
+    if "attention" in operator:
+        return "attention", None, 0
+    if (
+        operator in BATCHED
+        and len(pieces := shapes[BATCHED[operator]]) == 3
+        and shapes[BATCHED[operator] + 1][-1] == 1
+    ):
+        return "matrix-vector", (pieces[2], pieces[0] * pieces[1]), 1
+    if operator not in PRODUCTS:
+        return "other", None, 0
+    x_at, weight_at, out_first = PRODUCTS[operator]
+    x, weight = shapes[x_at], shapes[weight_at]
+    if len(weight) != 2 or not x:
+        return "other", None, 0
+    count = math.prod(x[:-1])
+    size = (weight[1], weight[0]) if out_first else (weight[0], weight[1])
+    # The packed layer runs a single row with three rows of zeros below it (linear.FEWEST_ROWS).
+    few = linear.FEWEST_ROWS if operator.startswith("mkldnn") else 1
+    return "matrix-vector" if count <= few else "matrix-matrix", size, count
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """`found` as text, a line an operator."""
+    lines = [
+        f"{'share':>6} {'calls':>7}  {'operator':<42} {'rows x in -> out':<24} {'kind':<14} {'GB/s':>7} {'GFLOP/s':>8}"
+    ]
+    for each in found:
+        line = f"{each['share']:>6.1%} {each['calls']:>7}  {each['operator']:<42} {each['product'] or '':<24} {each['kind']:<14}"
+        if each["product"] and each["gb_s"]:
+            line += f" {each['gb_s']:>7.1f} {each['gflops']:>8.1f}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    engines = stages.engines()
+    parser = cli.Parser(
+        "shared.bench.profile",
+        "Shows which operators a stage spends its time in, and whether they multiply matrices or vectors.",
+        '  python -m shared.bench.profile stage01_forward "Once upon a time"\n'
+        '  python -m shared.bench.profile stage02_kv_cache "Once upon a time" --max-tokens 64 --trace decode.trace.json\n'
+        '  python -m shared.bench.profile stage02_kv_cache "Hello" --model gpt2 --random-weights --dtype bfloat16',
+    )
+    parser.add_argument(
+        "stage",
+        choices=list(engines),
+        help="the stage whose engine runs: %(choices)s",
+        metavar="STAGE",
+    )
+    cli.add_prompt(parser)
+    parser.add_argument(
+        "--rows",
+        type=cli.whole_number(1, 1000),
+        default=12,
+        metavar="N",
+        help="how many to show; default 12",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE.json",
+        help="write every call, to be opened at ui.perfetto.dev",
+    )
+    cli.add_sampling_options(parser, max_tokens=32)
+    cli.add_model_options(parser)
+    options = parser.parse_args(argv)
+    check_trace(options.trace)
+    prompt = cli.read_prompt(options)
+    loaded = cli.load_model_from(options, stages.load_model)
+    engine = engines[options.stage](loaded.model)
+    ids = loaded.tokenizer.encode(prompt)
+    sampling = stages.sampling_params()(**cli.sampling_fields(options))
+    recorded = record(lambda: engine.generate([ids], sampling))
+    print(
+        f"{options.stage}: {len(engine.steps)} forward passes after a prompt of {len(ids)} tokens; {loaded}\n"
+    )
+    print(table(dominant(recorded, loaded.dtype, options.rows)))
+    if options.trace:
+        recorded.export_chrome_trace(str(options.trace))
+        print(
+            f"\n{options.trace} holds every call: open it at https://ui.perfetto.dev",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def check_trace(path: Path | None) -> None:
+    """Raises UserError, before any work, if a trace cannot be written to `path`."""
+    if path is None:
+        return
+    if not path.name.endswith((".json", ".json.gz")):
+        raise UserError(f"--trace {path} must end in .json or .json.gz.")
+    if not path.parent.is_dir() or path.is_dir():
+        raise UserError(f"--trace {path} cannot be written: name a file in a folder that exists.")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,122 @@
+"""The profile counts what really ran: every product of every layer and step, and tells matrices from vectors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared import linear
+from shared.bench import profile
+from shared.checkpoint import PRESETS, Checkpoint
+from shared.course import stages
+from shared.errors import UserError
+
+PROMPT, NEW = [1, 2, 3, 4, 5], 6
+LAYERS, WIDTH, WORDS = PRESETS["tiny"].n_layer, PRESETS["tiny"].n_embd, PRESETS["tiny"].vocab_size
+
+
+def products(tiny: Checkpoint, stage: str, packed: bool) -> dict[str, dict[str, Any]]:
+    """What a profile of `stage` says of the products, by their shape: a prompt of 5 tokens, 6 new ones."""
+    model = stages.load_model(tiny, dtype=torch.float32)
+    if packed:
+        linear.optimize(model, "packed")
+    engine = stages.engines()[stage](model)
+    sampling = stages.sampling_params()(max_tokens=NEW, ignore_eos=True)
+    found = profile.profile(lambda: engine.generate([PROMPT], sampling), rows=1000)
+    assert sum(each["share"] for each in found) == pytest.approx(1)
+    assert [each["seconds"] for each in found] == sorted(
+        (each["seconds"] for each in found), reverse=True
+    )
+    return {each["product"]: each for each in found if each["product"]}
+
+
+PACKED = [False, *([True] if linear.can_pack(torch.device("cpu"), torch.float32) else [])]
+
+
+@pytest.mark.parametrize("packed", PACKED)
+def test_the_naive_engine_multiplies_matrices_and_the_cached_one_vectors(
+    tiny: Checkpoint, packed: bool
+) -> None:
+    naive = products(tiny, "stage01_forward", packed)
+    every_step = naive[f"{len(PROMPT)}..{len(PROMPT) + NEW - 1} x {WIDTH} -> {4 * WIDTH}"]
+    assert (every_step["kind"], every_step["calls"]) == ("matrix-matrix", LAYERS * NEW)
+    cached = products(tiny, "stage02_kv_cache", packed)
+    prefill = cached[f"{len(PROMPT)} x {WIDTH} -> {4 * WIDTH}"]
+    assert (prefill["kind"], prefill["calls"]) == ("matrix-matrix", LAYERS)
+    decode = single_row(cached, f"{WIDTH} -> {4 * WIDTH}")
+    assert (decode["kind"], decode["calls"]) == ("matrix-vector", LAYERS * (NEW - 1))
+    for found in (naive, cached):  # logits for one row a step, in both
+        logits = single_row(found, f"{WIDTH} -> {WORDS}")
+        assert (logits["kind"], logits["calls"]) == ("matrix-vector", NEW)
+
+
+def single_row(found: dict[str, dict[str, Any]], shape: str) -> dict[str, Any]:
+    """The product of one row, which the packed layer may run as the fewest rows that it is quick with."""
+    return next(
+        found[f"{rows} x {shape}"]
+        for rows in (1, linear.FEWEST_ROWS)
+        if f"{rows} x {shape}" in found
+    )
+
+
+def test_rates_are_bytes_and_operations_over_time() -> None:
+    layer = torch.nn.Linear(64, 96)
+    x = torch.randn(8, 64)
+    found = [
+        each
+        for each in profile.profile(lambda: [layer(x) for _ in range(3)], dtype=torch.bfloat16)
+        if each["product"]
+    ]
+    assert [(each["product"], each["calls"]) for each in found] == [("8 x 64 -> 96", 3)]
+    each = found[0]
+    assert each["gb_s"] * each["seconds"] * 1e9 == pytest.approx(3 * 64 * 96 * 2)
+    assert each["gflops"] * each["seconds"] * 1e9 == pytest.approx(3 * 2 * 8 * 64 * 96)
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_table_has_a_line_an_operator() -> None:
+    found = profile.profile(lambda: torch.nn.Linear(64, 96)(torch.randn(8, 64)).softmax(-1), rows=5)
+    lines = profile.table(found).splitlines()
+    assert len(lines) == 1 + len(found) == 6
+    assert any("8 x 64 -> 96" in line and "matrix-matrix" in line for line in lines)
+
+
+def test_command_prints_the_operators_and_writes_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "decode.trace.json"
+    sizes = {"vocab_size": 300, "n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 2}
+    config = {"model_type": "gpt2", "activation_function": "gelu_new", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = [
+        "stage02_kv_cache",
+        "Once",
+        "--model",
+        str(tmp_path),
+        "--random-weights",
+        "--max-tokens",
+        "4",
+        "--rows",
+        "500",
+    ]
+    assert profile.main([*arguments, "--linear", "plain", "--trace", str(trace)]) == 0
+    output = capsys.readouterr().out
+    assert "stage02_kv_cache: 4 forward passes after a prompt of 4 tokens" in output
+    assert "1 x 24 -> 96" in output and "matrix-vector" in output and "attention" in output
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert sum(event.get("name") == "aten::addmm" for event in events) > 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("trace.txt", "must end in .json"), ("nowhere/trace.json", "cannot be written")],
+)
+def test_a_trace_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        profile.check_trace(tmp_path / name)

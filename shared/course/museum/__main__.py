@@ -1,0 +1,222 @@
+"""The museum of bugs: `python -m shared.course.museum list`, and then `plant 07`, `check 07`, `reveal 07`.
+
+Bugs that real projects shipped. `plant` writes one into your copy of a stage, in mine/, and shows how it shows. To find it and to
+mend it is yours; `check` says whether it is gone, and `reveal` tells what it was and where it happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+from shared import cli, paths
+from shared.course import mine
+from shared.errors import UserError
+
+from . import planting, trials
+from .exhibits import EXHIBITS, find
+from .show import show
+
+WIDTH = 100
+SECONDS = 120.0  # for the tests of one exhibit
+EXAMPLES = """  python -m shared.course.museum list
+  python -m shared.course.museum plant 07
+  python -m shared.course.museum hint 07
+  python -m shared.course.museum check 07
+  python -m shared.course.museum reveal 07
+  python -m shared.course.museum clear"""
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+def shown(path: Path) -> str:
+    """A path as it is typed in the project's folder."""
+    return (
+        path.relative_to(paths.ROOT).as_posix() if path.is_relative_to(paths.ROOT) else str(path)
+    )
+
+
+def list_all(_: argparse.Namespace) -> None:
+    now = planting.planted()
+    stage = ""
+    for exhibit in sorted(EXHIBITS, key=lambda each: (each.stage, each.number)):
+        if exhibit.stage != stage:
+            stage = exhibit.stage
+            print(stage)
+        mark = " (planted)" if now is not None and now.number == exhibit.number else ""
+        print(
+            textwrap.fill(
+                f"{exhibit.title}{mark}",
+                WIDTH,
+                initial_indent=f"  {exhibit.name}  ",
+                subsequent_indent=" " * 6,
+            )
+        )
+    print("\nPlant one with `python -m shared.course.museum plant 01`.")
+
+
+def plant(options: argparse.Namespace) -> None:
+    exhibit = find(options.number)
+    clear_away()
+    for line in planting.plant(exhibit, options.reference):
+        print(wrapped(line))
+    path, state = planting.place(exhibit), planting.planted()
+    print(wrapped(f"Exhibit {exhibit.name}: {exhibit.title}.") + "\n")
+    print(wrapped(" ".join((exhibit.symptom.__doc__ or "").split())) + "\n", flush=True)
+    right, wrong = show(exhibit, [None, path.parent])
+    print(f"With the reference:\n\n{textwrap.indent(right.rstrip(), '  ')}\n")
+    print(f"With your copy:\n\n{textwrap.indent(wrong.rstrip(), '  ')}\n")
+    whose = (
+        "in your own work"
+        if state is not None and state.own
+        else "which is the reference's but for one place"
+    )
+    print(
+        wrapped(
+            f"The bug is somewhere in {shown(path)}, {whose}. Read, print, test, and mend it there."
+        )
+        + "\n"
+    )
+    print(
+        f"  Is it gone?     python -m shared.course.museum check {exhibit.name}\n"
+        f"  A nudge         python -m shared.course.museum hint {exhibit.name}\n"
+        f"  The answer      python -m shared.course.museum reveal {exhibit.name}\n"
+        "  All as before   python -m shared.course.museum clear"
+    )
+
+
+def hint(options: argparse.Namespace) -> None:
+    print(wrapped(find(options.number).hint))
+
+
+def check(options: argparse.Namespace) -> int:
+    exhibit = find(options.number)
+    state, path = planting.planted(), planting.place(exhibit)
+    if state is None or state.number != exhibit.number or not path.is_file():
+        raise UserError(
+            f"Exhibit {exhibit.name} is not planted: `python -m shared.course.museum plant {exhibit.name}` does it."
+        )
+    source = planting.read(path)
+    try:
+        mine.parse(source)
+    except SyntaxError as error:
+        raise UserError(
+            f"{shown(path)} is no Python in line {error.lineno or 1} ({error.msg}): mend that first."
+        ) from None
+    job = {"stage": exhibit.stage, "files": {exhibit.file: source}, "tests": exhibit.tests}
+    same = planting.edit(source, exhibit.new, exhibit.old) is not None
+    verdict = (
+        "The bug is still there"
+        if same
+        else "What was planted has been changed, and it is not right yet"
+    )
+    try:
+        found = trials.outcomes([job], SECONDS)[0]
+    except (TimeoutError, RuntimeError) as error:
+        print(f"{verdict}: {error}")
+        return 1
+    failed = {name: said for name, said in found.items() if said}
+    if found and not failed:
+        print(
+            f"It is gone: {len(found)} tests that catch it pass. The story: python -m shared.course.museum reveal {exhibit.name}"
+        )
+        return 0
+    print(f"{verdict}: {len(failed)} of {len(found)} tests fail.\n")
+    for name, said in failed.items():
+        print(f"  {name}")
+        if (
+            "::" not in name
+        ):  # the file cannot be loaded; what a test says is for those who ask, as it tells much
+            print(textwrap.indent(said, "    "))
+    first = next(iter(failed), exhibit.stage)
+    print(f"\nWhy they do: python -m pytest {first.partition('::')[0]} --mine")
+    return 1
+
+
+def reveal(options: argparse.Namespace) -> None:
+    exhibit = find(options.number)
+    print(wrapped(f"Exhibit {exhibit.name}: {exhibit.bug}.") + "\n")
+    before = mine.read(paths.ROOT / exhibit.stage / exhibit.file).replace("\r\n", "\n")
+    after = planting.with_bug(exhibit).replace("\r\n", "\n")
+    names = f"{exhibit.stage}/{exhibit.file}", f"the same with exhibit {exhibit.name}"
+    print(
+        "".join(
+            difflib.unified_diff(
+                before.splitlines(keepends=True), after.splitlines(keepends=True), *names
+            )
+        )
+    )
+    print(wrapped(exhibit.story) + "\n")
+    print(wrapped(f"Seen in: {exhibit.seen}.") + "\n")
+    print("Caught by\n" + "\n".join(f"  {exhibit.stage}/{test}" for test in exhibit.tests))
+
+
+def clear(_: argparse.Namespace) -> None:
+    if not clear_away():
+        print("Nothing is planted.")
+
+
+def clear_away() -> bool:
+    """Clear, and tell; whether there was anything."""
+    done = planting.clear()
+    for line in done:
+        print(wrapped(line))
+    return bool(done)
+
+
+def main(argv: list[str] | None = None) -> int | None:
+    parser = cli.Parser(
+        "shared.course.museum",
+        "A museum of bugs: plant one, find it, and read where it happened.",
+        EXAMPLES,
+    )
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=_command
+    )
+
+    def command(
+        name: str, do: Callable[[argparse.Namespace], int | None], about: str
+    ) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=about)
+        made.set_defaults(do=do)
+        return made
+
+    def of_one(
+        name: str, do: Callable[[argparse.Namespace], int | None], about: str
+    ) -> argparse.ArgumentParser:
+        made = command(name, do, about)
+        made.add_argument(
+            "number", type=cli.whole_number(1, 99), help="the exhibit's number, such as 07"
+        )
+        return made
+
+    command("list", list_all, "all exhibits, by what users complain of")
+    made = of_one("plant", plant, "write the bug into your copy, and see what it does")
+    made.add_argument(
+        "--reference",
+        action="store_true",
+        help="put your own file away, and plant in the reference's",
+    )
+    of_one("hint", hint, "a nudge")
+    of_one("check", check, "run the tests that catch it against your copy")
+    of_one("reveal", reveal, "what it is, where it happened, and what catches it")
+    command("clear", clear, "take the bug out, and put everything back as it was")
+    options = parser.parse_args(argv)
+    done: int | None = options.do(options)
+    return done
+
+
+class _command(cli.Parser):
+    """A command's own parser; argparse makes them with other arguments than ours takes."""
+
+    def __init__(self, prog: str, **options: str) -> None:
+        argparse.ArgumentParser.__init__(self, prog=prog, allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    cli.run(main)

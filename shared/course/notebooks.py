@@ -1,0 +1,158 @@
+"""Runs the stages' labs as a reader would, top to bottom: `python -m shared.course.notebooks`.
+
+Each notebook runs in a fresh kernel of this Python, in the folder where it lies. The first error, or a lab that takes longer
+than a reader waits, is a failure. `--write` keeps the outputs in the file, so that a code host shows them, without what would
+change from run to run for no reason (times of execution, versions, the pieces in which a stream arrived).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from tqdm import tqdm
+
+from .. import cli, paths
+from ..errors import UserError
+
+LAB = "lab.ipynb"
+LIMIT = 180  # seconds; the labs are made for a minute, and CI machines are slow
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class LabError(Exception):
+    """A cell failed or took too long: which one, and why."""
+
+
+def labs() -> list[Path]:
+    """The lab of every stage, in reading order. UserError if a stage has none."""
+    found = [paths.ROOT / name / LAB for name in paths.discover()]
+    for path in found:
+        if not path.exists():
+            raise UserError(f"{path.parent.name} has no {LAB}: write one, every stage has a lab.")
+    return found
+
+
+def read(path: Path) -> Any:
+    """The notebook at `path`. UserError if it is absent or none."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except Exception as error:  # nbformat raises many kinds for a damaged file
+        raise UserError(
+            f"{path} is no notebook that can be read ({type(error).__name__}): mend the path or the file."
+        ) from None
+
+
+def execute(notebook: Any, folder: Path, limit: float, label: str) -> float:
+    """Run all cells of `notebook` in `folder` and put their outputs in it; returns the seconds, the kernel's start among them.
+
+    Raises LabError at the first cell that fails, or when all cells together take longer than `limit` seconds.
+    """
+    # Only the kernel of this very Python: a machine may have others installed under the same name.
+    manager = AsyncKernelManager(
+        kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), transport_encryption="auto"
+    )
+    client = NotebookClient(
+        notebook,
+        km=manager,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    started = time.perf_counter()
+    with (
+        client.setup_kernel(cleanup_kc=True),
+        tqdm(notebook.cells, desc=label, unit="cell", leave=False) as bar,
+    ):
+        for index, cell in enumerate(bar):
+            client.timeout = max(1, round(limit - (time.perf_counter() - started)))
+            try:
+                client.execute_cell(cell, index)
+            except CellExecutionError as error:
+                raise LabError(
+                    f"cell {index} failed:\n{COLOURS.sub('', str(error)).strip()}"
+                ) from None
+            except CellTimeoutError:
+                raise LabError(
+                    f"cell {index} was still running after the limit of {limit:g} s:\n{cell.source}"
+                ) from None
+            except DeadKernelError:
+                raise LabError(
+                    f"cell {index} ended the whole process, perhaps for want of memory:\n{cell.source}"
+                ) from None
+    seconds = time.perf_counter() - started
+    if seconds > limit:
+        raise LabError(f"it took {seconds:.1f} s, and the limit is {limit:g} s")
+    return seconds
+
+
+def tidy(notebook: Any) -> None:
+    """Take out of `notebook` what changes from run to run or says nothing to a reader."""
+    notebook.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    for cell in notebook.cells:
+        cell.metadata.clear()
+        for output in cell.get("outputs", []):
+            if "metadata" in output:
+                output.metadata.clear()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.Parser(
+        "shared.course.notebooks",
+        "Runs the labs of all stages, or the notebooks named, top to bottom.",
+        "  python -m shared.course.notebooks\n"
+        "  python -m shared.course.notebooks --write              and keep the outputs in the files\n"
+        "  python -m shared.course.notebooks stage02_kv_cache/lab.ipynb",
+    )
+    parser.add_argument(
+        "notebooks",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="which ones; default is every stage's lab",
+    )
+    parser.add_argument("--write", action="store_true", help="keep the outputs in the files")
+    parser.add_argument(
+        "--limit", type=cli.number(0, 86_400, above=True), default=LIMIT, metavar="SECONDS",
+        help="the longest that one notebook may take; default %(default)s",
+    )  # fmt: skip
+    options = parser.parse_args(argv)
+    failed = 0
+    for path in options.notebooks or labs():
+        path = path.resolve()
+        name = (
+            path.relative_to(paths.ROOT).as_posix()
+            if path.is_relative_to(paths.ROOT)
+            else str(path)
+        )
+        notebook = read(path)
+        try:
+            seconds = execute(notebook, path.parent, options.limit, name)
+        except LabError as error:
+            print(f"{name}: {error}", flush=True)
+            failed += 1
+            continue
+        print(f"{name}: {len(notebook.cells)} cells in {seconds:.1f} s", flush=True)
+        if options.write:
+            tidy(notebook)
+            nbformat.write(notebook, path)
+    if failed:
+        print(f"{failed} failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,497 @@
+"""Judging a submission: what is right passes, what is wrong does not, and what is hostile gets nowhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shared import paths
+from shared.course import grading, mine
+from shared.course.grading import CANARY, Limits, Verdict
+from shared.errors import UserError
+
+STAGE, FILE = "stage04_continuous", "request.py"
+TASK = mine.find_task(STAGE, 1)  # Request.tokens
+TEST = f"{STAGE}/{TASK.tests[0]}"
+REFERENCE = mine.read(paths.ROOT / STAGE / FILE)
+SHORT = Limits(seconds=300, memory=2048, disk=32)  # but for time, which a busy machine needs
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.fixture(scope="module")
+def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grading") / "trusted"
+    grading._copy_project(folder)
+    return folder
+
+
+@pytest.fixture
+def judge(trusted: Path, tmp_path: Path) -> Iterator[Any]:
+    """judge(source, limits=SHORT): why the task is not solved by a file with this source. Nobody may touch the trusted copy."""
+    before = grading._fingerprint(trusted)
+
+    def run(source: str, limits: Limits = SHORT) -> str:
+        (tmp_path / FILE).write_bytes(source.encode("utf-8", "surrogateescape"))
+        return grading._judge(STAGE, TASK, tmp_path, trusted, limits)
+
+    yield run
+    assert grading._fingerprint(trusted) == before
+
+
+def inside(code: str) -> str:
+    """The reference with some code at the beginning of the task's function."""
+    line = "        prompt, answer = self.output.prompt_ids, self.output.token_ids\n"
+    assert REFERENCE.count(line) == 1
+    return REFERENCE.replace(line, textwrap.indent(code, " " * 8) + "\n" + line)
+
+
+def above(code: str) -> str:
+    """The reference with some code that runs when it is imported."""
+    return REFERENCE.replace("class State(Enum):", f"{code}\n\n\nclass State(Enum):", 1)
+
+
+WRONG = REFERENCE + "\n\nRequest.tokens = lambda self, start, count: None\n"
+
+# ---- whole judgements ----
+
+
+def test_what_is_right_passes(judge: Any) -> None:
+    assert judge(REFERENCE) == ""
+
+
+def test_what_is_wrong_fails_and_prints_no_passing_report(judge: Any) -> None:
+    """It tells pytest that everything passes: a test that cannot pass gives it away."""
+    why = judge(
+        WRONG
+        + "import _pytest.reports\n_pytest.reports.TestReport.failed = property(lambda self: False)\n"
+    )
+    assert why.startswith("A test that cannot pass was reported as passed")
+
+
+HOSTILE: dict[str, tuple[str, str]] = {
+    "empty": (mine.emptied(REFERENCE, STAGE, TASK), "stage04 task 1: "),
+    "wrong": (WRONG, "1 of 1 tests failed"),
+    "skips": (inside("import pytest\npytest.skip('no')"), "skipped"),
+    "prints": (inside("while True:\n    print('x' * 1000)"), "It took longer than 20 s"),
+    "loops": (inside("while True:\n    pass"), "It took longer than 20 s"),
+    "sys.exit": (inside("import sys\nsys.exit(0)"), "SystemExit"),
+    "sys.exit at import": (above("import sys\nsys.exit(0)"), "cannot be imported: SystemExit"),
+    "os._exit": (inside("import os\nos._exit(0)"), "Its process ended before the tests did"),
+    "os._exit at import": (above("import os\nos._exit(0)"), "Its process ended before the tests did"),
+    "interrupts": (inside("raise KeyboardInterrupt"), "not run to their end"),
+    "pytest.exit": (inside("import pytest\npytest.exit('bye', 0)"), "not run to their end"),
+    "memory": (inside("self.kept = [bytearray(2**26) for _ in range(400)]"), "MiB of memory"),
+    "disk": (inside("import tempfile\nfile = tempfile.TemporaryFile()\nwhile True:\n    file.write(bytes(9**6))"), "MiB to disk"),
+    "forks": (inside("import os\nwhile True:\n    os.fork()"), "may not do this: os.fork"),
+    "network": (inside("import socket\nsocket.create_connection(('192.0.2.1', 80), 2)"), "may not use the network"),
+    "edits tests": (above("open('stage04_continuous/tests/test_request.py', 'w')"), "may not write to"),
+    "deletes tests": (above("import shutil\nshutil.rmtree('stage04_continuous/tests')"), "may not change"),
+    "kills": (above("import os\nos.kill(os.getppid(), 9)"), "may not do this: os.kill"),
+    "writes a report": (
+        inside("import os\nfor fd in range(3, 30):\n    try:\n        os.write(fd, b'{\"tests\": {}}\\n')\n"
+               "    except OSError:\n        pass\nos._exit(0)"),
+        "Its process ended before the tests did",
+    ),
+    "takes over the recorder": (
+        WRONG + "import __main__\n__main__._Recorder.pytest_runtest_logreport = (\n"
+        "    lambda self, report: self.outcomes.__setitem__(report.nodeid, '')\n)\n",
+        "A test that cannot pass was reported as passed",
+    ),
+    "no Python": ("def (:", "cannot be imported: SyntaxError"),
+    "nested": ("x = " + "(" * 5000, "cannot be imported: SyntaxError"),
+    "null": ("x = 1\0", "cannot be imported: SyntaxError"),
+    "no UTF-8": ("x = '\udcff'", "cannot be imported: SyntaxError"),
+    "threads that stay": (above("import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()"), ""),
+    "exit handlers": (above("import atexit, time\natexit.register(time.sleep, 1000)"), ""),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_whoever_is_hostile_gets_nowhere(kind: str, judge: Any) -> None:
+    source, says = HOSTILE[kind]
+    why = judge(source, Limits(seconds=20 if "20 s" in says else 120, memory=2048, disk=32))
+    assert says in why and bool(why) == bool(says)
+
+
+# ---- the process and its limits: another child in place of ours ----
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Any:
+    """child(code, limits): how a process that runs `code` as if it were the judge ended, its report, and what it printed."""
+
+    def run(code: str, limits: Limits = SHORT) -> tuple[str, bytes, str]:
+        project, scratch = tmp_path / "project", tmp_path / "scratch"
+        (project / "shared" / "course").mkdir(parents=True)
+        scratch.mkdir()
+        (project / "shared" / "__init__.py").touch()
+        (project / "shared" / "course" / "__init__.py").touch()
+        (project / "shared" / "course" / "grading.py").write_text(code, encoding="utf-8")
+        return grading._run({"scratch": str(scratch), "word": "secret"}, project, scratch, limits)
+
+    return run
+
+
+def test_a_process_gets_its_job_and_reports(child: Any) -> None:
+    ended, report, output = child(
+        "import sys; print('report', sys.stdin.read()); print('said', file=sys.stderr); sys.exit(3)"
+    )
+    assert (
+        "exit status 3" in ended
+        and report.startswith(b"report {")
+        and b"secret" in report
+        and output.strip() == "said"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "limits", "says"),
+    [
+        ("while True: pass", Limits(seconds=1), "longer than 1 s"),
+        ("while True: print('x' * 10000)", Limits(seconds=1), "longer than 1 s"),
+        (
+            "import sys\nwhile True: sys.stderr.write('x' * 10000)",
+            Limits(seconds=1),
+            "longer than 1 s",
+        ),
+        (
+            "import time\nx = [b'1' * 2**20 for _ in range(300)]\ntime.sleep(60)",
+            Limits(memory=200),
+            "200 MiB of memory",
+        ),
+        (
+            "import time\nopen('../scratch/x', 'wb').write(b'1' * 2**24)\ntime.sleep(60)",
+            Limits(disk=8),
+            "8 MiB to disk",
+        ),
+    ],
+    ids=["loops", "prints", "prints errors", "memory", "disk"],
+)
+def test_a_process_ends_at_its_limits(code: str, limits: Limits, says: str, child: Any) -> None:
+    ended, report, output = child(code, limits)
+    assert says in ended
+    assert len(report) <= grading.MOST_REPORT and len(output) <= 4 * grading.MOST_OUTPUT
+
+
+def test_what_a_process_has_started_goes_with_it(child: Any) -> None:
+    """A child, which holds its pipes open, and an orphan whose parent has gone before anybody looked."""
+    sleep = "[sys.executable, '-c', 'import time; time.sleep(100)']"
+    orphan = f"import subprocess, sys; print(subprocess.Popen({sleep}, stdout=-3, stderr=-3).pid)"
+    code = f"""
+import subprocess, sys
+print(subprocess.Popen({sleep}).pid)
+print(subprocess.check_output([sys.executable, "-c", {orphan!r}], text=True))
+"""
+    started = time.monotonic()
+    _, report, _ = child(code)
+    pids = [int(word) for word in report.split()]
+    assert len(pids) == 2 and time.monotonic() - started < 90
+    assert not any(
+        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        for pid in pids
+    )
+
+
+def test_a_folder_is_measured_while_it_changes(tmp_path: Path) -> None:
+    """Whoever makes and removes folders without end must not bring the judge down."""
+    (tmp_path / "kept").write_bytes(bytes(1000))
+    done = threading.Event()
+
+    def change() -> None:
+        while not done.is_set():
+            (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+            shutil.rmtree(tmp_path / "a")
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        assert {grading._size(tmp_path) for _ in range(300)} == {1000}
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_process_gets_no_secrets(child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_TOKEN", "a secret token")
+    _, report, _ = child("import json, os; print(json.dumps(dict(os.environ)))")
+    environment = json.loads(report)
+    assert "a secret token" not in environment.values()
+    assert Path(environment["HOME"]).name == "scratch"
+
+
+# ---- what a submission may do ----
+
+GUARDED = """
+import importlib, json, os, pathlib, shutil, socket, subprocess, sys, tempfile, threading
+from shared import grading
+scratch, outside = sys.argv[1:]
+inside, other = pathlib.Path(scratch), pathlib.Path(outside)
+tempfile.tempdir = scratch
+handle = os.open(scratch, os.O_RDONLY) if os.name == "posix" else None
+server = socket.create_server(("127.0.0.1", 0))
+sys.addaudithook(grading._guard(scratch))
+
+def may(name, act):
+    try:
+        act()
+        print(json.dumps([name, True]))
+    except PermissionError as error:
+        assert "a submission may not" in str(error), error
+        print(json.dumps([name, False]))
+
+may("+ write", lambda: (inside / "a.txt").write_text("a"))
+may("+ append", lambda: open(inside / "a.txt", "a").close())
+may("+ rename", lambda: (inside / "a.txt").rename(inside / "b.txt"))
+may("+ remove", lambda: (inside / "b.txt").unlink())
+may("+ folders", lambda: shutil.rmtree(tempfile.mkdtemp()))
+may("+ a temporary file", lambda: tempfile.TemporaryFile().close())
+may("+ devnull", lambda: open(os.devnull, "w").close())
+may("+ read", lambda: (other / "kept.txt").read_text())
+may("+ list", lambda: os.listdir(other))
+may("+ import", lambda: importlib.import_module("wave"))
+may("+ a thread", lambda: threading.Thread(target=print).start())
+may("+ itself", lambda: socket.create_connection(server.getsockname()).close())
+may("- write", lambda: (other / "new.txt").write_text("a"))
+may("- write by a way around", lambda: (inside / ".." / other.name / "new.txt").write_text("a"))
+may("- write bytes", lambda: open(os.fsencode(other / "kept.txt"), "wb"))
+may("- update", lambda: open(other / "kept.txt", "r+"))
+may("- os.open", lambda: os.open(other / "kept.txt", os.O_WRONLY))
+may("- remove", lambda: (other / "kept.txt").unlink())
+may("- rename into", lambda: os.rename(other / "kept.txt", inside / "kept.txt"))
+may("- rename out of", lambda: os.rename(inside, other / "scratch"))
+may("- make a folder", lambda: (other / "folder").mkdir())
+may("- remove a tree", lambda: shutil.rmtree(other))
+may("- mode", lambda: os.chmod(other / "kept.txt", 0))
+may("- a process", lambda: subprocess.Popen([sys.executable, "-c", "0"]))
+may("- a shell", lambda: os.system("true"))
+may("- another program", lambda: os.execv(sys.executable, [sys.executable]))
+may("- a signal", lambda: os.kill(os.getpid(), 0))
+may("- a name", lambda: socket.getaddrinfo("example.org", 80))
+may("- an address", lambda: socket.create_connection(("192.0.2.1", 80), 1))
+may("- a packet", lambda: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("192.0.2.1", 80)))
+may("- all interfaces", lambda: socket.socket().bind(("0.0.0.0", 0)))
+if os.name == "posix":
+    (inside / "c.txt").write_text("c")
+    may("+ remove by handle", lambda: os.remove("c.txt", dir_fd=handle))
+    may("- a way out by handle", lambda: os.remove(f"../{other.name}/kept.txt", dir_fd=handle))
+    may("- a path with a handle", lambda: os.remove(str(other / "kept.txt"), dir_fd=handle))
+    may("- a handle", lambda: os.open(other, os.O_RDONLY))
+    may("- a fork", lambda: os.fork())
+    may("- a link", lambda: os.symlink(other, other / "link"))
+"""
+
+
+def test_a_submission_writes_to_its_scratch_folder_and_reaches_nothing_else(tmp_path: Path) -> None:
+    scratch, outside = tmp_path / "scratch", tmp_path / "outside"
+    scratch.mkdir()
+    outside.mkdir()
+    (outside / "kept.txt").write_text("kept", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", GUARDED, str(scratch), str(outside)],
+        cwd=paths.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(found) >= 30, done.stderr
+    assert [name for name, may in found if may != name.startswith("+")] == []
+    assert [path.name for path in outside.iterdir()] == ["kept.txt"]
+    assert (outside / "kept.txt").read_text(encoding="utf-8") == "kept"
+
+
+# ---- verdicts from reports ----
+
+
+def verdict(report: dict[str, Any] | None, output: str = "") -> str:
+    return grading._verdict(STAGE, TASK, "It ended.", report, output)
+
+
+def test_only_a_whole_report_counts() -> None:
+    good = {TEST: "", CANARY: "assert [1] == [2]"}
+    assert verdict({"tests": good}) == ""
+    assert verdict({"tests": {f"{TEST}[{n}]": "" for n in range(3)} | {CANARY: "x"}}) == ""
+    for report, says in (
+        (None, "It ended."),
+        ({}, "not run to their end"),
+        ({"tests": None}, "not run to their end"),
+        ({"tests": {TEST: ""}}, "not run to their end"),
+        ({"tests": {CANARY: "x"}}, "Not all tests were run"),
+        ({"tests": {f"{TEST}_more": "", CANARY: "x"}}, "Not all tests were run"),
+        ({"tests": good | {CANARY: ""}}, "cannot pass was reported as passed"),
+        ({"tests": good | {TEST: "AssertionError"}}, "1 of 1 tests failed"),
+        ({"tests": good | {f"{TEST}[2]": "skipped"}}, "1 of 2 tests failed"),
+        ({"tests": good, "error": "no import"}, "no import"),
+    ):
+        assert says in verdict(report), report
+
+
+def test_a_report_needs_the_word_and_comes_once() -> None:
+    good = b'w0rd {"tests": {}}\n'
+    assert grading._read_report(b"noise\n" + good, "w0rd") == {"tests": {}}
+    for data in (
+        b"",
+        b"noise",
+        b'{"tests": {}}',
+        good + good,
+        b"w0rd [1]\n",
+        b"w0rd {",
+        b"word {}",
+    ):
+        assert grading._read_report(data, "w0rd") is None
+
+
+def test_what_is_shown_is_short_and_harmless() -> None:
+    why = verdict(
+        {"tests": {TEST: "\x1b[31m" + "long " * 1000, CANARY: "x"}},
+        "\x1b]0;title\x07\0" + "noise " * 5000,
+    )
+    assert len(why) < 3000 and all(letter.isprintable() or letter == "\n" for letter in why)
+
+
+# ---- a submission as a whole ----
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Path | None]]:
+    """Nothing is run; what would have been."""
+    judged: list[tuple[str, int, Path | None]] = []
+
+    def judge(stage: str, task: mine.Task, folder: Path | None, *rest: Any) -> str:
+        judged.append((stage, task.number, folder))
+        return "" if task.number == 1 else "1 of 1 tests failed:\n\x01 <&> it is wrong"
+
+    monkeypatch.setattr(grading, "_judge", judge)
+    return judged
+
+
+@pytest.mark.parametrize("place", [STAGE, f"mine/{STAGE}", "."])
+def test_a_submission_is_found_in_three_shapes(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / place
+    folder.mkdir(parents=True, exist_ok=True)
+    mine.write(folder / FILE, REFERENCE)
+    judged = stand_in(monkeypatch)
+    verdicts = list(grading.grade([STAGE], tmp_path))
+    assert [(each.task.number, each.passed, each.points) for each in verdicts][:2] == [
+        (1, True, TASK.points),
+        (2, False, 0),
+    ]
+    assert [found for *_, found in judged] == [folder] * len(mine.tasks(STAGE))
+
+
+def test_what_cannot_be_graded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no folder"):
+        list(grading.grade([STAGE], tmp_path / "none"))
+    with pytest.raises(UserError, match="holds nothing of stage04"):
+        list(grading.grade([STAGE], tmp_path))
+
+
+def test_a_file_that_is_missing_too_large_or_a_link_is_no_solution(
+    tmp_path: Path, trusted: Path
+) -> None:
+    def judge() -> str:
+        return grading._judge(STAGE, TASK, tmp_path, trusted, SHORT)
+
+    assert "no request.py" in judge()
+    mine.write(tmp_path / FILE, "#" * (grading.MOST_BYTES + 1))
+    assert "larger than" in judge()
+    mine.write(tmp_path / FILE, REFERENCE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_bytes", raising(PermissionError(13, "Permission denied")))
+        assert "cannot be read: Permission denied" in judge()
+    (tmp_path / FILE).unlink()
+    try:
+        (tmp_path / FILE).symlink_to(paths.ROOT / STAGE / FILE)
+        (tmp_path / STAGE).symlink_to(paths.ROOT / STAGE, target_is_directory=True)
+    except OSError:
+        pytest.skip("this system makes no links")
+    assert "is a link" in judge()
+    (tmp_path / FILE).unlink()
+    with pytest.raises(UserError, match="holds nothing"):
+        list(grading.grade([STAGE], tmp_path))
+
+
+def test_no_result_counts_once_the_tests_have_been_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(stage: str, task: mine.Task, folder: Path, trusted: Path, limits: Limits) -> str:
+        if task.number == 2:
+            (trusted / stage / "tests" / "test_request.py").write_text("", encoding="utf-8")
+        return ""
+
+    mine.write(tmp_path / FILE, REFERENCE)
+    monkeypatch.setattr(grading, "_judge", judge)
+    verdicts = grading.grade([STAGE], tmp_path)
+    assert next(verdicts).passed
+    with pytest.raises(UserError, match="no result counts"):
+        next(verdicts)
+
+
+def verdicts() -> list[Verdict]:
+    """Two tasks, of which one is not solved."""
+    return [
+        Verdict(STAGE, TASK, True, "", 1.25),
+        Verdict(
+            "stage02_kv_cache",
+            mine.find_task("stage02_kv_cache", 1),
+            False,
+            "wrong:\n<&> and why",
+            2.0,
+        ),
+    ]
+
+
+def test_results_as_gradescope_reads_them() -> None:
+    results = json.loads(json.dumps(grading.gradescope(verdicts())))
+    assert (
+        results["score"] == TASK.points
+        and results["execution_time"] == 3
+        and results["stdout_visibility"] == "hidden"
+    )
+    first, second = results["tests"]
+    assert first == {
+        "name": "stage04 task 1: the tokens of a request", "number": "4.1", "score": TASK.points, "max_score": TASK.points,
+        "status": "passed", "output": "All tests passed.", "visibility": "visible",
+    }  # fmt: skip
+    assert (second["status"], second["score"], second["max_score"], second["output"]) == (
+        "failed",
+        0,
+        20,
+        "wrong:\n<&> and why",
+    )
+
+
+def test_results_as_junit_xml() -> None:
+    root = ET.fromstring(grading.junit(verdicts()).encode("utf-8"))
+    suites = root.findall("testsuite")
+    assert [(each.get("name"), each.get("tests"), each.get("failures")) for each in suites] == [
+        (STAGE, "1", "0"),
+        ("stage02_kv_cache", "1", "1"),
+    ]
+    case = suites[1].find("testcase")
+    assert case is not None and case.get("name") == "stage02 task 1: take slots, and forget them"
+    failure = case.find("failure")
+    assert (
+        failure is not None
+        and failure.get("message") == "wrong:"
+        and failure.text == "wrong:\n<&> and why"
+    )
+    points = {each.get("name"): each.get("value") for each in case.iter("property")}
+    assert points == {"points": "0", "max_points": "20"}

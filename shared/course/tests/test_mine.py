@@ -1,0 +1,519 @@
+"""The student's copy: what `start` leaves in it, that nothing is lost, and how it is laid over the reference."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared import paths
+from shared.course import mine
+from shared.errors import UserError
+from shared.task import Task
+
+WITH_TASKS = [stage for stage in paths.discover() if mine.tasks(stage)]
+STAGE = "stage02_kv_cache"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(mine, "HOME", tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+# ---- stages and tasks ----
+
+
+@pytest.mark.parametrize("text", ["stage02_kv_cache", "stage02", "02", "2", "stage02_kv_cache/"])
+def test_a_stage_has_short_names(text: str) -> None:
+    assert mine.find_stage(text) == STAGE
+
+
+@pytest.mark.parametrize("text", ["", "stage", "99", "stage02_", "kv_cache"])
+def test_what_is_no_stage_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="the stages are stage01_forward, "):
+        mine.find_stage(text)
+
+
+def test_a_task_that_is_not_there_is_refused() -> None:
+    assert mine.find_task(STAGE, 1).number == 1
+    with pytest.raises(UserError, match="its tasks are 1 to"):
+        mine.find_task(STAGE, 99)
+
+
+def test_a_test_belongs_to_a_task_by_its_name_whatever_its_parameters() -> None:
+    task = Task(1, "a.py", ("f",), "", "", 1, (), ("tests/test_a.py::test_one", "tests/test_b.py"))
+    for test in (
+        "tests/test_a.py::test_one",
+        "tests/test_a.py::test_one[x::y]",
+        "tests/test_b.py::test_any",
+        "tests/test_b.py::A::b",
+    ):
+        assert task.judged_by(test)
+    for test in (
+        "tests/test_a.py::test_one_more",
+        "tests/test_a.py::test_two",
+        "tests/test_bb.py::test_any",
+        "test_one",
+    ):
+        assert not task.judged_by(test)
+
+
+@pytest.mark.parametrize("stage", WITH_TASKS)
+def test_points_of_a_stage_make_a_hundred(stage: str) -> None:
+    assert 3 <= len(mine.tasks(stage)) <= 6
+    assert sum(task.points for task in mine.tasks(stage)) == 100
+
+
+# ---- what start leaves ----
+
+
+def without_bodies(source: str, names: set[str]) -> str:
+    """A dump of a module in which the named functions have nothing but signature and docstring."""
+    tree = ast.parse(source)
+    for name in names:
+        node = mine.find_function(tree, name)
+        assert node is not None, name
+        node.body = node.body[:1] if ast.get_docstring(node) is not None else []
+    return ast.dump(tree)
+
+
+@pytest.mark.parametrize("stage", WITH_TASKS)
+def test_a_fresh_copy_is_the_reference_without_some_bodies(stage: str, home: Path) -> None:
+    folder = mine.start(stage)
+    assert folder == home / stage and sorted(path.name for path in folder.iterdir()) == mine.files(
+        stage
+    )
+    for file in mine.files(stage):
+        reference, copy = mine.read(paths.ROOT / stage / file), mine.read(folder / file)
+        names = {name for task in mine.tasks(stage) if task.file == file for name in task.functions}
+        assert without_bodies(copy, names) == without_bodies(reference, names)
+        kept = iter(
+            reference.split("\n")
+        )  # comments and blank lines too: what is not a stub's line is the reference's, in order
+        for line in copy.split("\n"):
+            if (
+                "raise NotImplementedError(" not in line
+                and "so that it is an async generator" not in line
+            ):
+                assert line in kept, line
+    for task in mine.tasks(stage):
+        assert mine.is_open(mine.read(folder / task.file), stage, task)
+        assert not mine.is_open(mine.read(paths.ROOT / stage / task.file), stage, task)
+
+
+SOURCE = '''\
+"""A module."""
+
+import functools  # kept
+
+
+@functools.cache
+def cached(a: int = 1) -> int:
+    # This comment would tell.
+    return a  # and this one
+
+# behind it
+
+
+class Thing:
+    def plain(self, *, b):
+        """Docstring.
+
+        Two paragraphs.
+        """
+
+        # This comment would tell.
+        x = """
+raise nothing
+"""
+        return x
+
+    async def stream(self):
+        for i in range(3):
+            yield i
+
+    async def wait(self):
+        return 1
+
+    def last(self): return 2
+'''
+
+
+def a_task(*functions: str) -> Task:
+    return Task(2, "a.py", functions, "a title", "text", 1, ("hint",), ("tests/test_a.py",))
+
+
+STUB = (
+    'raise NotImplementedError("stage04 task 2: a title; python -m shared.course.exercise hint stage04 2")'
+)
+
+
+def test_bodies_go_and_the_rest_stays() -> None:
+    empty = mine.emptied(
+        SOURCE, "stage04_continuous", a_task("cached", "Thing.plain", "Thing.stream", "Thing.wait")
+    )
+    assert (
+        empty
+        == f'''\
+"""A module."""
+
+import functools  # kept
+
+
+@functools.cache
+def cached(a: int = 1) -> int:
+    {STUB}
+
+# behind it
+
+
+class Thing:
+    def plain(self, *, b):
+        """Docstring.
+
+        Two paragraphs.
+        """
+        {STUB}
+
+    async def stream(self):
+        {STUB}
+        yield  # so that it is an async generator still
+
+    async def wait(self):
+        {STUB}
+
+    def last(self): return 2
+'''
+    )
+
+
+def test_line_ends_stay_as_they_are() -> None:
+    empty = mine.emptied(
+        SOURCE.replace("\n", "\r\n"), "stage04_continuous", a_task("Thing.plain", "Thing.stream")
+    )
+    assert empty == mine.emptied(
+        SOURCE, "stage04_continuous", a_task("Thing.plain", "Thing.stream")
+    ).replace("\n", "\r\n")
+
+
+@pytest.mark.parametrize("name", ["Thing.last", "Thing.none", "None.plain", "plain"])
+def test_a_function_that_cannot_be_emptied_is_named(name: str) -> None:
+    with pytest.raises(LookupError, match=name):
+        mine.emptied(SOURCE, "stage04_continuous", a_task(name))
+
+
+def test_a_body_may_begin_with_a_decorated_function() -> None:
+    inner = "    @wrap\n    # why\n    def inner():\n        return 1\n\n    return inner\n"
+    empty = mine.emptied(
+        f"def outer():\n    'Docstring.'\n\n{inner}", "stage04_continuous", a_task("outer")
+    )
+    assert empty == f"def outer():\n    'Docstring.'\n    {STUB}\n"
+    with pytest.raises(LookupError, match="on the line of its signature"):
+        mine.emptied("def outer(): 'Docstring.'\n", "stage04_continuous", a_task("outer"))
+
+
+@pytest.mark.parametrize("source", ["def (:", "x = 1\0", "(" * 10_000])
+def test_what_is_no_python_is_a_syntax_error(source: str) -> None:
+    with pytest.raises(SyntaxError):
+        mine.is_open(source, "stage04_continuous", a_task("cached"))
+
+
+def test_a_task_is_open_until_its_last_line_of_stub_is_gone() -> None:
+    task = a_task("cached", "Thing.plain")
+    empty = mine.emptied(SOURCE, "stage04_continuous", task)
+    for source, is_open in (
+        (SOURCE, False),
+        (empty, True),
+        (empty.replace(STUB, "pass", 1), True),  # one of two
+        (empty.replace(STUB, "pass"), False),
+        (
+            empty.replace(STUB, f"x = 1\n        {STUB}").replace(
+                "    x = 1\n        raise", "    x = 1\n    raise", 1
+            ),
+            True,
+        ),  # half
+        (SOURCE.replace("def plain", "def renamed"), True),
+        (SOURCE.replace("return a", "raise NotImplementedError('another')"), False),
+    ):
+        assert mine.is_open(source, "stage04_continuous", task) is is_open, source
+
+
+# ---- nothing is lost ----
+
+
+def test_start_does_not_write_over_a_copy(home: Path) -> None:
+    folder = mine.start(STAGE)
+    mine.write(folder / "cache.py", "my work")
+    with pytest.raises(UserError, match="go on with that one"):
+        mine.start(STAGE)
+    assert mine.read(folder / "cache.py") == "my work"
+
+
+def test_reset_keeps_what_was_there_every_time(home: Path) -> None:
+    with pytest.raises(UserError, match="no copy"):
+        mine.reset(STAGE)
+    folder = mine.start(STAGE)
+    fresh = mine.read(folder / "cache.py")
+    (folder / "notes.txt").write_text("notes", encoding="utf-8")
+    kept = []
+    for number in range(3):  # within a second
+        mine.write(folder / "cache.py", f"work {number}")
+        mine.write(folder / "more.py", "a module of one's own")
+        kept.append(mine.reset(STAGE))
+        assert mine.read(folder / "cache.py") == fresh and not (folder / "more.py").exists()
+    assert [mine.read(each / "cache.py") for each in kept] == ["work 0", "work 1", "work 2"]
+    assert (folder / "notes.txt").exists() and all(
+        (each / "notes.txt").exists() and (each / "more.py").exists() for each in kept
+    )
+
+
+def test_reset_of_one_task_leaves_the_others(home: Path) -> None:
+    folder = mine.start(STAGE)
+    tasks = [task for task in mine.tasks(STAGE) if task.file == "cache.py"]
+    mine.write(folder / "cache.py", mine.read(paths.ROOT / STAGE / "cache.py") + "\n# mine\n")
+    kept = mine.reset(STAGE, tasks[1])
+    source = mine.read(folder / "cache.py")
+    assert [mine.is_open(source, STAGE, task) for task in tasks] == [
+        task is tasks[1] for task in tasks
+    ]
+    assert source.endswith("# mine\n") and "# mine" in mine.read(kept / "cache.py")
+
+
+def test_a_file_that_is_broken_is_not_touched_by_a_reset_of_one_task(home: Path) -> None:
+    folder = mine.start(STAGE)
+    mine.write(folder / "cache.py", "def (:")
+    with pytest.raises(UserError, match="mend it, or reset the whole stage"):
+        mine.reset(STAGE, mine.find_task(STAGE, 1))
+    assert mine.read(folder / "cache.py") == "def (:" and not (home / "backups").exists()
+
+
+def test_results_are_kept_until_the_copy_changes(home: Path) -> None:
+    folder = mine.start(STAGE)
+    assert mine.recorded(STAGE) == {}
+    mine.record(STAGE, {1: True})
+    mine.record(STAGE, {2: False})
+    assert mine.recorded(STAGE) == {1: True, 2: False}
+    mine.write(folder / "cache.py", mine.read(folder / "cache.py") + "\n")
+    assert mine.recorded(STAGE) == {}
+    for junk in ("", "[]", '{"stage02_kv_cache": 3}', "\xff"):
+        (home / "tested.json").write_bytes(junk.encode("latin-1"))
+        assert mine.recorded(STAGE) == {}
+    mine.record(STAGE, {1: True})
+    assert mine.recorded(STAGE) == {1: True}
+
+
+# ---- laid over the reference ----
+
+DEMO = '''\
+class Base:
+    def name(self):
+        return "reference"
+
+
+class Thing(Base):
+    @property
+    def size(self):
+        """How large."""
+        return "reference size"
+
+    @staticmethod
+    def free(x):
+        return f"reference {x}"
+
+    @classmethod
+    def made(cls, x=1):
+        return f"reference {cls.__name__} {x}"
+
+    def name(self):
+        return super().name() + "!"
+
+    def count(self):
+        for number in range(3):
+            yield number
+
+    def other(self):
+        return helper() + ", the other task"
+
+
+def helper():
+    return "reference help"
+
+
+def twice(function):
+    return lambda *arguments: function(*arguments) * 2
+
+
+@twice
+def decorated(x):
+    return f"reference {x} "
+'''
+FUNCTIONS = ("Thing.size", "Thing.free", "Thing.made", "Thing.name", "Thing.count", "decorated")
+TASKS = f"""\
+from shared.task import Task
+TASKS = (
+    Task(1, "work.py", {FUNCTIONS!r}, "all kinds", "text", 1, ("hint",), ("tests/test_work.py",)),
+    Task(2, "work.py", ("Thing.other",), "other", "text", 1, ("hint",), ("tests/test_other.py",)),
+)
+"""
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "Thing.size": lambda work: work.Thing().size,
+    "Thing.free": lambda work: work.Thing.free(5),
+    "Thing.made": lambda work: work.Thing.made(x=2),
+    "Thing.name": lambda work: work.Thing().name(),
+    "Thing.count": lambda work: list(work.Thing().count()),
+    "decorated": lambda work: work.decorated(5),
+}
+DEMO_STAGE = "stage98_demo"
+
+
+@pytest.fixture
+def demo(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A project with one small stage, which is started; the folder of its copy."""
+    package = tmp_path / "project" / DEMO_STAGE
+    package.mkdir(parents=True)
+    sources = {
+        "__init__": "",
+        "work": DEMO,
+        "tasks": TASKS,
+        "user": "from .work import decorated\n",
+        "plain": "whose = 'reference'\n",
+    }
+    for name, source in sources.items():
+        mine.write(package / f"{name}.py", source)
+    monkeypatch.setattr(paths, "ROOT", tmp_path / "project")
+    monkeypatch.syspath_prepend(tmp_path / "project")
+    monkeypatch.setattr(mine, "ACTIVE", {})
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield mine.start(DEMO_STAGE)
+    for name in [name for name in sys.modules if name.partition(".")[0] == DEMO_STAGE]:
+        del sys.modules[name]
+
+
+def load(name: str) -> Any:
+    return importlib.import_module(f"{DEMO_STAGE}.{name}")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_open_task_speaks_only_where_it_is_judged(demo: Path, function: str) -> None:
+    expected = CALLS[function](load("work"))
+    for name in ("work", "user", "plain"):
+        sys.modules.pop(f"{DEMO_STAGE}.{name}", None)
+    active = mine.overlay(DEMO_STAGE)
+    work = load("work")
+    assert work.__file__ == str(demo / "work.py")
+    assert CALLS[function](work) == expected
+    active.judged.add(2)
+    assert CALLS[function](work) == expected
+    active.judged.add(1)
+    with pytest.raises(
+        NotImplementedError,
+        match="^stage98 task 1: all kinds; python -m shared.course.exercise hint stage98 1$",
+    ):
+        CALLS[function](work)
+    active.judged.clear()
+    assert CALLS[function](work) == expected
+
+
+def test_who_has_a_function_by_name_is_served_too(demo: Path) -> None:
+    active = mine.overlay(DEMO_STAGE)
+    decorated = load("user").decorated
+    assert decorated(5) == "reference 5 reference 5 "
+    active.judged.add(1)
+    with pytest.raises(NotImplementedError):
+        decorated(5)
+
+
+def test_what_is_written_runs_everywhere(demo: Path) -> None:
+    mine.write(demo / "work.py", DEMO.replace("reference", "mine"))
+    mine.overlay(DEMO_STAGE)
+    work = load("work")
+    assert work.decorated(1) == "mine 1 mine 1 " and work.Thing().size == "mine size"
+    assert inspect.getsourcefile(work.Thing.other) == str(demo / "work.py")
+
+
+def test_the_references_body_meets_the_students_helpers(demo: Path) -> None:
+    mine.write(demo / "work.py", mine.read(demo / "work.py").replace("reference help", "my help"))
+    mine.overlay(DEMO_STAGE)
+    assert load("work").Thing().other() == "my help, the other task"
+
+
+def test_a_task_with_one_open_function_is_open_as_a_whole(demo: Path) -> None:
+    """Half of a task beside half of the reference could contradict each other."""
+    half = mine.emptied(
+        DEMO.replace("reference", "mine"),
+        DEMO_STAGE,
+        Task(1, "", ("Thing.size",), "all kinds", "", 1, (), ()),
+    )
+    mine.write(demo / "work.py", half)
+    active = mine.overlay(DEMO_STAGE)
+    assert load("work").decorated(1) == "reference 1 reference 1 "
+    active.judged.add(1)
+    assert load("work").decorated(1) == "mine 1 mine 1 "
+
+
+def test_a_function_that_is_gone_is_an_open_one(demo: Path) -> None:
+    source = mine.read(demo / "work.py")
+    mine.write(demo / "work.py", source[: source.index("@twice")])
+    active = mine.overlay(DEMO_STAGE)
+    assert load("work").decorated(1) == "reference 1 reference 1 "
+    active.judged.add(1)
+    with pytest.raises(NotImplementedError, match="stage98 task 1: .*work.py has no decorated"):
+        load("work").decorated(1)
+
+
+def test_a_task_alone_is_the_students_and_all_others_are_the_references(demo: Path) -> None:
+    mine.write(
+        demo / "work.py",
+        DEMO.replace("reference", "mine").replace("the other task", "my other task"),
+    )
+    mine.overlay(DEMO_STAGE, alone=2)
+    work = load("work")
+    assert work.decorated(1) == "reference 1 reference 1 " and work.Thing().size == "reference size"
+    assert work.Thing().other() == "mine help, my other task"
+
+
+def test_only_the_files_that_are_asked_for_come_from_the_copy(demo: Path) -> None:
+    mine.write(demo / "plain.py", "whose = 'mine'\n")
+    mine.overlay(DEMO_STAGE, files=["work.py"])
+    assert load("plain").whose == "reference" and load("work").__file__ == str(demo / "work.py")
+
+
+def test_any_module_may_be_in_a_copy_but_not_the_package_and_its_tasks(demo: Path) -> None:
+    for name in ("plain", "tasks", "__init__", "conftest"):
+        mine.write(demo / f"{name}.py", "whose = 'mine'\n")
+    assert mine.overlay(DEMO_STAGE).files == ("plain.py", "work.py")
+    assert load("plain").whose == "mine" and load("tasks").TASKS
+
+
+def test_a_copy_that_is_edited_is_read_anew(demo: Path) -> None:
+    """Two edits of the same length within a second: nothing compiled may be left of the first."""
+    for whose in ("one", "two"):
+        mine.write(demo / "plain.py", f"whose = '{whose}'\n")
+        mine.ACTIVE.clear()
+        sys.modules.pop(f"{DEMO_STAGE}.plain", None)
+        mine.overlay(DEMO_STAGE)
+        assert load("plain").whose == whose
+    assert not (demo / "__pycache__").exists()
+
+
+def test_an_overlay_that_comes_too_late_is_an_error(demo: Path) -> None:
+    load("work")
+    with pytest.raises(RuntimeError, match="work.py"):
+        mine.overlay(DEMO_STAGE)
+    sys.modules.pop(f"{DEMO_STAGE}.work")
+    mine.overlay(DEMO_STAGE)
+    with pytest.raises(RuntimeError, match="another overlay"):
+        mine.overlay(DEMO_STAGE)
+
+
+def test_a_copy_that_is_not_there_is_refused(home: Path) -> None:
+    with pytest.raises(UserError, match="shared.course.exercise start stage02"):
+        mine.overlay(STAGE)
+    assert STAGE not in mine.ACTIVE

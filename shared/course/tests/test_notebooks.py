@@ -1,0 +1,127 @@
+"""The labs' runner, on small notebooks and real kernels: what runs, what fails and how it is said, what is kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from shared import paths
+from shared.course import notebooks
+from shared.errors import UserError
+
+GOOD = (
+    "import pathlib, sys\nprint(pathlib.Path('beside.txt').read_text())",
+    "sys.executable",
+    "for i in range(3): print(i)",
+)
+BROKEN = ("before = 41", "before / 0", "print('never')")
+DEAD = ("import os\nos._exit(1)",)
+ENDLESS = ("import time\nwhile True: time.sleep(0.1)",)
+
+
+def save(path: Path, cells: Sequence[str]) -> None:
+    """A notebook with a heading and these cells, and with traces of an earlier run."""
+    notebook = nbformat.v4.new_notebook(
+        metadata={"kernelspec": {"display_name": "mine", "name": "mine"}, "widgets": {}}
+    )
+    notebook.cells = [nbformat.v4.new_markdown_cell("# A lab")]
+    for index, source in enumerate(cells):
+        cell = nbformat.v4.new_code_cell(
+            source, metadata={"execution": {"iopub.status.busy": "2026-01-01"}}, execution_count=9
+        )
+        cell.id = f"cell-{index}"
+        notebook.cells.append(cell)
+    nbformat.write(notebook, path)
+
+
+def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    # In a process of its own: kernels, sockets and event loops that a test would leave to the others.
+    return subprocess.run(
+        [sys.executable, "-m", "shared.course.notebooks", *map(str, arguments)],
+        cwd=paths.ROOT, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("labs")
+    (folder / "beside.txt").write_text("found beside")
+    for name, cells in (("good", GOOD), ("broken", BROKEN), ("dead", DEAD), ("endless", ENDLESS)):
+        save(folder / f"{name}.ipynb", cells)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(folder: Path) -> subprocess.CompletedProcess[str]:
+    return run("--write", *(folder / f"{name}.ipynb" for name in ("broken", "good", "dead")))
+
+
+def test_each_notebook_is_run_and_each_failure_named(
+    written: subprocess.CompletedProcess[str],
+) -> None:
+    assert written.returncode == 1
+    assert (
+        "broken.ipynb: cell 2 failed:" in written.stdout and "ZeroDivisionError" in written.stdout
+    )
+    assert "\x1b[" not in written.stdout and "never" not in written.stdout
+    assert "good.ipynb: 4 cells in " in written.stdout  # a failure before it does not hide it
+    assert "dead.ipynb: cell 1 ended the whole process" in written.stdout
+    assert "2 failed" in written.stderr and "Traceback" not in written.stderr
+
+
+def test_outputs_are_kept_without_what_changes(
+    folder: Path, written: subprocess.CompletedProcess[str]
+) -> None:
+    notebook = nbformat.read(folder / "good.ipynb", as_version=4)
+    _, first, second, third = notebook.cells
+    assert first.outputs[0].text == "found beside\n"  # it ran in its own folder
+    assert second.outputs[0].data["text/plain"] == repr(sys.executable)  # on this Python
+    assert [output.text for output in third.outputs] == ["0\n1\n2\n"]
+    assert [cell.execution_count for cell in (first, second, third)] == [1, 2, 3]
+    assert notebook.metadata.kernelspec.name == "python3" and "widgets" not in notebook.metadata
+    assert not any(cell.metadata for cell in notebook.cells)
+
+
+def test_a_failed_notebook_is_left_as_it_was(
+    folder: Path, written: subprocess.CompletedProcess[str]
+) -> None:
+    assert nbformat.read(folder / "broken.ipynb", as_version=4).cells[1].execution_count == 9
+
+
+def test_a_second_run_writes_the_same_bytes(
+    folder: Path, written: subprocess.CompletedProcess[str]
+) -> None:
+    before = (folder / "good.ipynb").read_bytes()
+    again = run("--write", folder / "good.ipynb")
+    assert again.returncode == 0
+    assert (folder / "good.ipynb").read_bytes() == before
+
+
+def test_a_notebook_that_takes_too_long_is_stopped(folder: Path) -> None:
+    stopped = run("--limit", "1", folder / "endless.ipynb")
+    assert stopped.returncode == 1
+    assert "endless.ipynb: cell 1 was still running after the limit of 1 s" in stopped.stdout
+
+
+def test_every_stage_must_have_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [path.parent.name for path in notebooks.labs()] == paths.discover()
+    (tmp_path / "stage01_first").mkdir()
+    (tmp_path / "stage01_first" / "__init__.py").write_text("")
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    with pytest.raises(UserError, match=r"stage01_first has no lab.ipynb"):
+        notebooks.main([])
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "not json"])
+def test_a_file_that_is_no_notebook(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "lab.ipynb"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match="is no notebook that can be read"):
+        notebooks.main([str(path)])

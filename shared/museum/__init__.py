@@ -1,1 +1,0 @@
-"""The museum of bugs: what real projects shipped, planted in your own copy. `python -m shared.museum list`."""

@@ -1,0 +1,16 @@
+"""The repository's root, and the stages in it: by name, never by import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def discover() -> list[str]:
+    """The stage packages in reading order: ["stage01_forward", "stage02_kv_cache", ...]."""
+    return sorted(
+        folder.name
+        for folder in ROOT.glob("stage[0-9][0-9]_*")
+        if (folder / "__init__.py").exists()
+    )
