@@ -371,6 +371,17 @@ def output_file(name: str, suffix: str) -> Path:
     return path
 
 
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file of `output_file`, and report it on standard error. Raises UserError if it cannot be written."""
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}): name another place."
+        ) from None
+    print(f"[written: {path}]", file=sys.stderr)
+
+
 def choose_device(name: str) -> torch.device:
     """The device for --device. Raises UserError if it is not there."""
     if name == "auto":

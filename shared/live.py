@@ -1,16 +1,19 @@
-"""Several texts that grow at once: kept, shown in the terminal while they grow, and printed at the end.
+"""Several prompts on the command line: run them, show their answers as they grow, print them.
 
-The stages that run more than one prompt share this. What an engine is doing differs from stage to stage, so a stage draws
-its own lines; here is what keeps them on the screen: one line each, cut to the width, never more than the terminal is high.
+Stages 03, 04 and 05 share this. What an engine does differs from stage to stage, so each stage
+draws its own lines. `Screen` shows them: one line each, cut to the width and height of the
+terminal. `Show` is a run in which prompts arrive over time, for engines with `add` and `step`.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
@@ -21,23 +24,32 @@ from rich.text import Text
 from . import cli
 from .errors import UserError
 
-FRAMES = 12  # drawn a second, at most: each takes milliseconds, in which no token is made
+FRAMES = 12  # a second, at most: drawing one takes milliseconds, in which no token is computed
+BUDGET, EVERY = 64, 6  # defaults: tokens a step, steps from one arrival to the next
+PAUSE = 0.02  # seconds after a step: without it, the built-in prompts end before a reader sees them
+URGENT, NORMAL = 0, 1  # priorities
+MOST_NAMED = 50  # prompts in one line of the view
 
 Draw = Callable[[int, int], Sequence[Text]]
 
 
-class Answer:
-    """One of several prompts, and what has come of it.
+# ---- answers ------------------------------------------------------------------------------------
 
-    number: its place in the line, from 1, by which it is named. output: the engine's, with `token_ids`, `finish_reason` and
-    `error`; None until an engine has the prompt, and for ever if the prompt cannot be cut into tokens.
+
+class Answer:
+    """One of several prompts, and its answer so far.
+
+    number: counted from 1, the prompt's name in output and errors.
+    ids: the prompt's tokens.
+    output: the engine's, with `token_ids`, `finish_reason` and `error`; None as long as no engine
+        has the prompt, which is always the case if the tokenizer rejects it.
     """
 
     def __init__(self, number: int, prompt: str, loaded: cli.Loaded) -> None:
         self.number = number
         self.output: Any = None
-        self.ids: list[int] = []  # of the prompt
-        self._unfit: str | None = None
+        self.ids: list[int] = []
+        self._refusal: str | None = None
         try:
             self.ids = loaded.tokenizer.encode(prompt)
         except UserError as error:
@@ -47,17 +59,17 @@ class Answer:
         self._read = 0
 
     def refuse(self, error: UserError) -> None:
-        """The prompt gets no answer."""
-        self._unfit = str(error)
+        """Record why the prompt gets no answer."""
+        self._refusal = str(error)
 
     @property
     def error(self) -> str | None:
-        """Why there is no answer, or no more of it."""
-        return self._unfit or (self.output.error if self.output else None)
+        """Why there is no answer, or no complete one."""
+        return self._refusal or (self.output.error if self.output else None)
 
     @property
     def finish_reason(self) -> str | None:
-        """As the engine gave it, or "error"; None while the answer waits or grows."""
+        """The engine's finish reason, or "error"; None while the answer waits or grows."""
         return "error" if self.error else self.output.finish_reason if self.output else None
 
     @property
@@ -70,13 +82,12 @@ class Answer:
         if self.output:
             new = self.output.token_ids[self._read :]
             self._read += len(new)
-            self._text += "".join(map(self._decoder.push, new)) + (
-                self._decoder.flush() if self.finish_reason else ""
-            )
+            self._text += "".join(map(self._decoder.push, new))
+            self._text += self._decoder.flush() if self.finish_reason else ""
         return self._text
 
     def print(self) -> None:
-        """All of the text, under its number, on standard output; or the error, on standard error."""
+        """Print the whole text under its number; or the error, on standard error."""
         if self.error:
             print(f"error: prompt {self.number}: {self.error}", file=sys.stderr, flush=True)
         else:
@@ -84,39 +95,241 @@ class Answer:
 
 
 def summary(answers: Sequence[Answer], steps: int, seconds: float, loaded: cli.Loaded) -> str:
-    """One line: tokens, steps, seconds and tokens per second, why the answers ended, and what it ran on.
+    """One line: tokens, steps, seconds and tokens per second, finish reasons, and the machine.
 
-    seconds: those of the engine's steps. The drawing is not its fault.
+    seconds: of the engine's steps alone, without the drawing.
     """
     tokens = sum(answer.tokens for answer in answers)
     reasons = Counter(answer.finish_reason for answer in answers)
     ended = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items(), key=str))
     count = f"{len(answers)} prompt{'s' if len(answers) > 1 else ''}"
-    speed = (
-        f"{tokens} tokens in {steps} steps and {seconds:.2f} s, {tokens / (seconds or 1):.1f} tok/s"
-    )
+    rate = f"{tokens / (seconds or 1):.1f} tok/s"
+    speed = f"{tokens} tokens in {steps} steps and {seconds:.2f} s, {rate}"
     return f"[{count}, {speed}, finish reasons: {ended}; {loaded}]"
 
 
-# ---- the screen -------------------------------------------------------------------------------------------------
+# ---- a run --------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser, row: str, policies: Sequence[str]) -> Any:
+    """Add the options of a `Show`; returns their group, for the stage's own options.
+
+    row: "slot" or "sequence". policies: of the scheduler, the default first.
+    """
+    group = parser.add_argument_group("several prompts")
+    cli.add_prompts(group)
+    group.add_argument(
+        "--budget",
+        type=cli.whole_number(1, cli.MOST_TOKENS),
+        metavar="N",
+        help=f"most tokens computed in a step, at least one a {row}; default {BUDGET}, or the "
+        f"number of {row}s if that is more",
+    )
+    chunks = group.add_mutually_exclusive_group()
+    chunks.add_argument(
+        "--max-chunk",
+        type=cli.whole_number(1, cli.MOST_TOKENS),
+        metavar="N",
+        help="most tokens of one prompt in a step; default is the rest of the budget",
+    )
+    chunks.add_argument(
+        "--no-chunks",
+        action="store_true",
+        help="compute a prompt in one step; no prompt may be longer than the budget",
+    )
+    group.add_argument(
+        "--policy",
+        choices=policies,
+        default=policies[0],
+        help="order of the waiting prompts: fcfs is first come, first served; priority makes "
+        "every third prompt urgent, marked !, and takes those first; default %(default)s",
+    )
+    group.add_argument(
+        "--every",
+        type=cli.whole_number(1, cli.MOST_TOKENS),
+        default=EVERY,
+        metavar="N",
+        help="a prompt arrives every N steps, and at once if the engine is idle; "
+        "default %(default)s",
+    )
+    group.add_argument(
+        "--pause",
+        type=cli.number(0, 60),
+        metavar="SECONDS",
+        help="wait after each step, to watch; not counted as time; default 0, and "
+        f"{PAUSE:g} for the built-in prompts on a terminal",
+    )
+    return group
+
+
+def scheduling(options: argparse.Namespace, rows: int) -> dict[str, Any]:
+    """The scheduler's settings in the options of `add_options`, for `rows` rows at a time."""
+    return {
+        "token_budget": options.budget or max(BUDGET, rows),
+        "policy": options.policy,
+        "max_chunk": options.max_chunk,
+        "chunked": not options.no_chunks,
+    }
+
+
+class Show:
+    """A run of several prompts that arrive over time: makes the steps, shows and prints answers.
+
+    A stage's subclass passes prompts to its engine (`add`), draws the engine's state (`view`), and
+    reports on the whole run (`report`).
+
+    engine: has `step()`, a record of each step in `steps`, and unfinished `requests`.
+    prompts: the text and the most tokens of each; each is answered `samples` times.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        loaded: cli.Loaded,
+        prompts: Sequence[tuple[str, int]],
+        sampling: Any,
+        samples: int = 1,
+    ) -> None:
+        self.engine, self.loaded = engine, loaded
+        self.answers: list[Answer] = []
+        self.params: list[Any] = []  # of each answer
+        self.coming: deque[list[Answer]] = deque()  # the samples of a prompt arrive together
+        for text, limit in prompts:
+            first = len(self.answers)
+            group = [Answer(first + n, text, loaded) for n in range(1, samples + 1)]
+            for answer in group:
+                params = cli.sampling_of(sampling, answer.number - 1)
+                self.params.append(replace(params, max_tokens=min(limit, params.max_tokens)))
+            self.answers += group
+            self.coming.append(group)
+        self.arrived = 0  # prompts
+        self.requests: dict[str, Any] = {}  # of all answers that have one, by their number
+        self.steps, self.seconds = 0, 0.0  # of the whole run; the engine keeps recent records only
+        self.ended = False  # whether an answer ended in the last step
+
+    def add(self, answers: list[Answer], params: list[Any], priority: int) -> list[Any]:
+        """Pass the samples of one prompt to the engine, under their numbers; their requests.
+
+        Raises UserError, with no sample added, if the engine refuses the prompt.
+        """
+        raise NotImplementedError
+
+    def view(self, width: int, height: int) -> list[Text]:
+        """Lines for the terminal; none before the first step."""
+        raise NotImplementedError
+
+    def report(self) -> str:
+        """One line on the run, for the end."""
+        raise NotImplementedError
+
+    def count(self, record: Any) -> None:
+        """Add the record of a step to the totals."""
+        self.steps, self.seconds = self.steps + 1, self.seconds + record.seconds
+
+    def run(self, options: argparse.Namespace, pause: float = 0) -> int:
+        """Answer all prompts, show and print them. Returns the exit status, 2 if one failed.
+
+        pause: seconds after each step on a terminal, unless --pause says otherwise.
+        """
+        unprinted = list(self.answers)
+        with Screen(self.view) as screen:
+            wait = pause * screen.shown if options.pause is None else options.pause
+            while self.step(options.every):
+                screen.refresh()
+                if self.ended and not screen.shown:
+                    unprinted = print_ended(unprinted)
+                time.sleep(wait)
+        print_ended(unprinted)
+        print(summary(self.answers, self.steps, self.seconds, self.loaded), file=sys.stderr)
+        print(self.report(), file=sys.stderr)
+        return cli.EXIT_ERROR if any(answer.error for answer in self.answers) else 0
+
+    def step(self, every: int) -> bool:
+        """Let a prompt arrive if one is due, then make a step; False if nothing is left to do."""
+        requests, due = self.engine.requests, self.steps % every == 0
+        while self.coming and (due or not requests):
+            self.arrive(self.coming.popleft())
+            due = False
+        if not (unfinished := len(requests)):
+            return False
+        self.engine.step()
+        self.ended = len(requests) < unfinished
+        self.count(self.engine.steps[-1])
+        return True
+
+    def arrive(self, answers: list[Answer]) -> None:
+        """Pass the samples of a prompt to the engine; every third prompt is urgent."""
+        self.arrived += 1
+        if answers[0].error:  # the tokenizer rejected it
+            return
+        params = [self.params[answer.number - 1] for answer in answers]
+        try:
+            requests = self.add(answers, params, NORMAL if self.arrived % 3 else URGENT)
+        except UserError as error:
+            for answer in answers:
+                answer.refuse(error)
+            return
+        for answer, request in zip(answers, requests, strict=True):
+            answer.output = request.output
+            self.requests[request.id] = request
+
+    def rate(self) -> str:
+        """Tokens per second so far."""
+        return f"{sum(answer.tokens for answer in self.answers) / self.seconds:.1f} tok/s"
+
+    def name(self, request: Any) -> str:
+        """The number of a request's answer, marked if it is urgent and the policy heeds that."""
+        urgent = self.engine.scheduler.policy == "priority" and request.priority == URGENT
+        return f"{request.id}{'!' * urgent}"
+
+    def queues(self, width: int, waiting: Sequence[str]) -> list[Text]:
+        """The last two lines of a view: waiting prompts, then ended ones."""
+        named = ", ".join(waiting[:MOST_NAMED]) or "none"
+        ended = [
+            f"{each.number} {each.finish_reason}" for each in self.answers if each.finish_reason
+        ]
+        words = f"waiting: {named}; {sum(map(len, self.coming))} still to come"
+        return [
+            line(width, (words, width, "")),
+            line(width, ("ended: ", 7, ""), text=", ".join(ended[-MOST_NAMED:])),
+        ]
+
+
+def state(record: Any) -> tuple[str, str]:
+    """What a request did in a step, by its record, and the style to show it in."""
+    if record.finish_reason:
+        return f"ended: {record.finish_reason}", "dim"
+    if record.prefill_tokens:
+        return f"prefill {record.prefill_tokens}", "yellow"
+    return "decode", "green"
+
+
+def print_ended(answers: Sequence[Answer]) -> list[Answer]:
+    """Print the answers that have ended; returns the others."""
+    for answer in answers:
+        if answer.finish_reason:
+            answer.print()
+    return [answer for answer in answers if not answer.finish_reason]
+
+
+# ---- the screen ---------------------------------------------------------------------------------
 
 
 class Screen:
-    """A part of the terminal that is drawn over and over, and is gone at the end.
+    """A part of the terminal that is redrawn again and again, and erased at the end.
 
-    draw: (width, height) -> lines made by `line`. What is more than the terminal's height is cut off. Where standard output
-    is no terminal, `shown` is False and nothing is ever drawn.
+    draw: (width, height) -> lines made by `line`, cut off at the terminal's height. If standard
+    output is not a terminal, `shown` is False and nothing is drawn.
     """
 
     def __init__(self, draw: Draw) -> None:
         self.shown = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._next = 0.0
+        terminal = Console(force_terminal=True, highlight=False)
         self._live = Live(
             _View(draw),
-            console=Console(force_terminal=True, highlight=False)
-            if self.shown
-            else Console(quiet=True),
-            auto_refresh=False,  # a thread that draws when it likes would take its time from the step that is running
+            console=terminal if self.shown else Console(quiet=True),
+            auto_refresh=False,  # a thread that draws would take its time from a running step
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
@@ -133,27 +346,26 @@ class Screen:
             self._live.stop()
 
     def refresh(self) -> None:
-        """Draw anew, if the last time is long enough ago. Cheap, so that it may be called after every token."""
+        """Redraw if the last frame is old enough. Cheap: call it after every token."""
         if self.shown and (now := time.perf_counter()) >= self._next:
             self._live.refresh()
             self._next = now + 1 / FRAMES
 
 
 class _View:
-    """Asks for the lines at the moment of drawing: the terminal may have changed its size since the last time."""
+    """Asks for the lines when it draws: the size of the terminal may have changed."""
 
     def __init__(self, draw: Draw) -> None:
         self.draw = draw
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        height = max(
-            1, console.size.height - 1
-        )  # the cursor stands below the last line, and must not make the screen scroll
+        # The cursor is below the last line, and must not make the screen scroll.
+        height = max(1, console.size.height - 1)
         yield Group(*self.draw(options.max_width, height)[:height])
 
 
 def line(width: int, *cells: tuple[str, int, str], text: str = "", style: str = "") -> Text:
-    """One line: cells of (words, width, style), then as much of the end of `text` as there is room for."""
+    """One line: cells of (words, width, style), then as much of the end of `text` as fits."""
     drawn = Text(no_wrap=True, overflow="crop")
     for words, size, look in cells:
         drawn.append(set_cell_size(_clean(words), max(0, min(size, width - drawn.cell_len))), look)
@@ -162,7 +374,7 @@ def line(width: int, *cells: tuple[str, int, str], text: str = "", style: str = 
 
 
 def tail(text: str, width: int) -> str:
-    """The end of a text, at most `width` cells of it, on one line and harmless to the terminal."""
+    """The end of a text, at most `width` cells, on one line and harmless to the terminal."""
     if width < 1:
         return ""
     end = _clean(text[-width:])
@@ -172,12 +384,13 @@ def tail(text: str, width: int) -> str:
 
 
 def visible(answers: Sequence[Answer], room: int) -> list[Answer]:
-    """At most `room` of the answers, in their order: those that have ended give way first, then those at the end."""
+    """At most `room` answers, in order: ended ones are left out first, then those at the end."""
     ended = [answer for answer in answers if answer.finish_reason]
-    gone = set(ended[: max(0, len(answers) - room)])
-    return [answer for answer in answers if answer not in gone][: max(0, room)]
+    hidden = set(ended[: max(0, len(answers) - room)])
+    return [answer for answer in answers if answer not in hidden][: max(0, room)]
 
 
 def _clean(text: str) -> str:
-    # A model may say any character: an escape sequence must not reach the terminal, and a newline must not make two lines.
+    # A model may emit any character: an escape sequence must not reach the terminal, and a newline
+    # must not start another line.
     return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -1,14 +1,11 @@
-"""Stage 05 on the command line: `python -m stage05_paged`. Prompts arrive over time, and share a pool of blocks."""
+"""Stage 05 on the command line: prompts arrive over time and share a pool of blocks."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from array import array
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
@@ -18,21 +15,12 @@ from shared.errors import UserError
 from stage01_forward.generation import Token
 from stage01_forward.model import load_model
 from stage01_forward.sampling import SamplingParams
-from stage04_continuous.__main__ import (
-    BUDGET,
-    EVERY,
-    MOST_NAMED,
-    NORMAL,
-    PAUSE,
-    URGENT,
-    print_ended,
-)
 from stage04_continuous.request import Request
 from stage04_continuous.scheduler import POLICIES
 
 from . import blockmap
 from .blocks import BlockPool
-from .engine import SEQUENCES, Engine
+from .engine import SEQUENCES, BlocksRecord, Engine
 from .memory import (
     block_bytes,
     default_memory,
@@ -44,17 +32,22 @@ from .memory import (
 )
 from .scheduler import PREEMPTIONS, Scheduler
 
-ABOUT = "Stage 05, paged cache: memory is taken a block at a time, shared where texts begin alike, and given back."
+ABOUT = (
+    "Stage 05, paged cache: memory is taken a block at a time, shared by prompts with the same "
+    "beginning, and given back."
+)
 MOST_SEQUENCES = 4096
 MOST_SAMPLES = 256
-SHOWN = 640  # tokens that the pool holds for the built-in prompts: too few for all of them, so that somebody must give way
-MOST_CELLS = 4_000_000  # blocks times passes in a picture; one of more could not be opened
+SHOWN = 640  # tokens in the pool for the built-in prompts: too few for all, to show preemption
+MOST_CELLS = 4_000_000  # blocks times passes in a picture; viewers cannot open a larger one
 BEGINNING = (
-    "In a house on the hill lived Hugo, a merry boy with muddy shoes. Hugo collected feathers and kept them in a wooden chest. "
-    "One morning Hugo met a mouse on the path to the garden. It carried a tiny bag and looked very tired. "
-    '"Why are you so sad?" asked Hugo. "Last night the water took my house," said the mouse, "and I have nowhere to sleep."'
+    "In a house on the hill lived Hugo, a merry boy with muddy shoes. Hugo collected feathers and "
+    "kept them in a wooden chest. One morning Hugo met a mouse on the path to the garden. It "
+    'carried a tiny bag and looked very tired. "Why are you so sad?" asked Hugo. "Last night the '
+    'water took my house," said the mouse, "and I have nowhere to sleep."'
 )
-# With the most tokens that each may get. Those with the same beginning meet while it is in use, and again when it is only kept.
+# With the most tokens of each answer. Those with the same beginning meet while it is owned, and
+# again when it is only cached.
 PROMPTS = (
     (BEGINNING, 120),
     ("Once upon a time", 200),
@@ -71,75 +64,39 @@ PROMPTS = (
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that only this stage has."""
-    group = parser.add_argument_group("several prompts")
-    cli.add_prompts(group)
+def make_parser() -> cli.Parser:
+    examples = (
+        "--map blocks.svg",
+        '"Once upon a time" --samples 4 --temperature 0.8',
+        "--prompts prompts.txt --kv-memory 8MiB",
+    )
+    parser = cli.generation_parser("stage05_paged", ABOUT, *examples)
+    group = live.add_options(parser, "sequence", POLICIES)
     group.add_argument(
         "--samples",
         type=cli.whole_number(1, MOST_SAMPLES),
         default=1,
         metavar="N",
-        help="N answers to each prompt, which is computed once and shared; as if each stood there N times; needs a --temperature "
-        "above 0; default %(default)s",
+        help="answers to each prompt, which is computed once and shared; the same answers as for "
+        "N equal prompts; needs a --temperature above 0; default %(default)s",
     )
     group.add_argument(
         "--sequences",
         type=cli.whole_number(1, MOST_SEQUENCES),
         metavar="N",
-        help=f"most answers that grow at a time, if there is memory for them; default {SEQUENCES}, and 1 for one prompt",
+        help="most answers that grow at a time, if memory allows; "
+        f"default {SEQUENCES}, and 1 for one prompt",
     )
     group.add_argument(
-        "--budget",
-        type=cli.whole_number(1, cli.MOST_TOKENS),
-        metavar="N",
-        help=f"most tokens computed in a step, at least one a sequence; default {BUDGET}, or the number of sequences if that is "
-        "more",
-    )
-    chunks = group.add_mutually_exclusive_group()
-    chunks.add_argument(
-        "--max-chunk",
-        type=cli.whole_number(1, cli.MOST_TOKENS),
-        metavar="N",
-        help="most tokens of one prompt in a step; default is what the budget has left",
-    )
-    chunks.add_argument(
-        "--no-chunks",
-        action="store_true",
-        help="compute a prompt whole or not at all, so that none may be longer than the budget",
-    )
-    group.add_argument(
-        "--policy",
-        choices=POLICIES,
-        default=POLICIES[0],
-        help="who is let in first, and keeps memory longest: fcfs is first come, first served; with priority, every third prompt "
-        "is urgent, marked !, and goes before the others; default %(default)s",
-    )
-    group.add_argument(
-        "--every",
-        type=cli.whole_number(1, cli.MOST_TOKENS),
-        default=EVERY,
-        metavar="N",
-        help="a new prompt arrives every N steps, and at once where nothing is left to do; default %(default)s",
-    )
-    group.add_argument(
-        "--pause",
-        type=cli.number(0, 60),
-        metavar="SECONDS",
-        help=f"wait after each step, to watch; it does not count as time; default 0, and {PAUSE:g} for the built-in prompts on a "
-        "terminal",
-    )
-    group.add_argument(
-        "--map",
-        metavar="FILE.svg",
-        help="draw the blocks by steps: who had which, shared and cached ones",
+        "--map", metavar="FILE.svg", help="draw the blocks by steps: owned, shared and cached ones"
     )
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--kv-memory",
         metavar="SIZE",
-        help="memory for keys and values: 512MiB, 2GB, or 25%% for a share of what is free; default is enough for --sequences "
-        f"whole contexts, but at most half of what is free, and only {SHOWN} tokens for the built-in prompts",
+        help="memory for keys and values: 512MiB, 2GB, or 25%% for a share of the free memory; "
+        "default is enough for --sequences whole contexts, but at most half of the free memory, "
+        f"and only {SHOWN} tokens for the built-in prompts",
     )
     group.add_argument(
         "--block-size",
@@ -153,50 +110,46 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=cli.number(0, 0.99),
         default=0.01,
         metavar="SHARE",
-        help="share of the blocks that stays free when a prompt is let in beside others, so that these can grow; "
-        "default %(default)g",
+        help="share of the blocks that stays free when a prompt is admitted beside others, so "
+        "that these can grow; default %(default)g",
     )
     group.add_argument(
         "--preemption",
         choices=PREEMPTIONS,
         default=PREEMPTIONS[0],
-        help="when memory runs out, whoever came last gives theirs back: recompute throws the keys and values away, swap moves "
-        "them to the CPU's memory, and auto takes what costs less time here; default %(default)s",
+        help="when memory runs out, the last prompt in the order of --policy gives its blocks "
+        "back: recompute discards its keys and values, swap moves them to the CPU's memory, auto "
+        "takes the cheaper; default %(default)s",
     )
     group.add_argument(
         "--swap-memory",
         metavar="SIZE",
-        help="CPU memory to swap to, given as --kv-memory is; 0 is none; default is as much as the cache has, or half of what is "
-        "free if that is less, and none for one prompt, which nobody disturbs",
+        help="CPU memory to swap to, in the units of --kv-memory; 0 is none; default is the size "
+        "of the cache, but at most half of the free memory, and none for one prompt, which is "
+        "never preempted",
     )
     group.add_argument(
         "--no-prefix-cache",
         action="store_true",
-        help="do not look for blocks that hold the same beginning, and keep none",
+        help="do not share blocks that hold the same beginning, and keep none",
     )
     group.add_argument(
         "--sanitize",
         action="store_true",
         help="check after every step that no block is lost or shared by mistake; slow",
     )
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    examples = (
-        "--map blocks.svg",
-        '"Once upon a time" --samples 4 --temperature 0.8',
-        "--prompts prompts.txt --kv-memory 8MiB",
-    )
-    parser = cli.generation_parser("stage05_paged", ABOUT, *examples)
-    add_options(parser)
-    options = parser.parse_args(argv)
+    options = make_parser().parse_args(argv)
     path = None if options.map is None else cli.output_file(options.map, ".svg")
     prompts = cli.read_prompts(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
     if options.samples > 1 and sampling.temperature == 0:
         raise UserError(
-            f"At temperature 0 all {options.samples} samples would be the same: give a --temperature such as 0.8, or leave "
-            "--samples out."
+            f"At temperature 0 all {options.samples} samples would be the same: give a "
+            "--temperature such as 0.8, or leave --samples out."
         )
     alone = isinstance(prompts, str) and options.samples == 1
     loaded = cli.load_model_from(options, load_model)
@@ -208,30 +161,26 @@ def main(argv: list[str] | None = None) -> int:
         cli.speak(film or engine, loaded, prompts, sampling)
     else:
         print(plan(engine), file=sys.stderr, flush=True)
-        show = Show(
-            engine,
-            loaded,
-            [prompts] if isinstance(prompts, str) else prompts,
-            sampling,
-            options.samples,
-            film,
-        )
-        status = show.run(options)
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        limits = [(text, sampling.max_tokens) for text in texts] if texts else PROMPTS
+        show = Show(engine, loaded, limits, sampling, options.samples)
+        show.film = film
+        status = show.run(options, pause=0 if prompts else live.PAUSE)
     if film and path:
         film.write(path)
     return status
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------
+# ---- memory -------------------------------------------------------------------------------------
 
 
 def make_engine(
     loaded: cli.Loaded, options: argparse.Namespace, alone: bool, built_in: bool
 ) -> Engine:
-    """The engine, with the memory that was asked for. `alone`: there is one prompt, and one answer to it; `built_in`: the
-    prompts are this stage's own.
+    """The engine, with the memory that the options give.
 
-    Raises UserError for memory that is not there, and for settings that cannot work.
+    alone: there is one prompt with one answer. built_in: the prompts are this stage's own.
+    Raises UserError if there is less memory, and for invalid settings.
     """
     config, dtype = loaded.config, loaded.dtype
     sequences = options.sequences or (1 if alone else SEQUENCES)
@@ -246,10 +195,7 @@ def make_engine(
     scheduler = Scheduler(
         pool,
         sequences,
-        options.budget or max(BUDGET, sequences),
-        options.policy,
-        options.max_chunk,
-        chunked=not options.no_chunks,
+        **live.scheduling(options, sequences),
         prefix_caching=not options.no_prefix_cache,
         watermark=options.watermark,
         preemption=options.preemption,
@@ -257,61 +203,60 @@ def make_engine(
     )
     try:
         return Engine(loaded.model, scheduler=scheduler, sanitize=options.sanitize)
-    except (
-        MemoryError,
-        RuntimeError,
-    ) as error:  # PyTorch says the latter, of a CPU's memory and of a GPU's
+    except (MemoryError, RuntimeError) as error:  # PyTorch raises the latter, on CPU and GPU
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
         raise UserError(
-            f"{size(memory)} of memory for the cache cannot be had: give a smaller --kv-memory, or a smaller --swap-memory."
+            f"{size(memory)} of memory for the cache cannot be allocated: "
+            "give a smaller --kv-memory, or a smaller --swap-memory."
         ) from None
 
 
 def swap_pool(
     loaded: cli.Loaded, options: argparse.Namespace, pool: BlockPool, alone: bool
 ) -> BlockPool | None:
-    """The blocks to swap to; None where nobody will."""
+    """The blocks to swap to; None if no request will be swapped."""
     if options.preemption == "recompute":
         if options.swap_memory is not None:
             raise UserError(
-                "With --preemption recompute nothing is swapped: leave --swap-memory out, or choose swap or auto."
+                "With --preemption recompute nothing is swapped: leave --swap-memory out, "
+                "or choose swap or auto."
             )
         return None
     if options.swap_memory is None and alone and options.preemption == "auto":
         return None
     config, dtype, block_size = loaded.config, loaded.dtype, options.block_size
-    free = free_memory()
-    if loaded.device.type != "cuda":  # the cache is to be in the same memory
-        free = max(0, free - pool.count * block_bytes(config, dtype, block_size))
-    each = block_bytes(config, dtype, block_size)
+    one, free = block_bytes(config, dtype, block_size), free_memory()
+    if loaded.device.type != "cuda":  # the cache will be in the same memory
+        free = max(0, free - pool.count * one)
     if options.swap_memory is None:
-        memory = min(pool.count * each, free // 2)
+        memory = min(pool.count * one, free // 2)
     else:
         memory = parse_memory(options.swap_memory, free)
-        if 0 < memory < each:
+        if 0 < memory < one:
             raise UserError(
-                f"A block takes {size(each)}, and --swap-memory is {size(memory)}: give more, or 0 for none."
+                f"A block takes {size(one)}, and --swap-memory is {size(memory)}: "
+                "give more, or 0 for none."
             )
-    return make_pool(memory, config, dtype, block_size) if memory >= each else None
+    return make_pool(memory, config, dtype, block_size) if memory >= one else None
 
 
 def plan(engine: Engine) -> str:
-    """One line: how much memory the cache has, in how many blocks, and how many sequences that is enough for."""
+    """One line: memory of the cache, its blocks, and the sequences that fit."""
     scheduler, config, dtype = engine.scheduler, engine.model.config, engine.model.dtype
     pool, swap = scheduler.pool, scheduler.swap_pool
     whole = most_sequences(pool, config.n_positions)
-    bytes_a_block = block_bytes(config, dtype, pool.block_size)
+    one = block_bytes(config, dtype, pool.block_size)
     words = [
-        f"KV cache: {size(pool.count * bytes_a_block)} in {pool.count} blocks of {pool.block_size} tokens",
+        f"KV cache: {size(pool.count * one)} in {pool.count} blocks of {pool.block_size} tokens",
         f"room for {whole} whole context{'' if whole == 1 else 's'} of {config.n_positions} tokens",
         f"at most {scheduler.max_sequences} sequences at a time",
-        f"swap: {size(swap.count * bytes_a_block)} in {swap.count} blocks" if swap else "no swap",
+        f"swap: {size(swap.count * one)} in {swap.count} blocks" if swap else "no swap",
     ]
     return f"[{'; '.join(words)}]"
 
 
-# ---- the run ----------------------------------------------------------------------------------------------------
+# ---- the run ------------------------------------------------------------------------------------
 
 
 class Film:
@@ -324,15 +269,15 @@ class Film:
         self.room = max(1, MOST_CELLS // engine.scheduler.pool.count)
 
     def take(self) -> None:
-        """Keep the map as it is now, if there is room for one more."""
+        """Add the current map, if there is room for one more."""
         self.seen += 1
         if self.seen <= self.room:
             self.frames.append(array("i", blockmap.blockmap(self.engine.scheduler)))
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams, /) -> Iterator[Token]:
-        """As the engine's, with a frame taken after every step."""
+        """The engine's `stream`, with a frame taken after every step."""
         request = self.engine.add(Request(prompt, sampling))
-        while self.engine.scheduler.unfinished:
+        while self.engine.requests:
             tokens = self.engine.step()
             self.take()
             yield from (token for _, token in tokens)
@@ -340,7 +285,7 @@ class Film:
             raise UserError(request.output.error)
 
     def write(self, path: Path) -> None:
-        """Draw it. Raises UserError if the file cannot be written."""
+        """Draw the picture. Raises UserError if the file cannot be written."""
         if not self.frames:
             print("[no step was made, so no map is written]", file=sys.stderr)
             return
@@ -349,253 +294,131 @@ class Film:
         pool, shown = self.engine.scheduler.pool, len(self.frames)
         passes = f"the first {shown} of {self.seen}" if shown < self.seen else f"{shown}"
         title = f"{pool.count} blocks of {pool.block_size} tokens, {passes} passes"
-        try:
-            path.write_bytes(charts.render(blockmap.picture(self.frames, title)))
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be written ({error.strerror}): name another place."
-            ) from None
-        print(f"[written: {path}]", file=sys.stderr)
+        cli.write_file(path, charts.render(blockmap.picture(self.frames, title)))
 
 
-class Show:
-    """A run of several prompts: `run` makes the steps, `view` draws what the blocks and the sequences are doing."""
+class Show(live.Show):
+    """A run that shows what blocks and sequences do."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        loaded: cli.Loaded,
-        prompts: Sequence[str] | None,
-        sampling: SamplingParams,
-        samples: int = 1,
-        film: Film | None = None,
-    ) -> None:
-        self.engine, self.loaded, self.film = engine, loaded, film
-        self.built_in = prompts is None
-        texts = [(text, sampling.max_tokens) for text in prompts] if prompts else PROMPTS
-        self.answers: list[live.Answer] = []
-        self.params: list[SamplingParams] = []
-        self.coming: deque[list[live.Answer]] = deque()  # the samples of a prompt arrive together
-        for text, limit in texts:
-            group = [
-                live.Answer(len(self.answers) + number, text, loaded)
-                for number in range(1, samples + 1)
-            ]
-            for answer in group:
-                params = cli.sampling_of(sampling, answer.number - 1)
-                self.params.append(replace(params, max_tokens=min(limit, sampling.max_tokens)))
-            self.answers += group
-            self.coming.append(group)
-        self.asked: dict[str, tuple[live.Answer, Request]] = {}  # by the request's id
-        self.groups = 0  # prompts that have arrived
-        self.steps, self.peak, self.seconds = (
-            0,
-            0,
-            0.0,
-        )  # of all steps; the engine forgets the oldest some day
+    film: Film | None = None
+    peak = 0  # most blocks owned in a step
 
-    def run(self, options: argparse.Namespace) -> int:
-        """Answer all prompts, show and print them; returns the exit status, 2 if a prompt was unfit."""
-        unprinted = list(self.answers)
-        with live.Screen(self.view) as screen:
-            pause = (
-                options.pause
-                if options.pause is not None
-                else PAUSE
-                if self.built_in and screen.shown
-                else 0
-            )
-            while self.step(options.every):
-                screen.refresh()
-                if not screen.shown and any(
-                    each.finish_reason for each in self.engine.steps[-1].sequences
-                ):
-                    unprinted = print_ended(unprinted)
-                time.sleep(pause)
-        print_ended(unprinted)
-        print(live.summary(self.answers, self.steps, self.seconds, self.loaded), file=sys.stderr)
-        print(self.memory_summary(), file=sys.stderr)
-        return cli.EXIT_ERROR if any(answer.error for answer in self.answers) else 0
+    def add(
+        self, answers: list[live.Answer], params: list[SamplingParams], priority: int
+    ) -> list[Request]:
+        names = [str(answer.number) for answer in answers]
+        requests = self.engine.add_samples(answers[0].ids, params, ids=names)
+        for request in requests:
+            request.priority = priority
+        return requests
 
-    def step(self, every: int) -> bool:
-        """Let a prompt arrive if it is time, and make one step; False if nothing is left to do."""
-        due = self.steps % every == 0
-        while self.coming and (due or not self.engine.scheduler.unfinished):
-            self.arrive(self.coming.popleft())
-            due = False
-        if not self.engine.scheduler.unfinished:
-            return False
-        self.engine.step()
-        newest = self.engine.steps[-1]
-        self.steps, self.seconds = self.steps + 1, self.seconds + newest.seconds
-        self.peak = max(self.peak, newest.owned_blocks)
+    def count(self, record: BlocksRecord) -> None:
+        super().count(record)
+        self.peak = max(self.peak, record.owned_blocks)
         if self.film:
             self.film.take()
-        return True
 
-    def arrive(self, group: Sequence[live.Answer]) -> None:
-        """Hand the samples of a prompt to the engine."""
-        self.groups += 1
-        if group[0].error:  # it could not be cut into tokens
-            return
-        try:
-            requests = self.engine.add_samples(
-                group[0].ids, [self.params[answer.number - 1] for answer in group]
-            )
-        except UserError as error:
-            for answer in group:
-                answer.refuse(error)
-            return
-        for answer, request in zip(group, requests, strict=True):
-            request.priority = (
-                URGENT if self.groups % 3 == 0 else NORMAL
-            )  # the policy "fcfs" does not look at it
-            answer.output = request.output
-            self.asked[request.id] = answer, request
-
-    def memory_summary(self) -> str:
-        """One line: blocks in use, what was found, and what was taken away; what is still owned at the end is lost."""
+    def report(self) -> str:
+        # After the run no request owns a block: any that is still owned was lost.
         pool, swap = self.engine.scheduler.pool, self.engine.scheduler.swap_pool
         leaked = pool.owned + (swap.owned if swap else 0)
-        return f"[at most {self.peak} of {pool.count} blocks in use; {self.counts()}; {leaked} blocks leaked]"
+        peak = f"at most {self.peak} of {pool.count} blocks in use"
+        return f"[{peak}; {self.counts()}; {leaked} blocks leaked]"
 
     def counts(self) -> str:
-        """What has happened to the blocks so far."""
+        """Counters since start."""
         counts, evictions = self.engine.scheduler.counts, self.engine.scheduler.pool.evictions
         return (
-            f"hit rate {100 * counts.hit_rate:.1f} %, {counts.copies} copied, {evictions} evicted; {counts.preemptions} "
-            f"preemptions, {counts.recomputed} to recompute and {counts.swapped_out} swapped"
+            f"hit rate {100 * counts.hit_rate:.1f} %, {counts.copies} copied, {evictions} evicted; "
+            f"{counts.preemptions} preemptions, {counts.recomputed} to recompute and "
+            f"{counts.swapped_out} swapped"
         )
 
-    # ---- what the terminal shows ------------------------------------------------------------------------------------
-
     def view(self, width: int, height: int) -> list[Text]:
-        """A line on the step, one on the counts, the map, a line for each sequence, who waits, and who has ended."""
+        """Lines on the step and the counters, the map, a line for each sequence, the queues."""
         if not self.steps:
             return []
         newest, scheduler = self.engine.steps[-1], self.engine.scheduler
-        tokens = sum(answer.tokens for answer in self.answers)
         head = (
-            f"step {self.steps}: {newest.rows} sequences, {newest.prefill_tokens} prefill and {newest.decode_tokens} decode "
-            f"tokens, {newest.owned_blocks} of {scheduler.pool.count} blocks in use; so far {tokens / self.seconds:.1f} tok/s"
+            f"step {self.steps}: {newest.rows} sequences, {newest.prefill_tokens} prefill and "
+            f"{newest.decode_tokens} decode tokens, {newest.owned_blocks} of "
+            f"{scheduler.pool.count} blocks in use; so far {self.rate()}"
         )
-        drawn = [live.line(width, (head, width, "")), live.line(width, (self.counts(), width, ""))]
         room = max(2, height - 6)  # for map and sequences
-        drawn += blockmap.lines(blockmap.blockmap(scheduler), width, max(1, room // 2))
-        drawn.append(live.line(width, (f"({blockmap.KEY})", width, "dim")))
+        blocks = blockmap.lines(blockmap.blockmap(scheduler), width, max(1, room // 2))
+        room -= len(blocks)
         sequences = self.sequences(width)
-        room -= len(drawn) - 3
-        drawn.append(row(width, " ", "prompt", "state", "tokens", "blocks", "text", "bold"))
-        cut = len(sequences) > room
-        drawn += sequences[: max(0, room - 1) if cut else room]
-        if cut:
-            drawn.append(
-                live.line(
-                    width, (f"and {len(sequences) - max(0, room - 1)} more sequences", width, "dim")
-                )
-            )
-        # Or what is below would jump up and down as they come and go.
-        drawn += [Text() for _ in range(min(room, scheduler.max_sequences) - len(sequences))]
-        drawn.append(
-            live.line(
-                width,
-                (
-                    f"waiting: {self.waiting()}; {sum(map(len, self.coming))} still to come",
-                    width,
-                    "",
-                ),
-            )
-        )
-        ended = [
-            f"{answer.number} {answer.finish_reason}"
-            for answer in self.answers
-            if answer.finish_reason
+        shown = len(sequences) if len(sequences) <= room else max(0, room - 1)
+        lines = [
+            live.line(width, (head, width, "")),
+            live.line(width, (self.counts(), width, "")),
+            *blocks,
+            live.line(width, (f"({blockmap.KEY})", width, "dim")),
+            row(width, (" ", ""), "prompt", ("state", "bold"), "tokens", "blocks", "text"),
+            *sequences[:shown],
         ]
-        drawn.append(live.line(width, ("ended: ", 7, ""), text=", ".join(ended[-MOST_NAMED:])))
-        return drawn
+        if shown < len(sequences):
+            words = f"and {len(sequences) - shown} more sequences"
+            lines.append(live.line(width, (words, width, "dim")))
+        # Without empty lines, those below would jump up and down as sequences come and go.
+        empty = min(room, scheduler.max_sequences) - len(sequences)
+        return lines + [Text()] * empty + self.queues(width, self.waiting())
 
     def sequences(self, width: int) -> list[Text]:
         """A line for each request that runs or took part in the last step, by arrival."""
         scheduler = self.engine.scheduler
-        states = {each.id: ("no room in budget", "yellow") for each in scheduler.running}
-        for id in states:
-            if (request := self.asked[id][1]).output.token_ids and request.remaining == 1:
-                states[id] = (
-                    "prompt is shared",
-                    "green",
-                )  # a sample: another one has just computed it
-        for each in self.engine.steps[-1].sequences:
-            states[each.request_id] = (
-                (f"prefill {each.prefill_tokens}", "yellow")
-                if each.prefill_tokens
-                else ("decode", "green")
-            )
-            if each.finish_reason:
-                states[each.request_id] = f"ended: {each.finish_reason}", "dim"
-        drawn = []
-        for id in sorted(states, key=lambda id: self.asked[id][1].arrival):
-            (answer, request), (state, style) = self.asked[id], states[id]
-            blocks = (
-                str(len(scheduler.tables[request].blocks)) if request in scheduler.tables else "-"
-            )
-            sign, colour = blockmap.mark(request.arrival), blockmap.look(request.arrival)
-            drawn.append(
-                row(
-                    width,
-                    sign,
-                    str(answer.number),
-                    state,
-                    str(answer.tokens),
-                    blocks,
-                    answer.text(),
-                    style,
-                    colour,
-                )
-            )
-        return drawn
+        states = {}
+        for request in scheduler.running:
+            states[request.id] = "no room in budget", "yellow"
+            if request.output.token_ids and request.remaining == 1:
+                # A sample: another request has just computed its prompt.
+                states[request.id] = "prompt is shared", "green"
+        for record in self.engine.steps[-1].sequences:
+            states[record.request_id] = live.state(record)
+        lines = []
+        for request in sorted(map(self.requests.get, states), key=lambda request: request.arrival):
+            mark = blockmap.mark(request.arrival), blockmap.look(request.arrival)
+            table, answer = scheduler.tables.get(request), self.answers[int(request.id) - 1]
+            blocks = str(len(table.blocks)) if table else "-"
+            cells = mark, request.id, states[request.id], str(answer.tokens), blocks
+            lines.append(row(width, *cells, answer.text()))
+        return lines
 
-    def waiting(self) -> str:
-        """Who waits, and for what."""
+    def waiting(self) -> list[str]:
+        """The waiting requests, each with the reason that it waits."""
         scheduler = self.engine.scheduler
-        urgent = "!" if scheduler.policy == "priority" else ""
         first = {
             sample: leader for leader, samples in scheduler.samples.items() for sample in samples
         }
-        named = []
-        for request in [*scheduler.waiting, *first][:MOST_NAMED]:
+        names = []
+        for request in [*scheduler.waiting, *first][: live.MOST_NAMED]:
             why = ""
             if request in scheduler.swapped:
                 why = " (swapped out)"
             elif request in first:
-                why = f" (for {self.asked[first[request].id][0].number})"
+                why = f" (for {first[request].id})"
             elif request.output.token_ids:
                 why = " (again)"
-            named.append(
-                f"{self.asked[request.id][0].number}{urgent * (request.priority == URGENT)}{why}"
-            )
-        return ", ".join(named) or "nobody"
+            names.append(self.name(request) + why)
+        return names
 
 
 def row(
     width: int,
-    sign: str,
+    mark: tuple[str, str],
     name: str,
-    state: str,
+    state: tuple[str, str],
     tokens: str,
     blocks: str,
     text: str,
-    look: str,
-    colour: str = "",
 ) -> Text:
-    """A line of the table of sequences."""
-    cells = (
-        (sign, 1, colour),
-        (f"{name:>7}", 9, "bold"),
-        (state, 19, look),
-        (f"{tokens:>6}", 8, ""),
-        (f"{blocks:>6}", 8, ""),
-    )
-    return live.line(width, *cells, text=text, style=look if look in ("dim", "bold") else "")
+    """A line of the table of sequences; `mark` and `state` come with their styles."""
+    sign, colour = mark
+    words, look = state
+    cells = ((sign, 1, colour), (f"{name:>7}", 9, "bold"), (words, 19, look))
+    numbers = ((f"{tokens:>6}", 8, ""), (f"{blocks:>6}", 8, ""))
+    style = look if look in ("dim", "bold") else ""
+    return live.line(width, *cells, *numbers, text=text, style=style)
 
 
 if __name__ == "__main__":

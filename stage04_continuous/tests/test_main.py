@@ -1,4 +1,4 @@
-"""The command line of stage 04: prompts that arrive over time, the chart and the trace, and what is refused."""
+"""The command line of stage 04: prompts that arrive over time, chart and trace, and errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from shared import cli, paths
+from shared import cli, live, paths
 from shared.tests.test_cli import FIELDS, make_folder
 from shared.tokenizer import ByteTokenizer
 from stage01_forward.sampling import SamplingParams
@@ -24,6 +25,23 @@ from stage04_continuous import __main__ as stage
 from stage04_continuous.engine import Engine
 from stage04_continuous.scheduler import Scheduler
 
+ALONE = ["hello", "a", "a longer prompt", "b", "a longer prompt!"]
+
+
+def caller(main: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """call(lines, *options) -> (status, stdout, stderr) with --prompts; a string is one prompt."""
+
+    def call(lines: list[str] | str, *options: str) -> tuple[int, str, str]:
+        file = folder.parent / "prompts.txt"
+        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        prompts = [lines] if isinstance(lines, str) else ["--prompts", str(file)]
+        model = ["--model", str(folder), "--dtype", "float64", "--linear", "plain"]
+        with pytest.raises(SystemExit) as exit:
+            cli.run(main, [*prompts, *model, *options])
+        return (exit.value.code, *capsys.readouterr())  # type: ignore[return-value]
+
+    return call
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,47 +49,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, folder: Path) -> Any:
-    """call(lines, *options) -> (status, standard output, standard error) of --prompts with these lines."""
-
-    def run(lines: list[str], *options: str) -> tuple[int, str, str]:
-        (tmp_path / "prompts.txt").write_text(
-            "".join(f"{line}\n" for line in lines), encoding="utf-8"
-        )
-        arguments = [
-            "--prompts",
-            str(tmp_path / "prompts.txt"),
-            "--model",
-            str(folder),
-            "--dtype",
-            "float64",
-            *options,
-        ]
-        with pytest.raises(SystemExit) as exit:
-            cli.run(stage.main, arguments)
-        return (exit.value.code, *capsys.readouterr())  # type: ignore[return-value]
-
-    return run
+def call(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    return caller(stage.main, folder, capsys)
 
 
-def show(
-    model: Any,
-    slots: int,
-    prompts: list[str],
-    budget: int = 64,
-    policy: str = "fcfs",
-    most: int = 9,
-) -> stage.Show:
-    loaded = cli.Loaded(
-        model, ByteTokenizer(), model.config, "plain", torch.device("cpu"), model.dtype
+def loaded(model: Any) -> cli.Loaded:
+    device = torch.device("cpu")
+    return cli.Loaded(model, ByteTokenizer(), model.config, "plain", device, model.dtype)
+
+
+def show(model: Any, slots: int, prompts: list[str], most: int = 9, **settings: Any) -> stage.Show:
+    engine = Engine(
+        model, eos_ids=(), scheduler=Scheduler(slots, **{"token_budget": 64} | settings)
     )
-    engine = Engine(model, eos_ids=(), scheduler=Scheduler(slots, budget, policy))
-    return stage.Show(
-        engine, loaded, slots, prompts, SamplingParams(max_tokens=most, ignore_eos=True)
-    )
+    sampling = SamplingParams(max_tokens=most, ignore_eos=True)
+    return stage.Show(engine, loaded(model), [(prompt, most) for prompt in prompts], sampling)
 
 
-# ---- what works -------------------------------------------------------------------------------------------------
+# ---- answers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,17 +79,12 @@ def show(
         ("--no-chunks", "--budget", "20"),
     ],
 )
-def test_every_prompt_is_answered_as_it_would_be_alone(call, folder, capsys, options):
-    lines = ["hello", "a", "a longer prompt", "hello", "b"]
+def test_every_prompt_is_answered_as_it_would_be_alone(call, options):
+    lines = [*ALONE[:4], "hello"]
     status, out, err = call(lines, "--max-tokens", "9", *options)
     assert status == 0 and sorted(answers(out)) == [1, 2, 3, 4, 5]
     for number, line in enumerate(lines, 1):
-        with pytest.raises(SystemExit):
-            cli.run(
-                stage.main,
-                [line, "--model", str(folder), "--dtype", "float64", "--max-tokens", "9"],
-            )
-        assert capsys.readouterr().out == answers(out)[number] + "\n"
+        assert call(line, "--max-tokens", "9")[1] == answers(out)[number] + "\n"
     speed = r"45 tokens in \d+ steps and \d+\.\d\d s, \d+\.\d tok/s"
     assert re.match(rf"\[5 prompts, {speed}, finish reasons: 5 length; model, float64", err)
 
@@ -112,185 +102,147 @@ def test_prompts_arrive_one_at_a_time(tiny_model):
     while run.step(5):
         arrived.append(4 - len(run.coming))
     assert arrived[:16] == [1] * 5 + [2] * 5 + [3] * 5 + [4]
-    assert [each.waiting for each in run.engine.steps][:16] == [0] * 10 + [1] * 5 + [2]
-    lonely = show(
-        tiny_model, 2, ["ab"] * 3, most=2
-    )  # each has ended long before the next is due, and nobody waits for it
-    while lonely.step(1000):
+    assert [step.waiting for step in run.engine.steps][:16] == [0] * 10 + [1] * 5 + [2]
+    idle = show(tiny_model, 2, ["ab"] * 3, most=2)  # each ends long before the next is due
+    while idle.step(1000):
         pass
-    assert lonely.steps == 6 and lonely.occupancy() == 50
+    assert idle.steps == 6 and idle.occupancy() == 50
 
 
 def test_urgent_prompts_go_first_under_the_policy_alone(tiny_model):
-    for policy, order in (("fcfs", [1, 2, 3, 4, 5, 6]), ("priority", [1, 3, 6, 2, 4, 5])):
-        run = show(tiny_model, 1, ["ab"] * 6, policy=policy, most=10)
+    for policy, order in (("fcfs", "123456"), ("priority", "136245")):
+        run = show(tiny_model, 1, ["ab"] * 6, most=10, policy=policy)
         while run.step(1):
             pass
-        started = list(
-            dict.fromkeys(each.request_id for step in run.engine.steps for each in step.slots)
-        )
-        assert started == [str(number) for number in order]
-
-
-def test_built_in_prompts_differ_in_length_and_in_limit(tiny_model):
-    run = stage.Show(
-        show(tiny_model, 1, ["a"]).engine,
-        show(tiny_model, 1, ["a"]).loaded,
-        1,
-        None,
-        SamplingParams(max_tokens=50),
-    )
-    assert [params.max_tokens for params in run.params] == [
-        min(50, limit) for _, limit in stage.PROMPTS
-    ]
-    assert len(run.answers) == 10 > stage.SLOTS
+        slots = [slot for step in run.engine.steps for slot in step.slots]
+        assert list(dict.fromkeys(slot.request_id for slot in slots)) == list(order)
 
 
 def test_a_seed_repeats_all_whatever_the_slots_and_equal_prompts_differ(call):
     options = ("--temperature", "1", "--max-tokens", "12", "--seed")
-    told = [
-        answers(call(["hello"] * 3, *options, "5", "--slots", slots)[1])
-        for slots in ("1", "2", "3")
-    ]
-    assert told[0] == told[1] == told[2] and len(set(told[0].values())) == 3
-    assert answers(call(["hello"] * 3, *options, "9")[1]) != told[0]
+    texts = [answers(call(["hello"] * 3, *options, "5", "--slots", n)[1]) for n in "123"]
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[0].values())) == 3
+    assert answers(call(["hello"] * 3, *options, "9")[1]) != texts[0]
 
 
-# ---- the live view ----------------------------------------------------------------------------------------------
+def test_without_a_prompt_the_built_in_stories_are_told(monkeypatch, capsys, tiny_model):
+    """With the embedded model, and nothing on standard input."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO())))
+    assert stage.main(["--max-tokens", "15", "--linear", "plain"]) == 0
+    out, err = capsys.readouterr()
+    texts = answers(out)
+    assert sorted(texts) == list(range(1, 11)) and re.search(r"\[4 slots, \d+\.\d % in use\]", err)
+    assert all(texts[number].startswith(text) for number, (text, _) in enumerate(stage.PROMPTS, 1))
+    engine = show(tiny_model, 1, []).engine
+    run = stage.Show(engine, loaded(tiny_model), stage.PROMPTS, SamplingParams(max_tokens=50))
+    assert [params.max_tokens for params in run.params].count(50) == 7 and len(run.params) == 10
+
+
+# ---- the live view ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 7), (30, 3), (5, 1)])
-def test_the_view_shows_what_the_records_say(tiny_model, width, height):
-    run = show(
-        tiny_model,
-        6,
-        ["a" * 20, "b", "c" * 12, "d", "e", "f", "g", "h"],
-        budget=10,
-        policy="priority",
-    )
+def test_the_view_shows_the_records(tiny_model, width, height):
+    prompts = ["a" * 20, "b", "c" * 12, "d", "a", "b", "c", "d"]
+    run = show(tiny_model, 4, prompts, token_budget=10, policy="priority")
     assert run.view(width, height) == []
-    states = set()
+    seen = set()
     while run.step(1):
-        lines = [line.plain for line in run.view(width, height)]
-        assert all(line.cell_len <= width for line in run.view(width, height))
+        view = run.view(width, height)
+        lines = [line.plain for line in view]
+        assert all(line.cell_len <= width for line in view)
         assert height < 6 or len(lines) <= height
         newest = run.engine.steps[-1]
-        assert f"step {run.steps}: {newest.rows} of 6 slots"[:width] in lines[0]
+        assert f"step {run.steps}: {newest.rows} of 4 slots"[:width] in lines[0]
         if height < 24:
             continue
-        for slot, line in enumerate(lines[2:8]):
-            each = next((each for each in newest.slots if each.slot == slot), None)
-            if each is None:
-                assert "free" in line or "no room in budget" in line
-                states.add("free" if "free" in line else "no room")
-            elif each.finish_reason:
-                assert f"ended: {each.finish_reason}" in line
+        used = {slot.slot: slot for slot in newest.slots}
+        for number, line in enumerate(lines[2:6]):
+            if slot := used.get(number):
+                words, _ = live.state(slot)
+                assert f" {slot.request_id} " in line and f" {words} " in line
+                seen.add(words.split()[0])
             else:
-                assert (
-                    f"prefill {each.prefill_tokens} " if each.prefill_tokens else "decode "
-                ) in line
-                states.add("prefill" if each.prefill_tokens else "decode")
-        assert f"{len(run.coming)} still to come" in lines[8]
-        if newest.waiting:
-            states.add("waiting")
-            assert re.match(r"waiting: \d", lines[8])
+                assert " free" in line or "no room in budget" in line
+                seen.add("free" if " free" in line else "no room")
+        assert f"{len(run.coming)} still to come" in lines[6]
+        assert ("waiting: none" in lines[6]) == (newest.waiting == 0)
+        seen.update(mark for mark in "!" if mark in lines[6])
     if height == 24:
-        assert states >= {"free", "prefill", "decode", "waiting"}
-        assert "1 length" in lines[9] and "nobody" in lines[8]
+        assert seen >= {"free", "prefill", "decode", "ended:", "!"}
+        assert "1 length" in lines[7]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
-def test_on_a_real_terminal_the_view_goes_and_the_texts_stay(folder, tmp_path):
+def check_on_a_terminal(module: str, folder: Path, lines: int, *options: str) -> None:
+    """Run 30 prompts on a terminal of 60 columns: the view is erased, and the answers stay."""
     import pty
 
-    (tmp_path / "prompts.txt").write_text("hello\n" * 30, encoding="utf-8")
+    (prompts := folder.parent / "many.txt").write_text("hello\n" * 30, encoding="utf-8")
+    files = ["--prompts", prompts, "--model", folder]
     main, side = pty.openpty()  # type: ignore[attr-defined, unused-ignore]
-    command = [
-        sys.executable,
-        "-m",
-        "stage04_continuous",
-        "--prompts",
-        str(tmp_path / "prompts.txt"),
-        "--model",
-        str(folder),
-    ]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "60", "LINES": "8"}
     process = subprocess.Popen(
-        [*command, "--slots", "20", "--pause", "0.002", "--threads", "1"],
-        cwd=paths.ROOT, env=environment, stdin=side, stdout=side, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-m", module, *files, "--pause", "0.002", "--threads", "1", *options],
+        cwd=paths.ROOT,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "60", "LINES": str(lines)},
+        stdin=side,
+        stdout=side,
+        stderr=subprocess.PIPE,
+    )
     os.close(side)
-    said = b""
+    shown = b""
     try:
         while chunk := os.read(main, 65536):
-            said += chunk
-    except OSError:  # so Linux reports the end
+            shown += chunk
+    except OSError:  # how Linux reports the end
         pass
     finally:
         os.close(main)
-    assert process.stderr is not None
-    with process.stderr as stream:
-        assert b"[30 prompts, " in stream.read() and process.wait(60) == 0
-    drawn, _, texts = (
-        said.decode().replace("\r\n", "\n").partition("\x1b[?25h")
-    )  # the cursor comes back: the view is over
-    frames = drawn.split("\x1b[1A")  # how the cursor goes back up
-    assert (
-        "step 1: " in drawn
-        and "still to come" in drawn
-        and max(frame.count("\n") for frame in frames) <= 7
-    )
+    assert b"[30 prompts, " in process.communicate(timeout=60)[1] and process.returncode == 0
+    # The cursor comes back when the view is over; each frame begins with the cursor going up.
+    drawn, _, texts = shown.decode().replace("\r\n", "\n").partition("\x1b[?25h")
+    assert "step 1: " in drawn and "still to come" in drawn
+    assert max(frame.count("\n") for frame in drawn.split("\x1b[1A")) < lines
     assert list(answers(texts[texts.index("---") :])) == list(range(1, 31))
 
 
-# ---- chart and trace --------------------------------------------------------------------------------------------
+@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
+def test_on_a_real_terminal_the_view_goes_and_the_texts_stay(folder):
+    check_on_a_terminal("stage04_continuous", folder, 8, "--slots", "20", "--max-tokens", "9")
 
 
-def test_chart_and_trace_are_written(call, tmp_path):
+# ---- chart and trace ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "prefill", "decode"), [(["hello", "a", "b"], 7, 3 * 8), ("hello", 5, 8)]
+)
+def test_chart_and_trace_are_written(call, tmp_path, lines, prefill, decode):
+    """Of several prompts and of one. The last token of an answer is never computed."""
     chart, trace = tmp_path / "slots.svg", tmp_path / "slots.json"
-    status, out, err = call(
-        ["hello", "a", "b"], "--max-tokens", "9", "--gantt", str(chart), "--trace", str(trace)
-    )
+    options = ("--max-tokens", "9", "--gantt", str(chart), "--trace", str(trace))
+    status, _, err = call(lines, *options)
     assert status == 0 and f"[written: {chart}]" in err and f"[written: {trace}]" in err
     assert ElementTree.fromstring(chart.read_bytes()).tag.endswith("svg")
-    slices = [
-        event for event in json.loads(trace.read_text("utf-8"))["traceEvents"] if event["ph"] == "X"
-    ]
-    assert {event["name"] for event in slices} == {"1", "2", "3"}
-    assert sum(event["args"]["prefill_tokens"] for event in slices) == 7
-    assert (
-        sum(event["args"]["decode_tokens"] for event in slices) == 3 * 8
-    )  # the last token of an answer is never run
+    events = json.loads(trace.read_text("utf-8"))["traceEvents"]
+    slices = [event["args"] for event in events if event["ph"] == "X"]
+    assert sum(args["prefill_tokens"] for args in slices) == prefill
+    assert sum(args["decode_tokens"] for args in slices) == decode
 
 
-def test_one_prompt_can_have_them_too(folder, tmp_path, capsys):
-    assert (
-        stage.main(
-            [
-                "hello",
-                "--model",
-                str(folder),
-                "--max-tokens",
-                "5",
-                "--trace",
-                str(tmp_path / "a.json"),
-            ]
-        )
-        == 0
-    )
-    assert capsys.readouterr().out.startswith("hello")
-    events = json.loads((tmp_path / "a.json").read_text("utf-8"))["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == 5
-
-
-def test_nothing_is_written_where_nothing_was_run(call, tmp_path):
+def test_nothing_is_written_without_a_step(call, tmp_path):
     status, out, err = call(["a" * 48], "--gantt", str(tmp_path / "a.svg"))
-    assert (
-        (status, out) == (2, "") and "no step was made" in err and not (tmp_path / "a.svg").exists()
-    )
+    assert (status, out) == (2, "") and "no step was made" in err
+    assert not (tmp_path / "a.svg").exists()
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def check_error(result: tuple[int, str, str], words: str) -> None:
+    """One sentence, before any text."""
+    status, out, err = result
+    assert (status, out) == (2, "") and re.fullmatch(r"error: [^\n]*\.\n", err), err
+    assert re.search(words, err), err
 
 
 @pytest.mark.parametrize(
@@ -306,75 +258,36 @@ def test_nothing_is_written_where_nothing_was_run(call, tmp_path):
         (["--pause", "-1"], "--pause"),
         (["--top-k", "301"], "top_k"),
         (["--gantt", "."], "is a folder"),
-        (["--gantt", "no/such/slots.svg"], "does not exist"),
         (["--gantt", "slots.png"], "ends in .svg"),
         (["--trace", "slots.svg"], "ends in .json"),
         (["--prompts", "no-such-file"], "no-such-file cannot be read"),
     ],
 )
 def test_bad_options_are_one_sentence_before_any_text(call, options, words):
-    status, out, err = call(["hello", "a"], *options)
-    assert (
-        (status, out) == (2, "")
-        and err.startswith("error: ")
-        and err.count("\n") == 1
-        and err.endswith(".\n")
-    )
-    assert re.search(words, err), err
+    check_error(call(["hello", "a"], *options), words)
 
 
-def test_a_bad_prompt_is_an_error_and_the_others_go_on(call):
-    status, out, err = call(
-        ["hello", "", "a" * 48, "b", "c" * 30], "--max-tokens", "4", "--no-chunks", "--budget", "20"
-    )
-    assert status == 2 and sorted(answers(out)) == [1, 4]
-    errors = {line.split(": ")[1]: line for line in err.splitlines() if line.startswith("error: ")}
-    assert list(errors) == ["prompt 2", "prompt 3", "prompt 5"]
-    assert (
-        "empty" in errors["prompt 2"]
-        and "48 tokens" in errors["prompt 3"]
-        and "allow chunks" in errors["prompt 5"]
-    )
-    assert "3 error, 2 length" in err
+def check_bad_prompts(call: Callable[..., Any]) -> str:
+    """A prompt that cannot be answered is an error, and does not affect the rest."""
+    lines = ["hello", "", "a" * 48, "b", "c" * 30]
+    status, out, err = call(lines, "--max-tokens", "4", "--no-chunks", "--budget", "20")
+    assert status == 2 and sorted(answers(out)) == [1, 4] and "3 error, 2 length" in err
+    errors = re.findall(r"^error: prompt (\d): .*(empty|48 tokens|allow chunks)", err, re.M)
+    assert errors == [("2", "empty"), ("3", "48 tokens"), ("5", "allow chunks")]
+    return err
 
 
-def test_slots_that_no_memory_can_hold(call, folder, tmp_path):
-    vast = make_folder(tmp_path / "vast")
-    (vast / "config.json").write_text(
-        json.dumps(FIELDS | {"n_positions": 400_000}), encoding="utf-8"
-    )
-    status, out, err = call(["hello"], "--model", str(vast), "--random-weights", "--slots", "4096")
-    assert (status, out) == (2, "") and re.fullmatch(
-        r"error: 4096 slots of \w+ take [\d.]+ GiB.*smaller --slots\.\n", err
-    ), err
+def test_a_bad_prompt_is_an_error_of_its_own(call):
+    check_bad_prompts(call)
+
+
+def test_slots_that_no_memory_can_hold(call, tmp_path):
+    folder = make_folder(tmp_path / "vast")
+    (folder / "config.json").write_text(json.dumps(FIELDS | {"n_positions": 400_000}), "utf-8")
+    result = call(["hello"], "--model", str(folder), "--random-weights", "--slots", "4096")
+    check_error(result, r"4096 slots of \w+ take [\d.]+ GiB.*smaller --slots\.")
 
 
 def test_help_explains_the_options(call):
     status, out, _ = call([], "--help")
-    own = {
-        "--prompts",
-        "--slots",
-        "--budget",
-        "--max-chunk",
-        "--no-chunks",
-        "--policy",
-        "--every",
-        "--pause",
-        "--gantt",
-        "--trace",
-    }
-    assert (
-        status == 0
-        and own <= set(re.findall(r"--[a-z-]+", out))
-        and "python -m stage04_continuous --slots 2" in out
-    )
-
-
-def test_without_a_prompt_the_built_in_stories_are_told(monkeypatch, capsys):
-    """The embedded model, and nothing on standard input. The real terminal above shows that the command runs as a process."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO())))
-    assert stage.main(["--max-tokens", "15", "--linear", "plain"]) == 0
-    out, err = capsys.readouterr()
-    told = answers(out)
-    assert sorted(told) == list(range(1, 11)) and re.search(r"\[4 slots, \d+\.\d % in use\]", err)
-    assert all(told[number].startswith(text) for number, (text, _) in enumerate(stage.PROMPTS, 1))
+    assert status == 0 and {"--slots", "--every", "--trace"} <= set(re.findall(r"--[a-z-]+", out))
