@@ -52,12 +52,8 @@ class Server(uvicorn.Server):
         self.app, self.grace = app, grace
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.app.state.engine.drain(
-            self.grace, lambda: self.force_exit
-        )  # which a second Ctrl-C sets
-        self.force_exit = (
-            False  # nobody waits for anything now, and the application shall end in order
-        )
+        await self.app.state.engine.drain(self.grace, lambda: self.force_exit)  # second Ctrl-C
+        self.force_exit = False  # all answers have ended: let the application end in order
         await super().shutdown(sockets)
 
 

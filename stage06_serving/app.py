@@ -1,10 +1,11 @@
-"""The endpoints: OpenAI's, vLLM's, and a plain one. What a body means is in protocol.py, what is done with it in service.py."""
+"""The endpoints: OpenAI's, vLLM's, and a plain one.
+
+protocol.py describes their bodies, service.py does their work, and formats.py writes the answers.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -17,7 +18,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.cli import Loaded
 from shared.errors import UserError
@@ -27,6 +27,7 @@ from .chat import ChatTemplate
 from .engines import AnyEngine
 from .errors import ApiError, error_body, validation_message
 from .formats import Chat, Completion, Echo, Format, Generate, Scores, completion_logprobs
+from .guard import Guard
 from .live import Live
 from .metrics import Metrics
 from .protocol import (
@@ -37,103 +38,24 @@ from .protocol import (
     GenerateBody,
     TokenizeBody,
 )
-from .service import Answer, Choice, Service, tenant
+from .service import Answer, Choice, Service
 from .settings import Settings
 from .sse import DONE, EventStream, event
 
 VERSION = "staircase stage06"
-LARGEST_BODY = 2**20  # bytes
-SLOWEST_BODY = 30  # seconds: who sends a byte now and then would hold a connection for ever
-OPEN = ("/health", "/")  # paths that need no key: the page asks for one
 PAGE = Path(__file__).with_name("page.html")
-LATE = "The request took longer than the server allows: ask for fewer tokens, or raise --request-timeout."
+LATE = (
+    "The request took longer than the server allows: ask for fewer tokens, or raise "
+    "--request-timeout."
+)
 Result = TypeVar("Result")
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 500, 503, 504)
 }  # as /openapi.json has them
 
 
-class Guard:
-    """Looks at every request before anything else does: its key, its size, and whether its body is JSON.
-
-    The path is the one that was sent. `request.url` is put together from the Host header, which the client chooses.
-    """
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str] = ()) -> None:
-        self.app = app
-        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        key = key if scheme.lower() == b"bearer" else b""
-        scope["tenant"] = tenant(key.decode("latin-1")) if self.digests else b""
-        error = None
-        if self.digests and scope["path"] not in OPEN and not self._known(key):
-            error = ApiError(
-                401, "The API key is missing or wrong: send the header 'Authorization: Bearer KEY'."
-            )
-        elif (
-            scope["method"] == "POST"
-            and headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-            != b"application/json"
-        ):
-            # A page on another site may send other types to us without asking first.
-            error = ApiError(
-                400, "The body must be JSON: send the header 'Content-Type: application/json'."
-            )
-        if error is None:
-            try:
-                async with asyncio.timeout(SLOWEST_BODY):
-                    body = await self._body(receive)
-            except TimeoutError:
-                error = ApiError(
-                    408, f"The body took longer than {SLOWEST_BODY} s to arrive: send it faster."
-                )
-            else:
-                if body is None:
-                    return  # the client has left
-                if len(body) <= LARGEST_BODY:
-                    await self.app(scope, _replay(body, receive), send)
-                    return
-                error = ApiError(413, f"The body is over {LARGEST_BODY} bytes: send a shorter one.")
-        await JSONResponse(error.body(), error.status)(scope, receive, send)
-
-    def _known(self, key: bytes) -> bool:
-        given = hashlib.sha256(key).digest()
-        same = [
-            secrets.compare_digest(given, digest) for digest in self.digests
-        ]  # always all of them, in equal time
-        return any(same)
-
-    async def _body(self, receive: Receive) -> bytes | None:
-        """The body, or the first bytes of one that is too large; None if the client leaves before its end."""
-        body = b""
-        while len(body) <= LARGEST_BODY:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if not message.get("more_body", False):
-                break
-        return body
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body that has been read already, and then goes on as the real one."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return replay
-
-
 def failure(error: BaseException) -> ApiError:
-    """The answer that an error becomes. What nobody foresaw is logged, and its words stay here."""
+    """The answer for an error. An unexpected error is logged, and its text is not sent."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
@@ -144,14 +66,14 @@ def failure(error: BaseException) -> ApiError:
         return ApiError(503, str(error), headers={"Retry-After": "5"})
     if isinstance(error, Broken):
         return ApiError(500, str(error))
-    if isinstance(error, TimeoutError):  # a client that sends it again doubles the work
+    if isinstance(error, TimeoutError):  # a retry would double the work
         return ApiError(504, LATE, headers={"x-should-retry": "false"})
     log.error("a request failed", exc_info=error)
-    return ApiError(500, "The server failed at this request; its log says why.")
+    return ApiError(500, "The server failed to answer this request: its log has the reason.")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled if the client leaves: nobody would read it. Raises ApiError then."""
+    """The result of `work`; if the client leaves, `work` is cancelled and ApiError raised."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -299,7 +221,7 @@ def create_app(
     template: ChatTemplate | None,
     thread: EngineThread | None = None,
 ) -> FastAPI:
-    """The server's application. It owns `engine` from its start to its end, and runs it on `thread`, where it was made."""
+    """The server's application. It owns `engine`, and runs it on `thread`, where it was made."""
     name = settings.served_model_name or loaded.config.name
     created = int(time.time())
 
@@ -317,9 +239,14 @@ def create_app(
         await running.stop()
 
     app = FastAPI(
-        title="Staircase", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS,
-        redirect_slashes=False,  # a redirect would name the host that the client has written
-    )  # fmt: skip
+        title="Staircase",
+        version=VERSION,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=ERRORS,
+        redirect_slashes=False,  # a redirect would name the host that the client chose
+    )
     app.add_middleware(Guard, keys=settings.keys)
     state: Any = app.state
 
@@ -330,14 +257,11 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        words = {404: "There is no such path here.", 405: "This path does not take this method."}
-        return JSONResponse(
-            error_body(
-                error.status_code, words.get(error.status_code, "The request cannot be read.")
-            ),
-            error.status_code,
-            error.headers,  # those of 405 say which methods there are
-        )
+        messages = {404: "This path does not exist.", 405: "This path has no such method."}
+        message = messages.get(error.status_code, "The request cannot be read.")
+        # The headers of 405 list the methods.
+        body = error_body(error.status_code, message)
+        return JSONResponse(body, error.status_code, error.headers)
 
     async def failed(request: Request, error: Exception) -> Response:
         answer = failure(error)
@@ -359,14 +283,8 @@ def create_app(
         return await state.api.chat(request, body)
 
     def card() -> dict[str, Any]:
-        context = state.service.context
-        return {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "staircase",
-            "max_model_len": context,
-        }
+        about = {"id": name, "object": "model", "created": created, "owned_by": "staircase"}
+        return about | {"max_model_len": state.service.context}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -382,10 +300,10 @@ def create_app(
         service: Service = state.service
         service.check_model(body.model)
         tokens = await service.encode(body.prompt)
-        found = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
-        return found | (
-            {"token_strs": await service.token_texts(tokens)} if body.return_token_strs else {}
-        )
+        answer = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = await service.token_texts(tokens)
+        return answer
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:

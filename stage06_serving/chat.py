@@ -1,7 +1,7 @@
-"""From a chat to a prompt. GPT-2 was never taught to chat, so this is a demonstration of where a template goes, and no more.
+"""From a chat to a prompt. GPT-2 was never trained to chat: this only shows where a template goes.
 
-Templates come from whoever starts the server and never from a client: a template language in a request is a program that a
-stranger writes.
+Templates come from the command line and never from a client: a template language in a request is a
+program that a stranger writes.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from shared.errors import UserError
 from .protocol import Message
 
 NO_TEMPLATE = (
-    "This server has no chat template, and its model was not made for chats: use /v1/completions, or start the server with "
-    "--chat-template simple."
+    "This server has no chat template, and its model was not trained on chats: use "
+    "/v1/completions, or start the server with --chat-template simple."
 )
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """One line for each message, by role; then `start`, after which the model goes on, until one of `stops`."""
+    """A line for each message, by role; then `start`, which the model continues until one of
+    `stops`."""
 
-    roles: dict[str, str]  # role -> line, in which {content} stands for what was said
+    roles: dict[str, str]  # role -> line, in which {content} is replaced by the message
     start: str
     stops: tuple[str, ...]
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The text that the model continues. A role that is not known is written with its own name."""
+        """The text that the model continues. An unknown role is written with its own name."""
         lines = []
         for message in messages:
             line = self.roles.get(message.role)
-            text = (
-                f"{message.role.capitalize()}: {message.text}\n"
-                if line is None
-                else line.replace("{content}", message.text)
-            )
-            lines.append(text)
+            if line is None:
+                lines.append(f"{message.role.capitalize()}: {message.text}\n")
+            else:
+                lines.append(line.replace("{content}", message.text))
         return "".join(lines) + self.start
 
 
@@ -55,27 +54,23 @@ SIMPLE = ChatTemplate(
 
 
 def load_template(name: str) -> ChatTemplate | None:
-    """The template for --chat-template: "simple", "none" (None), or a JSON file with "roles", "start" and "stops".
-
-    Raises UserError for a file that is no template.
-    """
+    """The template for --chat-template: "simple", "none" (None), or a JSON file with "roles",
+    "start" and "stops". Raises UserError for an invalid file."""
     if name in ("simple", "none"):
         return SIMPLE if name == "simple" else None
     try:
         data = json.loads(Path(name).read_text(encoding="utf-8"))
         roles, start, stops = data["roles"], data["start"], data["stops"]
-        good = all(
-            isinstance(line, str) and "{content}" in line for line in roles.values()
-        ) and isinstance(stops, list)
-        if not (
-            good
-            and isinstance(start, str)
-            and all(isinstance(stop, str) and stop for stop in stops)
-        ):
-            raise ValueError("a role lacks {content}, a value is no text, or the stops are no list")
+        if not all(isinstance(line, str) and "{content}" in line for line in roles.values()):
+            raise ValueError("a role is not a text with {content} in it")
+        if not isinstance(start, str):
+            raise ValueError("'start' is not a text")
+        if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+            raise ValueError("'stops' is not a list of texts, none of them empty")
         return ChatTemplate(dict(roles), start, tuple(stops))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"--chat-template {name} cannot be used ({type(error).__name__}: {error}): choose simple, none, or a JSON file such "
-            'as {"roles": {"user": "User: {content}\\n"}, "start": "Assistant:", "stops": ["\\nUser:"]}.'
+            f"--chat-template {name} cannot be used ({type(error).__name__}: {error}): choose "
+            'simple, none, or a JSON file such as {"roles": {"user": "User: {content}\\n"}, '
+            '"start": "Assistant:", "stops": ["\\nUser:"]}.'
         ) from None

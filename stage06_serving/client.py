@@ -1,6 +1,6 @@
-"""A small client: `python -m stage06_serving.client "Once upon a time"` prints an answer as it comes.
+"""A small client: `python -m stage06_serving.client "Once upon a time"` streams an answer.
 
-It is written on bare HTTP, to show that there is nothing more to it: a POST, and lines that begin with "data: ".
+It uses bare HTTP, to show that this is all there is: a POST, and lines that begin with "data: ".
 """
 
 from __future__ import annotations
@@ -24,41 +24,40 @@ CONNECT = 5.0  # seconds
 def stream(
     address: str, body: dict[str, Any], key: str = "", timeout: float = 600.0
 ) -> Iterator[dict[str, Any]]:
-    """The events of a streamed completion, as they come. Raises UserError for every way in which it can fail."""
+    """The events of a streamed completion as they arrive. Raises UserError for every failure."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    url, patience = (
+        f"{address.rstrip('/')}/v1/completions",
+        httpx2.Timeout(timeout, connect=CONNECT),
+    )
     try:
         with (
-            httpx2.Client(
-                timeout=httpx2.Timeout(timeout, connect=CONNECT), headers=headers
-            ) as client,
-            client.stream(
-                "POST", f"{address.rstrip('/')}/v1/completions", json={**body, "stream": True}
-            ) as response,
+            httpx2.Client(timeout=patience, headers=headers) as client,
+            client.stream("POST", url, json={**body, "stream": True}) as response,
         ):
             if response.status_code != 200:
                 response.read()
-                raise UserError(
-                    f"The server answered {response.status_code}: {_message(response.text)}"
-                )
+                message = _message(response.text)
+                raise UserError(f"The server answered {response.status_code}: {message}")
             for line in response.iter_lines():
                 if line == "data: [DONE]":
                     return
                 if line.startswith("data: "):
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
-                        raise UserError(
-                            f"The server broke the answer off: {event['error']['message']}"
-                        )
+                        message = event["error"]["message"]
+                        raise UserError(f"The server ended the answer with an error: {message}")
                     yield event
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise UserError(
-            f"{address} cannot be reached ({error}): start the server with python -m stage06_serving, or give --url."
+            f"{address} cannot be reached ({error}): start the server with "
+            "python -m stage06_serving, or give its address with --url."
         ) from None
     except ValueError:
         raise UserError(
-            f"{address} answers with something that is no completion: give the address of a server with --url."
+            f"{address} did not answer with a completion: give the address of a server with --url."
         ) from None
-    raise UserError("The answer stopped without an end: the server may have been killed.")
+    raise UserError("The stream stopped before its end: the server may have been killed.")
 
 
 def _message(text: str) -> str:
@@ -71,9 +70,10 @@ def _message(text: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "stage06_serving.client",
-        "Stage 06, a client: continue a text on a server, and print the answer as it comes.",
+        "Stage 06, a client: continue a text on a server, and print the answer as it arrives.",
         '  python -m stage06_serving.client "Once upon a time"\n'
-        '  python -m stage06_serving.client "Long ago" --temperature 0.8 --seed 7 --url http://127.0.0.1:8080',
+        '  python -m stage06_serving.client "Long ago" --temperature 0.8 --seed 7'
+        " --url http://127.0.0.1:8080",
     )
     cli.add_prompt(parser)
     cli.add_sampling_options(parser, 200)
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         "--seed",
         type=cli.whole_number(0, 2**63 - 1),
         metavar="N",
-        help="the same seed gives the same text again",
+        help="the same seed gives the same text",
     )
     parser.add_argument("--url", default=ADDRESS, help="address of the server; default %(default)s")
     parser.add_argument(
@@ -94,18 +94,17 @@ def main(argv: list[str] | None = None) -> int:
     prompt = cli.read_prompt(options)
     body = {"prompt": prompt, **cli.sampling_fields(options)}
     started, first, finish = time.perf_counter(), 0.0, None
-    used = {"completion_tokens": 0}
-    for event in stream(
-        options.url, body | {"stream_options": {"include_usage": True}}, options.api_key
-    ):
-        used = event.get("usage") or used
+    usage = {"completion_tokens": 0}
+    body |= {"stream_options": {"include_usage": True}}
+    for event in stream(options.url, body, options.api_key):
+        usage = event.get("usage") or usage
         for choice in event["choices"]:
-            if not first:  # the server has taken the prompt: an error comes before any text
+            if not first:  # the prompt is shown once the server has accepted it
                 first = time.perf_counter() - started
                 print(prompt, end="")
             finish = choice["finish_reason"] or finish
             print(choice["text"], end="", flush=True)
-    seconds, count = time.perf_counter() - started, used["completion_tokens"]
+    seconds, count = time.perf_counter() - started, usage["completion_tokens"]
     print(flush=True)
     speed = f"{count} tokens in {seconds:.2f} s, first after {first * 1000:.0f} ms"
     print(f"[{speed}, {count / seconds:.1f} tok/s, finish reason {finish}]", file=sys.stderr)

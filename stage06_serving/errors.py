@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}, small, and free of what is ours."""
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ from typing import Any
 
 from .protocol import LONGEST_STOP, MOST_PROMPTS, MOST_STOPS, NOT_UNICODE, ErrorBody, ErrorInfo
 
-LONGEST_MESSAGE = (
-    300  # characters, of at most 6 bytes: an error must not make a large answer of a small request
-)
+LONGEST_MESSAGE = 300  # characters of up to 6 bytes: a small request must not get a large error
 TYPES = {
-    400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError",
-    408: "RequestTimeoutError", 413: "RequestTooLargeError", 500: "InternalServerError", 503: "ServiceUnavailableError",
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
     504: "TimeoutError",
-}  # fmt: skip
-
-# Where these may be of several kinds, pydantic says only why a value is not the first of them.
+}
+# Where several kinds of value are valid, pydantic only explains why a value is not the first kind.
 KINDS = {
-    "prompt": f"send some text, or token ids, or a list of at most {MOST_PROMPTS} of either, none of them empty",
-    "stop": f"send a text, or a list of at most {MOST_STOPS}, each of 1 to {LONGEST_STOP} characters",
+    "prompt": f"send a text, token ids, or a list of at most {MOST_PROMPTS} of either, none empty",
+    "stop": f"send a text, or a list of at most {MOST_STOPS}, "
+    f"each of 1 to {LONGEST_STOP} characters",
 }
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error that becomes the answer to a request."""
 
     def __init__(
         self,
@@ -40,38 +44,25 @@ class ApiError(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The body of an answer with `status`, and of an event that ends a stream."""
+    """The body of an answer with `status`, or the event that ends a stream."""
     message = message.encode("utf-8", "replace").decode()[:LONGEST_MESSAGE]
     name = TYPES.get(status, "APIError")
-    return ErrorBody(
-        error=ErrorInfo(message=message, type=name, param=param, code=status)
-    ).model_dump()
+    info = ErrorInfo(message=message, type=name, param=param, code=status)
+    return ErrorBody(error=info).model_dump()
 
 
 def validation_message(errors: list[Any]) -> tuple[str, str | None]:
-    """One sentence on the first thing that is wrong with a body, and the field; never what the client had written there."""
-    first = (
-        max(errors, key=lambda error: len(error["loc"]))
-        if errors
-        else {"loc": (), "msg": "it cannot be read"}
-    )
+    """The first error of a body as one sentence, and its field; never the value that was sent."""
+    unreadable = {"loc": (), "msg": "it cannot be read"}
+    first = max(errors, key=lambda error: len(error["loc"]), default=unreadable)
     field = next((str(part) for part in first["loc"][1:] if isinstance(part, str)), None)
     if first.get("type") == "json_invalid":
-        return (
-            "The body is not JSON: send a JSON object, with the header Content-Type: application/json.",
-            None,
-        )
+        message = "The body is not JSON: send a JSON object with Content-Type: application/json."
+        return message, None
     what = f"'{field[:64]}'" if field else "The body"
     if any(error.get("type") == NOT_UNICODE for error in errors):
-        return (
-            f"{what}: it has half of a surrogate pair, which is no character: send whole ones.",
-            field,
-        )
-    kinds = (
-        KINDS.get(field or "") if len(first["loc"]) > 2 else None
-    )  # behind the field, the kind that was tried
+        return f"{what}: it has half of a surrogate pair: send whole characters.", field
+    # After the field, "loc" names the kind of value that was tried.
+    kinds = KINDS.get(field or "") if len(first["loc"]) > 2 else None
     reason = kinds or str(first["msg"]).removeprefix("Value error, ")
-    return (
-        f"{what}: {reason}." if field else f"{what} is not what this endpoint takes: {reason}.",
-        field,
-    )
+    return (f"{what}: {reason}." if field else f"The body is invalid here: {reason}."), field

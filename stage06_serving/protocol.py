@@ -1,7 +1,8 @@
 """What clients may send, field by field: OpenAI's names, vLLM's extras, and bounds on everything.
 
-A body is read strictly: `true` is no number, "yes" no truth value, and NaN nothing at all. Fields that nobody here knows are
-ignored, as clients send many; fields that would change the answer and are not supported are refused.
+A body is read strictly: `true` is not a number, "yes" is not a boolean, and NaN is invalid. Unknown
+fields are ignored, as clients send many; unsupported fields that would change the answer are
+refused.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ MOST_BIASES = 300
 MOST_LOGPROBS = 20
 MOST_MESSAGES = 1000
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
-# They would change the answer, or run what a client has written.
+# They would change the answer, or run a client's program.
 REFUSED = (
-    "tools", "functions", "chat_template", "chat_template_kwargs", "prompt_embeds", "suffix", "guided_json", "guided_regex",
-    "guided_choice", "guided_grammar", "structured_outputs", "audio", "prediction", "documents", "use_beam_search",
-    "allowed_token_ids", "bad_words", "prompt_logprobs", "truncate_prompt_tokens",
-)  # fmt: skip
-
-NOT_UNICODE = "string_unicode"  # pydantic's name for a text with half a surrogate pair, which JSON can hold and UTF-8 cannot
+    *("tools", "functions", "chat_template", "chat_template_kwargs", "prompt_embeds", "suffix"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    *("audio", "prediction", "documents", "use_beam_search", "allowed_token_ids", "bad_words"),
+    *("prompt_logprobs", "truncate_prompt_tokens"),
+)
+# pydantic's name for a text with half a surrogate pair, which JSON can hold and UTF-8 cannot.
+NOT_UNICODE = "string_unicode"
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -42,7 +44,7 @@ def _whole(text: str) -> str:
 Text = Annotated[str, AfterValidator(_whole)]
 Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
 Item = TypeVar("Item")
-# One error is enough: half a million of them, from one body, keep the event loop busy for seconds.
+# One error is enough: half a million of them from one body keep the event loop busy for seconds.
 Many = Annotated[list[Item], Field(fail_fast=True)]
 Ids = Annotated[Many[TokenId], Field(min_length=1)]
 
@@ -57,7 +59,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """The options that all kinds of request have."""
+    """The options of all endpoints that generate."""
 
     max_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
@@ -80,7 +82,7 @@ class SamplingBody(Body):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _few(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MOST_BIASES:  # before each of them is looked at
+        if isinstance(value, dict) and len(value) > MOST_BIASES:  # before any is validated
             raise ValueError(f"logit_bias can have at most {MOST_BIASES} ids")
         return value
 
@@ -89,9 +91,9 @@ class SamplingBody(Body):
     def _ids_and_bounds(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for key, bias in (value or {}).items():
             if not (key.isascii() and key.isdigit() and len(key) < 10):
-                raise ValueError("the keys of logit_bias are token ids, such as '50256'")
+                raise ValueError("the keys of logit_bias must be token ids, such as '50256'")
             if not -100 <= bias <= 100:
-                raise ValueError("a logit_bias is from -100 to 100")
+                raise ValueError("a logit_bias must be from -100 to 100")
         return value
 
     @model_validator(mode="before")
@@ -103,7 +105,7 @@ class SamplingBody(Body):
                     raise ValueError(f"'{name}' is not supported by this server: leave it out")
             form = data.get("response_format")
             if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-                raise ValueError("'response_format' can only be text here: leave it out")
+                raise ValueError("'response_format' can only be text: leave it out")
         return data
 
     @model_validator(mode="after")
@@ -121,26 +123,34 @@ class SamplingBody(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def params(self, max_tokens: int, logprobs: int | None, sample: int) -> SamplingParams:
-        """For sample number `sample` of a prompt: with a seed, each has another one. Raises UserError."""
+        """The options of sample number `sample` of a prompt. With a seed, each sample has a seed of
+        its own. Raises UserError."""
         seed = self.seed
-        if seed not in (None, -1) and sample:  # -1: another one each time
+        if seed not in (None, -1) and sample:  # -1 is random
             seed = (seed + sample) % 2**63
-        given = {
-            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p, "seed": seed,
-            "presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty, "ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens,
-            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
-            "logit_bias": None if self.logit_bias is None else {int(key): bias for key, bias in self.logit_bias.items()},
-        }  # fmt: skip
-        # OpenAI's temperature is 1 where nothing is said; the engine's is 0.
-        chosen: dict[str, Any] = {"temperature": 1.0} | {
-            key: value for key, value in given.items() if value is not None
+        bias, stop_ids = self.logit_bias, self.stop_token_ids
+        sent = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": None if bias is None else {int(key): bias[key] for key in bias},
+            "seed": seed,
+            "min_tokens": self.min_tokens,
+            "stop_token_ids": None if stop_ids is None else tuple(stop_ids),
+            "ignore_eos": self.ignore_eos,
         }
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **chosen)
+        # OpenAI's default temperature is 1; the engine's is 0.
+        options: dict[str, Any] = {"temperature": 1.0}
+        options |= {name: value for name, value in sent.items() if value is not None}
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **options)
 
 
 class GenerateBody(SamplingBody):
-    """POST /generate: the plain way in."""
+    """POST /generate."""
 
     prompt: Annotated[Text, Field(min_length=1)]
 
@@ -158,9 +168,7 @@ class OpenAIBody(SamplingBody):
                 "at temperature 0 all samples are the same: ask for n = 1, or raise the temperature"
             )
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError(
-                "'best_of' other than 'n' is not supported by this server: leave it out"
-            )
+            raise ValueError("'best_of' is not supported unless it equals 'n': leave it out")
         return self
 
 
@@ -185,7 +193,7 @@ class CompletionBody(OpenAIBody):
 
     @property
     def prompts(self) -> list[Any]:
-        """Each of them text or token ids."""
+        """A list of prompts, each a text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
@@ -203,11 +211,9 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        return (
-            self.content
-            if isinstance(self.content, str)
-            else "\n".join(part.text for part in self.content or ())
-        )
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content or ())
 
 
 class ChatBody(OpenAIBody):
@@ -248,6 +254,6 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What every error looks like."""
+    """The form of every error."""
 
     error: ErrorInfo

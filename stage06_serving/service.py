@@ -1,4 +1,4 @@
-"""From a request's body to pieces of answers: prompts to ids, sampling, admission, text, time limits. No HTTP in here."""
+"""From a request's body to the pieces of its answers: ids, sampling, admission, text. No HTTP."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from .errors import ApiError
 from .protocol import DEFAULT_TOKENS, ChatBody, CompletionBody, GenerateBody, SamplingBody
 from .text import TextStream
 
-LONG_TEXT = 65_536  # characters or tokens: a longer text is cut into tokens, and put together, off the event loop
-LONGEST_TOKEN = 128  # characters of GPT-2's longest token: a longer prompt cannot fit, and need not be cut to know it
+LONG_TEXT = 65_536  # characters or tokens: longer texts are tokenized off the event loop
+LONGEST_TOKEN = 128  # characters, in GPT-2: a longer prompt is too long without tokenizing it
 MOST_SCORES = 50_000  # log-probabilities in one body
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some more of one answer."""
+    """A part of one answer, as a stream sends it."""
 
     text: str
-    tokens: Sequence[Token]  # those that came with it; the text of some may still be held back
+    tokens: Sequence[Token]  # new ones; the text of some may still be held back
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended it
 
 
 @dataclass
 class Choice:
-    """One answer: what it was asked for, and how it comes."""
+    """One answer in the making."""
 
     index: int
     prompt_ids: list[int]
@@ -47,7 +47,7 @@ class Choice:
 
 @dataclass
 class Answer:
-    """A whole one, for clients that wait for all of it."""
+    """A whole answer, for clients that do not stream."""
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Answer:
 
 
 class Service:
-    """What the endpoints offer, without HTTP. `name` is what clients call the model."""
+    """The work of the endpoints, without HTTP. `name` is what clients call the model."""
 
     def __init__(
         self,
@@ -71,27 +71,19 @@ class Service:
         template: ChatTemplate | None,
         timeout: float,
     ) -> None:
-        self.engine, self.loaded, self.name, self.template, self.timeout = (
-            engine,
-            loaded,
-            name,
-            template,
-            timeout,
-        )
+        self.engine, self.loaded, self.name = engine, loaded, name
+        self.template, self.timeout = template, timeout
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """The most tokens of prompt and answer together."""
         return self.loaded.config.n_positions
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 for another model than the one there is."""
+        """Raise ApiError 404 for the name of another model."""
         if name is not None and name != self.name:
-            raise ApiError(
-                404,
-                f"The model {name[:100]!r} does not exist: this server has '{self.name}'.",
-                "model",
-            )
+            message = f"The model {name[:100]!r} does not exist: this server has '{self.name}'."
+            raise ApiError(404, message, "model")
 
     async def encode(self, text: str) -> list[int]:
         """The ids of a text. Raises UserError."""
@@ -100,48 +92,45 @@ class Service:
         return self.loaded.tokenizer.encode(text)
 
     async def prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        """The ids of a prompt that fits. Raises ApiError."""
+        """The ids of a prompt. Raises ApiError if it does not fit into the context."""
         most = self.context - 1
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise ApiError(400, "The prompt is empty: send some text.", "prompt")
             if len(prompt) > most * LONGEST_TOKEN:
-                raise ApiError(
-                    400,
-                    f"The prompt has {len(prompt)} characters, which cannot be {most} tokens or fewer.",
-                    "prompt",
+                message = (
+                    f"The prompt has {len(prompt)} characters, which must be more than the {most} "
+                    "tokens allowed: shorten it."
                 )
+                raise ApiError(400, message, "prompt")
             prompt = await self.encode(prompt)
         if len(prompt) > most:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {self.context} tokens, answer counted in, and the prompt has "
-                f"{len(prompt)}: shorten it to {most} or fewer.",
-                "prompt",
+            message = (
+                f"This model's maximum context length is {self.context} tokens, with the answer, "
+                f"and the prompt has {len(prompt)}: shorten it to at most {most}."
             )
+            raise ApiError(400, message, "prompt")
         return prompt
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise ApiError for an id that is not in the vocabulary."""
         size = self.loaded.config.vocab_size
-        if wrong := next((each for each in ids if each >= size), None):
-            raise ApiError(
-                400, f"Token id {wrong} is not in the vocabulary: ids go from 0 to {size - 1}."
-            )
+        if invalid := next((token for token in ids if token >= size), None):
+            message = f"Token id {invalid} is not in the vocabulary: send ids from 0 to {size - 1}."
+            raise ApiError(400, message)
 
     def check_scores(self, tokens: int, top: int) -> None:
-        """Raise ApiError for more log-probabilities than one body should have, of `tokens` tokens and `top` others beside each:
-        while it is written, nobody else is served."""
+        """Raise ApiError if `tokens` tokens with `top` alternatives each are too many for one body:
+        while it is written, no other client is served."""
         count = tokens * (1 + top)
         if count > MOST_SCORES:
-            raise ApiError(
-                400,
-                f"This may be {count} log-probabilities in one answer, and {MOST_SCORES} are the most: ask for fewer tokens, "
-                "prompts or 'logprobs', or for a stream.",
-                "logprobs",
+            message = (
+                f"The answer may have {count} log-probabilities, and at most {MOST_SCORES} are "
+                "allowed: ask for fewer tokens, prompts or 'logprobs', or for a stream."
             )
+            raise ApiError(400, message, "logprobs")
 
-    # ---- from body to choices ---------------------------------------------------------------------------------------
+    # ---- from body to choices -------------------------------------------------------------------
 
     async def generate(self, body: GenerateBody, salt: bytes) -> list[Choice]:
         ids = await self.prompt_ids(body.prompt)
@@ -150,7 +139,7 @@ class Service:
         )
 
     async def complete(self, body: CompletionBody, salt: bytes) -> list[Choice]:
-        """Raises ApiError, UserError, Overloaded, EngineDead, as the two others do."""
+        """Raises ApiError, UserError, Overloaded, EngineDead, as `generate` and `chat` do."""
         self.check_model(body.model)
         prompts = [await self.prompt_ids(prompt) for prompt in body.prompts]
         limit = self.limit(body.max_tokens, DEFAULT_TOKENS)
@@ -169,7 +158,7 @@ class Service:
         )
 
     def limit(self, asked: int | None, default: int) -> int:
-        """Tokens of an answer."""
+        """The most tokens of an answer. Raises ApiError."""
         if asked == 0:
             raise ApiError(400, "'max_tokens' must be at least 1.", "max_tokens")
         return min(asked or default, self.context)
@@ -184,26 +173,20 @@ class Service:
         stops: Sequence[str],
         salt: bytes,
     ) -> list[Choice]:
-        """Hand everything to the engine: `n` choices a prompt, those of one prompt next to each other."""
+        """Submit `n` choices for each prompt to the engine; those of one prompt are neighbours."""
         if logprobs is not None and not body.stream:
             self.check_scores(len(prompts) * n * limit, logprobs)
         params = [body.params(limit, logprobs, sample) for sample in range(n)]
         groups = self.engine.submit(prompts, params, salt)
-        eos, keep = self.loaded.config.eos_ids, bool(body.include_stop_str_in_output)
-        found = [
-            (ids, ticket) for ids, group in zip(prompts, groups, strict=True) for ticket in group
-        ]
-        return [
-            Choice(
-                index,
-                ids,
-                ticket,
-                TextStream(self.loaded.tokenizer, eos, stops, keep, body.min_tokens or 0),
-            )
-            for index, (ids, ticket) in enumerate(found)
-        ]
+        eos_ids, keep = self.loaded.config.eos_ids, bool(body.include_stop_str_in_output)
+        choices: list[Choice] = []
+        for ids, tickets in zip(prompts, groups, strict=True):
+            for ticket in tickets:
+                text = TextStream(self.loaded.tokenizer, eos_ids, stops, keep, body.min_tokens or 0)
+                choices.append(Choice(len(choices), ids, ticket, text))
+        return choices
 
-    # ---- from choices to text ---------------------------------------------------------------------------------------
+    # ---- from choices to text -------------------------------------------------------------------
 
     async def pieces(
         self, choices: Sequence[Choice], deadline: float
@@ -226,23 +209,20 @@ class Service:
                 if not unfinished:
                     return
 
-    def _piece(self, choice: Choice, fresh: Sequence[Token]) -> Piece:
+    def _piece(self, choice: Choice, tokens: Sequence[Token]) -> Piece:
         text, stream = "", choice.text
-        for number, token in enumerate(fresh, 1):
+        for count, token in enumerate(tokens, 1):
             choice.completion_tokens += 1
             text += stream.push(token.id)
             if stream.stop is None and token.finish_reason is not None:
                 text += stream.flush()
             if stream.stop is not None:
-                return Piece(text, fresh[:number], "stop", stream.stop)
+                return Piece(text, tokens[:count], "stop", stream.stop)
             if token.finish_reason is not None:
-                stopped = (
-                    token.finish_reason == "stop" and token.id not in self.loaded.config.eos_ids
-                )
-                return Piece(
-                    text, fresh[:number], token.finish_reason, token.id if stopped else None
-                )
-        return Piece(text, fresh)
+                stopped = token.finish_reason == "stop"
+                by_id = stopped and token.id not in self.loaded.config.eos_ids
+                return Piece(text, tokens[:count], token.finish_reason, token.id if by_id else None)
+        return Piece(text, tokens)
 
     async def score(self, prompt_ids: Sequence[int], top: int) -> list[Logprobs | None]:
         """`prompt_logprobs` of the model, computed on the engine's thread. Raises EngineDead."""
@@ -259,5 +239,5 @@ class Service:
 
 
 def tenant(key: str) -> bytes:
-    """The salt of whoever uses `key`: only their own requests share what they have in common."""
+    """The salt of the client with this key: only its own requests share blocks."""
     return hashlib.sha256(key.encode()).digest() if key else b""

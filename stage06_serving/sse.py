@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 DONE = "data: [DONE]\n\n"
-STALLED = 5.0  # seconds after its deadline, until which a stream may be read to its end
+STALLED = 5.0  # seconds after its deadline in which a client may still read a stream to its end
 
 
 def event(data: dict[str, Any]) -> str:
@@ -23,8 +23,8 @@ def event(data: dict[str, Any]) -> str:
 class EventStream(StreamingResponse):
     """An answer made of events. However it ends, even before it has begun, `release` is called.
 
-    deadline: by when (the loop's time) the events are made. Who has not read them STALLED seconds later is cut off: nobody can be
-        told anything who does not read, and a stream that stands still would be kept for ever.
+    deadline: event-loop time by which the events are made. A client that has not read them STALLED
+        seconds later is cut off: nothing can be sent to it, and its stream would never end.
     """
 
     media_type = "text/event-stream"

@@ -19,8 +19,8 @@ from fastapi import FastAPI
 from shared.errors import UserError
 from stage05_paged.blocks import chain
 from stage06_serving.__main__ import make_engine
-from stage06_serving.app import LARGEST_BODY, Guard
 from stage06_serving.chat import SIMPLE
+from stage06_serving.guard import LARGEST_BODY, Guard
 from stage06_serving.protocol import (
     LONGEST_STOP,
     MOST_BIASES,
@@ -346,7 +346,7 @@ def test_no_redirect_names_the_host_that_a_client_has_written(server):
 
 def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch):
     """A byte now and then would hold a connection, and what has come of the body, for ever."""
-    monkeypatch.setattr("stage06_serving.app.SLOWEST_BODY", 0.05)
+    monkeypatch.setattr("stage06_serving.guard.SLOWEST_BODY", 0.05)
     said: list[Any] = []
 
     async def receive():
