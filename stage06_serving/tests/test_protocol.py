@@ -177,7 +177,7 @@ def test_whatever_is_sent_is_taken_or_refused_in_few_words(kind, data):
 )
 def test_half_a_surrogate_pair_is_refused_and_named(kind, fields, field):
     """JSON can say it, and UTF-8 cannot: a tokenizer cannot cut it, and no answer can repeat it."""
-    message = f"'{field}': it has half of a surrogate pair, which is no character: send whole ones."
+    message = f"'{field}': it has half of a surrogate pair: send whole characters."
     assert validation_message(refused(kind, **fields)) == (message, field)
 
 

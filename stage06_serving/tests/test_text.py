@@ -58,7 +58,7 @@ def pieces_of(
     tokenizer: AnyTokenizer, ids: Sequence[int], **options: Any
 ) -> tuple[list[str], TextStream]:
     """What a stream gives out for each token, and at the end."""
-    stream = TextStream(tokenizer, [i for i in [tokenizer.eos_id] if i is not None], **options)
+    stream = TextStream(tokenizer, () if tokenizer.eos_id is None else (tokenizer.eos_id,), **options)
     pieces = []
     for token_id in ids:
         pieces.append(stream.push(token_id))
@@ -154,7 +154,7 @@ def test_stop_strings_end_the_text_wherever_the_tokens_are_cut(ids, stops, keep)
 )
 def test_nothing_of_a_stop_string_leaks_and_no_more_is_held_back_than_must_be(ids, stops):
     final, stop = stopped(LETTERS.decode(ids), stops)
-    stream = TextStream(LETTERS, None, stops)
+    stream = TextStream(LETTERS, (), stops)
     shown, seen = "", ""
     for token_id in ids:
         shown += stream.push(token_id)

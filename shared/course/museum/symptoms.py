@@ -313,7 +313,7 @@ def who_is_let_in() -> None:
 def letters() -> None:
     """A stream of stage 06 is given the tokens of a text, one after the other. This is what the client reads."""
     tokenizer = stories()[1]
-    stream = load("stage06_serving.text").TextStream(tokenizer, None)
+    stream = load("stage06_serving.text").TextStream(tokenizer, ())
     for text in ("A caf\u00e9 in Z\u00fcrich, 5 \u20ac.", "\u4f60\u597d"):
         say("".join(stream.push(each) for each in tokenizer.encode(text)) + stream.flush())
 
