@@ -1,7 +1,7 @@
-"""A long mixed load, with clients that leave: `python -m stage06_serving.soak`. What was taken must have come back at the end.
+"""A long mixed load with clients that leave: `python -m stage06_serving.soak`.
 
-It starts a server of its own. Before and after the load, when nothing is in hand, it looks at the server's memory, tasks, open
-files and blocks; during the load, at its tokens per second.
+It starts a server of its own, and compares its memory, tasks, open files and blocks before and
+after the load, when nothing is in flight. During the load it watches tokens/s.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shared import cli
 from shared.errors import UserError
 from shared.server import own_server
 
-WINDOWS = 10  # of the load; the rate of the last is compared with that of the first
+WINDOWS = 10  # of the load; the rate of the last one is compared with that of the first
 LEAVING = 0.2  # share of the requests whose client leaves before the end
-MOST_GROWTH = 0.02, 20 * 2**20  # of the memory: so much of it, or so many bytes
+MOST_GROWTH = 0.02, 20 * 2**20  # of the memory, as a share or in bytes: the larger counts
 SLOWEST = 0.95  # of the first window's rate
-LONG_ENOUGH = 30.0  # seconds of a window: the rates of shorter ones say too little to judge by
+LONG_ENOUGH = 30.0  # seconds of a window: the rates of shorter ones vary too much
 PROMPTS = (
     "Once upon a time",
     "Long ago, in a village under the cliffs, there lived a girl whose name was",
@@ -35,12 +35,12 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class State:
-    """A server with nothing in hand."""
+    """A server with nothing in flight."""
 
     memory: int  # bytes
     tasks: int  # of the event loop
-    files: int  # open ones, sockets counted in
-    blocks: float  # share of them that is owned
+    files: int  # open, with sockets
+    blocks: float  # share that is owned
 
 
 @dataclass(frozen=True)
@@ -54,34 +54,38 @@ class Check:
 
 
 async def metrics(client: httpx2.AsyncClient) -> dict[str, float]:
-    """The server's numbers by name, those with the same name added up."""
-    found: dict[str, float] = {}
+    """The server's metrics by name, summed over labels."""
+    values: dict[str, float] = {}
     for family in text_string_to_metric_families((await client.get("/metrics")).text):
         for sample in family.samples:
-            found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
 
 
 async def settled(client: httpx2.AsyncClient, pid: int, patience: float = 30.0) -> State:
-    """The server's state once nothing is in hand and its connections have closed. Raises UserError if that never happens."""
+    """The server's state once nothing is in flight and its connections have closed.
+
+    Raises UserError if that does not happen in time.
+    """
     process = psutil.Process(pid)
     deadline, last = time.monotonic() + patience, None
     while time.monotonic() < deadline:
         await asyncio.sleep(1.0)
-        found = await metrics(client)
+        values = await metrics(client)
         files = process.num_fds() if hasattr(process, "num_fds") else process.num_handles()
-        tasks = int(found["staircase:asyncio_tasks"])
-        busy = found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"]
+        tasks = int(values["staircase:asyncio_tasks"])
+        busy = values["vllm:num_requests_running"] + values["vllm:num_requests_waiting"]
         if not busy and last == (files, tasks):
-            return State(process.memory_info().rss, tasks, files, found["vllm:kv_cache_usage_perc"])
+            blocks = values["vllm:kv_cache_usage_perc"]
+            return State(process.memory_info().rss, tasks, files, blocks)
         last = (files, tasks)
     raise UserError(
-        f"The server did not come to rest within {patience:g} s: requests or connections are left over."
+        f"The server was not idle within {patience:g} s: requests or connections were left."
     )
 
 
 def body_of(chance: random.Random) -> tuple[str, dict[str, Any]]:
-    """A path and a body for it, of all kinds that there are."""
+    """A random path, and a body for it."""
     prompts = chance.sample(PROMPTS, chance.choice((1, 1, 1, 2)))
     body: dict[str, Any] = {
         "max_tokens": chance.randint(1, 64),
@@ -108,7 +112,7 @@ def body_of(chance: random.Random) -> tuple[str, dict[str, Any]]:
 async def client_loop(
     client: httpx2.AsyncClient, chance: random.Random, until: float, counts: dict[str, int]
 ) -> None:
-    """One client: a request after the other, some of which it leaves."""
+    """One client: sends a request after the other, and leaves some of them."""
     while time.monotonic() < until:
         path, body = body_of(chance)
         patience = chance.random() * 0.3 if chance.random() < LEAVING else 60.0
@@ -127,16 +131,18 @@ async def client_loop(
 def judge(
     before: State, after: State, rates: list[float], window: float, refused: int
 ) -> list[Check]:
-    """Compare what was there before the load with what is there after it. There was room for all, so none may be refused."""
+    """Compare the states before and after the load. Nothing may be refused: the queue is long."""
     growth = after.memory - before.memory
+    megabytes = [f"{state.memory / 2**20:.1f}" for state in (before, after)]
+    bounded = growth < max(MOST_GROWTH[0] * before.memory, MOST_GROWTH[1])
+    blocks = f"{before.blocks:.0%}", f"{after.blocks:.0%}"
     checks = [
-        Check("memory, MiB", f"{before.memory / 2**20:.1f}", f"{after.memory / 2**20:.1f}",
-              growth < max(MOST_GROWTH[0] * before.memory, MOST_GROWTH[1])),
+        Check("memory, MiB", *megabytes, bounded),
         Check("tasks", str(before.tasks), str(after.tasks), after.tasks <= before.tasks),
         Check("open files", str(before.files), str(after.files), after.files <= before.files),
-        Check("blocks owned", f"{before.blocks:.0%}", f"{after.blocks:.0%}", after.blocks == 0),
+        Check("blocks owned", *blocks, after.blocks == 0),
         Check("refused requests", "0", str(refused), not refused),
-    ]  # fmt: skip
+    ]
     if window >= LONG_ENOUGH:
         good = rates[-1] >= SLOWEST * rates[0]
         checks.append(
@@ -146,7 +152,8 @@ def judge(
 
 
 async def soak(url: str, pid: int, seconds: float, clients: int, seed: int) -> list[Check]:
-    """Load the server at `url` for so long with so many clients; print a line a window, and return the verdict."""
+    """Load the server at `url` for `seconds` with `clients`; print a line for each window, and
+    return the verdict."""
     window = seconds / WINDOWS
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx2.AsyncClient(
@@ -157,31 +164,27 @@ async def soak(url: str, pid: int, seconds: float, clients: int, seed: int) -> l
             until = time.monotonic() + duration
             async with asyncio.TaskGroup() as group:
                 for number in range(clients):
-                    group.create_task(
-                        client_loop(client, random.Random(f"{seed} {number}"), until, counts)
-                    )
+                    chance = random.Random(f"{seed} {number}")
+                    group.create_task(client_loop(client, chance, until, counts))
 
         counts = {"answered": 0, "left": 0, "refused": 0}
-        await load(
-            max(5.0, window), counts, seed + 1
-        )  # caches, connections and libraries take what they keep
+        # First let caches, connections and libraries take the memory that they keep.
+        await load(max(5.0, window), counts, seed + 1)
         before = await settled(client, pid)
         counts = dict.fromkeys(counts, 0)
         print(f"{'window':>8}{'tok/s':>9}{'answered':>10}{'left':>8}{'refused':>9}{'MiB':>9}")
         started, rates = time.monotonic(), []
-        said = (await metrics(client))["vllm:generation_tokens_total"]
+        tokens = (await metrics(client))["vllm:generation_tokens_total"]
         working = asyncio.create_task(load(seconds, counts, seed))
         for number in range(1, WINDOWS + 1):
             begun = time.monotonic()
             await asyncio.sleep(started + number * window - begun)
             now = (await metrics(client))["vllm:generation_tokens_total"]
-            rates.append((now - said) / (time.monotonic() - begun))
-            said = now
+            rates.append((now - tokens) / (time.monotonic() - begun))
+            tokens = now
             memory = psutil.Process(pid).memory_info().rss / 2**20
-            print(
-                f"{number:>8}{rates[-1]:>9.1f}{counts['answered']:>10}{counts['left']:>8}{counts['refused']:>9}{memory:>9.1f}",
-                flush=True,
-            )
+            line = f"{number:>8}{rates[-1]:>9.1f}{counts['answered']:>10}{counts['left']:>8}"
+            print(f"{line}{counts['refused']:>9}{memory:>9.1f}", flush=True)
         await working
         return judge(before, await settled(client, pid), rates, window, counts["refused"])
 
@@ -189,30 +192,18 @@ async def soak(url: str, pid: int, seconds: float, clients: int, seed: int) -> l
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "stage06_serving.soak",
-        "Stage 06, a soak: a long mixed load with clients that leave; what the server has taken must come back.",
-        "  python -m stage06_serving.soak\n  python -m stage06_serving.soak --minutes 60 --clients 32",
+        "Stage 06, a soak: a long mixed load with clients that leave; the server must give "
+        "everything back.",
+        "  python -m stage06_serving.soak\n"
+        "  python -m stage06_serving.soak --minutes 60 --clients 32",
     )
-    parser.add_argument(
-        "--minutes",
-        type=cli.number(0.1, 10_000),
-        default=10.0,
-        metavar="N",
-        help="default %(default)s",
-    )
-    parser.add_argument(
-        "--clients",
-        type=cli.whole_number(1, 64),
-        default=16,
-        metavar="N",
-        help="default %(default)s",
-    )
-    parser.add_argument(
-        "--seed",
-        type=cli.whole_number(0, 2**31),
-        default=0,
-        metavar="N",
-        help="default %(default)s",
-    )
+    for option, kind, default in (
+        ("--minutes", cli.number(0.1, 10_000), 10.0),
+        ("--clients", cli.whole_number(1, 64), 16),
+        ("--seed", cli.whole_number(0, 2**31), 0),
+    ):
+        about = "default %(default)s"
+        parser.add_argument(option, type=kind, default=default, metavar="N", help=about)
     options = parser.parse_args(argv)
     with own_server(["--max-queue", "1000"]) as server:
         checks = asyncio.run(
@@ -220,9 +211,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     print(f"\n{'':<32}{'before':>10}{'after':>10}")
     for check in checks:
-        print(
-            f"{check.what:<32}{check.before:>10}{check.after:>10}  {'good' if check.good else 'BAD'}"
-        )
+        verdict = "good" if check.good else "BAD"
+        print(f"{check.what:<32}{check.before:>10}{check.after:>10}  {verdict}")
     return 0 if all(check.good for check in checks) else 1
 
 

@@ -26,7 +26,7 @@ STREAM = "text/event-stream; charset=utf-8"
         (0, "", b"", 0.1, "no answer within 5 s"),
         (422, "application/json", b'{"detail": []}', 0.1, "status 422 without an error object"),
         (400, "text/plain", b"Bad Request", 0.1, "status 400 without an error object"),
-        (404, "application/json", GOOD_ERROR, 0.1, "status 404 with an error object that says 400"),
+        (404, "application/json", GOOD_ERROR, 0.1, "status 404 with the code 400 in its error object"),
         (
             400,
             "application/json",
