@@ -115,17 +115,18 @@ def work(job: Job) -> Run:
     model = stages.load_model(weights, dtype=dtype, device=device)
     weights.tensors.clear()
     optimize(model)
-    engine = stages.engine_in(job.variant, model, job.plan.contexts)
+    engine = stages.engines()[job.variant](model, job.plan.contexts)
     params = stages.sampling_params()
-    for _ in stages.run_all(engine, prompts[:2], [params(max_tokens=2, ignore_eos=True)] * 2):
+    warm_up = [params(max_tokens=2, ignore_eos=True)] * 2
+    for _ in stages.answer(job.variant, engine, prompts[:2], warm_up):
         pass
     run = Run(ends=[0.0] * len(prompts), tokens=[[] for _ in prompts])
     measure.synchronize(device)
     started = time.perf_counter()
-    for place, token in stages.run_all(
-        engine, prompts, [params(max_tokens=count, ignore_eos=True) for count in counts]
+    for place, token in stages.answer(
+        job.variant, engine, prompts, [params(max_tokens=count, ignore_eos=True) for count in counts]
     ):
-        run.tokens[place].append(token)
+        run.tokens[place].append(token.id)
         run.ends[place] = time.perf_counter() - started
     run.seconds = time.perf_counter() - started
     return run

@@ -1,0 +1,25 @@
+"""What this stage offers to the tools that drive every stage: an engine, and answers to many prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .engine import Engine
+from .generation import Token
+from .model import GPT2
+from .sampling import SamplingParams
+
+
+def make(model: GPT2, contexts: int | None = None, **options: Any) -> Engine:
+    """An engine for `model`. It keeps nothing in memory, so that `contexts` does not matter."""
+    return Engine(model, **options)
+
+
+def answer(
+    engine: Any, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+) -> Iterator[tuple[int, Token]]:
+    """Answer `prompts` one after the other; yields each token with its prompt's place, as soon as it exists."""
+    for place, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+        for token in engine.stream(prompt, params):
+            yield place, token

@@ -1,0 +1,24 @@
+"""What this stage offers to the tools that drive every stage: an engine, and answers to many prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from stage01_forward.generation import Output, Token
+from stage01_forward.model import GPT2
+from stage01_forward.sampling import SamplingParams
+
+from .engine import Engine
+
+
+def make(model: GPT2, contexts: int | None = None, **options: Any) -> Engine:
+    """An engine for `model` with at most `contexts` prompts in a batch; None: the engine's default."""
+    return Engine(model, **({} if contexts is None else {"max_batch": contexts}), **options)
+
+
+def answer(
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+) -> Iterator[tuple[int, Token]]:
+    """Answer `prompts` batch by batch; yields each token with its prompt's place, as soon as it exists."""
+    return engine.run([Output(list(prompt)) for prompt in prompts], sampling)
