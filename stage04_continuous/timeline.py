@@ -1,6 +1,6 @@
-"""What the slots did, step by step: as a Gantt chart, and as a trace for ui.perfetto.dev or chrome://tracing.
+"""The slots step by step: a Gantt chart, and a trace for ui.perfetto.dev or chrome://tracing.
 
-Both are drawn from the engine's step records and from nothing else, so they show what was run and not what was meant.
+Both are drawn from the engine's step records alone, so they show what ran, not what was planned.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from shared import charts
 
 from .engine import SlotsRecord
 
-# Prefill is dark and hatched, decode light and plain: enough for a print in grey.
+# Prefill is dark and hatched, decode light and plain: they differ in greyscale too.
 LOOKS: dict[str, dict[str, Any]] = {
     "prefill": {"facecolor": charts.COLOURS[1], "hatch": charts.HATCHES[1], "edgecolor": "white"},
     "decode": {"facecolor": charts.COLOURS[4], "edgecolor": "none"},
 }
-LETTER = 0.72  # width of a letter as a share of its size, rounded up
+LETTER = 0.72  # width of a letter as a share of the font size, rounded up
 
 
 @dataclass
 class Bar:
-    """One request's time in one slot: steps `start` to `end`, the last not counted, and the pieces that computed something.
+    """One request's time in one slot: steps `start` to `end`, without `end`.
 
-    pieces: (kind, start, end), "prefill" or "decode". Between two pieces the budget had nothing left for it.
+    pieces: (kind, start, end) of the steps that computed its tokens, "prefill" or "decode". Between
+        two pieces the budget had no token left for it.
     """
 
     slot: int
@@ -40,32 +41,31 @@ class Bar:
 
 
 def bars(steps: Sequence[SlotsRecord]) -> list[Bar]:
-    """Who had which slot and when, by slot and then by time. Steps are counted from the first of `steps`, which is 0."""
-    done: list[Bar] = []
+    """The bars of all slots, by slot and then by time. The first of `steps` is step 0."""
+    drawn: list[Bar] = []
     open_bars: dict[int, Bar] = {}  # by slot
     for number, step in enumerate(steps):
-        for each in step.slots:
-            bar = open_bars.get(each.slot)
-            if (
-                bar is None or bar.request_id != each.request_id
-            ):  # an aborted request leaves without a word in the record
-                bar = open_bars[each.slot] = Bar(each.slot, each.request_id, number, number, [])
-                done.append(bar)
-            kind = "prefill" if each.prefill_tokens else "decode"
+        for used in step.slots:
+            bar = open_bars.get(used.slot)
+            # An aborted request leaves no record of its end.
+            if bar is None or bar.request_id != used.request_id:
+                bar = open_bars[used.slot] = Bar(used.slot, used.request_id, number, number, [])
+                drawn.append(bar)
+            kind = "prefill" if used.prefill_tokens else "decode"
             if bar.pieces and bar.pieces[-1][::2] == (kind, number):
                 bar.pieces[-1] = (kind, bar.pieces[-1][1], number + 1)
             else:
                 bar.pieces.append((kind, number, number + 1))
             bar.end = number + 1
-            if each.finish_reason is not None:
-                del open_bars[each.slot]
-    return sorted(done, key=lambda bar: (bar.slot, bar.start))
+            if used.finish_reason is not None:
+                del open_bars[used.slot]
+    return sorted(drawn, key=lambda bar: (bar.slot, bar.start))
 
 
 def gantt(steps: Sequence[SlotsRecord], title: str, slots: int | None = None) -> Figure:
-    """Slots from top to bottom, steps from left to right: one bar for each request in a slot, labelled where there is room.
+    """Slots from top to bottom, steps from left to right; a bar for each request, with its id.
 
-    slots: how many to draw, used or not; None: up to the highest that was used. ValueError if there are no steps.
+    slots: how many to draw; None: up to the highest one in use. Raises ValueError without steps.
     """
     if not steps:
         raise ValueError("no steps, so there is nothing to draw")
@@ -84,10 +84,9 @@ def gantt(steps: Sequence[SlotsRecord], title: str, slots: int | None = None) ->
                 ]
                 if pieces:
                     axes.broken_barh(pieces, (slot - 0.4, 0.8), linewidth=0, **look)
-            axes.broken_barh(
-                [(bar.start, bar.end - bar.start) for bar in mine], (slot - 0.4, 0.8),
-                facecolor="none", edgecolor=charts.INK, linewidth=0.8,
-            )  # fmt: skip
+            outlines = [(bar.start, bar.end - bar.start) for bar in mine]
+            frame: dict[str, Any] = {"facecolor": "none", "edgecolor": charts.INK, "linewidth": 0.8}
+            axes.broken_barh(outlines, (slot - 0.4, 0.8), **frame)
         axes.set_xlim(0, len(steps))
         axes.set_ylim(rows - 0.5, -0.5)
         every = next(every for every in (1, 2, 4, 8, 16, 32, rows) if rows / every <= 24)
@@ -96,104 +95,71 @@ def gantt(steps: Sequence[SlotsRecord], title: str, slots: int | None = None) ->
         axes.grid(False, axis="y")
         axes.tick_params(axis="y", length=0)
         keys = [Patch(label=kind, linewidth=0, **look) for kind, look in LOOKS.items()]
-        # A title may take the whole width above the axes, so the key stands below them.
-        figure.legend(
-            handles=keys,
-            ncols=2,
-            loc="outside lower right",
-            frameon=False,
-            borderaxespad=0.1,
-            fontsize=9,
-        )
+        # A title may take the whole width above the axes, so the key is below them.
+        place: dict[str, Any] = {"loc": "outside lower right", "borderaxespad": 0.1}
+        figure.legend(handles=keys, ncols=2, frameon=False, fontsize=9, **place)
         _label(figure, axes, tenants)
     return figure
 
 
 def _label(figure: Figure, axes: Any, tenants: Sequence[Bar]) -> None:
-    """Write each request's id into the longest decode of its bar, if it fits there: hatching hides letters."""
-    figure.draw_without_rendering()  # lays the axes out, so that steps can be told in points
+    """Write each request's id into the longest decode of its bar, if it fits; not over hatching."""
+    figure.draw_without_rendering()  # lays the axes out, so that a step has a size in points
     box = axes.get_window_extent()
     points = 72 / figure.dpi
-    step, height = (
-        box.width * points / axes.get_xlim()[1],
-        box.height * points / abs(axes.get_ylim()[0] - axes.get_ylim()[1]),
-    )
+    step = box.width * points / axes.get_xlim()[1]
+    height = box.height * points / abs(axes.get_ylim()[0] - axes.get_ylim()[1])
     if height * 0.8 < 10:
         return
+    style: dict[str, Any] = {
+        "ha": "center",
+        "va": "center_baseline",
+        "fontsize": 9,
+        "parse_math": False,
+    }
     for bar in tenants:
         plain = [(end - start, start, end) for kind, start, end in bar.pieces if kind == "decode"]
         if not plain:
             continue
         room, start, end = max(plain)
-        for words in (
-            bar.request_id,
-            bar.request_id.removeprefix("request-"),
-        ):  # the engine's own names end in a number
-            if LETTER * 9 * len(words) + 4 <= room * step:
-                axes.text(
-                    (start + end) / 2, bar.slot, words, ha="center", va="center_baseline", fontsize=9, parse_math=False
-                )  # fmt: skip
+        for name in (bar.request_id, bar.request_id.removeprefix("request-")):
+            if LETTER * 9 * len(name) + 4 <= room * step:
+                axes.text((start + end) / 2, bar.slot, name, **style)
                 break
 
 
 def perfetto(steps: Sequence[SlotsRecord]) -> dict[str, Any]:
-    """Chrome's trace event format, as an object for json.dump: microseconds from the start of the first step.
+    """Chrome's trace event format, an object for json.dump; times in microseconds from step 0.
 
-    A track for each slot, with a slice for each request and pass; counters for the rows of a pass and for the requests that
-    wait for a slot.
+    A track for each slot, with a slice for each request and pass; counters for the rows of a pass
+    and for the requests that wait for a slot.
     """
     return {"displayTimeUnit": "ms", "traceEvents": list(_events(steps))}
 
 
 def _events(steps: Sequence[SlotsRecord]) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "engine"}}
-    for slot in sorted({each.slot for step in steps for each in step.slots}):
-        # Tracks are told apart by the thread id, and 0 would not be one of its own in every viewer.
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": 1,
-            "tid": slot + 1,
-            "args": {"name": f"slot {slot}"},
-        }
-        yield {
-            "ph": "M",
-            "name": "thread_sort_index",
-            "pid": 1,
-            "tid": slot + 1,
-            "args": {"sort_index": slot},
-        }
+    def event(kind: str, name: str, tid: int = 0, **fields: Any) -> dict[str, Any]:
+        return {"ph": kind, "name": name, "pid": 1, "tid": tid, **fields}
+
+    yield event("M", "process_name", args={"name": "engine"})
+    for slot in sorted({used.slot for step in steps for used in step.slots}):
+        # The thread id names a track, and some viewers draw none for 0.
+        yield event("M", "thread_name", slot + 1, args={"name": f"slot {slot}"})
+        yield event("M", "thread_sort_index", slot + 1, args={"sort_index": slot})
     end = 0.0
     for number, step in enumerate(steps):
         start = round((step.started - steps[0].started) * 1e6, 3)
         end = round((step.started + step.seconds - steps[0].started) * 1e6, 3)
         for counter, value in (("rows", step.rows), ("waiting", step.waiting)):
-            yield {
-                "ph": "C",
-                "name": counter,
-                "pid": 1,
-                "tid": 0,
-                "ts": start,
-                "args": {counter: value},
-            }
-        for each in step.slots:
-            args: dict[str, Any] = {
-                "step": number,
-                "prefill_tokens": each.prefill_tokens,
-                "decode_tokens": each.decode_tokens,
-            }
-            if each.finish_reason is not None:
-                args["finish_reason"] = each.finish_reason
-            yield {
-                "ph": "X",
-                "name": each.request_id,
-                "cat": "prefill" if each.prefill_tokens else "decode",
-                "pid": 1,
-                "tid": each.slot + 1,
-                "ts": start,
-                "dur": round(end - start, 3),
-                "args": args,
-            }
+            yield event("C", counter, ts=start, args={counter: value})
+        for used in step.slots:
+            tokens = {"prefill_tokens": used.prefill_tokens, "decode_tokens": used.decode_tokens}
+            args: dict[str, Any] = {"step": number, **tokens}
+            if used.finish_reason is not None:
+                args["finish_reason"] = used.finish_reason
+            kind = "prefill" if used.prefill_tokens else "decode"
+            span = {"ts": start, "dur": round(end - start, 3)}
+            yield event("X", used.request_id, used.slot + 1, cat=kind, **span, args=args)
     if steps:
-        for counter in ("rows", "waiting"):  # or the last values would seem to last for ever
-            yield {"ph": "C", "name": counter, "pid": 1, "tid": 0, "ts": end, "args": {counter: 0}}
+        for counter in ("rows", "waiting"):  # viewers draw the last values to the right edge
+            yield event("C", counter, ts=end, args={counter: 0})

@@ -1,6 +1,6 @@
-"""The map of the blocks: who has which. Drawn in the terminal as one character a block, and as a picture of a whole run.
+"""The map of the blocks and their owners: in the terminal, and as a picture of a whole run.
 
-Both come from the scheduler's tables and the pool's lists and from nothing else, so they show what is and not what was meant.
+Both come from the scheduler's tables and the pool's lists alone: they show the state, not a plan.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from rich.text import Text
 
 from .scheduler import Scheduler
 
-if TYPE_CHECKING:  # it takes a second to load, and only the picture needs it
+if TYPE_CHECKING:  # takes a second to load, and only the picture needs it
     from matplotlib.figure import Figure
 
 FREE, CACHED, SHARED = -1, -2, -3
 MARKS = {FREE: ".", CACHED: "+", SHARED: "#"}
-LETTERS = (
-    string.ascii_lowercase + string.ascii_uppercase
-)  # more than there are colours: they alone are enough
+LETTERS = string.ascii_lowercase + string.ascii_uppercase  # they suffice without colours
 COLOURS = (
     "green",
     "yellow",
@@ -36,18 +34,21 @@ COLOURS = (
     "bright_blue",
     "bright_magenta",
 )
-KEY = f"a letter: a sequence, {MARKS[SHARED]} shared by several, {MARKS[CACHED]} cached, {MARKS[FREE]} free"
+KEY = (
+    f"a letter: a sequence, {MARKS[SHARED]} shared by several, {MARKS[CACHED]} cached, "
+    f"{MARKS[FREE]} free"
+)
 
-LIGHT = 3  # from this one on, the colours of the charts are so light that letters on them are dark
-LETTER = 9.5  # points that a letter takes, in height and width
+LIGHT = 3  # from this index on, the colours of the charts are light: letters on them are dark
+LETTER = 9.5  # height and width of a letter, in points
 
-Box = tuple[int, int, int]  # a block, and the passes from the first to the one behind the last
+Box = tuple[int, int, int]  # block, first pass, end pass (exclusive)
 
 
 def blockmap(scheduler: Scheduler) -> list[int]:
-    """For each block of the pool: FREE, CACHED, SHARED, or the number of the only sequence that has it.
+    """For each block of the pool: FREE, CACHED, SHARED, or the number of its only owner.
 
-    That number is the request's arrival: it stays the same as long as the request lives, and nobody else ever has it.
+    That number is the request's arrival, which is unique and never changes.
     """
     pool = scheduler.pool
     states = [FREE] * pool.count
@@ -60,29 +61,26 @@ def blockmap(scheduler: Scheduler) -> list[int]:
 
 
 def mark(state: int) -> str:
-    """The character for a block. Sequences have letters, which begin anew when they are used up."""
+    """The character for a block. Sequences have letters, which repeat after the last one."""
     return LETTERS[state % len(LETTERS)] if state >= 0 else MARKS[state]
 
 
 def look(state: int) -> str:
-    """The style of that character, for rich: a colour a sequence, as long as there are colours."""
-    return (
-        f"reverse {COLOURS[state % len(COLOURS)]}"
-        if state >= 0
-        else "bold"
-        if state == SHARED
-        else "dim"
-    )
+    """The style of that character, for rich: a colour for each sequence, which repeat too."""
+    if state >= 0:
+        return f"reverse {COLOURS[state % len(COLOURS)]}"
+    return "bold" if state == SHARED else "dim"
 
 
 def lines(states: Sequence[int], width: int, height: int) -> list[Text]:
     """The map of `blockmap` as at most `height` lines of at most `width` characters, one a block.
 
-    A line begins with the number of its first block. Where there are more blocks than room, the last line counts the others.
+    A line begins with the number of its first block. If not all blocks fit, the last line counts
+    the remaining ones.
     """
     margin = len(str(len(states))) + 1
     room = max(1, width - margin)
-    room = room - room % 10 or room  # so that a block's number can be read off
+    room = room - room % 10 or room  # round numbers make a block's number easy to read
     starts = range(0, len(states), room)
     cut = len(starts) > height
     drawn = []
@@ -92,31 +90,30 @@ def lines(states: Sequence[int], width: int, height: int) -> list[Text]:
             line.append(mark(state) * len(list(group)), look(state))
         drawn.append(line)
     if cut and height > 0:
-        drawn.append(
-            Text(_count(states[len(drawn) * room :]), style="dim", no_wrap=True, overflow="crop")
-        )
+        words = _count(states[len(drawn) * room :])
+        drawn.append(Text(words, style="dim", no_wrap=True, overflow="crop"))
     for line in drawn:
         line.truncate(max(0, width))
     return drawn
 
 
 def _count(states: Sequence[int]) -> str:
-    """What there is in blocks that are not drawn."""
-    found = Counter(min(state, 0) for state in states)
-    parts = (
-        f"{found[0]} of one sequence",
-        f"{found[SHARED]} shared",
-        f"{found[CACHED]} cached",
-        f"{found[FREE]} free",
+    """The states of the blocks that are not drawn."""
+    count = Counter(min(state, 0) for state in states)
+    return (
+        f"and {len(states)} more blocks: {count[0]} of one sequence, {count[SHARED]} shared, "
+        f"{count[CACHED]} cached, {count[FREE]} free"
     )
-    return f"and {len(states)} more blocks: {', '.join(parts)}"
 
 
 def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
-    """Blocks from top to bottom, passes from left to right; `frames` is what `blockmap` gave after each of them.
+    """Blocks from top to bottom, passes from left to right.
 
-    A colour a sequence, with its letter where there is room. Blocks behind the last one that was ever used are left out, and the
-    axis says how many there are in all. ValueError if there are no frames, or if they differ in length.
+    frames: the `blockmap` after each pass.
+
+    A colour for each sequence, with its letter if it fits. Blocks after the last one in use are
+    left out; the label of the axis has their total number. Raises ValueError without frames, or if
+    they differ in length.
     """
     if not frames:
         raise ValueError("no passes, so there is nothing to draw")
@@ -128,7 +125,7 @@ def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
 
     from shared import charts
 
-    # Light grey is only for what nobody has, and hatching only for what several have: enough for a print in grey.
+    # Only cached blocks are light grey, and only shared ones hatched: they differ in greyscale too.
     looks: dict[int, dict[str, Any]] = {
         SHARED: {"facecolor": "white", "hatch": charts.HATCHES[1], "edgecolor": charts.INK},
         CACHED: {"facecolor": charts.FAINT, "edgecolor": "none"},
@@ -138,22 +135,18 @@ def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
     used = np.flatnonzero((grid != FREE).any(axis=1))
     grid = grid[: used[-1] + 1 if len(used) else 1]
     boxes = _boxes(grid)
-    figure, axes = charts.new_figure(
-        title, "pass", f"block, of {count}", size=(7.2, min(9, 1.8 + 0.145 * len(grid)))
-    )
+    size = (7.2, min(9, 1.8 + 0.145 * len(grid)))
+    figure, axes = charts.new_figure(title, "pass", f"block, of {count}", size=size)
     with rc_context(charts.style()):
         for state in sorted(boxes):
             corners = [
                 [(start, block - 0.5), (end, block - 0.5), (end, block + 0.5), (start, block + 0.5)]
                 for block, start, end in boxes[state]
             ]
-            style = looks.get(
-                state,
-                {"facecolor": charts.COLOURS[state % len(charts.COLOURS)], "edgecolor": "white"},
-            )
-            axes.add_collection(
-                PolyCollection(corners, linewidth=0.3 if state >= 0 else 0, **style)
-            )
+            colour = charts.COLOURS[state % len(charts.COLOURS)]
+            style = looks.get(state, {"facecolor": colour, "edgecolor": "white"})
+            width = 0.3 if state >= 0 else 0
+            axes.add_collection(PolyCollection(corners, linewidth=width, **style))
         axes.set_xlim(0, grid.shape[1])
         axes.set_ylim(len(grid) - 0.5, -0.5)
         for axis in (axes.xaxis, axes.yaxis):
@@ -167,21 +160,15 @@ def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
             Patch(label="cached", linewidth=0, **looks[CACHED]),
             Patch(label="free", facecolor="white", edgecolor=charts.INK, linewidth=0.5),
         ]
-        # A title may take the whole width above the axes, so the key stands below them.
-        figure.legend(
-            handles=keys,
-            ncols=4,
-            loc="outside lower right",
-            frameon=False,
-            borderaxespad=0.1,
-            fontsize=9,
-        )
+        # A title may take the whole width above the axes, so the key is below them.
+        place: dict[str, Any] = {"loc": "outside lower right", "borderaxespad": 0.1}
+        figure.legend(handles=keys, ncols=4, frameon=False, fontsize=9, **place)
         _label(figure, axes, boxes)
     return figure
 
 
 def _boxes(grid: np.ndarray) -> dict[int, list[Box]]:
-    """Each run of passes in which a block's state stays the same, by state; FREE has none."""
+    """Each run of passes in which a block's state stays the same, by state, without FREE."""
     boxes: dict[int, list[Box]] = {}
     for block, row in enumerate(grid):
         edges = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
@@ -192,22 +179,19 @@ def _boxes(grid: np.ndarray) -> dict[int, list[Box]]:
 
 
 def _label(figure: Figure, axes: Any, boxes: dict[int, list[Box]]) -> None:
-    """Write its sequence's letter into each rectangle that has room for it."""
+    """Write its sequence's letter into each rectangle in which it fits."""
     from shared import charts
 
-    figure.draw_without_rendering()  # lays the axes out, so that blocks and passes can be told in points
+    figure.draw_without_rendering()  # lays the axes out: blocks and passes have sizes in points
     area = axes.get_window_extent()
     points = 72 / figure.dpi
-    wide = (
-        area.width * points / abs(axes.get_xlim()[1] - axes.get_xlim()[0])
-    )  # points of a pass, and
+    wide = area.width * points / abs(axes.get_xlim()[1] - axes.get_xlim()[0])  # of a pass
     high = area.height * points / abs(axes.get_ylim()[1] - axes.get_ylim()[0])  # of a block
     if high < LETTER:
         return
+    style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 9}
     for state in filter(lambda state: state >= 0, boxes):
         colour = charts.INK if state % len(charts.COLOURS) >= LIGHT else "white"
         for block, start, end in boxes[state]:
             if (end - start) * wide >= LETTER:
-                axes.text(
-                    (start + end) / 2, block, mark(state), ha="center", va="center_baseline", fontsize=9, color=colour
-                )  # fmt: skip
+                axes.text((start + end) / 2, block, mark(state), color=colour, **style)

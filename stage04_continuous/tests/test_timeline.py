@@ -1,4 +1,4 @@
-"""The chart and the trace say what the records say: nothing more, nothing twice, nothing left out."""
+"""Chart and trace show the records: all of them, once each, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,50 +21,41 @@ SLOTS = 4
 
 
 def record(*slots: tuple[int, str, int, str | None]) -> SlotsRecord:
-    each = tuple(
-        SlotRecord(slot, name, prefill, int(not prefill), reason)
-        for slot, name, prefill, reason in slots
-    )
-    return SlotsRecord(
-        len(each),
-        sum(s.prefill_tokens for s in each),
-        sum(s.decode_tokens for s in each),
-        1.0,
-        slots=each,
-    )
+    shares = tuple(SlotRecord(slot, id, n, int(not n), reason) for slot, id, n, reason in slots)
+    prefill = sum(share.prefill_tokens for share in shares)
+    return SlotsRecord(len(shares), prefill, len(shares) - prefill, 1.0, slots=shares)
 
 
 @pytest.fixture(scope="module")
 def steps(tiny_model):
-    """A run with chunks, refilled slots, and a request that is aborted in the middle."""
+    """A run with chunks, refilled slots, and a request that is aborted half-way."""
     engine = Engine(tiny_model, eos_ids=(), scheduler=Scheduler(SLOTS, 8))
     for n in range(12):
         engine.add(Request([1 + n] * (1 + 7 * n % 23), SamplingParams(max_tokens=1 + 11 * n % 29)))
-    for number in itertools.count():
-        if number == 9:
+    while engine.requests:
+        if len(engine.steps) == 9:
             engine.abort(engine.scheduler.running[0].id)
-        if not engine.scheduler.unfinished:
-            return list(engine.steps)
         engine.step()
+    return list(engine.steps)
+
+
+def kind(share: SlotRecord) -> str:
+    return "prefill" if share.prefill_tokens else "decode"
 
 
 def test_bars_hold_exactly_the_records(steps):
+    tenants = bars(steps)
     pieces = Counter(
-        (bar.slot, bar.request_id, kind, number)
-        for bar in bars(steps)
-        for kind, start, end in bar.pieces
+        (bar.slot, bar.request_id, what, number)
+        for bar in tenants
+        for what, start, end in bar.pieces
         for number in range(start, end)
     )
-    recorded = Counter(
-        (each.slot, each.request_id, "prefill" if each.prefill_tokens else "decode", number)
+    assert pieces == Counter(
+        (share.slot, share.request_id, kind(share), number)
         for number, step in enumerate(steps)
-        for each in step.slots
+        for share in step.slots
     )
-    assert pieces == recorded and {kind for _, _, kind, _ in pieces} == {"prefill", "decode"}
-
-
-def test_a_request_has_one_bar_and_a_slot_one_tenant(steps):
-    tenants = bars(steps)
     assert len({bar.request_id for bar in tenants}) == len(tenants) == 12
     for one, other in itertools.combinations(tenants, 2):
         assert one.slot != other.slot or one.end <= other.start or other.end <= one.start
@@ -73,7 +64,7 @@ def test_a_request_has_one_bar_and_a_slot_one_tenant(steps):
         assert all(a[2] <= b[1] for a, b in itertools.pairwise(bar.pieces))
 
 
-def test_a_step_without_a_share_is_a_gap_and_a_name_may_come_again():
+def test_a_step_without_a_share_is_a_gap_and_an_id_may_come_again():
     steps = [
         record((0, "a", 3, None)),
         record((1, "b", 0, None)),
@@ -89,40 +80,28 @@ def test_a_step_without_a_share_is_a_gap_and_a_name_may_come_again():
 def test_the_chart_draws_every_piece_and_labels_inside_the_bars(steps):
     figure = gantt(steps, "Slots are filled again", slots=6)
     axes = figure.axes[0]
-    assert (
-        axes.get_xlim() == (0, len(steps))
-        and axes.get_ylim() == (5.5, -0.5)
-        and axes.get_title(loc="left") == "Slots are filled again"
-    )
-    drawn = sum(len(each.get_paths()) for each in axes.collections)
+    assert axes.get_xlim() == (0, len(steps)) and axes.get_ylim() == (5.5, -0.5)
+    assert axes.get_title(loc="left") == "Slots are filled again"
     tenants = bars(steps)
+    drawn = sum(len(collection.get_paths()) for collection in axes.collections)
     assert drawn == len(tenants) + sum(len(bar.pieces) for bar in tenants)
     figure.draw_without_rendering()
     labels = [text for text in axes.texts if text.get_text()]
     assert len(labels) >= 5
+    named = {bar.request_id.removeprefix("request-"): bar for bar in tenants}
     for text in labels:
+        bar = named[text.get_text().removeprefix("request-")]
         box = Text.get_window_extent(text).transformed(axes.transData.inverted())
-        (bar,) = [
-            bar
-            for bar in tenants
-            if bar.request_id.endswith(f"-{text.get_text().removeprefix('request-')}")
-        ]
-        assert any(
-            kind == "decode" and start <= box.x0 and box.x1 <= end
-            for kind, start, end in bar.pieces
-        )
-        assert (
-            float(text.get_fontsize()) >= 9
-            and bar.slot - 0.4 <= min(box.y0, box.y1)
-            and max(box.y0, box.y1) <= bar.slot + 0.4
-        )
-    keys = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert keys == ["prefill", "decode"]
+        spans = [(start, end) for what, start, end in bar.pieces if what == "decode"]
+        assert any(start <= box.x0 and box.x1 <= end for start, end in spans)
+        assert bar.slot - 0.4 <= min(box.y0, box.y1) and max(box.y0, box.y1) <= bar.slot + 0.4
+        assert float(text.get_fontsize()) >= 9
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["prefill", "decode"]
 
 
 def test_the_chart_is_the_same_again_and_has_no_limit_of_size(steps):
     drawn = charts.render(gantt(steps, "t"))
-    with matplotlib.rc_context({"legend.handlelength": 9}):  # as a user's own matplotlibrc may say
+    with matplotlib.rc_context({"legend.handlelength": 9}):  # as in a user's own matplotlibrc
         assert charts.render(gantt(steps, "t")) == drawn
     many = [record(*((slot, f"$r{slot}$", 0, None) for slot in range(200)))] * 3
     assert gantt(many, "200 slots").get_size_inches()[1] <= 12
@@ -132,44 +111,30 @@ def test_the_chart_is_the_same_again_and_has_no_limit_of_size(steps):
 
 
 def test_the_trace_holds_a_slice_for_each_record_inside_its_step(steps):
-    trace = json.loads(json.dumps(perfetto(steps), allow_nan=False))
-    events = trace["traceEvents"]
+    events = json.loads(json.dumps(perfetto(steps), allow_nan=False))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == sum(len(step.slots) for step in steps)
+    ends: dict[int, float] = {}
     for event in slices:
         step = steps[event["args"]["step"]]
-        begin = (step.started - steps[0].started) * 1e6
+        (share,) = [share for share in step.slots if share.slot == event["tid"] - 1]
+        assert (event["name"], event["cat"]) == (share.request_id, kind(share))
+        for name in ("prefill_tokens", "decode_tokens", "finish_reason"):
+            assert event["args"].get(name) == getattr(share, name)
+        begin, end = (step.started - steps[0].started) * 1e6, event["ts"] + event["dur"]
         assert event["ts"] == pytest.approx(begin, abs=0.002)
-        assert event["dur"] > 0 and event["ts"] + event["dur"] <= begin + step.seconds * 1e6 + 0.002
-        (each,) = [each for each in step.slots if each.slot == event["tid"] - 1]
-        assert (
-            event["name"] == each.request_id
-            and event["args"].get("finish_reason") == each.finish_reason
-        )
-        assert (event["args"]["prefill_tokens"], event["args"]["decode_tokens"]) == (
-            each.prefill_tokens,
-            each.decode_tokens,
-        )
-        assert event["cat"] == ("prefill" if each.prefill_tokens else "decode")
-    for _, track in itertools.groupby(
-        sorted(slices, key=lambda e: (e["tid"], e["ts"])), key=lambda e: e["tid"]
-    ):
-        for one, other in itertools.pairwise(track):
-            assert one["ts"] + one["dur"] <= other["ts"] + 1e-6
+        assert event["ts"] < end <= begin + step.seconds * 1e6 + 0.002
+        assert event["ts"] >= ends.get(event["tid"], 0) - 1e-6
+        ends[event["tid"]] = end
 
 
 def test_the_trace_names_its_tracks_and_counts_rows_and_waiting(steps):
     events = perfetto(steps)["traceEvents"]
-    names = {
-        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
-    }
-    assert names == {slot + 1: f"slot {slot}" for slot in range(SLOTS)}
+    names = [event for event in events if event["name"] == "thread_name"]
+    tracks = {event["tid"]: event["args"]["name"] for event in names}
+    assert tracks == {slot + 1: f"slot {slot}" for slot in range(SLOTS)}
     for counter in ("rows", "waiting"):
-        values = [
-            event["args"][counter]
-            for event in events
-            if event["ph"] == "C" and event["name"] == counter
-        ]
+        values = [event["args"][counter] for event in events if event["name"] == counter]
         assert values == [*(getattr(step, counter) for step in steps), 0]
     assert {event["pid"] for event in events} == {1}
     assert [event["ph"] for event in perfetto([])["traceEvents"]] == ["M"]

@@ -1,4 +1,4 @@
-"""The map says what the tables say: for every block, after every step, on every screen, and in the picture."""
+"""The map shows the tables: every block, after every step, on every screen, and in the picture."""
 
 from __future__ import annotations
 
@@ -13,18 +13,8 @@ from matplotlib.collections import PolyCollection
 from shared import charts
 from stage01_forward.sampling import SamplingParams
 from stage04_continuous.request import Request
-from stage05_paged.blockmap import (
-    CACHED,
-    COLOURS,
-    FREE,
-    LETTERS,
-    SHARED,
-    blockmap,
-    lines,
-    look,
-    mark,
-    picture,
-)
+from stage05_paged import blockmap as maps
+from stage05_paged.blockmap import CACHED, FREE, SHARED, blockmap, lines, look, mark, picture
 from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import Engine
 from stage05_paged.scheduler import Scheduler
@@ -33,21 +23,16 @@ BLOCKS = 24
 
 
 def run(model: Any) -> Iterator[Engine]:
-    """A run with a shared beginning, samples, a short pool, and an abort; the engine after each step."""
-    scheduler = Scheduler(
-        BlockPool(BLOCKS, 4), 6, 24, swap_pool=BlockPool(BLOCKS, 4), preemption="swap"
-    )
+    """The engine after each step: a shared beginning, samples, a short pool, and an abort."""
+    pools = BlockPool(BLOCKS, 4), BlockPool(BLOCKS, 4)
+    scheduler = Scheduler(pools[0], 6, 24, swap_pool=pools[1], preemption="swap")
     engine = Engine(model, eos_ids=(), scheduler=scheduler, sanitize=True)
-    beginning = list(range(1, 10))
     for n in range(8):
-        engine.add(
-            Request([*beginning, n], SamplingParams(max_tokens=5 + 7 * n % 30), priority=n % 2)
-        )
-    engine.add_samples(
-        [50, 51, 52, 53, 54],
-        [SamplingParams(max_tokens=12, temperature=1, seed=n) for n in range(3)],
-    )
-    while scheduler.unfinished:
+        params = SamplingParams(max_tokens=5 + 7 * n % 30)
+        engine.add(Request([*range(1, 10), n], params, priority=n % 2))
+    samples = [SamplingParams(max_tokens=12, temperature=1, seed=n) for n in range(3)]
+    engine.add_samples([50, 51, 52, 53, 54], samples)
+    while engine.requests:
         engine.step()
         if len(engine.steps) == 9:
             engine.abort(scheduler.running[-1].id)
@@ -59,48 +44,39 @@ def frames(tiny_model):
     return [blockmap(engine.scheduler) for engine in run(tiny_model)]
 
 
-# ---- the map ----------------------------------------------------------------------------------------------------
-
-
-def test_every_block_is_what_the_tables_and_lists_say(tiny_model):
+def test_every_block_is_in_the_state_of_tables_and_pool(tiny_model):
     seen: set[int] = set()
     owners: dict[int, Request] = {}
     for engine in run(tiny_model):
         scheduler, states = engine.scheduler, blockmap(engine.scheduler)
         assert len(states) == BLOCKS
         for block, state in enumerate(states):
-            holders = [
-                request for request, table in scheduler.tables.items() if block in table.blocks
-            ]
-            if state >= 0:
-                (holder,) = holders
-                assert (
-                    owners.setdefault(state, holder) is holder
-                )  # one number, one request, from beginning to end
+            holders = [owner for owner, table in scheduler.tables.items() if block in table.blocks]
+            if state >= 0:  # one number, one request, from beginning to end
+                assert [owners.setdefault(state, holders[0])] == holders
             else:
-                assert (len(holders) > 1, block in scheduler.pool.cached, block in scheduler.pool.free) == (
-                    state == SHARED, state == CACHED, state == FREE,
-                )  # fmt: skip
+                is_state = (
+                    len(holders) > 1,
+                    block in scheduler.pool.cached,
+                    block in scheduler.pool.free,
+                )
+                assert is_state == (state == SHARED, state == CACHED, state == FREE)
             seen.add(min(state, 0))
     assert seen == {0, FREE, CACHED, SHARED} and engine.scheduler.counts.preemptions > 0
-    assert len(owners) == len(set(owners.values())) and any(
-        request.output.finish_reason == "abort" for request in owners.values()
-    )
+    assert len(owners) == len(set(owners.values()))
+    assert "abort" in {request.output.finish_reason for request in owners.values()}
 
 
 def test_marks_are_enough_without_colours():
-    signs = [mark(state) for state in (FREE, CACHED, SHARED, *range(len(LETTERS)))]
-    assert len(set(signs)) == len(signs) and all(
-        len(sign) == 1 and sign.isprintable() for sign in signs
-    )
-    assert mark(len(LETTERS) + 1) == mark(1)
-    assert len({look(state) for state in range(len(COLOURS))}) == len(COLOURS) and look(0) == look(
-        len(COLOURS)
-    )
+    signs = [mark(state) for state in (FREE, CACHED, SHARED, *range(len(maps.LETTERS)))]
+    assert len(set(signs)) == len(signs) and all(len(s) == 1 and s.isprintable() for s in signs)
+    assert mark(len(maps.LETTERS) + 1) == mark(1)
+    count = len(maps.COLOURS)
+    assert len({look(state) for state in range(count)}) == count and look(0) == look(count)
     assert "reverse" not in look(SHARED) + look(CACHED) + look(FREE)
 
 
-# ---- the terminal -----------------------------------------------------------------------------------------------
+# ---- the terminal -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -113,43 +89,29 @@ def test_a_character_a_block_and_the_rest_is_counted(count, width, height):
     drawn = lines(states, width, height)
     assert 1 <= len(drawn) <= height and all(line.cell_len <= width for line in drawn)
     if width < 9:
-        return  # no room for anything but pieces
-    told = drawn[-1].plain.startswith("and ")
-    marks = ""
-    for line in drawn[: len(drawn) - told]:
+        return  # too narrow to read
+    cut = drawn[-1].plain.startswith("and ")
+    shown = 0
+    for line in drawn[: len(drawn) - cut]:
         first, characters = line.plain.split()
-        assert int(first) == len(marks)
-        for offset, character in enumerate(characters):
-            state = states[len(marks) + offset]
-            (span,) = [
-                span
-                for span in line.spans
-                if span.start <= line.plain.rindex(characters) + offset < span.end
-            ]
-            assert character == mark(state) and span.style == look(state)
-        marks += characters
-    rest = states[len(marks) :]
-    assert told == bool(rest)
+        assert int(first) == shown and shown % 10 == 0  # round numbers
+        styles = [s.style for s in line.spans for _ in range(s.start, s.end)]
+        group = states[shown : shown + len(characters)]
+        assert characters == "".join(map(mark, group)) and styles == [look(s) for s in group]
+        shown += len(characters)
+    rest = states[shown:]
+    assert cut == bool(rest)
     if rest:
         owned = sum(state >= 0 for state in rest)
         words = (
-            f"and {len(rest)} more blocks: {owned} of one sequence, {rest.count(SHARED)} shared, {rest.count(CACHED)} cached, "
-            f"{rest.count(FREE)} free"
+            f"and {len(rest)} more blocks: {owned} of one sequence, {rest.count(SHARED)} shared, "
+            f"{rest.count(CACHED)} cached, {rest.count(FREE)} free"
         )
         assert drawn[-1].plain == words[:width]
+    assert lines(states, width, 0) == []
 
 
-def test_a_line_begins_at_a_round_number():
-    drawn = lines([FREE] * 100, 48, 9)
-    assert [line.plain for line in drawn] == [
-        "  0 " + "." * 40,
-        " 40 " + "." * 40,
-        " 80 " + "." * 20,
-    ]
-    assert lines([FREE] * 100, 48, 0) == []
-
-
-# ---- the picture ------------------------------------------------------------------------------------------------
+# ---- the picture --------------------------------------------------------------------------------
 
 
 def test_the_picture_shows_every_state_of_every_pass(frames):
@@ -157,35 +119,30 @@ def test_the_picture_shows_every_state_of_every_pass(frames):
     axes = figure.axes[0]
     want = np.array(frames).T
     want = want[: 1 + np.flatnonzero((want != FREE).any(axis=1))[-1]]
-    found = np.full(want.shape, FREE)
-    boxes = {}  # (block, start) -> (end, state)
+    shown = np.full(want.shape, FREE)
+    boxes = []  # (block, start, end, state)
     states = sorted(set(want.flatten().tolist()) - {FREE})
     drawn = [each for each in axes.collections if isinstance(each, PolyCollection)]
     for state, collection in zip(states, drawn, strict=True):
         for path in collection.get_paths():
             corners = np.asarray(path.vertices)
             (left, low), (right, high) = corners.min(axis=0), corners.max(axis=0)
-            assert (
-                high - low == 1
-                and (found[round(low + 0.5), round(left) : round(right)] == FREE).all()
-            )
-            found[round(low + 0.5), round(left) : round(right)] = state
-            boxes[round(low + 0.5), round(left)] = round(right), state
+            block, start, end = round(low + 0.5), round(left), round(right)
+            assert high - low == 1 and (shown[block, start:end] == FREE).all()
+            shown[block, start:end] = state
+            boxes.append((block, start, end, state))
         assert (collection.get_hatch() is None) == (state != SHARED)
-    assert (found == want).all() and {SHARED, CACHED} < set(states)
+    assert (shown == want).all() and {SHARED, CACHED} < set(states)
     assert axes.get_xlim() == (0, len(frames)) and axes.get_ylim() == (len(want) - 0.5, -0.5)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("pass", f"block, of {BLOCKS}")
     figure.draw_without_rendering()
     assert len(axes.texts) >= 5
     for text in axes.texts:
         area = text.get_window_extent().transformed(axes.transData.inverted())
-        block = round(text.get_position()[1])
-        (state,) = [
-            s
-            for (b, start), (end, s) in boxes.items()
-            if b == block and start <= area.x0 and area.x1 <= end
-        ]
-        assert text.get_text() == mark(state) and state >= 0 and float(text.get_fontsize()) >= 9
+        row = round(text.get_position()[1])
+        inside = [box for box in boxes if box[0] == row and box[1] <= area.x0 and area.x1 <= box[2]]
+        assert [mark(box[3]) for box in inside] == [text.get_text()] and inside[0][3] >= 0
+        assert float(text.get_fontsize()) >= 9
     keys = [text.get_text() for text in figure.legends[0].get_texts()]
     assert keys == ["one sequence's, with its letter", "shared by several", "cached", "free"]
 
@@ -194,10 +151,8 @@ def test_the_picture_is_the_same_again_and_has_no_limit_of_size(frames):
     assert charts.render(picture(frames, "t")) == charts.render(picture(frames, "t"))
     many = [[block % 60 for block in range(700)] + [FREE] * 300] * 40
     figure = picture(many, "700 of 1,000 blocks")
-    assert (
-        figure.axes[0].get_ylim() == (699.5, -0.5)
-        and figure.axes[0].get_ylabel() == "block, of 1000"
-    )
+    assert figure.axes[0].get_ylim() == (699.5, -0.5)
+    assert figure.axes[0].get_ylabel() == "block, of 1000"
     assert figure.get_size_inches()[1] <= 9 and not figure.axes[0].texts
     assert charts.render(picture([[FREE]], "nothing")).startswith(b"<?xml")
 
