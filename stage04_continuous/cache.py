@@ -1,13 +1,16 @@
-"""The KV cache in slots: fixed places for sequences that come and go. A token's address is (slot, position).
+"""The KV cache in slots: fixed places for sequences that come and go. A token's address is
+(slot, position).
 
-A pass gets its tokens packed, (N,) without any padding, from any mixture of requests. Where each token's key and value go
-is looked up; what its query sees is read in place.
+A pass gets its tokens packed, (N,) without any padding, from any mixture of requests. The address
+of each new key and value is looked up; what its query sees is read in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +19,20 @@ from shared.checkpoint import Config
 from shared.errors import UserError
 from stage03_batching.attention import masked_attention
 
-Share = tuple[
-    int, int, int
-]  # slot, first position, and number of the tokens that a sequence computes in a pass
+from .plan import Wipe
 
-# Sequences of different lengths attend in one call, with a mask over the difference, while that costs less than one more
-# call would: about as much as reading so many keys.
+Share = tuple[int, int, int]  # slot, first position, number of tokens that a pass computes
+
+# Sequences of different lengths attend in one call, with a mask over the difference, while that
+# costs less than one more call would: about as much as reading this many keys.
 CALL = 64
 
 
 class SlotCache:
-    """Keys and values of `slots` sequences of up to `slot_tokens` tokens: `kv` is (layers, 2, slots, H, slot_tokens, D).
+    """Keys and values of `slots` sequences of up to `slot_tokens` tokens (None: a whole context):
+    `kv` is (layers, 2, slots, H, slot_tokens, D), with the H heads of keys and values.
 
-    It knows nothing of requests: whoever uses a slot says where its sequence begins.
+    It knows no requests: its user decides which sequence is in which slot.
     """
 
     def __init__(
@@ -39,59 +43,61 @@ class SlotCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.slots, self.slot_tokens = (
-            slots,
-            config.n_positions if slot_tokens is None else slot_tokens,
-        )
+        self.slots = slots
+        self.slot_tokens = config.n_positions if slot_tokens is None else slot_tokens
         if not 1 < self.slot_tokens <= config.n_positions:
             raise UserError(
-                f"A slot for {config.name} holds 2 to {config.n_positions} tokens, not {self.slot_tokens}."
+                f"A slot for {config.name} holds 2 to {config.n_positions} tokens, "
+                f"not {self.slot_tokens}."
             )
-        shape = (config.n_layer, 2, slots, config.n_head, self.slot_tokens, config.head_dim)
+        shape = (config.n_layer, 2, slots, config.n_kv_head, self.slot_tokens, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def bytes(self) -> int:
-        """Memory taken, used or not: 2 * layers * C * bytes a number, for each of slots * slot_tokens."""
+        """Memory taken, used or not: 2 * layers * H * D * bytes a number, for each of
+        slots * slot_tokens."""
         return self.kv.nbytes
 
-    def reset(self, slot: int, used: int) -> None:
-        """Wipe the first `used` positions, for the next tenant.
+    def move(self, moves: Sequence[Wipe]) -> None:
+        """Wipe slots for their next sequences.
 
-        A mask alone does not do it: a hidden key weighs 0, but 0 times NaN is NaN, should the last tenant have left one.
+        A mask alone is not enough: a hidden key weighs 0, but 0 times NaN is NaN, should the last
+        sequence have left one.
         """
-        self.kv[:, :, slot, :, :used] = 0
+        for wipe in moves:
+            self.kv[:, :, wipe.slot, :, : wipe.used] = 0
 
     def extend(self, shares: Sequence[Share]) -> PackedAttention:
-        """The attention of a pass whose tokens are those of `shares`, one share after the other."""
+        """The attention of a pass whose tokens are those of `shares`, one share after the other.
+
+        Raises ValueError for a share outside the cache.
+        """
         for slot, start, count in shares:
-            if not (
-                0 <= slot < self.slots
-                and start >= 0
-                and count >= 1
-                and start + count <= self.slot_tokens
-            ):
+            fits = start >= 0 and count >= 1 and start + count <= self.slot_tokens
+            if not (fits and 0 <= slot < self.slots):
                 raise ValueError(
-                    f"no place for {count} tokens at {start} in slot {slot}: {self.slots} x {self.slot_tokens}"
+                    f"no place for {count} tokens at {start} in slot {slot}: "
+                    f"{self.slots} x {self.slot_tokens}"
                 )
         return PackedAttention(self.kv, shares)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring shares that attend in one call: B sequences with T new tokens each."""
+    """Adjacent shares that attend in one call: B sequences with T new tokens each."""
 
     rows: slice  # of the N packed tokens: B * T of them
     slots: slice  # B
     end: int  # keys read of each slot
     new: int  # T
-    mask: Tensor | None  # (B, 1, T, end); None where all is seen, or where `causal` says it
+    mask: Tensor | None  # (B, 1, T, end); None: all is visible, or `causal` is set
     causal: bool
 
 
 def neighbours(shares: Sequence[Share]) -> list[list[Share]]:
-    """Cut a pass into runs that can attend together: next to each other in memory, as many new tokens, not too unlike in
-    length."""
+    """Cut a pass into runs that can attend together: adjacent slots, equally many new tokens,
+    similar lengths."""
     runs: list[list[Share]] = []
     for share in shares:
         slot, start, count = share
@@ -99,9 +105,8 @@ def neighbours(shares: Sequence[Share]) -> list[list[Share]]:
             run = runs[-1]
             last_slot, _, last_count = run[-1]
             longest = max(before for _, before, _ in run)
-            padding = len(run) * max(0, start - longest) + max(
-                0, longest - start
-            )  # keys read for nothing, if they join
+            # Keys read in vain, if they join.
+            padding = len(run) * max(0, start - longest) + max(0, longest - start)
             if (slot, count) == (last_slot + 1, last_count) and padding * count <= CALL:
                 run.append(share)
                 continue
@@ -110,19 +115,23 @@ def neighbours(shares: Sequence[Share]) -> list[list[Share]]:
 
 
 class PackedAttention:
-    """Attention of one forward pass over N packed tokens, each of which sees the tokens before it in its own slot.
+    """Attention of one pass over N packed tokens, each of which sees the tokens before it in its
+    own slot.
 
-    What is the same in every layer (where to write, what to read, what is visible) is worked out here, once a pass.
+    Shares that can attend together are made adjacent: `order` (N,) tells which of the caller's
+    tokens comes when, and the model gets its tokens in that order. What is the same in every layer
+    (where to write, what to read, what is visible) is worked out here, once a pass.
     """
 
     def __init__(self, kv: Tensor, shares: Sequence[Share]) -> None:
         self.kv = kv
-        counts = torch.tensor([count for _, _, count in shares])
-        slots = torch.tensor([slot for slot, _, _ in shares]).repeat_interleave(counts)
-        positions = torch.cat([torch.arange(start, start + count) for _, start, count in shares])
+        self.order, ranked = ordered(shares, key=lambda share: (share[2], share[0]))
+        counts = torch.tensor([count for _, _, count in ranked])
+        slots = torch.tensor([slot for slot, _, _ in ranked]).repeat_interleave(counts)
+        positions = torch.cat([torch.arange(start, start + count) for _, start, count in ranked])
         self.groups: list[Group] = []
         row = 0
-        for run in neighbours(shares):
+        for run in neighbours(ranked):
             rows = slice(row, row + len(run) * run[0][2])
             self.groups.append(self._group(run, rows, positions[rows]))
             row = rows.stop
@@ -132,9 +141,8 @@ class PackedAttention:
         first, count = run[0][0], run[0][2]
         ends = [start + count for _, start, _ in run]
         end = max(ends)
-        causal = (
-            len(run) == 1 and count == end
-        )  # a whole prompt: is_causal draws the triangle better than a mask
+        # A whole prompt alone: is_causal draws its triangle faster than a mask.
+        causal = len(run) == 1 and count == end
         mask = None
         if not causal and (count > 1 or min(ends) < end):
             mask = torch.arange(end) <= positions.view(len(run), 1, count, 1)  # (B, 1, T, end)
@@ -142,20 +150,30 @@ class PackedAttention:
         return Group(rows, slice(first, first + len(run)), end, count, mask, causal)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v of the packed tokens (N, H, D) -> (N, H, D)."""
+        """q of the packed tokens (N, heads, D); k and v (N, H, D) -> (N, heads, D)."""
         keys, values = self.kv[layer]  # each (slots, H, slot_tokens, D)
-        keys[self.slots, :, self.positions] = k
-        values[self.slots, :, self.positions] = v
+        keys[self.slots, :, self.positions] = k.to(keys.dtype)
+        values[self.slots, :, self.positions] = v.to(keys.dtype)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self.groups:
-            queries = q[group.rows].unflatten(0, (-1, group.new)).transpose(1, 2)  # (B, H, T, D)
-            seen = slice(group.end)
+            queries = (
+                q[group.rows].unflatten(0, (-1, group.new)).transpose(1, 2)
+            )  # (B, heads, T, D)
             mixed = masked_attention(
                 queries,
-                keys[group.slots, :, seen],
-                values[group.slots, :, seen],
+                keys[group.slots, :, : group.end],
+                values[group.slots, :, : group.end],
                 group.mask,
                 group.causal,
-            )  # (B, H, T, D)
+            )  # (B, heads, T, D)
             out[group.rows] = mixed.transpose(1, 2).flatten(0, 1)
         return out
+
+
+def ordered(shares: Sequence[Any], key: Callable[[Any], Any]) -> tuple[Tensor, list[Any]]:
+    """`shares` sorted by `key`, and the order (N,) of their packed tokens that follows from it:
+    token i of the sorted shares is token order[i] of `shares`."""
+    firsts = list(itertools.accumulate((share[2] for share in shares), initial=0))
+    ranking = sorted(range(len(shares)), key=lambda index: key(shares[index]))
+    order = [row for index in ranking for row in range(firsts[index], firsts[index + 1])]
+    return torch.tensor(order), [shares[index] for index in ranking]

@@ -1,213 +1,125 @@
-"""Stage 04: the engine for requests that come and go. Each step packs whatever is alive into one forward pass.
+"""Stage 04: the engine for requests that come and go. Each step packs all running requests into one
+forward pass.
 
-A step is: schedule (who runs), run (one pass, prefill and decode together, no padding), sample, postprocess (who has ended).
+A step is: schedule (who runs), move (prepare memory), run (one pass, prefill and decode together,
+no padding), sample, postprocess (who has ended).
 """
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from typing import Any
 
-import torch
+from torch import Tensor
 
 from shared.errors import UserError
-from shared.records import StepRecord
-from stage01_forward.generation import (
-    Output,
-    Sampling,
-    Token,
-    check_request,
-    finish_reason,
-    finite_rows,
-    sampling_per_prompt,
-)
-from stage01_forward.model import GPT2
-from stage01_forward.sampling import Logprobs, SamplingParams, sample
+from stage01_forward.generation import Output, Token, check_request, finish_reason, finite_rows
+from stage01_forward.sampling import Logprobs, sample
 
+from . import drive
 from .cache import SlotCache
+from .plan import AnyScheduler, Observer, Plan
+from .records import STEPS_KEPT, Recorder
 from .request import Request, State
-from .scheduler import Scheduler, Work
-
-STEPS_KEPT = 100_000  # records; an engine behind a server runs for weeks
-
-
-@dataclass(frozen=True)
-class SlotRecord:
-    """What one slot did in a pass: whose tokens it computed, and how its request ended, if it did."""
-
-    slot: int
-    request_id: str
-    prefill_tokens: int
-    decode_tokens: int
-    finish_reason: str | None
-
-
-@dataclass(frozen=True)
-class SlotsRecord(StepRecord):
-    """A StepRecord that tells the slots apart; `started` is `time.perf_counter()`."""
-
-    started: float = 0.0
-    slots: tuple[SlotRecord, ...] = ()
-    waiting: int = 0  # requests without a slot
-    bookkeeping_seconds: float = (
-        0.0  # of `seconds`, what was not the model: scheduling, sampling, postprocessing
-    )
+from .runner import AnyRunner, Runner
+from .scheduler import Scheduler
 
 
 class Engine:
-    """Generates with `model`, as many requests at a time as `scheduler` has slots. `eos_ids` None: those of the config.
+    """Generates with the logits of `runner`, in the steps that `scheduler` plans.
 
-    slot_tokens: what a slot holds, prompt and answer together; None: the model's whole context.
+    eos_ids: the ids that end a text; None: those of the model's config.
+    recorder: the observer that keeps `steps`, one record a pass; None: this stage's Recorder.
+    observers: see every plan before its pass and after its step.
     """
 
     def __init__(
         self,
-        model: GPT2,
+        runner: AnyRunner,
+        scheduler: AnyScheduler,
         eos_ids: Sequence[int] | None = None,
-        scheduler: Scheduler | None = None,
-        slot_tokens: int | None = None,
+        recorder: Any = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
-        self.model, self.config = model, model.config
-        self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
-        self.steps: deque[SlotsRecord] = deque(maxlen=STEPS_KEPT)  # one a forward pass
-        self.scheduler = Scheduler() if scheduler is None else scheduler
-        self.cache = SlotCache(
-            model.config, len(self.scheduler.free_slots), slot_tokens, model.dtype, model.device
-        )
-        self.limits = replace(
-            model.config, n_positions=self.cache.slot_tokens
-        )  # where an answer ends for want of room
+        self.runner, self.config = runner, runner.config
+        self.scheduler: Any = scheduler  # with what its own stage adds
+        self.eos_ids = self.config.eos_ids if eos_ids is None else tuple(eos_ids)
+        self.recorder = Recorder(self.scheduler) if recorder is None else recorder
+        self.steps, self.observers = self.recorder.steps, [self.recorder, *observers]
         self.requests: dict[str, Request] = {}  # those that wait or run
+        self.plan = Plan()  # of the pass being run
         self._named = 0
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
-        """Continue every prompt (token ids) to its end. An unfit prompt ends with the reason "error"; the others go on.
-
-        Raises UserError if there is no prompt at all.
-        """
-        params = sampling_per_prompt(prompts, sampling)
-        if not prompts:
-            raise UserError("There are no prompts: give at least one.")
-        self.steps.clear()
-        requests = [Request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-        for request in requests:
-            try:
-                self.add(request)
-            except UserError as error:
-                request.output.fail(error)
-        for _ in self.run():
-            pass
-        return [request.output for request in requests]
-
-    def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
-        """Continue one prompt, each token as soon as it is there; the last one carries the finish reason.
-
-        Other requests move on too, so several streams may be read in turn. A stream that is closed early is aborted.
-        """
-        request = self.add(Request(prompt, sampling))
-        try:
-            yield from self._tokens(request)
-        finally:
-            if request.state is not State.FINISHED:
-                self.abort(request.id)
-
-    def _tokens(self, request: Request) -> Iterator[Token]:
-        output, sent = request.output, 0
-        while output.finish_reason is None or sent < len(output.token_ids):
-            if sent == len(output.token_ids):
-                self.step()
-            while sent < len(output.token_ids):
-                sent += 1
-                reason = output.finish_reason if sent == len(output.token_ids) else None
-                yield Token(
-                    output.token_ids[sent - 1],
-                    output.logprobs[sent - 1] if output.logprobs else None,
-                    reason,
-                )
-        if output.error is not None:
-            raise UserError(output.error)
+    generate, stream, run = drive.generate, drive.stream, drive.run
 
     def add(self, request: Request) -> Request:
-        """Put a request in line. Raises UserError if it is unfit, or if its id is that of another one in the engine."""
+        """Queue a request. Raises UserError if it is invalid, or if its id is taken."""
+        self.check(request)
         if not request.id:
             self._named += 1
-            while f"request-{self._named}" in self.requests:  # somebody chose this name
+            while f"request-{self._named}" in self.requests:  # a caller chose this name
                 self._named += 1
             request.id = f"request-{self._named}"
         if request.id in self.requests:
             raise UserError(
-                f"There is a request '{request.id}' in the engine already: give each an id of its own."
-            )
-        check_request(request.output.prompt_ids, request.sampling, self.model.config)
-        length, room = len(request.output.prompt_ids), self.cache.slot_tokens
-        if length >= room:
-            raise UserError(
-                f"The prompt has {length} tokens, and a slot holds {room} with the answer counted in: shorten the prompt to "
-                f"{room - 1} tokens or fewer."
+                f"There is a request '{request.id}' in the engine already: "
+                "give each an id of its own."
             )
         self.scheduler.add(request)
         self.requests[request.id] = request
         return request
 
+    def check(self, request: Request) -> None:
+        """Raise UserError if `request` can never be answered. Reads settings only, so any thread
+        may call it."""
+        check_request(request.output.prompt_ids, request.sampling, self.config)
+        self.scheduler.check(request)
+
     def abort(self, request_id: str) -> Output:
-        """End a request now, whatever it is doing; what it has said so far is returned.
+        """End a request now, waiting or running; returns its output so far.
 
         Raises UserError if no such request waits or runs.
         """
         if request_id not in self.requests:
             raise UserError(
-                f"There is no request '{request_id}' to abort: it was never added, or it has ended already."
+                f"There is no request '{request_id}' in the engine: "
+                "it was never added, or it has ended already."
             )
         request = self.requests[request_id]
         request.output.finish_reason = "abort"
         self._finish(request)
         return request.output
 
-    def run(self) -> Iterator[tuple[str, Token]]:
-        """Make steps until nothing waits or runs; yields each token with the id of its request."""
-        while self.scheduler.unfinished:
-            yield from self.step()
-
     def step(self) -> list[tuple[str, Token]]:
-        """One forward pass, if there is anything to do; the tokens that came of it, each with the id of its request."""
-        started = time.perf_counter()
-        work = self.scheduler.schedule()
-        if not work:
-            return []
-        work.sort(
-            key=lambda each: (each.count, each.slot)
-        )  # neighbours attend together: see cache.py
-        scheduled = time.perf_counter()
-        logits = self._forward(work)  # (requests that sample, V)
-        computed = time.perf_counter()
-        sampled = self._sample([each.request for each in work if each.samples], logits)
-        tokens = self._postprocess(work, sampled)
-        ended = time.perf_counter()
-        self.steps.append(
-            self._record(work, started, ended - started, (scheduled - started) + (ended - computed))
-        )
+        """One forward pass, if there is work. Returns its tokens, each with its request's id."""
+        self.plan = Plan()
+        plan = self.scheduler.schedule()
+        self.runner.move(plan.moves)
+        self.plan = plan
+        for observer in self.observers:
+            observer.before(plan)
+        with self.recorder.model_time:
+            logits = self.runner.run(*plan.tokens())  # (requests that sample, V)
+        tokens = self._postprocess(plan, self._sample(plan, logits))
+        for observer in self.observers:
+            observer.after(plan)
         return tokens
 
-    @torch.inference_mode()
-    def _forward(self, work: list[Work]) -> torch.Tensor:
-        """Logits (requests that sample, V) of one pass over the N tokens of `work`, packed one request after the other."""
-        ids = [id for each in work for id in each.request.tokens(each.start, each.count)]
-        tokens = torch.tensor(ids, device=self.model.device)  # (N,)
-        attention = self.cache.extend([(each.slot, each.start, each.count) for each in work])
-        hidden = self.model(tokens, attention.positions, attention.attend)  # (N,) -> (N, C)
-        ends = itertools.accumulate(each.count for each in work)
-        last = [end - 1 for end, each in zip(ends, work, strict=True) if each.samples]
-        return self.model.logits(
-            hidden[last]
-        )  # (requests that sample, C) -> (requests that sample, V)
+    def fail(self, error: UserError) -> list[Request]:
+        """End requests with `error`, after `step` has raised, and return them: those of the pass,
+        or all if the pass had not begun, because then no memory can be trusted."""
+        failed = [work.request for work in self.plan.work] or list(self.requests.values())
+        failed = [request for request in failed if request.state is not State.FINISHED]
+        for request in failed:
+            if request.output.finish_reason is None:
+                request.output.fail(error)
+            self._finish(request)
+        return failed
 
-    def _sample(
-        self, requests: list[Request], logits: torch.Tensor
-    ) -> list[tuple[Request, int, Logprobs | None]]:
-        """The next token of each request. One whose scores are not numbers ends with an error, and nobody else does."""
+    def _sample(self, plan: Plan, logits: Tensor) -> list[tuple[Request, int, Logprobs | None]]:
+        """The next token of each request whose last token was computed. One whose logits are not
+        finite ends with an error, and no other does."""
+        requests = [work.request for work in plan.work if work.rows]
         finite = finite_rows(logits, [request.output for request in requests])
         if len(finite) < len(requests):
             requests, logits = [requests[row] for row in finite], logits[finite]
@@ -221,48 +133,51 @@ class Engine:
         return list(zip(requests, ids.tolist(), logprobs, strict=True))
 
     def _postprocess(
-        self, work: list[Work], sampled: list[tuple[Request, int, Logprobs | None]]
+        self, plan: Plan, sampled: list[tuple[Request, int, Logprobs | None]]
     ) -> list[tuple[str, Token]]:
-        """Write down what was computed and said, and let go of whoever has ended."""
-        for each in work:
-            each.request.computed += each.count
+        """Note what was computed and sampled, and release the requests that have ended."""
+        self.scheduler.advance(plan)
         tokens = []
         for request, token_id, logprobs in sampled:
             output = request.output
             output.append(Token(token_id, logprobs, None))
             output.finish_reason = finish_reason(
-                output.token_ids, len(output.prompt_ids), request.sampling, self.limits, self.eos_ids
+                output.token_ids,
+                len(output.prompt_ids),
+                request.sampling,
+                self.config,
+                self.eos_ids,
             )
             tokens.append((request.id, Token(token_id, logprobs, output.finish_reason)))
-        for each in work:
-            if each.request.output.finish_reason is not None:
-                self._finish(each.request)
+        for work in plan.work:
+            if work.request.output.finish_reason is not None:
+                self._finish(work.request)
         return tokens
 
     def _finish(self, request: Request) -> None:
-        if request.state is State.RUNNING:
-            self.cache.reset(request.slot, request.computed)
         self.scheduler.finish(request)
         del self.requests[request.id]
 
-    def _record(
-        self, work: list[Work], started: float, seconds: float, bookkeeping_seconds: float
-    ) -> SlotsRecord:
-        slots = []
-        for each in work:
-            prefill, decode = each.prefill_tokens, each.count - each.prefill_tokens
-            slots.append(
-                SlotRecord(
-                    each.slot, each.request.id, prefill, decode, each.request.output.finish_reason
-                )
-            )
-        return SlotsRecord(
-            rows=len(work),
-            prefill_tokens=sum(each.prefill_tokens for each in slots),
-            decode_tokens=sum(each.decode_tokens for each in slots),
-            seconds=seconds,
-            started=started,
-            slots=tuple(slots),
-            waiting=len(self.scheduler.waiting),
-            bookkeeping_seconds=bookkeeping_seconds,
-        )
+
+def make(
+    model: Any,
+    contexts: int | None = None,
+    *,
+    scheduler: Scheduler | None = None,
+    eos_ids: Sequence[int] | None = None,
+    observers: Sequence[Observer] = (),
+    steps_kept: int = STEPS_KEPT,
+    **options: Any,
+) -> Engine:
+    """The engine for `model` with `contexts` slots (default 8) of a whole context each.
+
+    options: those of Scheduler; or give a `scheduler`. Raises UserError for invalid settings.
+    """
+    if contexts is not None:
+        options["max_sequences"] = contexts
+    if scheduler is None:
+        scheduler = Scheduler(**options)
+    slot_count = scheduler.max_sequences
+    cache = SlotCache(model.config, slot_count, dtype=model.dtype, device=model.device)
+    recorder = Recorder(scheduler, steps_kept)
+    return Engine(Runner(model, cache), scheduler, eos_ids, recorder, observers)

@@ -11,7 +11,7 @@ from stage01_forward.sampling import SamplingParams
 
 
 class State(Enum):
-    """Where a request is. Its output says how it ended: "stop", "length", "abort" or "error"."""
+    """Where a request is. Its output holds the reason why it ended."""
 
     NEW = "new"
     WAITING = "waiting"
@@ -22,10 +22,7 @@ class State(Enum):
 NEXT = {
     State.NEW: {State.WAITING},
     State.WAITING: {State.RUNNING, State.FINISHED},
-    State.RUNNING: {
-        State.FINISHED,
-        State.WAITING,
-    },  # back in line: only stage 05 does that, when memory is short
+    State.RUNNING: {State.FINISHED, State.WAITING},  # back to waiting: preemption, in stage 05
     State.FINISHED: set(),
 }
 
@@ -34,49 +31,61 @@ NEXT = {
 class Request:
     """One prompt on its way through the engine.
 
-    `computed` counts the tokens, of prompt and answer together, whose keys and values are in the cache. What there is to do
-    follows from it and from nothing else: a request is not "in prefill" because it has no answer yet. That shortcut
-    breaks as soon as a request must compute its tokens a second time.
+    `computed` counts the tokens, prompt and answer together, whose keys and values are cached.
+    The work that is left follows from it alone: a request is not "in prefill" because it has no
+    answer yet. That shortcut breaks as soon as a request must compute its tokens a second time.
     """
 
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     id: str = ""  # "": the engine gives it one
-    priority: int = 0  # the lower, the sooner; only the scheduler's "priority" policy looks at it
+    priority: int = 0  # the lower, the sooner; only the scheduler's "priority" policy reads it
+    salt: bytes = b""  # only requests with equal salts find each other's cached blocks (stage 05)
+    parent: Request | None = None  # begins with the same tokens: share its memory (stage 05)
 
     output: Output = field(init=False)
+    drafts: list[int] = field(init=False, default_factory=list)  # proposed tokens, not verified yet
     state: State = field(init=False, default=State.NEW)
     computed: int = field(init=False, default=0)
-    slot: int = field(init=False, default=-1)  # only while it runs; -1 is none
-    arrival: int = field(init=False, default=-1)  # the how-manieth the scheduler was given, and
-    arrival_step: int = field(init=False, default=-1)  # before which step
+    slot: int = field(init=False, default=-1)  # while it runs; else -1
+    arrival: int = field(init=False, default=-1)  # arrival order
+    arrival_step: int = field(init=False, default=-1)  # the scheduler's step at arrival
 
     def __post_init__(self) -> None:
         self.output = Output(list(self.prompt_ids))
-        self.generator = (
-            self.sampling.generator()
-        )  # its own, so that neighbours never change what it draws
+        # Its own generator, so that neighbours never change what it draws.
+        self.generator = self.sampling.generator()
 
     @property
-    def token_count(self) -> int:
-        """Tokens there are: the prompt, and the answer so far."""
+    def verified(self) -> int:
+        """Tokens of the prompt and the answer so far: those that are certain."""
         return len(self.output.prompt_ids) + len(self.output.token_ids)
 
     @property
+    def token_count(self) -> int:
+        """All tokens to compute: the verified ones and the drafts."""
+        return self.verified + len(self.drafts)
+
+    @property
     def remaining(self) -> int:
-        """Tokens there are and that are not computed yet; the last of them is what the next token is sampled after."""
+        """Tokens not computed yet. The logits of the last ones give the next tokens."""
         return self.token_count - self.computed
 
+    @property
+    def decoding(self) -> bool:
+        """Whether the newest token, with its drafts, is all that is left to compute."""
+        return self.remaining <= 1 + len(self.drafts)
+
     def tokens(self, start: int, count: int) -> list[int]:
-        """The ids at positions start..start+count-1 of prompt and answer."""
+        """The ids at positions start..start+count-1 of prompt, answer and drafts."""
         prompt, answer = self.output.prompt_ids, self.output.token_ids
-        return (
-            prompt[start : start + count]
-            + answer[max(0, start - len(prompt)) : max(0, start + count - len(prompt))]
-        )
+        if self.drafts:
+            answer = answer + self.drafts
+        first, last = max(0, start - len(prompt)), max(0, start + count - len(prompt))
+        return prompt[start : start + count] + answer[first:last]
 
     def move(self, state: State) -> None:
-        """Go on to `state`. Raises RuntimeError for a step that no request may take."""
+        """Go on to `state`. Raises RuntimeError for a transition that no request may make."""
         if state not in NEXT[self.state]:
             raise RuntimeError(
                 f"request {self.id} cannot go from {self.state.value} to {state.value}"

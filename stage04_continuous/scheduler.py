@@ -1,46 +1,29 @@
-"""The scheduler: before every forward pass it decides who runs, and how many tokens of each. No tensors, no clock.
+"""The scheduler: before every pass it decides who runs, and how many tokens of each. No tensors.
 
-The unit of scheduling is one forward pass, not one request (Yu et al., "Orca", OSDI 2022). A pass has a budget of tokens.
-Requests with one token to compute go first: most of them are in the middle of an answer that somebody is reading. What is
-left of the budget goes to prompts, a long one in chunks (Agrawal et al., "Sarathi-Serve", OSDI 2024).
+The unit of scheduling is one forward pass, not one request (Yu et al., "Orca", OSDI 2022). A pass
+has a budget of tokens. Decoding requests go first: a client is reading their answers. What is left
+of the budget goes to prompts, a long one in chunks (Agrawal et al., "Sarathi-Serve", OSDI 2024).
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 from shared.errors import UserError
 
+from .plan import Plan, Wipe, Work
 from .request import Request, State
 
 POLICIES = ("fcfs", "priority")
 
 
-@dataclass(frozen=True)
-class Work:
-    """One request's share of a pass, as it was decided: compute `count` tokens from position `start` on."""
-
-    request: Request
-    slot: int
-    start: int
-    count: int
-    samples: bool  # whether the pass reaches the request's last token, so that the next one can be sampled
-
-    @property
-    def prefill_tokens(self) -> int:
-        """How many of them are tokens of the prompt."""
-        return max(
-            0, min(self.start + self.count, len(self.request.output.prompt_ids)) - self.start
-        )
-
-
 class Scheduler:
     """Shares `max_sequences` slots and `token_budget` tokens a pass among requests.
 
-    policy: "fcfs" is first come, first served. "priority" lets the lowest `priority` go first, ties by arrival; every
-        `patience` steps of waiting count as one priority, so that nobody waits for ever.
-    max_chunk: at most so many tokens of one prompt in a pass; None: as many as the budget has left.
+    policy: "fcfs" is first come, first served. "priority" lets the lowest `priority` go first, ties
+        by arrival; every `patience` steps of waiting count as one priority, so that every request
+        runs in the end.
+    max_chunk: most tokens of one prompt in a pass; None: as many as the budget has left.
     chunked: False runs a prompt whole or not at all, as engines did before Sarathi.
     Raises UserError for settings that cannot work.
     """
@@ -58,8 +41,8 @@ class Scheduler:
             raise UserError(f"There must be at least 1 slot, not {max_sequences}.")
         if token_budget < max_sequences:
             raise UserError(
-                f"A budget of {token_budget} tokens a step is too small for {max_sequences} slots, each of which needs one: "
-                f"give at least {max_sequences}, or fewer slots."
+                f"A budget of {token_budget} tokens a step is too small for {max_sequences} slots, "
+                f"each of which needs one: give at least {max_sequences}, or fewer slots."
             )
         if policy not in POLICIES:
             raise UserError(f"Unknown policy '{policy}': choose one of {', '.join(POLICIES)}.")
@@ -67,60 +50,68 @@ class Scheduler:
             raise UserError(f"A chunk has at least 1 token, not {max_chunk}.")
         if patience < 1:
             raise UserError(f"Patience is at least 1 step, not {patience}.")
-        self.token_budget, self.policy, self.patience, self.chunked = (
-            token_budget,
-            policy,
-            patience,
-            chunked,
-        )
+        self.max_sequences, self.token_budget, self.policy = max_sequences, token_budget, policy
+        self.patience, self.chunked = patience, chunked
         self.max_chunk = token_budget if max_chunk is None else max_chunk
         self.free_slots = list(range(max_sequences))  # a heap: the lowest free slot is taken first
+        self.dirty = [0] * max_sequences  # positions that the last sequence of a slot may have used
         self.waiting: list[Request] = []  # by arrival
         self.running: list[Request] = []  # by admission
-        self.step = 0  # passes scheduled so far
+        self.step = 0  # plans made
         self._arrivals = 0
 
     def add(self, request: Request) -> None:
-        """Take in a new request. Raises UserError if it can never run."""
-        if not self.chunked and len(request.output.prompt_ids) > self.token_budget:
-            raise UserError(
-                f"The prompt has {len(request.output.prompt_ids)} tokens and a step has room for {self.token_budget}: "
-                "allow chunks, or raise the budget."
-            )
+        """Queue a new request. Raises UserError if it can never run."""
+        self.check(request)
         request.move(State.WAITING)
         request.arrival, request.arrival_step = self._arrivals, self.step
         self._arrivals += 1
         self.waiting.append(request)
 
-    def schedule(self) -> list[Work]:
-        """Who runs in the next pass, and how much; an empty list if there is nobody. Admits requests to free slots."""
+    def check(self, request: Request) -> None:
+        """Raise UserError if `request` can never run, however long it waits."""
+        prompt = len(request.output.prompt_ids)
+        if not self.chunked and prompt > self.token_budget:
+            raise UserError(
+                f"The prompt has {prompt} tokens and a step has room for {self.token_budget}: "
+                "allow chunks, or raise the budget."
+            )
+
+    def schedule(self) -> Plan:
+        """Who runs in the next pass, and how much. Admits waiting requests to free slots."""
+        plan = Plan()
         self.step += 1
-        budget, work = self.token_budget, []
-        ready = sorted(
-            self.running, key=lambda request: request.remaining > 1
-        )  # single tokens first; the order holds
-        for request in ready:
+        budget = self.token_budget
+        # Decoding requests first; among equals the order of admission holds.
+        for request in sorted(self.running, key=lambda request: not request.decoding):
             if count := self._share(request, budget):
-                work.append(self._work(request, count))
+                plan.work.append(self._work(request, count))
                 budget -= count
         while self.waiting and self.free_slots:
             request = self._next_waiting()
             count = self._share(request, budget)
             if not count:
-                break  # nobody overtakes the first in line
+                break  # no request overtakes the first in line
             self.waiting.remove(request)
             request.move(State.RUNNING)
             request.slot = heapq.heappop(self.free_slots)
             self.running.append(request)
-            work.append(self._work(request, count))
+            plan.moves.append(Wipe(request.slot, self.dirty[request.slot]))
+            plan.work.append(self._work(request, count))
             budget -= count
-        return work
+        return plan
+
+    def advance(self, plan: Plan) -> None:
+        """Note that the pass of `plan` was computed."""
+        for work in plan.work:
+            work.request.computed += work.count
 
     def finish(self, request: Request) -> None:
-        """Let go of a request, wherever it is; its slot is free from the next pass on."""
+        """Release a request, waiting or running; its slot is free from the next step on."""
         if request.state is State.RUNNING:
             self.running.remove(request)
             heapq.heappush(self.free_slots, request.slot)
+            self.dirty[request.slot] = request.token_count
             request.slot = -1
         elif request.state is State.WAITING:
             self.waiting.remove(request)
@@ -138,16 +129,18 @@ class Scheduler:
         return request.remaining if request.remaining <= budget else 0
 
     def _work(self, request: Request, count: int) -> Work:
-        return Work(
-            request, request.slot, request.computed, count, samples=count == request.remaining
-        )
+        rows = 1 + len(request.drafts) if count == request.remaining else 0
+        return Work(request, request.slot, request.computed, count, rows)
 
     def _next_waiting(self) -> Request:
         if self.policy == "fcfs":
             return self.waiting[0]
         return min(
             self.waiting,
-            key=lambda each: (each.priority - self._waited(each) // self.patience, each.arrival),
+            key=lambda request: (
+                request.priority - self._waited(request) // self.patience,
+                request.arrival,
+            ),
         )
 
     def _waited(self, request: Request) -> int:

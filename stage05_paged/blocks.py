@@ -18,8 +18,22 @@ from dataclasses import dataclass, field
 from shared.errors import UserError
 
 
+@dataclass(frozen=True)
+class Move:
+    """Memory work before a pass.
+
+    kind: "wipe" fills block `target` with zeros, "copy" copies block `source` to it, "out" copies
+        block `source` to block `target` of the swap pool, and "in" copies one back from there.
+    """
+
+    kind: str
+    source: int
+    target: int
+
+
 class BlockPool:
-    """`count` blocks of `block_size` tokens each, by number. Every call but `match` takes constant time.
+    """`count` blocks of `block_size` tokens each, by number. All calls but `match` take constant
+    time.
 
     A block is free (unowned, its content is invalid), cached (unowned, and a digest finds it), or
     owned (`references[block]` tables hold it).
@@ -177,6 +191,11 @@ class BlockTable:
             parent = self.digests[-1] if self.digests else hashlib.sha256(self.salt).digest()
             self.digests.append(chain(parent, tokens[first : first + size]))
         return self.digests
+
+    def shrink(self, tokens: int) -> None:
+        """Give back the blocks that `tokens` tokens do not need, the last first: rollback."""
+        while len(self.blocks) > self.pool.blocks_for(tokens):
+            self.pool.give_back(self.blocks.pop())
 
     def release(self, trusted: bool = True) -> None:
         """Give all blocks back, the last first; content that is not `trusted` no longer matches.

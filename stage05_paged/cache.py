@@ -1,8 +1,10 @@
-"""The KV cache in blocks. A token's address is (table[position // block_size], position % block_size).
+"""The KV cache in blocks. A token's address is
+(table[position // block_size], position % block_size).
 
-Stage 04's addresses through one table more. Writing is as before: N keys and values go to N addresses at once. Reading is what
-pays: the keys of a sequence no longer lie side by side, so they are gathered, that is copied together, before attention can
-read them. Only `PagedAttention.attend` knows that. A kernel that reads blocks in place takes its place, and nothing else changes.
+Stage 04's addresses through one table more. Writing is as before: N keys and values go to N
+addresses at once. Reading costs more: the keys of a sequence are no longer contiguous, so they are
+gathered, that is copied together, before attention can read them. Only `PagedAttention.attend`
+knows that. A kernel that reads blocks in place can replace it without any other change.
 """
 
 from __future__ import annotations
@@ -15,36 +17,22 @@ from torch import Tensor
 
 from shared.checkpoint import Config
 from stage03_batching.attention import masked_attention
+from stage04_continuous.cache import CALL, ordered
 
-Share = tuple[
-    list[int], int, int
-]  # blocks, first position, and number of the tokens that a sequence computes in a pass
+from .blocks import Move
 
-# Sequences of different lengths attend in one call, with a mask over the difference, while that costs less than one more
-# call would: about as much as reading so many keys.
-CALL = 64
-# Bytes that are gathered at a time: few enough to be read back from the processor's cache and not from memory, and many enough
-# that starting the operators costs little beside them.
+Share = tuple[list[int], int, int]  # blocks, first position, number of tokens that a pass computes
+
+# Bytes that are gathered at a time: few enough to be read back from the processor's cache and not
+# from memory, and enough that starting the operators costs little beside them.
 TILE = 2**23
 
 
-@dataclass(frozen=True)
-class Move:
-    """Memory work before a pass.
-
-    kind: "wipe" fills block `target` with zeros, and "copy" copies block `source` to it. "out" copies block `source` to block
-        `target` of the swap pool, and "in" copies a block back from there.
-    """
-
-    kind: str
-    source: int
-    target: int
-
-
 class PagedCache:
-    """Keys and values in `blocks` blocks: `kv` is (layers, 2, H, blocks, block_size, D), and `swapped` the same for swapped ones.
+    """Keys and values in `blocks` blocks: `kv` is (layers, 2, H, blocks, block_size, D), with the H
+    heads of keys and values; `swapped` is the same for `swap_blocks` blocks in the CPU's memory.
 
-    It knows neither requests nor who owns a block: whoever uses it says in which blocks a sequence lies.
+    It knows neither requests nor owners of blocks: a pass brings each sequence's blocks along.
     """
 
     def __init__(
@@ -57,12 +45,12 @@ class PagedCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.blocks, self.block_size = blocks, block_size
-        # Heads first: then all blocks of one head are a table of rows, which one operator gathers in the order it needs.
-        shape = (config.n_layer, 2, config.n_head, blocks, block_size, config.head_dim)
+        # Heads first: all blocks of one head are then a table of rows, which one operator gathers
+        # in any order.
+        heads, width = config.n_kv_head, config.head_dim
+        shape = (config.n_layer, 2, heads, blocks, block_size, width)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.swapped = torch.zeros(
-            (*shape[:3], swap_blocks, *shape[4:]), dtype=dtype
-        )  # always in the CPU's memory
+        self.swapped = torch.zeros((*shape[:3], swap_blocks, *shape[4:]), dtype=dtype)
 
     @property
     def bytes(self) -> int:
@@ -72,8 +60,8 @@ class PagedCache:
     def move(self, moves: Sequence[Move]) -> None:
         """Do `moves`, as if one after the other."""
         for kind, batch in batches(moves):
-            sources = torch.tensor([each.source for each in batch])
-            targets = torch.tensor([each.target for each in batch])
+            sources = torch.tensor([move.source for move in batch])
+            targets = torch.tensor([move.target for move in batch])
             here, there = targets.to(self.kv.device), sources.to(self.kv.device)
             if kind == "wipe":
                 self.kv.index_fill_(3, here, 0)
@@ -82,22 +70,35 @@ class PagedCache:
             elif kind == "out":
                 self.swapped.index_copy_(3, targets, self.kv.index_select(3, there).to("cpu"))
             else:
-                self.kv.index_copy_(
-                    3, here, self.swapped.index_select(3, sources).to(self.kv.device)
-                )
+                blocks = self.swapped.index_select(3, sources).to(self.kv.device)
+                self.kv.index_copy_(3, here, blocks)
+
+    def read(self, blocks: Sequence[int]) -> Tensor:
+        """A copy of the content of `blocks`, (blocks, numbers of each): for checks."""
+        chosen = self.kv.index_select(3, torch.tensor(blocks, device=self.kv.device))
+        return chosen.movedim(3, 0).flatten(1)
+
+    def fill(self, blocks: Sequence[int], value: float) -> None:
+        """Overwrite `blocks` with one value: for checks."""
+        self.kv.index_fill_(3, torch.tensor(blocks, device=self.kv.device), value)
 
     def extend(self, shares: Sequence[Share]) -> PagedAttention:
-        """The attention of a pass whose tokens are those of `shares`, one share after the other."""
+        """The attention of a pass whose tokens are those of `shares`, one share after the other.
+
+        Raises ValueError for a share outside its blocks.
+        """
         for blocks, start, count in shares:
             if not (start >= 0 and count >= 1 and start + count <= len(blocks) * self.block_size):
                 raise ValueError(
-                    f"no place for {count} tokens at {start} in {len(blocks)} blocks of {self.block_size}"
+                    f"no place for {count} tokens at {start} in {len(blocks)} blocks of "
+                    f"{self.block_size}"
                 )
         return PagedAttention(self.kv, shares)
 
 
 def batches(moves: Sequence[Move]) -> list[tuple[str, list[Move]]]:
-    """Cut `moves` into runs that one operator can do: of one kind, and none needs what an earlier one of its run has written."""
+    """Cut `moves` into runs that one operator can do: of one kind, and independent of what earlier
+    moves of the run have written."""
     runs: list[tuple[str, list[Move]]] = []
     written: set[int] = set()
     for move in moves:
@@ -112,123 +113,116 @@ def batches(moves: Sequence[Move]) -> list[tuple[str, list[Move]]]:
 
 @dataclass(frozen=True)
 class Tile:
-    """Sequences that attend in one call: B of them with T new tokens each, for h of the heads."""
+    """Sequences that attend in one call: B of them with T new tokens each, for h of the H heads."""
 
     rows: slice  # of the N packed tokens: B * T of them
-    heads: slice
+    heads: slice  # h
     new: int  # T
-    lines: Tensor  # (2 * B * h * W,): what to gather, W blocks of each sequence and head: all keys, and then all values
-    target: Tensor  # (2 * B * h * W, block_size * D): where to, and
-    keys: Tensor  # (B, h, S, D), S = W * block_size: the same memory as it will be read
+    lines: Tensor  # (2 * B * h * W,): W blocks of each sequence and head, all keys, then all values
+    target: Tensor  # (2 * B * h * W, block_size * D): the memory that they are gathered into
+    keys: Tensor  # (B, h, S, D), S = W * block_size: the same memory as attention reads it
     values: Tensor
-    mask: Tensor | None  # (B, 1, T, S); None where all is seen
+    mask: Tensor | None  # (B, 1, T, S); None: all is visible
 
 
 def runs(shares: Sequence[Share]) -> list[list[Share]]:
-    """Cut a pass into runs that can attend together: as many new tokens, not too unlike in length. Whole prompts, of which
-    nothing has to be gathered, go with their like."""
-    found: list[list[Share]] = []
+    """Cut a pass into runs that can attend together: equally many new tokens, similar lengths.
+    Whole prompts, which gather nothing, form runs of their own."""
+    result: list[list[Share]] = []
     for share in shares:
         _, start, count = share
-        if found:
-            run = found[-1]
+        if result:
+            run = result[-1]
             _, first, last_count = run[-1]
             longest = max(before for _, before, _ in run)
-            padding = len(run) * max(0, start - longest) + max(
-                0, longest - start
-            )  # keys read for nothing, if they join
+            # Keys read in vain, if they join.
+            padding = len(run) * max(0, start - longest) + max(0, longest - start)
             if count == last_count and (start == 0) == (first == 0) and padding * count <= CALL:
                 run.append(share)
                 continue
-        found.append([share])
-    return found
+        result.append([share])
+    return result
 
 
 class PagedAttention:
-    """Attention of one forward pass over N packed tokens, each of which sees the tokens before it in its own blocks.
+    """Attention of one pass over N packed tokens, each of which sees the tokens before it in its
+    own blocks.
 
-    What is the same in every layer (where to write, what to gather, what is visible) is worked out here, once a pass.
+    As in stage 04, `order` (N,) tells which of the caller's tokens comes when, and what is the same
+    in every layer (where to write, what to gather, what is visible) is worked out once a pass.
     """
 
     def __init__(self, kv: Tensor, shares: Sequence[Share]) -> None:
         self.kv = kv
-        size, width = kv.shape[4], max(len(blocks) for blocks, _, _ in shares)
-        # A table shorter than the widest goes on with its own first block. What is read there is hidden by a mask; but a hidden
-        # NaN would come through, and a neighbour's NaN must not.
+        self.order, ranked = ordered(shares, key=lambda share: (share[2], share[1]))
+        size, width = kv.shape[4], max(len(blocks) for blocks, _, _ in ranked)
+        # A table shorter than the widest is padded with its own first block. A mask hides what is
+        # read there; but a NaN would come through, and it must not be a neighbour's.
         tables = torch.tensor(
-            [blocks + blocks[:1] * (width - len(blocks)) for blocks, _, _ in shares]
+            [blocks + blocks[:1] * (width - len(blocks)) for blocks, _, _ in ranked]
         )  # (sequences, width)
-        starts = torch.tensor([start for _, start, _ in shares])
-        counts = torch.tensor([count for _, _, count in shares])
-        owners = torch.arange(len(shares)).repeat_interleave(counts)  # (N,), and so are these:
+        starts = torch.tensor([start for _, start, _ in ranked])
+        counts = torch.tensor([count for _, _, count in ranked])
+        owners = torch.arange(len(ranked)).repeat_interleave(counts)  # (N,), as the next two
         positions = torch.arange(len(owners)) - (counts.cumsum(0) - counts - starts)[owners]
         slots = tables[owners, positions // size] * size + positions % size
-        self.prompts: list[tuple[slice, int]] = []  # whole ones, by their rows and length
+        self.prompts: list[tuple[slice, int]] = []  # whole prompts: their rows and length
         self.tiles: list[Tile] = []
         self.buffer = kv.new_empty(max(TILE // kv.itemsize, 2 * width * kv[0, 0, 0, 0].numel()))
         row = sequence = 0
-        for run in runs(shares):
+        for run in runs(ranked):
             count = run[0][2]
             rows = slice(row, row + len(run) * count)
             if run[0][1] == 0:
                 self.prompts.append((rows, count))
             else:
                 used = -(-(max(start for _, start, _ in run) + count) // size)
-                self._add_tiles(
-                    rows, count, tables[sequence : sequence + len(run), :used], positions[rows]
-                )
+                blocks = tables[sequence : sequence + len(run), :used]
+                self._add_tiles(rows, count, blocks, positions[rows])
             row, sequence = rows.stop, sequence + len(run)
         self.slots, self.positions = slots.to(kv.device), positions.to(kv.device)
 
     def _add_tiles(self, rows: slice, new: int, tables: Tensor, positions: Tensor) -> None:
-        """Cut a run of B sequences with `tables` (B, W) into tiles of about TILE bytes: as many sequences with all their heads
-        as that allows, or one with as many heads."""
+        """Cut a run of B sequences with `tables` (B, W) into tiles of about TILE bytes: as many
+        sequences with all their heads as fit, or one sequence with as many heads as fit."""
         _, _, heads, blocks, size, width = self.kv.shape
-        seen = torch.arange(tables.shape[1] * size) <= positions.view(
-            -1, 1, new, 1
-        )  # (B, 1, T, W * block_size)
-        lines = (
-            torch.arange(2 * heads).view(2, 1, heads, 1) * blocks + tables[:, None]
-        )  # (2, B, H, W)
-        each = (
-            2 * tables.shape[1] * size * width * self.kv.itemsize
-        )  # bytes of one head of one sequence
-        some, part = max(1, TILE // (each * heads)), min(heads, max(1, TILE // each))
+        columns = torch.arange(tables.shape[1] * size)
+        seen = columns <= positions.view(-1, 1, new, 1)  # (B, 1, T, W * block_size)
+        lines = torch.arange(2 * heads).view(2, 1, heads, 1) * blocks + tables[:, None]
+        # lines: (2, B, H, W)
+        head_bytes = 2 * len(columns) * width * self.kv.itemsize  # of one sequence
+        some, part = max(1, TILE // (head_bytes * heads)), min(heads, max(1, TILE // head_bytes))
         for first in range(0, len(tables), some):
             here = slice(first, min(first + some, len(tables)))
             mask = None if bool(seen[here].all()) else seen[here].to(self.kv.device)
+            packed = slice(rows.start + here.start * new, rows.start + here.stop * new)
             for head in range(0, heads, part):
                 chosen = lines[:, here, head : head + part]  # (2, B, h, W)
                 target = self.buffer[: chosen.numel() * size * width]
-                keys, values = target.view(
-                    *chosen.shape[:3], -1, width
-                )  # each (B, h, W * block_size, D)
-                packed = slice(rows.start + here.start * new, rows.start + here.stop * new)
+                keys, values = target.view(*chosen.shape[:3], -1, width)  # (B, h, W * size, D)
                 gathers = chosen.flatten().to(self.kv.device), target.view(-1, size * width)
                 self.tiles.append(
                     Tile(packed, slice(head, head + part), new, *gathers, keys, values, mask)
                 )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v of the packed tokens (N, H, D) -> (N, H, D)."""
+        """q of the packed tokens (N, heads, D); k and v (N, H, D) -> (N, heads, D)."""
         kv = self.kv[layer]  # (2, H, blocks, block_size, D)
         keys, values = kv.flatten(2, 3)  # each (H, slots, D)
-        keys[:, self.slots] = k.transpose(0, 1)
-        values[:, self.slots] = v.transpose(0, 1)
+        keys[:, self.slots] = k.transpose(0, 1).to(kv.dtype)
+        values[:, self.slots] = v.transpose(0, 1).to(kv.dtype)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, length in self.prompts:
-            mine = [
-                x[rows].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)
-            ]  # each (B, H, T, D)
-            mixed = masked_attention(mine[0], mine[1], mine[2], None, causal=True)
+            whole = [x[rows].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)]
+            mixed = masked_attention(whole[0], whole[1], whole[2], None, causal=True)
             out[rows] = mixed.transpose(1, 2).flatten(0, 1)
         pieces = kv.view(-1, kv[0, 0, 0].numel())  # (2 * H * blocks, block_size * D)
+        group = q.shape[1] // k.shape[1]  # query heads that share one head of keys and values
         for tile in self.tiles:
-            # Always into the same memory: it is in the processor's cache when attention reads it.
+            # Always the same memory: it is in the processor's cache when attention reads it.
             torch.index_select(pieces, 0, tile.lines, out=tile.target)
-            queries = (
-                q[tile.rows, tile.heads].unflatten(0, (-1, tile.new)).transpose(1, 2)
-            )  # (B, h, T, D)
-            mixed = masked_attention(queries, tile.keys, tile.values, tile.mask)
-            out[tile.rows, tile.heads] = mixed.transpose(1, 2).flatten(0, 1)
+            heads = slice(tile.heads.start * group, tile.heads.stop * group)
+            queries = q[tile.rows, heads].unflatten(0, (-1, tile.new)).transpose(1, 2)
+            mixed = masked_attention(queries, tile.keys, tile.values, tile.mask)  # (B, ., T, D)
+            out[tile.rows, heads] = mixed.transpose(1, 2).flatten(0, 1)
         return out

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
 
-from shared import roofline
+from shared import measure, roofline
 from shared.checkpoint import Config
 from shared.errors import UserError
+from stage04_continuous.runner import AnyRunner
 
-from .blocks import BlockPool
+from .blocks import BlockPool, Move
 
 UNITS = {
     "": 1,
@@ -104,7 +106,7 @@ class Cost:
         cost nothing extra: the pass reads them for the other requests anyway.
     swap: two copies of its blocks, at `bandwidth` bytes a second, each after `overhead` seconds.
 
-    The rates are measured on the engine itself: see `Engine.measure_cost`.
+    The rates are measured on the engine itself: see `measure_cost`.
     """
 
     config: Config
@@ -126,3 +128,23 @@ class Cost:
     def cheaper(self, tokens: int) -> str:
         """The cheaper of "swap" and "recompute" for a sequence with `tokens` computed tokens."""
         return "swap" if self.swap(tokens) < self.recompute(tokens) else "recompute"
+
+
+def measure_cost(
+    runner: AnyRunner, pool: BlockPool, swap_pool: BlockPool, dtype: torch.dtype
+) -> Cost:
+    """What preemption costs `runner`, whose cache has numbers of `dtype`: tries a pass over a few
+    tokens and two sizes of copies, so call it while no block is owned."""
+    config, size = runner.config, pool.block_size
+    count = min(64, config.n_positions, pool.count * size)
+    shares = [(list(range(pool.blocks_for(count))), 0, count)]
+    flops = roofline.forward_cost(config, dtype, count, sampled=0).flops
+    passes = [measure.seconds(lambda: runner.run([0] * count, shares, [])) for _ in range(3)]
+    # No sequence has more blocks than a context, and a pool may be all of memory.
+    many = min(pool.blocks_for(config.n_positions), pool.count, swap_pool.count)
+    times = {}
+    for blocks in (1, many):
+        moves = [Move(kind, block, block) for kind in ("out", "in") for block in range(blocks)]
+        times[blocks] = min(measure.seconds(partial(runner.move, moves)) for _ in range(3))
+    copied = 2 * many * block_bytes(config, dtype, size)
+    return Cost(config, dtype, flops / min(passes), copied / times[many], times[1] / 2)

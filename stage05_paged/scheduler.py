@@ -1,8 +1,9 @@
-"""The scheduler: before every forward pass it decides who runs, how many tokens of each, and in which blocks.
+"""The scheduler: before every pass it decides who runs, how many tokens of each, in which blocks.
 
-Stage 04's rules for the budget stand. New is memory. A request is let in when the tokens that it has now find room, not those
-that it may come to have. So memory can run out, and then somebody gives theirs back and waits: preemption. Whoever came last goes
-first, so that whoever came first always gets on, and everybody ends.
+Stage 04's rules for the budget hold. New is memory. A request is admitted when the tokens that it
+has now find room, not those that it may come to have. So memory can run out, and then a request
+gives its blocks back and waits: preemption. The latest arrival goes first, so that the earliest
+always makes progress, and every request ends.
 """
 
 from __future__ import annotations
@@ -14,42 +15,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.errors import UserError
+from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request, State
 from stage04_continuous.scheduler import POLICIES
 
-from .blocks import BlockPool, BlockTable
-from .cache import Move
+from .blocks import BlockPool, BlockTable, Move
 
 PREEMPTIONS = ("auto", "recompute", "swap")
 
 
-@dataclass(frozen=True)
-class Work:
-    """One request's share of a pass, as it was decided: compute `count` tokens from position `start` on."""
-
-    request: Request
-    blocks: list[int]  # the request's table
-    start: int
-    count: int
-    samples: bool  # whether the pass reaches the request's last token, so that the next one can be sampled
-
-    @property
-    def prefill_tokens(self) -> int:
-        """How many of them are tokens of the prompt."""
-        return max(
-            0, min(self.start + self.count, len(self.request.output.prompt_ids)) - self.start
-        )
-
-
 @dataclass
 class Counts:
-    """What has happened so far."""
+    """Counters since start."""
 
-    lookup_tokens: int = 0  # that requests had when they were let in for the first time, and
-    hit_tokens: int = 0  # how many of these were found in the prefix cache
+    lookup_tokens: int = 0  # tokens of requests at their first admission
+    hit_tokens: int = 0  # of `lookup_tokens`, those found in the prefix cache
     copies: int = 0  # blocks copied because they were shared and about to be written
-    recomputed: int = 0  # preemptions that threw the keys and values away
-    swapped_out: int = 0  # preemptions that moved them out
+    recomputed: int = 0  # preemptions that dropped keys and values
+    swapped_out: int = 0  # preemptions that moved them to the swap pool
     swapped_in: int = 0
 
     @property
@@ -58,18 +41,22 @@ class Counts:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tokens that were found and did not have to be computed."""
+        """Share of the looked-up tokens that were found and need not be computed."""
         return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
 
 
 class Scheduler:
-    """Shares the blocks of `pool` and `token_budget` tokens a pass among at most `max_sequences` requests.
+    """Shares the blocks of `pool` and `token_budget` tokens a pass among requests, at most
+    `max_sequences` at a time.
 
     policy, max_chunk, chunked, patience: as in stage 04.
-    prefix_caching: full blocks are found again by what they hold.
-    watermark: share of the blocks that stays free when a request is let in beside others, so that these can grow.
-    preemption: "recompute" throws a request's keys and values away, "swap" moves them to `swap_pool`, and "auto" asks `cheaper`,
-        which gets the number of computed tokens and says one of the two. Where there is no room to swap, it is recomputed.
+    prefix_caching: find full blocks again by their tokens.
+    watermark: share of the blocks that must stay free when a request is admitted beside others, so
+        that these can grow.
+    preemption: "recompute" drops a request's keys and values, "swap" moves them to `swap_pool`,
+        "auto" does what `cheaper` returns for the number of computed tokens. Without room to swap,
+        they are dropped.
+    longest: most tokens that a sequence may have: the model's context.
     Raises UserError for settings that cannot work.
     """
 
@@ -86,14 +73,17 @@ class Scheduler:
         watermark: float = 0.01,
         preemption: str = "auto",
         swap_pool: BlockPool | None = None,
+        cheaper: Callable[[int], str] = lambda tokens: "recompute",
+        longest: int = sys.maxsize,
     ) -> None:
         if max_sequences < 1:
             raise UserError(f"There must be at least 1 sequence at a time, not {max_sequences}.")
         max_sequences = min(max_sequences, pool.count)  # each has a block at least
         if token_budget < max_sequences:
             raise UserError(
-                f"A budget of {token_budget} tokens a step is too small for {max_sequences} sequences, each of which needs one: "
-                f"give at least {max_sequences}, or fewer sequences."
+                f"A budget of {token_budget} tokens a step is too small for {max_sequences} "
+                f"sequences, each of which needs one: give at least {max_sequences}, or fewer "
+                "sequences."
             )
         if policy not in POLICIES:
             raise UserError(f"Unknown policy '{policy}': choose one of {', '.join(POLICIES)}.")
@@ -115,173 +105,128 @@ class Scheduler:
             )
         if swap_pool is not None and swap_pool.block_size != pool.block_size:
             raise UserError(
-                f"Blocks to swap to hold {swap_pool.block_size} tokens, and the others {pool.block_size}: make them alike."
+                f"Blocks of the swap pool hold {swap_pool.block_size} tokens, and the others "
+                f"{pool.block_size}: make them equal."
             )
         self.pool, self.swap_pool, self.max_sequences = pool, swap_pool, max_sequences
-        self.token_budget, self.policy, self.patience, self.chunked = (
-            token_budget,
-            policy,
-            patience,
-            chunked,
-        )
-        self.max_chunk = token_budget if max_chunk is None else max_chunk
+        self.token_budget, self.policy, self.patience = token_budget, policy, patience
+        self.chunked, self.max_chunk = chunked, token_budget if max_chunk is None else max_chunk
         self.prefix_caching, self.preemption = prefix_caching, preemption
+        self.cheaper, self.longest = cheaper, longest
         self.watermark = math.ceil(watermark * pool.count)  # in blocks
-        self.cheaper: Callable[[int], str] = lambda tokens: (
-            "recompute"
-        )  # the engine knows better, and
-        self.longest = sys.maxsize  # how many tokens a sequence may have
-        self.tables: dict[Request, BlockTable] = {}  # of all that wait or run
-        self.swapped: dict[
-            Request, list[int]
-        ] = {}  # blocks of the swap pool, of those that wait there
-        self.samples: dict[
-            Request, list[Request]
-        ] = {}  # those that wait for another one to compute the prompt of all
-        self.moves: list[Move] = []  # memory work to be done before the next pass, in this order
+        self.tables: dict[Request, BlockTable] = {}  # of all requests that wait or run
+        self.swapped: dict[Request, list[int]] = {}  # waiting requests -> blocks of the swap pool
         self.counts = Counts()
         self.waiting: list[Request] = []  # by arrival
         self.running: list[Request] = []  # by admission
-        self.step = 0  # passes scheduled so far
+        self.step = 0  # plans made
         self._arrivals = 0
         self._preempted: set[Request] = set()  # of all that wait or run
 
-    # ---- requests come and go ---------------------------------------------------------------------------------------
+    # ---- requests come and go -------------------------------------------------------------------
 
-    def add(self, request: Request, salt: bytes = b"") -> None:
-        """Take in a new request; only those with the same `salt` share what they have in common by digest.
+    def add(self, request: Request) -> None:
+        """Queue a new request. Raises UserError if it can never run.
 
-        Raises UserError if it can never run.
+        One with a `parent`, whose tokens it begins with, waits until the parent has computed them,
+        and shares its blocks: several answers to a prompt, or a fork of an answer.
         """
         self.check(request)
-        self._arrive(request, BlockTable(self.pool, salt))
+        request.move(State.WAITING)
+        request.arrival, request.arrival_step = self._arrivals, self.step
+        self._arrivals += 1
+        self.tables[request] = BlockTable(self.pool, request.salt)
         self.waiting.append(request)
-
-    def add_sample(self, first: Request, request: Request) -> None:
-        """Take in another sample of the prompt of `first`, which is waiting: it begins when `first` has computed the prompt."""
-        self._arrive(request, BlockTable(self.pool, self.tables[first].salt))
-        self.samples.setdefault(first, []).append(request)
-
-    def begin_samples(self, first: Request) -> list[Request]:
-        """The samples that wait for `first`, which has computed its prompt: from now on each goes on by itself."""
-        samples = self.samples.pop(first, [])
-        for request in samples:
-            self._branch(first, request)
-        return samples
 
     def check(self, request: Request) -> None:
         """Raise UserError if `request` can never run, however long it waits."""
         prompt = len(request.output.prompt_ids)
         if not self.chunked and prompt > self.token_budget:
             raise UserError(
-                f"The prompt has {prompt} tokens and a step has room for {self.token_budget}: allow chunks, or raise the budget."
+                f"The prompt has {prompt} tokens and a step has room for {self.token_budget}: "
+                "allow chunks, or raise the budget."
             )
         answer = request.sampling.max_tokens
-        most = (
-            min(prompt + answer, self.longest) - 1
-        )  # the last token of an answer is never computed
+        most = min(prompt + answer, self.longest) - 1  # an answer's last token is never computed
         needed, size = self.pool.blocks_for(most), self.pool.block_size
         if needed > self.pool.count:
             room = self.pool.count * size + 1 - prompt
             advice = f"ask for at most {room} tokens" if room > 0 else "shorten the prompt"
             raise UserError(
-                f"The prompt has {prompt} tokens and its answer up to {answer}: that takes {needed} blocks of {size} tokens, and "
-                f"there are {self.pool.count}: {advice}, or give more memory."
+                f"The prompt has {prompt} tokens and its answer up to {answer}: that takes "
+                f"{needed} blocks of {size} tokens, and there are {self.pool.count}: {advice}, or "
+                "give more memory."
             )
-
-    def fork(self, parent: Request, child: Request) -> None:
-        """Take in `child`, which goes on from where `parent` is, with the same tokens.
-
-        If there is room for one more beside `parent`, it runs at once and shares the blocks of everything computed. If not, or
-        if `parent` does not run, it waits and computes again what it does not find.
-        """
-        self.check(child)
-        self._arrive(child, BlockTable(self.pool, self.tables[parent].salt))
-        self._branch(parent, child)
-
-    def _branch(self, parent: Request, child: Request) -> None:
-        if parent.state is State.RUNNING and len(self.running) < self.max_sequences:
-            self.tables[child].adopt(
-                self.tables[parent].blocks[: self.pool.blocks_for(parent.computed)]
-            )
-            child.computed = parent.computed
-            child.move(State.RUNNING)
-            self.running.append(child)
-        else:
-            insort(self.waiting, child, key=lambda each: each.arrival)
 
     def finish(self, request: Request) -> None:
-        """Let go of a request, wherever it is. Its blocks are free from the next pass on; full ones can still be found, unless
-        it ended with an error."""
-        was = request.state
-        request.move(State.FINISHED)  # raises for one that is not here, before anything is touched
-        if was is State.RUNNING:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        else:
-            next(samples for samples in self.samples.values() if request in samples).remove(request)
-        if heirs := self.samples.pop(
-            request, []
-        ):  # the next one computes the prompt for the others
-            insort(self.waiting, heirs[0], key=lambda each: each.arrival)
-            self.samples[heirs[0]] = heirs[1:]
+        """Release a request, waiting or running. Its blocks are free from the next step on; full
+        ones can still be found, unless it ended with an error."""
+        queue = self.running if request.state is State.RUNNING else self.waiting
+        request.move(State.FINISHED)  # raises for an unknown one, before anything is touched
+        queue.remove(request)
+        heirs = [other for other in self.waiting if other.parent is request]
+        for heir in heirs:  # the first computes what the others still need
+            heir.parent = heirs[0] if heir is not heirs[0] else None
         self._preempted.discard(request)
         self.tables.pop(request).release(trusted=request.output.error is None)
         for block in self.swapped.pop(request, ()):
             self._swap_pool.give_back(block)
 
-    def publish(self, work: Work) -> None:
-        """Let the blocks be found that `work`, which has been done, has filled."""
-        if self.prefix_caching:
-            table, size, ids = self.tables[work.request], self.pool.block_size, work.request.tokens
-            end = work.start + work.count
-            table.digest(ids(len(table.digests) * size, end - len(table.digests) * size))
-            for index in range(work.start // size, end // size):
-                self.pool.publish(table.blocks[index], table.digests[index])
+    def advance(self, plan: Plan) -> None:
+        """Note that the pass of `plan` was computed, and publish the blocks that it filled."""
+        for work in plan.work:
+            work.request.computed += work.count
+            if self.prefix_caching:
+                self._publish(work)
+
+    def _publish(self, work: Work) -> None:
+        table, size, request = self.tables[work.request], self.pool.block_size, work.request
+        end = min(work.start + work.count, request.verified)  # a draft may still be rejected
+        digested = len(table.digests) * size
+        table.digest(request.tokens(digested, max(0, end - digested)))
+        for index in range(work.start // size, end // size):
+            self.pool.publish(table.blocks[index], table.digests[index])
 
     @property
     def unfinished(self) -> int:
         """Requests that wait or run."""
         return len(self.tables)
 
-    # ---- before a pass ----------------------------------------------------------------------------------------------
+    # ---- before a pass --------------------------------------------------------------------------
 
-    def schedule(self) -> list[Work]:
-        """Who runs in the next pass, and how much; an empty list if there is nobody. Lets requests in, and preempts."""
+    def schedule(self) -> Plan:
+        """Who runs in the next pass, and how much. Admits waiting requests, and preempts."""
+        plan = Plan()
         self.step += 1
-        budget, work = self.token_budget, []
-        preempted = self._make_room()
-        ready = sorted(
-            self.running, key=lambda request: request.remaining > 1
-        )  # single tokens first; the order holds
-        for request in ready:
+        budget = self.token_budget
+        preempted = self._make_room(plan)
+        # Decoding requests first; among equals the order of admission holds.
+        for request in sorted(self.running, key=lambda request: not request.decoding):
             if count := self._share(request, budget):
-                work.append(self._work(request, count))
+                plan.work.append(self._work(request, count))
                 budget -= count
-        while self.waiting and len(self.running) < self.max_sequences and not preempted:
-            request = self._next_waiting()
-            if not budget or not self._admit(request, budget):
-                break  # nobody overtakes the first in line
-            count = self._share(request, budget)
-            work.append(self._work(request, count))
+        while len(self.running) < self.max_sequences and not preempted:
+            first = self._next_waiting()
+            if first is None or not budget or not self._admit(plan, first, budget):
+                break  # no request overtakes the first in line
+            count = self._share(first, budget)
+            plan.work.append(self._work(first, count))
             budget -= count
-        return work
+        return plan
 
-    def _make_room(self) -> bool:
-        """Give every running request the blocks for the tokens it has, the senior first; where none are left, those of the most
-        junior. Returns whether somebody was preempted."""
+    def _make_room(self, plan: Plan) -> bool:
+        """Give every running request the blocks for its tokens, the most senior first; when none
+        are left, take those of the most junior. Returns whether a request was preempted."""
         preempted = False
         for request in sorted(self.running, key=self._rank):
             while request.state is State.RUNNING and self._need(request) > self.pool.available:
-                self.preempt(max(self.running, key=self._rank))  # in the end it is `request` itself
+                # The last resort is `request` itself.
+                self._preempt(plan, max(self.running, key=self._rank))
                 preempted = True
             if request.state is State.RUNNING:
-                table = self.tables[request]
-                if table.is_shared(request.computed):
-                    self.moves.append(Move("copy", *table.replace(request.computed)))
-                    self.counts.copies += 1
-                self._grow(request)
+                if self.tables[request].is_shared(request.computed):
+                    self._copy(plan, request, request.computed)
+                self._grow(plan, request)
         return preempted
 
     def _need(self, request: Request) -> int:
@@ -289,58 +234,81 @@ class Scheduler:
         table = self.tables[request]
         return table.missing(request.token_count) + table.is_shared(request.computed)
 
-    def _grow(self, request: Request) -> None:
-        # What a new block holds is somebody else's past. A mask hides it, but 0 times NaN is NaN, should there be one.
-        self.moves += [
-            Move("wipe", block, block) for block in self.tables[request].grow(request.token_count)
-        ]
+    def _copy(self, plan: Plan, request: Request, position: int) -> None:
+        """Copy-on-write: give `request` its own copy of the shared block at `position`."""
+        plan.moves.append(Move("copy", *self.tables[request].replace(position)))
+        self.counts.copies += 1
 
-    def _admit(self, request: Request, budget: int) -> bool:
-        """Let `request` in, with blocks for all tokens it has, if they and the watermark are there and the budget is enough."""
+    def _grow(self, plan: Plan, request: Request) -> None:
+        # A new block holds another sequence's past. A mask hides it, but 0 times NaN is NaN.
+        for block in self.tables[request].grow(request.token_count):
+            plan.moves.append(Move("wipe", block, block))
+
+    def _admit(self, plan: Plan, request: Request, budget: int) -> bool:
+        """Admit `request` with blocks for all its tokens, if these and the watermark are available
+        and the budget suffices."""
         table, size = self.tables[request], self.pool.block_size
-        known = (
-            request.token_count - 1
-        )  # the last token is computed even if it could be found: it gives the next one
-        hits = []
-        if self.prefix_caching:
-            table.digest(
-                request.tokens(len(table.digests) * size, known - len(table.digests) * size)
-            )
-            hits = self.pool.match(
-                table.digests[: (request.computed if request in self.swapped else known) // size]
-            )
-        computed = max(request.computed, len(hits) * size)
-        unused = sum(
-            self.pool.references[block] == 0 for block in hits
-        )  # found, but counted as available until now
-        needed = self.pool.blocks_for(request.token_count) - len(hits) + unused
+        known = request.token_count - 1  # the last token is always computed: it gives the next one
+        blocks = self._parents_blocks(request, known)
+        inherited = bool(blocks)
+        if inherited:
+            computed = known
+        else:
+            blocks = self._lookup(request, known)
+            computed = max(request.computed, len(blocks) * size)
+        copied = inherited and known % size > 0  # the next write would hit the parent's last block
+        unused = sum(self.pool.references[block] == 0 for block in blocks)  # available until now
+        needed = self.pool.blocks_for(request.token_count) - len(blocks) + unused + copied
         if needed + (self.watermark if self.running else 0) > self.pool.available:
             return False
         if not self.chunked and min(request.token_count - computed, self.token_budget) > budget:
             return False
-        if request not in self._preempted:  # what it finds of its own would flatter the rate
+        if request not in self._preempted and not inherited:
+            # What it finds of its own would flatter the rate.
             self.counts.lookup_tokens += request.token_count
             self.counts.hit_tokens += computed
         self.waiting.remove(request)
         request.move(State.RUNNING)
         self.running.append(request)
-        table.adopt(hits)
-        self._grow(request)
+        table.adopt(blocks)
+        if copied:
+            self._copy(plan, request, known)
+        self._grow(plan, request)
         if request in self.swapped:
             self.counts.swapped_in += 1
         for index, block in enumerate(self.swapped.pop(request, ())):
-            if index >= len(hits):
-                self.moves.append(Move("in", block, table.blocks[index]))
+            if index >= len(blocks):
+                plan.moves.append(Move("in", block, table.blocks[index]))
             self._swap_pool.give_back(block)
-        request.computed = computed
+        request.computed, request.parent = computed, None
         return True
 
-    def preempt(self, request: Request) -> None:
-        """Take the blocks of a running request away and send it back in line. What it has said stays said."""
+    def _parents_blocks(self, request: Request, known: int) -> list[int]:
+        """The parent's blocks with the first `known` tokens of `request`, if it runs and has
+        computed them."""
+        parent = request.parent
+        if parent is None or parent.state is not State.RUNNING or parent.computed < known:
+            return []
+        if parent.tokens(0, known) != request.tokens(0, known):
+            return []
+        return self.tables[parent].blocks[: self.pool.blocks_for(known)]
+
+    def _lookup(self, request: Request, known: int) -> list[int]:
+        """The cached blocks with the first tokens of `request`, at most `known` of them."""
+        if not self.prefix_caching:
+            return []
+        table, size = self.tables[request], self.pool.block_size
+        digested = len(table.digests) * size
+        table.digest(request.tokens(digested, max(0, known - digested)))
+        useful = request.computed if request in self.swapped else known
+        return self.pool.match(table.digests[: useful // size])
+
+    def _preempt(self, plan: Plan, request: Request) -> None:
+        """Take the blocks of a running request and make it wait again. Its answer so far stays."""
         table, used = self.tables[request], self.pool.blocks_for(request.computed)
         if self._swaps(request, used):
             blocks = [self._swap_pool.take() for _ in range(used)]
-            self.moves += [Move("out", *pair) for pair in zip(table.blocks, blocks, strict=False)]
+            plan.moves += [Move("out", *pair) for pair in zip(table.blocks, blocks, strict=False)]
             self.swapped[request] = blocks
             self.counts.swapped_out += 1
         else:
@@ -350,54 +318,53 @@ class Scheduler:
         self._preempted.add(request)
         self.running.remove(request)
         request.move(State.WAITING)
-        insort(self.waiting, request, key=lambda each: each.arrival)
+        insort(self.waiting, request, key=lambda request: request.arrival)
 
     def _swaps(self, request: Request, used: int) -> bool:
         if self.swap_pool is None or not 0 < used <= self.swap_pool.available:
             return False
-        return (
-            self.cheaper(request.computed) if self.preemption == "auto" else self.preemption
-        ) == "swap"
+        auto = self.preemption == "auto"
+        return (self.cheaper(request.computed) if auto else self.preemption) == "swap"
 
     @property
     def _swap_pool(self) -> BlockPool:
         assert self.swap_pool is not None
         return self.swap_pool
 
-    def _arrive(self, request: Request, table: BlockTable) -> None:
-        request.move(State.WAITING)
-        request.arrival, request.arrival_step = self._arrivals, self.step
-        self._arrivals += 1
-        self.tables[request] = table
-
     def _share(self, request: Request, budget: int) -> int:
         """How many tokens of `request` fit into what is left of the budget."""
-        if (
-            self.chunked or request.token_count > self.token_budget
-        ):  # the latter after preemption only: prompts are shorter
+        # Unchunked prompts fit the budget. After preemption, prompt and answer together may not.
+        if self.chunked or request.token_count > self.token_budget:
             return min(request.remaining, self.max_chunk, budget)
         return request.remaining if request.remaining <= budget else 0
 
     def _work(self, request: Request, count: int) -> Work:
-        return Work(
-            request,
-            self.tables[request].blocks,
-            request.computed,
-            count,
-            samples=count == request.remaining,
-        )
+        rows = 1 + len(request.drafts) if count == request.remaining else 0
+        return Work(request, self.tables[request].blocks, request.computed, count, rows)
 
     def _rank(self, request: Request) -> tuple[int, int]:
-        """Who keeps memory longest: the lowest comes first."""
+        """Seniority: the lowest rank keeps its memory longest."""
         return (request.priority if self.policy == "priority" else 0), request.arrival
 
-    def _next_waiting(self) -> Request:
+    def _next_waiting(self) -> Request | None:
+        ready = (request for request in self.waiting if not self._awaits_parent(request))
         if self.policy == "fcfs":
-            return self.waiting[0]
+            return next(ready, None)
         return min(
-            self.waiting,
-            key=lambda each: (each.priority - self._waited(each) // self.patience, each.arrival),
+            ready,
+            key=lambda request: (
+                request.priority - self._waited(request) // self.patience,
+                request.arrival,
+            ),
+            default=None,
         )
+
+    def _awaits_parent(self, request: Request) -> bool:
+        """Whether the parent of `request` is still to compute what both need."""
+        parent = request.parent
+        if parent is None or parent.state is State.FINISHED:
+            return False
+        return parent.computed < request.token_count - 1
 
     def _waited(self, request: Request) -> int:
         return self.step - request.arrival_step

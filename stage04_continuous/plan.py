@@ -1,0 +1,90 @@
+"""A plan: what one step computes, and what memory it prepares first.
+
+The scheduler makes it, the runner carries it out, observers look at it. Plain data, no tensors:
+tokens are ints, addresses are ints, so a plan can be sent to another process.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .request import Request
+
+Table = (
+    int | list[int]
+)  # where a cache keeps a sequence: its slot, or (from stage 05 on) its blocks
+Share = tuple[Table, int, int]  # table, first position, number of tokens that a pass computes
+
+
+@dataclass(frozen=True)
+class Wipe:
+    """Memory work before a pass: zero the first `used` positions of `slot`."""
+
+    slot: int
+    used: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request's share of a pass: compute `count` tokens from position `start` on."""
+
+    request: Request
+    table: Any  # a Table
+    start: int
+    count: int
+    rows: int  # logits wanted, of the share's last tokens: 0 for a chunk that ends before them
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of the share that belong to the prompt."""
+        return max(
+            0, min(self.start + self.count, len(self.request.output.prompt_ids)) - self.start
+        )
+
+
+@dataclass
+class Plan:
+    """The work of one forward pass and the moves before it, both in order. Falsy without work."""
+
+    started: float = field(default_factory=time.perf_counter)  # when scheduling began
+    work: list[Work] = field(default_factory=list)
+    moves: list[Any] = field(default_factory=list)  # what the cache's `move` takes
+
+    def __bool__(self) -> bool:
+        return bool(self.work)
+
+    def tokens(self) -> tuple[list[int], list[Share], list[int]]:
+        """The arguments of `Runner.run`: ids, packed one share after the other; the shares; and
+        the places among the ids whose logits are wanted."""
+        ids: list[int] = []
+        rows: list[int] = []
+        for work in self.work:
+            ids += work.request.tokens(work.start, work.count)
+            rows += range(len(ids) - work.rows, len(ids))
+        return ids, [(work.table, work.start, work.count) for work in self.work], rows
+
+
+class AnyScheduler(Protocol):
+    """What an engine needs of a scheduler."""
+
+    def check(self, request: Request) -> None: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def schedule(self) -> Plan: ...
+
+    def advance(self, plan: Plan) -> None: ...
+
+    def finish(self, request: Request) -> None: ...
+
+
+class Observer(Protocol):
+    """Watches an engine's steps without taking part in them."""
+
+    def before(self, plan: Plan) -> None:
+        """Called when the moves of `plan` are done and its pass has not begun."""
+
+    def after(self, plan: Plan) -> None:
+        """Called at the end of the step."""

@@ -1,0 +1,75 @@
+"""Several answers that share what they have in common: forks, and samples of one prompt.
+
+Both are ordinary requests with a `parent`: the scheduler lets them begin with the parent's blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from shared.errors import UserError
+from stage01_forward.sampling import SamplingParams
+from stage04_continuous.request import Request
+
+from .engine import Engine
+
+
+def fork(
+    engine: Engine, request_id: str, sampling: SamplingParams | None = None, fork_id: str = ""
+) -> Request:
+    """Queue a request with the prompt and the answer so far of another one, which goes on by
+    itself: with `sampling`, or with the other one's. Both share blocks until one writes.
+
+    Raises UserError if no such request waits or runs, or if the new one is invalid.
+    """
+    if request_id not in engine.requests:
+        raise UserError(
+            f"There is no request '{request_id}' in the engine: "
+            "it was never added, or it has ended already."
+        )
+    parent = engine.requests[request_id]
+    sampling = parent.sampling if sampling is None else sampling
+    answer = parent.output.token_ids
+    if len(answer) >= sampling.max_tokens:
+        raise UserError(
+            f"The request '{request_id}' has {len(answer)} tokens already: "
+            "give its fork a larger max_tokens."
+        )
+    child = Request(
+        parent.output.prompt_ids, sampling, fork_id, parent.priority, parent.salt, parent
+    )
+    child.output.token_ids += answer
+    child.output.logprobs += parent.output.logprobs
+    return engine.add(child)
+
+
+def add_samples(
+    engine: Engine,
+    prompt: Sequence[int],
+    sampling: Sequence[SamplingParams],
+    salt: bytes = b"",
+    ids: Sequence[str] = (),
+) -> list[Request]:
+    """Queue several samples of one prompt, named by `ids` if given. The prompt is computed once.
+
+    Raises as `Engine.add` does; then none of them is queued.
+    """
+    if not sampling:
+        raise UserError("There are no samples to generate: ask for at least 1.")
+    names = ids or [""] * len(sampling)
+    requests: list[Request] = []
+    for options, name in zip(sampling, names, strict=True):
+        parent = requests[0] if requests else None
+        requests.append(Request(prompt, options, name, salt=salt, parent=parent))
+    for request in requests:
+        engine.check(request)
+        if request.id in engine.requests:
+            raise UserError(
+                f"There is a request '{request.id}' in the engine already: "
+                "give each an id of its own."
+            )
+    for name, count in Counter(name for name in names if name).items():
+        if count > 1:
+            raise UserError(f"Two samples have the id '{name}': give each an id of its own.")
+    return [engine.add(request) for request in requests]
