@@ -139,8 +139,8 @@ def prove(engine: Any, oracle: Any, params_of: Any, only: list[str] | None = Non
     Below float64, sampled scenarios are left out: one rounding moves a draw, and a draw knows no near tie.
     Raises ParityError.
     """
-    parity, dtype = Parity(), engine.model.dtype
-    for scenario in scenarios(engine.model.config):
+    parity, dtype = Parity(), oracle.model.dtype
+    for scenario in scenarios(oracle.model.config):
         params = [params_of(**{**fields, "logprobs": LIKELIEST}) for fields in scenario.sampling]
         if (
             only is not None

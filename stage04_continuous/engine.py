@@ -18,7 +18,7 @@ from stage01_forward.sampling import Logprobs, sample
 
 from . import drive
 from .cache import SlotCache
-from .plan import AnyScheduler, Observer, Plan
+from .plan import Observer, Plan
 from .records import STEPS_KEPT, Recorder
 from .request import Request, State
 from .runner import AnyRunner, Runner
@@ -28,6 +28,7 @@ from .scheduler import Scheduler
 class Engine:
     """Generates with the logits of `runner`, in the steps that `scheduler` plans.
 
+    scheduler: offers check, add, schedule, advance and finish, as this stage's Scheduler does.
     eos_ids: the ids that end a text; None: those of the model's config.
     recorder: the observer that keeps `steps`, one record a pass; None: this stage's Recorder.
     observers: see every plan before its pass and after its step.
@@ -36,15 +37,14 @@ class Engine:
     def __init__(
         self,
         runner: AnyRunner,
-        scheduler: AnyScheduler,
+        scheduler: Any,
         eos_ids: Sequence[int] | None = None,
         recorder: Any = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        self.runner, self.config = runner, runner.config
-        self.scheduler: Any = scheduler  # with what its own stage adds
+        self.runner, self.scheduler, self.config = runner, scheduler, runner.config
         self.eos_ids = self.config.eos_ids if eos_ids is None else tuple(eos_ids)
-        self.recorder = Recorder(self.scheduler) if recorder is None else recorder
+        self.recorder = Recorder(scheduler) if recorder is None else recorder
         self.steps, self.observers = self.recorder.steps, [self.recorder, *observers]
         self.requests: dict[str, Request] = {}  # those that wait or run
         self.plan = Plan()  # of the pass being run

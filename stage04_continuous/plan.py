@@ -66,20 +66,6 @@ class Plan:
         return ids, [(work.table, work.start, work.count) for work in self.work], rows
 
 
-class AnyScheduler(Protocol):
-    """What an engine needs of a scheduler."""
-
-    def check(self, request: Request) -> None: ...
-
-    def add(self, request: Request) -> None: ...
-
-    def schedule(self) -> Plan: ...
-
-    def advance(self, plan: Plan) -> None: ...
-
-    def finish(self, request: Request) -> None: ...
-
-
 class Observer(Protocol):
     """Watches an engine's steps without taking part in them."""
 
