@@ -1,4 +1,4 @@
-"""Stage 07: the load test. It asks any OpenAI-style server what its users would see, and says how far to believe the answer.
+"""Stage 07: the load test of any OpenAI-style server, with checks of its own measurements.
 
 It speaks HTTP and imports no stage.
 """

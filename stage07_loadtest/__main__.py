@@ -1,4 +1,4 @@
-"""Stage 07 on the command line: `python -m stage07_loadtest` loads a server, ours if none is named."""
+"""Load a server, by default ours: `python -m stage07_loadtest`."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ from .schedule import Schedule
 MODULE = "stage07_loadtest"
 USERS = (1, 2, 4, 8, 16)
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the measured capacity, for --rates auto
-LEAST_REQUESTS, REQUESTS_A_USER = 20, 4  # of a closed loop, if nobody says
-OPEN_REQUESTS = 50  # of an open loop
+LEAST_REQUESTS, REQUESTS_A_USER = 20, 4  # defaults of a closed loop
+OPEN_REQUESTS = 50  # default of an open loop
 MOST_REQUESTS = 1_000_000  # of one point
-MOST_A_SECOND, MOST_MADE = (
-    20,
-    250_000,
-)  # requests of one user, and of all, in loops that end by time: they are made beforehand
+# Closed loops that end by time: prompts made beforehand, at most per user and second, and in all.
+MOST_A_SECOND, MOST_MADE = 20, 250_000
 WARMUP = 8  # requests before an open loop
-QUEUE = 64  # places in line that our server has at least
+QUEUE = 64  # least --max-queue of our server
+FIXED_LENGTHS = ", ".join(f"{name}: {length}" for name, length in workload.LENGTHS.items())
 WORKLOADS = (
-    f"{', '.join(f'{name}: {length}' for name, length in workload.LENGTHS.items())} tokens each time; mixed: lognormal lengths; "
-    f"shared: {workload.SYSTEM} tokens that all have in common, and a question; default %(default)s"
+    f"prompt tokens; {FIXED_LENGTHS}; mixed: lognormal lengths; "
+    f"shared: {workload.SYSTEM} common tokens and a question; default %(default)s"
 )
-FATAL = (REFUSED, HTTP_OTHER, PROTOCOL)  # of the first request: the others would end the same way
+FATAL = (REFUSED, HTTP_OTHER, PROTOCOL)  # of the first request: all others would fail like it
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured."""
+    """The points to measure."""
 
     users: tuple[int, ...]
     rates: tuple[float, ...]
-    auto: bool  # rates from the capacity that the closed loops have shown
-    bursts: tuple[tuple[int, float], ...]  # size, seconds between two
+    auto: bool  # rates are SHARES of the capacity that the closed loops measure
+    bursts: tuple[tuple[int, float], ...]  # (requests, seconds from one burst to the next)
     trace: Path | None
     workload: str
     requests: int | None
@@ -62,7 +61,7 @@ class Plan:
     seed: int
 
     def closed(self, users: int) -> tuple[Schedule, int]:
-        """The schedule, and how many requests it takes."""
+        """The schedule and its number of requests."""
         if self.requests is not None:
             count = max(users, self.requests)
         elif self.seconds is not None:
@@ -85,22 +84,21 @@ class Plan:
         return schedule.bursts(size, every, bounded(count)), count
 
     def check(self) -> None:
-        """Raises UserError for a trace that cannot be read, and for more requests than a point may have."""
+        """Raises UserError for an unreadable trace and for more than MOST_REQUESTS in a point."""
         for rate in self.rates:
             self.poisson(rate)
-        for each in self.bursts:
-            self.burst(*each)
+        for size, every in self.bursts:
+            self.burst(size, every)
         if self.trace is not None:
             workload.load_trace(self.trace)
 
     def schedules(self, points: Sequence[Point]) -> Iterator[tuple[Schedule, int]]:
-        """One after the other, in rounds that each begin with another one, closed loops first: the rates of `auto` come from the
-        `points` that have been measured when it is their turn."""
+        """The schedules in order, closed loops first. Every round of repeats begins with another
+        point. `points`: those measured so far, from which `auto` takes its rates."""
         yield from self._rounds([self.closed(users) for users in self.users])
         rates = [share * capacity(points) for share in SHARES] if self.auto else self.rates
-        opened = [self.poisson(rate) for rate in rates] + [
-            self.burst(*each) for each in self.bursts
-        ]
+        opened = [self.poisson(rate) for rate in rates]
+        opened += [self.burst(size, every) for size, every in self.bursts]
         if self.trace is not None:
             asks = workload.load_trace(self.trace)
             opened.append((schedule.trace(asks), len(asks)))
@@ -112,32 +110,35 @@ class Plan:
 
 
 def bounded(count: int) -> int:
-    """`count` requests of an open loop. Raises UserError if they are too many."""
+    """`count`; raises UserError above MOST_REQUESTS."""
     if count > MOST_REQUESTS:
         raise UserError(
-            f"{count:,} requests are too many for one point, which has {MOST_REQUESTS:,} at most: shorten --seconds."
+            f"{count:,} requests are too many for one point, at most {MOST_REQUESTS:,}: "
+            "shorten --seconds."
         )
     return count
 
 
 def capacity(points: Sequence[Point]) -> float:
-    """Requests/s, the most that a closed loop got. Raises UserError if none got an answer."""
+    """The highest throughput of the closed loops, in requests/s. Raises UserError if none of their
+    requests succeeded."""
     most = max((metrics.summarize(point, Slo()).request_rate for point in points), default=0.0)
     if most <= 0:
         raise UserError(
-            "--rates auto needs the capacity, and no request of the closed loops succeeded: give rates in numbers."
+            "--rates auto needs the capacity, but no request of the closed loops succeeded: "
+            "give rates in numbers."
         )
     return most
 
 
-# ---- measuring ----------------------------------------------------------------------------------------------------------
+# ---- measuring ----------------------------------------------------------------------------------
 
 
-async def measure(target: Target, plan: Plan, told: Callable[[Point], object]) -> bool:
-    """Measure all points of the plan and hand each to `told`. Cancelled in the middle of one, it hands over what that has, and
-    ends; whether it came to its end.
+async def measure(target: Target, plan: Plan, report: Callable[[Point], object]) -> bool:
+    """Measure all points of the plan and pass each to `report`. When cancelled, it reports what the
+    current point has and stops. Returns whether the plan was completed.
 
-    Raises UserError if the server cannot be asked at all.
+    Raises UserError if the server cannot be measured at all.
     """
     points: list[Point] = []
     async with open_session(target) as session:
@@ -148,7 +149,7 @@ async def measure(target: Target, plan: Plan, told: Callable[[Point], object]) -
         check(target, await send(session, target, first, 0.0, asyncio.get_running_loop().time))
     for number, (when, count) in enumerate(plan.schedules(points), 1):
         warmup = plan.warmup if plan.warmup is not None else when.users or WARMUP
-        seed = f"{plan.seed} {number}"  # other prompts for each point: a prefix cache would know those of the last one
+        seed = f"{plan.seed} {number}"  # new prompts: a prefix cache has those of the last point
         traced = (
             workload.load_trace(plan.trace, seed) if plan.trace and when.kind == "trace" else []
         )
@@ -156,40 +157,49 @@ async def measure(target: Target, plan: Plan, told: Callable[[Point], object]) -
             plan.workload, warmup + (0 if traced else count), seed, longest=longest
         )
         point = await run_point(
-            target, made + traced, when, workload="trace" if traced else plan.workload, warmup=warmup, seconds=plan.seconds,
+            target,
+            made + traced,
+            when,
+            workload="trace" if traced else plan.workload,
+            warmup=warmup,
+            seconds=plan.seconds,
             progress=True,
-        )  # fmt: skip
+        )
         if when.users and plan.seconds and not plan.requests and len(point.records) == count:
-            print(
-                f"note: {when}: all {count} requests that were made for it were sent before the time was up",
-                file=sys.stderr,
-            )
+            note(f"{when}: all {count} requests prepared for it were sent before the time was up")
         if point.records:
             points.append(point)
-            told(point)
+            report(point)
         if point.interrupted:
             return False
     return True
 
 
+def note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
 def check(target: Target, record: Record) -> None:
-    """Raise UserError if the first request went wrong in a way in which all others would."""
+    """Raise UserError if the first request failed in a way in which all others would."""
     if record.failure == REFUSED:
         raise UserError(
-            f"{target.url} cannot be reached ({record.detail}): start the server, or leave --url out to load ours."
+            f"{target.url} cannot be reached ({record.detail}): "
+            "start the server, or leave --url out to load ours."
         )
     if record.failure in FATAL:
         raise UserError(
-            f"{target.url} does not serve completions ({record.failure}: {record.detail}): mend that first."
+            f"{target.url} does not serve completions ({record.failure}: {record.detail}): "
+            "fix that first."
         )
 
 
-# ---- the table ----------------------------------------------------------------------------------------------------------
+# ---- the table ----------------------------------------------------------------------------------
 
 COLUMNS = (
-    ("load", 18), ("requests", 9), ("success", 8), ("req/s", 7), ("tok/s", 8), ("TTFT p50", 9), ("p95", 7), ("TPOT p50", 9),
-    ("p95", 7), ("ITL p95", 8), ("E2E p50", 8), ("p95", 7), ("goodput", 8),
-)  # fmt: skip
+    *(("load", 18), ("requests", 9), ("success", 8), ("req/s", 7), ("tok/s", 8)),
+    *(("TTFT p50", 9), ("p95", 7), ("TPOT p50", 9), ("p95", 7), ("ITL p95", 8)),
+    *(("E2E p50", 8), ("p95", 7), ("goodput", 8)),
+)
 
 
 def header(limits: Slo) -> str:
@@ -198,43 +208,55 @@ def header(limits: Slo) -> str:
         f"{name:>{width}}" if number else f"{name:<{width}}"
         for number, (name, width) in enumerate(COLUMNS)
     )
-    return f"Latencies in ms from the intended start, a failure being infinite; goodput: requests/s within {limits}.\n{names}"
+    return (
+        "Latencies in ms from the intended start, failures infinite; "
+        f"goodput: requests/s within {limits}.\n{names}"
+    )
 
 
 def row(point: Summary) -> str:
-    """One line of the table: latencies in ms, from the intended start, failures counted as infinite; rates per second."""
+    """One row of the table."""
 
     def ms(name: str, percent: int, adjusted: bool = True) -> str:
         value = point.at(name, percent, adjusted)
         return "-" if value is None else "inf" if math.isinf(value) else f"{value * 1e3:,.0f}"
 
     cells = (
-        f"{point.load:<18}", str(point.requests), f"{point.success_rate:.1%}", f"{point.request_rate:.2f}",
-        f"{point.output_rate:,.1f}", ms(metrics.TTFT_INTENDED, 50), ms(metrics.TTFT_INTENDED, 95), ms(metrics.TPOT, 50),
-        ms(metrics.TPOT, 95), ms(metrics.ITL, 95, False), ms(metrics.E2E_INTENDED, 50), ms(metrics.E2E_INTENDED, 95),
+        f"{point.load:<18}",
+        str(point.requests),
+        f"{point.success_rate:.1%}",
+        f"{point.request_rate:.2f}",
+        f"{point.output_rate:,.1f}",
+        ms(metrics.TTFT_INTENDED, 50),
+        ms(metrics.TTFT_INTENDED, 95),
+        ms(metrics.TPOT, 50),
+        ms(metrics.TPOT, 95),
+        ms(metrics.ITL, 95, adjusted=False),
+        ms(metrics.E2E_INTENDED, 50),
+        ms(metrics.E2E_INTENDED, 95),
         f"{point.goodput:.2f}",
-    )  # fmt: skip
+    )
     return "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
 
 
 def notes(points: Sequence[Summary]) -> Iterator[str]:
-    """What must be known beside the table: failures by kind, and reasons not to trust a point."""
+    """Lines below the table: failures by kind, and reasons not to trust a point."""
     for point in points:
         failed = [f"{count} {kind}" for kind, count in point.failures.items()]
         if failed or point.flags:
             yield f"{point.load}: {'; '.join([*failed, *point.flags])}"
 
 
-# ---- the command line -----------------------------------------------------------------------------------------------
+# ---- the command line ---------------------------------------------------------------------------
 
 
 def several(one: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
-    """An argparse type: values with commas between."""
+    """An argparse type: comma-separated values."""
     return lambda text: tuple(one(part.strip()) for part in text.split(","))
 
 
 def rates(text: str) -> object:
-    """An argparse type: "auto", or rates with commas between."""
+    """An argparse type: "auto", or comma-separated rates."""
     return text if text == "auto" else several(cli.number(0, 1e6, above=True))(text)
 
 
@@ -245,21 +267,21 @@ def burst(text: str) -> tuple[int, float]:
         return cli.whole_number(1, 100_000)(size), cli.number(0, 86_400, above=True)(every)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"'{text[:40]}' is no burst: write 8x2 for eight requests every two seconds"
+            f"invalid burst '{text[:40]}': write 8x2 for eight requests every two seconds"
         ) from None
 
 
 def slo(text: str) -> Slo:
     """An argparse type: "ttft=1,tpot=0.2", in seconds."""
-    found: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if name not in ("ttft", "tpot", "e2e"):
             raise argparse.ArgumentTypeError(
-                f"'{text[:40]}' is no list of limits: write ttft=1,tpot=0.2,e2e=10 or some of them"
+                f"invalid limits '{text[:40]}': write ttft=1,tpot=0.2,e2e=10 or some of them"
             )
-        found[name] = cli.number(0, 1e6, above=True)(value)
-    return Slo(**found)
+        limits[name] = cli.number(0, 1e6, above=True)(value)
+    return Slo(**limits)
 
 
 def address(text: str) -> str:
@@ -267,140 +289,173 @@ def address(text: str) -> str:
     try:
         parts = urlsplit(text)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # no port, or no IPv6 address
+    except ValueError:  # invalid port or IPv6 address
         good = False
     if not good or parts.username is not None or parts.query or parts.fragment:
         raise argparse.ArgumentTypeError(
-            f"'{text[:80]}' is no address: write it as http://127.0.0.1:8000"
+            f"invalid address '{text[:80]}': write it as http://127.0.0.1:8000"
         )
     return text.rstrip("/").removesuffix("/v1")
 
 
 def key(text: str) -> str:
-    """An argparse type: what a header can carry."""
+    """An argparse type: text that is valid in a header."""
     if not text.isprintable():
         raise argparse.ArgumentTypeError(
-            "the key has a line end or another control character in it: leave that out"
+            "the key contains a line end or another control character: remove it"
         )
     return text
 
 
 def parser() -> cli.Parser:
-    found = cli.Parser(
+    parser = cli.Parser(
         MODULE,
-        "Stage 07, the load test: load an OpenAI-style server, or ours, and tell what its users would see.",
+        "Stage 07, the load test: load an OpenAI-style server, by default ours, and measure what "
+        "its users see.",
         f"  python -m {MODULE}\n"
         f"  python -m {MODULE} --users 1,4,16 --rates auto --out results\n"
-        f"  python -m {MODULE} --users 1,2,4,8,16,32,64,128 --model gpt2 --out results -- --dtype bfloat16\n"
-        f"  python -m {MODULE} --url http://127.0.0.1:8000 --rates 2,4 --seconds 30 --slo ttft=0.5,tpot=0.1\n"
-        f"what stands behind -- are options of our server: python -m {SERVER} --help",
+        f"  python -m {MODULE} --users 1,8,64 --model gpt2 -- --dtype bfloat16\n"
+        f"  python -m {MODULE} --url http://127.0.0.1:8000 --rates 2,4 --seconds 30\n"
+        f"Options after -- are passed to our server; see python -m {SERVER} --help",
     )
-    who = found.add_argument_group("the server")
-    who.add_argument(
+    _server_arguments(parser.add_argument_group("the server"))
+    _load_arguments(parser.add_argument_group("the load, one point of the result per number"))
+    _request_arguments(parser.add_argument_group("requests and results"))
+    return parser
+
+
+def _server_arguments(group: Any) -> None:
+    group.add_argument(
         "--url",
         type=address,
-        help="address of the server; default is to start ours, and to stop it at the end",
+        help="address of the server; default: start ours, and stop it at the end",
     )
-    who.add_argument(
+    group.add_argument(
         "--model",
         metavar="NAME",
-        help="what that server calls its model, or which one ours shall load; default is the first",
+        help="the server's name for the model, or the model that ours loads; default: its first",
     )
-    who.add_argument(
+    group.add_argument(
         "--api-key",
         type=key,
         default=os.environ.get("STAIRCASE_API_KEY", ""),
         metavar="KEY",
-        help="default is the variable STAIRCASE_API_KEY",
+        help="default: the variable STAIRCASE_API_KEY",
     )
-    who.add_argument(
-        "--timeout", type=cli.number(0, 86_400, above=True), default=300.0, metavar="S",
-        help="seconds for one request, after which it has failed; default %(default)g",
-    )  # fmt: skip
-    when = found.add_argument_group("the load: one point of the result for each number")
-    when.add_argument(
-        "--users", type=several(cli.whole_number(1, 10_000)), metavar="N,N,...",
-        help=f"closed loops: so many users who each wait for their answer; default {','.join(map(str, USERS))}, or none if there "
-        "is another load",
-    )  # fmt: skip
-    when.add_argument(
-        "--rates", type=rates, default=(), metavar="R,R,...",
-        help="open loops: so many requests per second at random times; auto takes "
-        f"{', '.join(f'{share * 100:g}' for share in SHARES)} %% of what the closed loops got",
-    )  # fmt: skip
-    when.add_argument(
+    group.add_argument(
+        "--timeout",
+        type=cli.number(0, 86_400, above=True),
+        default=300.0,
+        metavar="S",
+        help="seconds after which a request fails; default %(default)g",
+    )
+
+
+def _load_arguments(group: Any) -> None:
+    group.add_argument(
+        "--users",
+        type=several(cli.whole_number(1, 10_000)),
+        metavar="N,N,...",
+        help="closed loops of N users who each wait for their answer; default "
+        f"{','.join(map(str, USERS))}, or none with another load",
+    )
+    percent = ", ".join(f"{share * 100:g}" for share in SHARES)
+    group.add_argument(
+        "--rates",
+        type=rates,
+        default=(),
+        metavar="R,R,...",
+        help="open loops of R requests per second at random times; "
+        f"auto: {percent} %% of the throughput of the closed loops",
+    )
+    group.add_argument(
         "--bursts",
         type=several(burst),
         default=(),
         metavar="NxS,...",
-        help="open loops: N requests at once every S seconds",
+        help="open loops of N requests at once every S seconds",
     )
-    when.add_argument(
-        "--trace", type=Path, metavar="FILE",
-        help="an open loop: the requests of a JSONL file at their times; a repeat sends its prompts again",
-    )  # fmt: skip
-    when.add_argument(
-        "--requests", type=cli.whole_number(1, 1_000_000), metavar="N",
-        help=f"of each point; default {REQUESTS_A_USER} a user and {LEAST_REQUESTS} at least, {OPEN_REQUESTS} in open loops",
-    )  # fmt: skip
-    when.add_argument(
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="an open loop with the requests of a JSONL file at their times; "
+        "repeats send its prompts again",
+    )
+    group.add_argument(
+        "--requests",
+        type=cli.whole_number(1, 1_000_000),
+        metavar="N",
+        help=f"requests per point; default {REQUESTS_A_USER} a user but at least {LEAST_REQUESTS}, "
+        f"{OPEN_REQUESTS} in open loops",
+    )
+    group.add_argument(
         "--seconds",
         type=cli.number(0, 86_400, above=True),
         metavar="S",
         help="send nothing later than S seconds after the start",
     )
-    when.add_argument(
-        "--warmup", type=cli.whole_number(0, 10_000), metavar="N",
-        help=f"requests before each point that do not count; default one a user, {WARMUP} before open loops",
-    )  # fmt: skip
-    when.add_argument(
-        "--repeats", type=cli.whole_number(1, 1000), default=1, metavar="N",
-        help="measure every point so often, in rounds that each begin with another one; default %(default)s",
-    )  # fmt: skip
-    what = found.add_argument_group("requests and results")
-    what.add_argument("--workload", choices=workload.WORKLOADS, default="short", help=WORKLOADS)
-    what.add_argument(
+    group.add_argument(
+        "--warmup",
+        type=cli.whole_number(0, 10_000),
+        metavar="N",
+        help=f"uncounted requests before each point; default one a user, {WARMUP} in open loops",
+    )
+    group.add_argument(
+        "--repeats",
+        type=cli.whole_number(1, 1000),
+        default=1,
+        metavar="N",
+        help="measure every point N times, in rounds that begin with another point each; "
+        "default %(default)s",
+    )
+
+
+def _request_arguments(group: Any) -> None:
+    group.add_argument("--workload", choices=workload.WORKLOADS, default="short", help=WORKLOADS)
+    group.add_argument(
         "--seed",
         type=cli.whole_number(0, 2**31),
         default=0,
         metavar="N",
         help="of prompts and times; default %(default)s",
     )
-    what.add_argument(
-        "--slo", type=slo, default=Slo(ttft=1.0, tpot=0.2), metavar="LIMITS",
-        help="limits in seconds that goodput keeps; default ttft=1,tpot=0.2",
-    )  # fmt: skip
-    what.add_argument(
+    group.add_argument(
+        "--slo",
+        type=slo,
+        default=Slo(ttft=1.0, tpot=0.2),
+        metavar="LIMITS",
+        help="limits in seconds for goodput; default ttft=1,tpot=0.2",
+    )
+    group.add_argument(
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="where to write every request, the summary and the charts",
+        help="folder for every request, the summary and the charts",
     )
-    return found
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
     """Raises UserError as `Plan.check` does."""
     auto = options.rates == "auto"
     opened = options.rates or options.bursts or options.trace
-    plan = Plan(
-        users=options.users or (USERS if auto or not opened else ()), rates=() if auto else options.rates, auto=auto,
-        bursts=options.bursts, trace=options.trace, workload=options.workload, requests=options.requests,
-        seconds=options.seconds, warmup=options.warmup, repeats=options.repeats, seed=options.seed,
-    )  # fmt: skip
+    chosen = {
+        "users": options.users or (USERS if auto or not opened else ()),
+        "rates": () if auto else options.rates,
+        "auto": auto,
+    }
+    names = (field.name for field in fields(Plan) if field.name not in chosen)
+    plan = Plan(**chosen, **{name: getattr(options, name) for name in names})
     plan.check()
     return plan
 
 
 def server_options(options: argparse.Namespace, plan: Plan, given: Sequence[str]) -> list[str]:
-    """The command line of our server: room in its line for all users, and what was `given` behind --."""
+    """The command line of our server: a queue long enough for all users, and the options `given`
+    after --."""
+    queue = max(QUEUE, *plan.users, *(size for size, _ in plan.bursts))
     model = ["--model", options.model] if options.model else []
-    return [
-        "--max-queue",
-        str(max(QUEUE, *plan.users, *(size for size, _ in plan.bursts))),
-        *model,
-        *given,
-    ]
+    return ["--max-queue", str(queue), *model, *given]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -409,40 +464,37 @@ def main(argv: list[str] | None = None) -> int:
     options, given = parser().parse_args(arguments[:split]), arguments[split + 1 :]
     if options.url and given:
         raise UserError(
-            "There are options for our server behind --, and a --url of another one: leave one of them out."
+            "Options after -- are for our server, but --url names another: leave one of them out."
         )
     plan = plan_of(options)
     if plan.trace and plan.repeats > 1:
-        print(
-            "note: what a trace says word for word is sent again in each repeat, and a prefix cache knows it",
-            file=sys.stderr,
-        )
-    behind = None if options.url else server_options(options, plan, given)
+        note("prompts of a trace are sent again in each repeat, when a prefix cache may hold them")
+    own_options = None if options.url else server_options(options, plan, given)
     writer = None
     if options.out:
         writer = results.Writer(
             options.out,
-            configuration(options, plan, behind),
+            configuration(options, plan, own_options),
             slo=options.slo,
             seed=options.seed,
             secret=options.api_key,
         )
     summaries: list[Summary] = []
 
-    def told(point: Point) -> None:
+    def report(point: Point) -> None:
         if not summaries:
             print(header(options.slo))
         summaries.append(writer.add(point) if writer else metrics.summarize(point, options.slo))
         print(row(summaries[-1]), flush=True)
 
-    with nullcontext(None) if behind is None else own_server(behind) as ours:
+    with nullcontext(None) if own_options is None else own_server(own_options) as ours:
         target = Target(
-            options.url if ours is None else ours.url,
-            options.model if options.url else None,
-            options.api_key,
-            options.timeout,
+            url=options.url if ours is None else ours.url,
+            model=options.model if options.url else None,
+            key=options.api_key,
+            timeout=options.timeout,
         )
-        complete = run(measure(target, plan, told))
+        complete = run(measure(target, plan, report))
     print("\n".join(["", *notes(summaries)]))
     if writer and summaries:
         charts.draw(summaries, options.out)
@@ -453,26 +505,24 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(measuring: Coroutine[Any, Any, bool]) -> bool:
-    """Run it to its end or to Ctrl-C, at which it keeps what it has; whether it came to its end."""
+    """Run `measure` to its end or to Ctrl-C; returns whether it was completed."""
     try:
         return asyncio.run(measuring)
-    except KeyboardInterrupt:  # between two points
+    except KeyboardInterrupt:  # between points
         return False
 
 
 def configuration(
-    options: argparse.Namespace, plan: Plan, behind: Sequence[str] | None
+    options: argparse.Namespace, plan: Plan, own_options: Sequence[str] | None
 ) -> dict[str, Any]:
-    """What was asked for, as it is written down; `behind` are the options of our server."""
-    own = None if behind is None else results.without(options.api_key, shlex.join(behind))
+    """The options of this run as recorded; `own_options` are those of our server."""
+    server = None
+    if own_options is not None:
+        server = results.without(options.api_key, shlex.join(own_options))
     asked = {field.name: getattr(plan, field.name) for field in fields(plan)}
     asked["trace"] = str(options.trace) if options.trace else None
-    return {
-        "url": options.url,
-        "model": options.model,
-        "server": own,
-        "timeout": options.timeout,
-    } | asked
+    fixed = {"url": options.url, "model": options.model, "server": server}
+    return fixed | {"timeout": options.timeout} | asked
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Charts of a load test, drawn from summaries alone: of one server, or of several by name.
 
-Latencies count from the intended start if nothing else is said, and are adjusted: a failed request is one that took forever. So
-a line ends where a percentile is infinite, and where some requests failed its mark is hollow. Points with the same load are
-repeats: the line goes through their medians, and a stroke shows their range.
+Latencies count from the intended start unless named otherwise and are adjusted: a failed request
+took infinitely long. A line therefore ends where a percentile is infinite, and marks are hollow
+where some requests failed. Points with the same load are repeats: the line connects their medians,
+and a stroke shows their range.
 """
 
 from __future__ import annotations
@@ -34,16 +35,20 @@ from .metrics import (
 )
 
 Servers = Mapping[str, Sequence[Summary]]  # points by the name of a server, at most five
-WORDS = {
-    TTFT: "TTFT from sending", TTFT_INTENDED: "TTFT", TPOT: "TPOT", ITL: "ITL", E2E: "E2E latency from sending",
+TITLES = {
+    TTFT: "TTFT from sending",
+    TTFT_INTENDED: "TTFT",
+    TPOT: "TPOT",
+    ITL: "ITL",
+    E2E: "E2E latency from sending",
     E2E_INTENDED: "E2E latency",
-}  # fmt: skip
-SHOWN = (50, 90, 95)  # percentiles, where there is one server
+}
+SHOWN = (50, 90, 95)  # percentiles of a single server
 USERS, RATE = "users (closed loop)", "requests/s offered (open loop)"
 HOLLOW, RINGED = "hollow: some requests failed", "ringed: the knee"
 TICKS, EDGES = (0, 50, 75, 90, 95, 98, 99, 100), {0: "fastest", 100: "slowest"}  # of a distribution
 
-# A mark: place on the x axis, values of all repeats, whether requests failed.
+# Load on the x axis, values of all repeats, whether requests failed.
 Mark = tuple[float, list[float], bool]
 
 
@@ -57,24 +62,25 @@ def throughput(servers: Servers, title: str = "Throughput against users") -> Fig
 
 
 def latency(servers: Servers, name: str, percent: int = 95, title: str = "") -> Figure:
-    """One latency against users: some percentiles of one server, or the `percent`th of several."""
+    """One latency against users: the percentiles SHOWN of one server, or the `percent`th of
+    several."""
     closed = {server: _closed(points) for server, points in servers.items()}
     ylabel, marks = _percentiles(closed, name, percent)
     return _curves(
-        title or f"{WORDS[name]} against users", USERS, ylabel, marks, log_x=True, log_y=True
+        title or f"{TITLES[name]} against users", USERS, ylabel, marks, log_x=True, log_y=True
     )
 
 
 def offered(
     servers: Servers, name: str = E2E_INTENDED, percent: int = 95, title: str = ""
 ) -> Figure:
-    """One latency against the load that is offered: some percentiles of one server, or the `percent`th of several. The knee is
-    marked."""
+    """One latency against the offered load: the percentiles SHOWN of one server, or the `percent`th
+    of several. The knee is marked."""
     opened = {server: _opened(points) for server, points in servers.items()}
     ylabel, marks = _percentiles(opened, name, percent)
     alone = len(servers) == 1
     figure = _curves(
-        title or f"{WORDS[name]} against offered load",
+        title or f"{TITLES[name]} against offered load",
         RATE if alone else f"{RATE}; {RINGED}",
         ylabel,
         marks,
@@ -82,49 +88,65 @@ def offered(
     )
     axes: Any = figure.axes[0]
     for server, points in opened.items():
-        found, loads = knee(points), sorted(_load(point) for point in points)
-        if found is None:
+        best = knee(points)
+        if best is None:
             continue
-        at, values = _load(found), {place: median(each) for place, each, _ in marks.get(server, [])}
-        if not alone:
-            if at < loads[-1] and math.isfinite(values.get(at, math.inf)):
-                ring = {"markerfacecolor": "none", "markeredgecolor": charts.INK}
-                axes.plot(at, values[at], marker="o", markersize=13, zorder=5, **ring)
+        at, most = _load(best), max(map(_load, points))
+        if alone:
+            _knee_line(axes, at, reached=at < most)
             continue
-        text, side, place = f"knee, {at:.3g}/s", 1, (at, 0)
-        if at == loads[-1]:  # it lies farther up, if anywhere
-            text, side, place = f"no knee up to {at:.3g}/s", -1, (axes.get_xlim()[1], 0)
-        else:
-            axes.axvline(at, color=charts.INK, linewidth=1.0, linestyle=(0, (8, 3)), zorder=1)
-        axes.annotate(
-            text, place, (4 * side, 4), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=9,
-            ha="left" if side > 0 else "right",
-        )  # fmt: skip
+        value = {load: median(values) for load, values, _ in marks[server]}.get(at, math.inf)
+        if at < most and math.isfinite(value):
+            ring = {"markerfacecolor": "none", "markeredgecolor": charts.INK}
+            axes.plot(at, value, marker="o", markersize=13, zorder=5, **ring)
     return figure
 
 
+def _knee_line(axes: Any, at: float, reached: bool) -> None:
+    """A vertical line at the knee; if the load never passed it, only a note at the right edge."""
+    if reached:
+        axes.axvline(at, color=charts.INK, linewidth=1.0, linestyle=(0, (8, 3)), zorder=1)
+        text, place, offset, align = f"knee, {at:.3g}/s", at, 4, "left"
+    else:
+        text, place, offset, align = f"no knee up to {at:.3g}/s", axes.get_xlim()[1], -4, "right"
+    axes.annotate(
+        text,
+        (place, 0),
+        (offset, 4),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        fontsize=9,
+        ha=align,
+    )
+
+
 def distribution(points: Mapping[str, Summary], name: str, title: str = "") -> Figure:
-    """TTFT or ITL of up to five points, by name: how much time so many percent of the values do not exceed. Points without values
-    are left out. The axis is stretched towards the slowest, since that is where points differ."""
-    found = {
+    """The percentiles of TTFT or ITL of up to five points, by name.
+
+    Points without values are left out. The axis is stretched towards the slowest values, since that
+    is where points differ.
+    """
+    raw = {
         label: point.latency[name].curve for label, point in points.items() if name in point.latency
     }
-    unit, factor = _unit([value for curve in found.values() for value in curve])
-    # Chunks that came together are no time apart, for which a logarithm has no place.
+    unit, factor = _unit([value for curve in raw.values() for value in curve])
+    # Chunks that arrived together have a gap of 0, which has no logarithm.
     curves = {
         label: [value * factor if 0 < value < math.inf else math.nan for value in curve]
-        for label, curve in found.items()
+        for label, curve in raw.items()
     }
-    curves = {
-        label: curve for label, curve in curves.items() if any(value == value for value in curve)
-    }
+    curves = {label: curve for label, curve in curves.items() if not all(map(math.isnan, curve))}
     xlabel = f"percentile of the {'gaps' if name == ITL else 'requests'}"
-    if any(math.isinf(value) for curve in found.values() for value in curve):
+    if any(math.isinf(value) for curve in raw.values() for value in curve):
         xlabel += "; a line ends where requests failed"
     figure = charts.lines(
-        title or f"{WORDS[name]}: from the fastest to the slowest", xlabel, f"{WORDS[name]}, {unit}",
-        [_stretched(percent) for percent in CURVE], curves, log_y=True,
-    )  # fmt: skip
+        title or f"{TITLES[name]}: from the fastest to the slowest",
+        xlabel,
+        f"{TITLES[name]}, {unit}",
+        [_stretched(percent) for percent in CURVE],
+        curves,
+        log_y=True,
+    )
     axes: Any = figure.axes[0]
     axes.set_xticks(
         [_stretched(percent) for percent in TICKS],
@@ -133,16 +155,16 @@ def distribution(points: Mapping[str, Summary], name: str, title: str = "") -> F
     for line in axes.get_lines():
         line.set_markevery([CURVE.index(percent) for percent in TICKS])
     medians = [curve[CURVE.index(50)] for curve in curves.values()]
-    least = (
-        min((value for value in medians if value == value), default=0.0) / 10
-    )  # what is faster still would squeeze the rest
+    # Values below a tenth of the medians would squeeze the rest.
+    least = min((value for value in medians if not math.isnan(value)), default=0.0) / 10
     axes.set_ylim(bottom=max(axes.get_ylim()[0], least))
     _plain_ticks(axes)
     return figure
 
 
 def goodput(servers: Servers, title: str = "") -> Figure:
-    """Requests/s within the limits against what is offered: of one server beside all that succeeded, or of several."""
+    """Requests/s within the limits against the offered load: of one server beside all that
+    succeeded, or of several."""
     opened = {name: _opened(points) for name, points in servers.items()}
     limits = next(str(point.slo) for points in opened.values() for point in points)
     marks = {name: _marks(points, lambda point: point.goodput) for name, points in opened.items()}
@@ -153,45 +175,41 @@ def goodput(servers: Servers, title: str = "") -> Figure:
             "within limits": _marks(points, lambda point: point.goodput),
         }
     figure = _curves(title or f"Goodput: {limits}", RATE, "requests/s", marks)
-    most = max(at for each in marks.values() for at, _, _ in each)
-    figure.axes[0].plot(
+    most = max(at for line in marks.values() for at, _, _ in line)
+    axes: Any = figure.axes[0]
+    axes.plot(
         [0, most], [0, most], color=charts.INK, linewidth=1.0, linestyle=(0, (8, 3)), zorder=1
     )
-    figure.axes[0].annotate(
-        "all that is offered",
-        (most / 2, most / 2),
-        (-6, 4),
-        textcoords="offset points",
-        fontsize=9,
-        ha="right",
+    middle = (most / 2, most / 2)
+    axes.annotate(
+        "all that is offered", middle, (-6, 4), textcoords="offset points", fontsize=9, ha="right"
     )
     return figure
 
 
 def figures(points: Sequence[Summary]) -> dict[str, Callable[[], Figure]]:
-    """Every chart that one run's points are enough for, by the stem of its file."""
-    found: dict[str, Callable[[], Figure]] = {}
+    """Every chart that the points of a run suffice for, by the stem of its file."""
+    by_stem: dict[str, Callable[[], Figure]] = {}
     closed, opened = _closed(points), _opened(points)
     servers = {" and ".join(sorted({point.workload for point in points})): points}
     if len({point.users for point in closed}) > 1:
-        found["throughput"] = partial(throughput, servers)
+        by_stem["throughput"] = partial(throughput, servers)
     for name in (TTFT_INTENDED, TPOT):
         if len({point.users for point in _answered(closed, name)}) > 1:
-            found[f"{name}_users"] = partial(latency, servers, name)
+            by_stem[f"{name}_users"] = partial(latency, servers, name)
     if len({point.rate for point in _answered(opened, E2E_INTENDED)}) > 1:
-        found["offered_load"] = partial(offered, servers)
+        by_stem["offered_load"] = partial(offered, servers)
         if all(point.slo != Slo() for point in opened):
-            found["goodput"] = partial(goodput, servers)
+            by_stem["goodput"] = partial(goodput, servers)
     for name in (TTFT_INTENDED, ITL):
-        if some := {
-            point.load: point for point in _spread(_answered(closed or opened or points, name))
-        }:
-            found[f"{name}_distribution"] = partial(distribution, some, name)
-    return found
+        answered = _answered(closed or opened or points, name)
+        if by_load := {point.load: point for point in _spread(answered)}:
+            by_stem[f"{name}_distribution"] = partial(distribution, by_load, name)
+    return by_stem
 
 
 def draw(points: Sequence[Summary], folder: Path) -> list[Path]:
-    """Write those charts into `folder`; returns the files."""
+    """Write the charts of `figures` into `folder`; returns the files."""
     paths = []
     for stem, figure in figures(points).items():
         paths.append(folder / f"{stem}.svg")
@@ -199,7 +217,7 @@ def draw(points: Sequence[Summary], folder: Path) -> list[Path]:
     return paths
 
 
-# ---- from points to marks -------------------------------------------------------------------------------------------
+# ---- from points to marks -----------------------------------------------------------------------
 
 
 def _closed(points: Sequence[Summary]) -> list[Summary]:
@@ -207,12 +225,12 @@ def _closed(points: Sequence[Summary]) -> list[Summary]:
 
 
 def _opened(points: Sequence[Summary]) -> list[Summary]:
-    """Poisson arrivals only: a burst or a trace is no place on an axis of rates."""
+    """Points with Poisson arrivals: bursts and traces do not belong on an axis of rates."""
     return [point for point in points if point.kind == "poisson"]
 
 
 def _answered(points: Sequence[Summary], name: str) -> list[Summary]:
-    """Those in which at least half of the requests have this latency, and it can be seen."""
+    """Points whose median of this latency is finite and can be drawn."""
     medians = [_percentile(point, name, 50) for point in points]
     return [
         point
@@ -222,7 +240,7 @@ def _answered(points: Sequence[Summary], name: str) -> list[Summary]:
 
 
 def _spread(points: Sequence[Summary]) -> list[Summary]:
-    """At most five of them, from the least load to the most."""
+    """At most five points, spread from the least load to the most."""
     by_load = {_load(point): point for point in points}
     ordered = [by_load[load] for load in sorted(by_load)]
     most = len(charts.COLOURS)
@@ -237,77 +255,80 @@ def _load(point: Summary) -> float:
 
 
 def _marks(points: Sequence[Summary], of: Callable[[Summary], float | None]) -> list[Mark]:
-    """By load, what `of` says of all its repeats; without those of which it says nothing."""
-    found = []
+    """The values of `of` for each load, over its repeats; None values are left out."""
+    marks = []
     for load in sorted({_load(point) for point in points}):
         repeats = [point for point in points if _load(point) == load]
         values = [value for value in map(of, repeats) if value is not None]
         if values:
-            found.append((load, values, any(point.succeeded < point.requests for point in repeats)))
-    return found
+            marks.append((load, values, any(point.succeeded < point.requests for point in repeats)))
+    return marks
 
 
 def _percentiles(servers: Servers, name: str, percent: int) -> tuple[str, dict[str, list[Mark]]]:
     """The label of the y axis, and the lines."""
     shown = SHOWN if len(servers) == 1 else (percent,)
-    every = [
-        _percentile(point, name, each)
+    seconds = [
+        _percentile(point, name, percent)
         for points in servers.values()
         for point in points
-        for each in shown
+        for percent in shown
     ]
-    unit, factor = _unit([value for value in every if value is not None])
+    unit, factor = _unit([value for value in seconds if value is not None])
 
     def value(percent: int, point: Summary) -> float | None:
-        found = _percentile(point, name, percent)
-        return None if found is None else found * factor
+        seconds = _percentile(point, name, percent)
+        return None if seconds is None else seconds * factor
 
     if len(servers) > 1:
         marks = {
             server: _marks(points, partial(value, percent)) for server, points in servers.items()
         }
-        return f"{WORDS[name]}, p{percent}, {unit}", marks
+        return f"{TITLES[name]}, p{percent}, {unit}", marks
     (points,) = servers.values()
-    return f"{WORDS[name]}, {unit}", {
-        f"p{each}": _marks(points, partial(value, each)) for each in SHOWN
+    return f"{TITLES[name]}, {unit}", {
+        f"p{percent}": _marks(points, partial(value, percent)) for percent in SHOWN
     }
 
 
 def _percentile(point: Summary, name: str, percent: int) -> float | None:
-    """In seconds; adjusted, if failures have a place among the values."""
+    """In seconds; adjusted for a latency in which failures count as infinity."""
     return point.at(name, percent, adjusted=name in PER_REQUEST)
 
 
 def _unit(seconds: Sequence[float]) -> tuple[str, float]:
-    """In what some times read best, and how many of it a second has."""
+    """(unit, units per second) in which these times are shown."""
     most = max((value for value in seconds if math.isfinite(value)), default=0.0)
     return ("ms", 1e3) if most < 2 else ("s", 1.0)
 
 
-# ---- drawing --------------------------------------------------------------------------------------------------------
+# ---- drawing ------------------------------------------------------------------------------------
 
 
 def _curves(
     title: str, xlabel: str, ylabel: str, series: Mapping[str, Sequence[Mark]], **scales: bool
 ) -> Figure:
-    """Lines whose marks need not stand at the same places. Raises ValueError if there is nothing to draw."""
-    least = 0.0 if scales.get("log_y") else -math.inf  # a logarithm has no place for nothing
+    """Lines whose marks need not share their places on the x axis. Raises ValueError if there is
+    nothing to draw."""
+    least = 0.0 if scales.get("log_y") else -math.inf  # 0 has no logarithm
     series = {
         name: [mark for mark in marks if least < median(mark[1]) < math.inf]
         for name, marks in series.items()
     }
     series = {name: marks for name, marks in series.items() if marks}
     places = sorted({at for marks in series.values() for at, _, _ in marks})
-    values = {name: {at: median(each) for at, each, _ in marks} for name, marks in series.items()}
+    medians = {
+        name: {at: median(values) for at, values, _ in marks} for name, marks in series.items()
+    }
     if any(failed for marks in series.values() for _, _, failed in marks):
         xlabel += f"; {HOLLOW}"
-    table = {name: [found.get(at, math.nan) for at in places] for name, found in values.items()}
+    table = {name: [line.get(at, math.nan) for at in places] for name, line in medians.items()}
     figure = charts.lines(title, xlabel, ylabel, places, table, **scales)  # type: ignore[arg-type]
     axes: Any = figure.axes[0]
     lines, labels = list(axes.get_lines()), {text.get_text(): text for text in axes.texts}
     for number, (line, (name, marks)) in enumerate(zip(lines, series.items(), strict=True)):
-        # A place where only another server was measured is no gap in this one's line, nor is its end far from its name.
-        line.set_data([at for at, _, _ in marks], [median(each) for _, each, _ in marks])
+        # Without gaps at loads that only another server was measured at; its name stays at its end.
+        line.set_data([at for at, _, _ in marks], [median(values) for _, values, _ in marks])
         if marks[-1][0] < places[-1]:
             labels[name].xyann = (12, labels[name].xyann[1])
         _details(axes, number, marks)
@@ -317,7 +338,7 @@ def _curves(
 
 
 def _details(axes: Any, number: int, marks: Sequence[Mark]) -> None:
-    """The range of repeats, and hollow marks."""
+    """Draw the range of repeats, and hollow marks."""
     colour, marker = charts.COLOURS[number], charts.MARKERS[number]
     for at, values, failed in marks:
         known = [value for value in values if math.isfinite(value)]
@@ -336,20 +357,19 @@ def _details(axes: Any, number: int, marks: Sequence[Mark]) -> None:
 
 
 def _plain_ticks(axes: Any) -> None:
-    """Numbers without exponents along an axis of times that may be less than one decade long, or many."""
+    """Label a logarithmic axis of times, less than one decade or many, without exponents."""
     low, high = axes.get_ylim()
-    steps = (
-        (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
-        if high / low < 10
-        else (1, 2, 5)
-        if high / low < 2000
-        else (1,)
-    )
+    steps: tuple[float, ...] = (1,)
+    if high / low < 10:
+        steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+    elif high / low < 2000:
+        steps = (1, 2, 5)
     axes.yaxis.set_major_locator(LogLocator(subs=steps))
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.minorticks_off()
 
 
 def _stretched(percent: float) -> float:
-    """The place of a percentile: each step is a tenth of the share that is left, and the last one ends at the slowest."""
+    """The place of a percentile on the x axis: equal steps for each tenth of the remaining share,
+    ending at the slowest value."""
     return -math.log10(max(1 - percent / 100, 0.003))

@@ -1,4 +1,4 @@
-"""One point of a load test: warm up, send what the schedule says when it says so, and write down what happened."""
+"""One point of a load test: warm up, send each request when the schedule says, record the rest."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from .schedule import Schedule
 from .server import Counters, settled
 from .workload import Ask
 
-SAMPLING = 0.01  # seconds between two looks at how many requests are in flight
+SAMPLING = 0.01  # seconds between two samples of the requests in flight
 
 
 @dataclass(frozen=True)
 class ServerDelta(Counters):
-    """What the server says of the measured part, without the warm-up: of totals the difference, of states the last."""
+    """The server's counters over the measured part, warm-up excluded: totals as differences,
+    states as at the end."""
 
 
 @dataclass
@@ -30,14 +31,12 @@ class Point:
     workload: str
     schedule: Schedule
     records: list[Record]  # without warm-up, by index
-    started_unix: float  # seconds since 1970, when the measured part began
+    started_unix: float  # seconds since 1970 at the start of the measured part
     duration: float  # seconds, to the end of the last request
-    client_cpu: float  # share of one core that this process took meanwhile
+    client_cpu: float  # share of one core that this process took
     server: ServerDelta | None  # None: the server has no /metrics that we know
-    in_flight: list[
-        tuple[float, int]
-    ]  # (seconds, requests sent and not ended), sampled at even intervals
-    interrupted: bool = False  # by Ctrl-C: requests that had not ended are left out
+    in_flight: list[tuple[float, int]]  # (seconds, requests in flight), sampled at even intervals
+    interrupted: bool = False  # by Ctrl-C: unfinished requests are left out
 
 
 async def run_point(
@@ -50,15 +49,16 @@ async def run_point(
     seconds: float | None = None,
     progress: bool = False,
 ) -> Point:
-    """Measure one point: the first `warmup` requests at once and for nobody, the others as scheduled.
+    """Measure one point: the first `warmup` requests at once and unrecorded, the rest as scheduled.
 
-    No request starts later than `seconds` after the start; those that have are waited for. Cancelled, it returns what was
-    measured so far, and says so. Raises ValueError if an open loop has not one request for each of its starts.
+    No request starts later than `seconds` after the start; requests in flight are awaited. When
+    cancelled it returns what was measured so far, marked as interrupted. Raises ValueError if an
+    open loop does not have exactly one request per start.
     """
     measured = asks[warmup:]
     if schedule.starts is not None and len(measured) != len(schedule.starts):
         raise ValueError(
-            f"{len(schedule.starts)} starts, and {len(measured)} requests after {warmup} to warm up"
+            f"{len(schedule.starts)} starts, but {len(measured)} requests after {warmup} to warm up"
         )
     async with open_session(target) as session:
         await asyncio.gather(
@@ -67,32 +67,47 @@ async def run_point(
         before = await settled(session, target)
         after, interrupted = None, False
         with tqdm(
-            total=len(measured) if seconds is None else None, desc=str(schedule), unit="req", leave=False,
-            disable=None if progress else True, mininterval=0.5,
-        ) as bar:  # fmt: skip
+            total=len(measured) if seconds is None else None,
+            desc=str(schedule),
+            unit="req",
+            leave=False,
+            disable=None if progress else True,
+            mininterval=0.5,
+        ) as bar:
             run = Run(session, target, measured, seconds, bar)
             try:
                 await run.through(schedule)
                 after = await settled(session, target) if before is not None else None
-            except asyncio.CancelledError:  # whoever wants an end gets it, with what there is
+            except asyncio.CancelledError:  # Ctrl-C: keep what there is
                 task = asyncio.current_task()
                 assert task is not None
                 task.uncancel()
                 interrupted = True
     return Point(
-        workload, schedule, sorted(run.records, key=lambda record: record.index), run.started_unix, run.duration,
-        run.cpu / run.duration if run.duration else 0.0, delta(before, after), run.in_flight, interrupted,
-    )  # fmt: skip
+        workload=workload,
+        schedule=schedule,
+        records=sorted(run.records, key=lambda record: record.index),
+        started_unix=run.started_unix,
+        duration=run.duration,
+        client_cpu=run.cpu / run.duration if run.duration else 0.0,
+        server=delta(before, after),
+        in_flight=run.in_flight,
+        interrupted=interrupted,
+    )
 
 
 def delta(before: Counters | None, after: Counters | None) -> ServerDelta | None:
-    """What happened between two looks at the counters, and the state at the second."""
+    """Totals from `before` to `after`, and the states of `after`; None if either is missing."""
     if before is None or after is None:
         return None
     return ServerDelta(
-        after.prompt_tokens - before.prompt_tokens, after.generation_tokens - before.generation_tokens,
-        after.success - before.success, after.running, after.waiting, after.kv_cache_usage,
-    )  # fmt: skip
+        prompt_tokens=after.prompt_tokens - before.prompt_tokens,
+        generation_tokens=after.generation_tokens - before.generation_tokens,
+        success=after.success - before.success,
+        running=after.running,
+        waiting=after.waiting,
+        kv_cache_usage=after.kv_cache_usage,
+    )
 
 
 class Run:
@@ -106,17 +121,12 @@ class Run:
         seconds: float | None,
         bar: tqdm,
     ) -> None:
-        self.session, self.target, self.asks, self.seconds, self.bar = (
-            session,
-            target,
-            asks,
-            seconds,
-            bar,
-        )
+        self.session, self.target, self.asks = session, target, asks
+        self.seconds, self.bar = seconds, bar
         self.records: list[Record] = []  # in the order in which they ended
         self.in_flight: list[tuple[float, int]] = []
         self.started_unix = self.duration = self.cpu = 0.0
-        self._now = self._tokens = self._failed = 0
+        self._now = self._tokens = self._failed = 0  # _now: requests in flight
         self._origin = 0.0
 
     def clock(self) -> float:
@@ -124,7 +134,7 @@ class Run:
         return time.perf_counter() - self._origin
 
     async def through(self, schedule: Schedule) -> None:
-        """Send everything and wait for the ends. Cancelled, it leaves what there is."""
+        """Send all requests and wait for their ends. When cancelled it keeps what there is."""
         sampling = asyncio.create_task(self._sample())
         self.started_unix, cpu, self._origin = time.time(), time.process_time(), time.perf_counter()
         try:
@@ -140,7 +150,7 @@ class Run:
             self.cpu, self.duration = time.process_time() - cpu, self.clock()
 
     async def _user(self, turns: Iterator[tuple[int, Ask]]) -> None:
-        """A closed loop: the next request when the last one has ended."""
+        """A closed loop: send the next request when the last one has ended."""
         free = 0.0
         for index, ask in turns:
             free = (await self._one(index, ask, free)).end
@@ -148,7 +158,7 @@ class Run:
                 break
 
     async def _dispatch(self, starts: Sequence[float], group: asyncio.TaskGroup) -> None:
-        """An open loop: each request at its time, whatever has become of the others."""
+        """An open loop: send each request at its time, whether or not others have ended."""
         for index, (start, ask) in enumerate(zip(starts, self.asks, strict=True)):
             if self.seconds is not None and start > self.seconds:
                 break
@@ -165,10 +175,8 @@ class Run:
         self.records.append(record)
         self._tokens += record.completion_tokens or 0
         self._failed += record.failure is not None
-        self.bar.set_postfix_str(
-            f"{self._tokens / max(record.end, 1e-9):.0f} tok/s, {self._failed} failed",
-            refresh=False,
-        )
+        rate = self._tokens / max(record.end, 1e-9)
+        self.bar.set_postfix_str(f"{rate:.0f} tok/s, {self._failed} failed", refresh=False)
         self.bar.update()
         return record
 

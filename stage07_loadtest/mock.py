@@ -1,8 +1,11 @@
-"""A server whose latencies are known, to check the ruler with: `python -m stage07_loadtest.mock --ttft 0.1 --itl 0.02`.
+"""A server of known latencies, to check the load test with.
 
-It speaks as much of OpenAI's API as a load test needs, and has no model: the text is noise, and each token is sent at a moment
-that was fixed when the request's turn came. It can fail in every way in which servers do, and freeze from time to time. What it
-says of itself at /metrics is exact. It is no stand-in for a model in tests of engines.
+    python -m stage07_loadtest.mock --ttft 0.1 --itl 0.02
+
+It implements as much of OpenAI's API as a load test needs and has no model: the text is noise, and
+each token is sent at a moment that was fixed when its request got a slot. It can fail in every way
+in which servers do, and freeze periodically. Its counters at /metrics are exact. It does not
+replace a model in tests of engines.
 """
 
 from __future__ import annotations
@@ -28,76 +31,64 @@ from shared.errors import UserError
 
 MODEL = "mock"
 FAULTS = {
-    "refused": "nobody listens at the address",
+    "refused": "no process listens at the address",
     "500": "status 500",
     "503": "status 503",
     "504": "status 504",
     "reset": "the connection is lost in the middle",
-    "hang": "silence from the middle on, until the client goes",
-    "cut": "the stream ends in the middle, as if that were all",
-    "no_finish": "all tokens, and no finish reason",
-    "no_done": "all tokens, and no [DONE]",
-    "error_event": "an error inside of the stream",
-    "garbage": "an event that is no JSON",
-    "wrong_count": "one token fewer than was asked for",
-    "no_usage": "no count of tokens at the end",
+    "hang": "silence from the middle on, until the client leaves",
+    "cut": "the stream ends in the middle as if complete",
+    "no_finish": "all tokens, but no finish reason",
+    "no_done": "all tokens, but no [DONE]",
+    "error_event": "an error inside the stream",
+    "garbage": "an event that is not JSON",
+    "wrong_count": "one token fewer than requested",
+    "no_usage": "no token count at the end",
     "wrong_counter": "/metrics counts a token that was never sent",
-    "leak": "the blocks are never given back",
+    "leak": "the blocks are never released",
 }
 IN_THE_MIDDLE = ("reset", "hang", "cut", "error_event", "garbage")
 STATUSES = {"500": "an error", "503": "no room", "504": "too late"}
-CACHE_TOKENS = 2**16  # that the cache would hold; the mock never runs out of it
-REMEMBERED = 1000  # bodies of requests
+CACHE_TOKENS = 2**16  # capacity of the imaginary cache; never enforced
+REMEMBERED = 1000  # request bodies kept
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What the server does. Raises UserError for what contradicts itself.
+    """How the server answers. Raises UserError for contradictory settings."""
 
-    ttft, itl: seconds from a request's turn to its first token, and from each token to the next. slots: how many answers grow
-    at a time, the others waiting in line; None has no limit. chunk_tokens: tokens in one event, sent when the last of them is
-    due. stall, stall_every: it freezes for `stall` seconds, the first time `stall_every` seconds after the first request, and
-    then each `stall_every` seconds.
-    fault: one of FAULTS, and `fault_every` says which requests have it: each, or each second one, and so on. api_key: what
-    clients must send.
-    """
-
-    ttft: float = 0.1
-    itl: float = 0.02
-    slots: int | None = None
-    chunk_tokens: int = 1
-    stall: float = 0.0
-    stall_every: float = 0.0
-    fault: str | None = None
-    fault_every: int = 1
-    api_key: str | None = None
+    ttft: float = 0.1  # seconds from a request's slot to its first token
+    itl: float = 0.02  # seconds from each token to the next
+    slots: int | None = None  # answers that run at a time, the rest queue; None: no limit
+    chunk_tokens: int = 1  # tokens in one event, sent when the last of them is due
+    stall: float = 0.0  # seconds of each freeze
+    stall_every: float = (
+        0.0  # seconds between freezes; the first is that long after the 1st request
+    )
+    fault: str | None = None  # one of FAULTS
+    fault_every: int = 1  # every n-th request has the fault
+    api_key: str | None = None  # that clients must send
 
     def __post_init__(self) -> None:
         if (self.stall > 0) != (self.stall_every > 0) or self.stall < 0:
             raise UserError(
-                "A stall needs both a length and a period: give --stall and --stall-every, both above 0."
+                "A stall needs a length and a period: give --stall and --stall-every, both above 0."
             )
         if self.stall and self.stall >= self.stall_every:
             raise UserError(
-                "The server would never wake up: make --stall shorter than --stall-every."
+                "The server would stay frozen: make --stall shorter than --stall-every."
             )
         if self.fault is not None and self.fault not in FAULTS:
-            raise UserError(f"There is no fault '{self.fault}': choose one of {', '.join(FAULTS)}.")
+            raise UserError(f"Unknown fault '{self.fault}': choose one of {', '.join(FAULTS)}.")
         if self.fault == "refused" and self.fault_every != 1:
-            raise UserError(
-                "Either nobody is refused or everybody: leave --fault-every out with --fault refused."
-            )
+            raise UserError("--fault refused affects all requests: leave --fault-every out.")
 
     def due(self, start: float, work: float) -> float:
-        """When `work` seconds of work that began at `start` are done; both moments in seconds since the first request.
-
-        A frozen server does no work, so each freeze on the way puts the end off by what is left of it.
-        """
+        """When `work` seconds of work that began at `start` are done, both in seconds since the
+        first request. A frozen server does no work, so each freeze on the way delays the end."""
         if not self.stall:
             return start + work
-        number = max(
-            1, int(start // self.stall_every)
-        )  # the freeze that is on, has just ended, or comes next
+        number = max(1, int(start // self.stall_every))  # current, last or next freeze
         while True:
             begins = number * self.stall_every
             if start + work <= begins:
@@ -111,12 +102,11 @@ class Behaviour:
 
 @dataclass
 class Answer:
-    """One request, as it is answered. `middle`: the number of tokens after which it goes wrong, if it does."""
+    """One request while it is answered."""
 
     id: str
     prompt_tokens: int
-    asked: int
-    count: int  # tokens that it will have
+    count: int  # tokens of the complete answer
     fault: str | None
     finish_reason: str
     created: int = field(default_factory=lambda: int(time.time()))
@@ -124,13 +114,16 @@ class Answer:
 
     @property
     def middle(self) -> int:
+        """The number of tokens after which a fault IN_THE_MIDDLE occurs."""
         return self.count // 2
 
     @property
     def usage(self) -> dict[str, int]:
         return {
-            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.sent, "total_tokens": self.prompt_tokens + self.sent
-        }  # fmt: skip
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.sent,
+            "total_tokens": self.prompt_tokens + self.sent,
+        }
 
     def body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {
@@ -144,26 +137,23 @@ class Answer:
 
 
 class Mock:
-    """The server's state and its endpoints. `url` is set once it listens.
-
-    For tests that run it in their own process: `bodies` are the newest requests, in order; `most_running` and `most_waiting` are
-    how many answers grew, and stood in line, at the same time.
-    """
+    """The server's state and its endpoints."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
-        self.url = ""
-        self.bodies: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
-        self.requests = self.running = self.waiting = self.most_running = self.most_waiting = 0
-        self.held = 0  # tokens in the cache that does not exist
+        self.url = ""  # set once it listens
+        self.bodies: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)  # of requests, in order
+        self.requests = self.running = self.waiting = 0
+        self.most_running = self.most_waiting = 0  # at the same time
+        self.held = 0  # tokens in the imaginary cache
         self.first: float | None = None  # the loop's time at the first request
         self._slots = asyncio.Semaphore(behaviour.slots or sys.maxsize)
         self.registry = CollectorRegistry()
         self._running, self._waiting, self._cache = (
             Gauge(f"vllm:{name}", about, ["model_name"], registry=self.registry).labels(MODEL)
             for name, about in (
-                ("num_requests_running", "Answers that grow."),
-                ("num_requests_waiting", "Requests in line."),
+                ("num_requests_running", "Running requests."),
+                ("num_requests_waiting", "Waiting requests."),
                 ("kv_cache_usage_perc", "Share of the cache that is owned, from 0 to 1."),
             )
         )
@@ -220,10 +210,7 @@ class Mock:
             ):
                 raise ValueError
         except (ValueError, TypeError, KeyError):
-            _refuse(
-                400,
-                "The body must be JSON with a prompt that is not empty, and max_tokens above 0.",
-            )
+            _refuse(400, "The body must be JSON with a non-empty prompt and max_tokens above 0.")
         if self.first is None:
             self.first = asyncio.get_running_loop().time()
         self.bodies.append(body)
@@ -231,12 +218,11 @@ class Mock:
         fault = self.behaviour.fault if self.requests % self.behaviour.fault_every == 0 else None
         if fault in STATUSES:
             _refuse(int(fault), f"A planted fault: {STATUSES[fault]}.")
-        # A model that may stop earlier does so: who wants equal lengths must say that its end-of-text does not count.
+        # As a model does, end early unless the end-of-text token is ignored.
         count = asked if body.get("ignore_eos") is True else (asked + 1) // 2
         answer = Answer(
             id=f"cmpl-{self.requests}",
             prompt_tokens=len(prompt if isinstance(prompt, list) else prompt.encode()),
-            asked=asked,
             count=count - (fault == "wrong_count"),
             fault=fault,
             finish_reason="length" if count == asked else "stop",
@@ -256,13 +242,13 @@ class Mock:
     async def _answer(
         self, request: web.Request, body: dict[str, Any], answer: Answer
     ) -> web.StreamResponse:
-        """Answer in a slot, with the counts kept whatever becomes of it."""
+        """Answer in a slot; the counts stay right however it ends."""
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         held = answer.prompt_tokens + answer.count
         self.held += held
         self._prompt_tokens.inc(answer.prompt_tokens)
-        reason = "abort"  # unless it comes to its end
+        reason = "abort"  # unless it reaches its end
         try:
             if body.get("stream"):
                 response = await self._stream(request, body, answer)
@@ -278,7 +264,7 @@ class Mock:
 
     async def _whole(self, answer: Answer) -> web.Response:
         async for tokens in self._paced(answer):
-            self._say(answer, tokens)
+            self._count(answer, tokens)
         choice = {
             "index": 0,
             "text": " noise" * answer.sent,
@@ -312,7 +298,7 @@ class Mock:
                 choice["token_ids"] = list(range(answer.sent, answer.sent + tokens))
             if last and answer.fault != "no_finish":
                 choice["finish_reason"] = answer.finish_reason
-            self._say(answer, tokens)
+            self._count(answer, tokens)
             await response.write(_event(answer.body([choice])))
         if (body.get("stream_options") or {}).get("include_usage") and answer.fault != "no_usage":
             await response.write(_event(answer.body([], usage=answer.usage)))
@@ -322,9 +308,9 @@ class Mock:
         return response
 
     async def _paced(self, answer: Answer) -> AsyncIterator[int]:
-        """The number of tokens in each chunk, at the moment when it is due.
+        """Yield the number of tokens of each chunk at the moment when it is due.
 
-        All moments are worked out from the start, not from the one before: a late chunk does not make the next ones late.
+        All moments are computed from the start: a late chunk does not delay the next ones.
         """
         loop = asyncio.get_running_loop()
         assert self.first is not None
@@ -336,7 +322,7 @@ class Mock:
             await asyncio.sleep(max(0.0, due - loop.time()))
             yield tokens
 
-    def _say(self, answer: Answer, tokens: int) -> None:
+    def _count(self, answer: Answer, tokens: int) -> None:
         answer.sent += tokens
         more = answer.fault == "wrong_counter" and answer.sent == answer.count
         self._generated.inc(tokens + more)
@@ -344,10 +330,10 @@ class Mock:
     async def _break(self, request: web.Request, response: web.StreamResponse, fault: str) -> None:
         """End the stream as `fault` says."""
         if fault == "hang":
-            await asyncio.Event().wait()  # the handler is cancelled when the client goes
+            await asyncio.Event().wait()  # the handler is cancelled when the client leaves
         elif fault == "reset":
             assert request.transport is not None
-            # To close without waiting tells the other side that the connection broke, not that it ended.
+            # Closing without lingering sends a reset instead of an orderly end.
             linger = struct.pack("hh" if sys.platform == "win32" else "ii", 1, 0)
             request.transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, linger
@@ -360,7 +346,7 @@ class Mock:
                 + b"data: [DONE]\n\n"
             )
         elif fault == "garbage":
-            await response.write(b"data: {this is no JSON\n\ndata: [DONE]\n\n")
+            await response.write(b"data: {this is not JSON\n\ndata: [DONE]\n\n")
         await response.write_eof()
 
     def _authorize(self, request: web.Request) -> None:
@@ -380,9 +366,12 @@ def _event(data: dict[str, Any]) -> bytes:
 def _refuse(status: int, message: str) -> NoReturn:
     """End a request with an error before its stream has begun."""
     kinds: dict[int, type[web.HTTPException]] = {
-        400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 500: web.HTTPInternalServerError,
-        503: web.HTTPServiceUnavailable, 504: web.HTTPGatewayTimeout,
-    }  # fmt: skip
+        400: web.HTTPBadRequest,
+        401: web.HTTPUnauthorized,
+        500: web.HTTPInternalServerError,
+        503: web.HTTPServiceUnavailable,
+        504: web.HTTPGatewayTimeout,
+    }
     headers = {"Retry-After": "1"} if status == 503 else None
     raise kinds[status](
         text=json.dumps(_error(status, message)), content_type="application/json", headers=headers
@@ -393,20 +382,22 @@ def _refuse(status: int, message: str) -> NoReturn:
 async def serving(
     behaviour: Behaviour | None = None, host: str = "127.0.0.1", port: int = 0
 ) -> AsyncIterator[Mock]:
-    """The mock in this process, for as long as the block lasts. Raises UserError if the port cannot be had.
+    """Serve the mock in this process inside the block. Raises UserError if the port cannot be
+    opened.
 
-    It shares the event loop with whoever measures it, so what needs exact times starts the program instead.
+    It shares the event loop with the caller: exact times need `process` instead.
     """
     mock = Mock(behaviour or Behaviour())
     try:
         listening = socket.create_server((host, port), backlog=1024)
     except OSError as error:
         raise UserError(
-            f"Port {port} on {host} cannot be opened ({error.strerror}): choose another --port, or stop what has it."
+            f"Port {port} on {host} cannot be opened ({error.strerror}): "
+            "choose another --port, or stop the program that uses it."
         ) from None
     mock.url = "http://{}:{}".format(*listening.getsockname()[:2])
     if mock.behaviour.fault == "refused":
-        # A port that is taken and at which nobody listens: a free one could be somebody else's in a moment.
+        # Bind the port without listening: another program could take a free one.
         listening.close()
         with socket.socket() as taken:
             taken.bind((host, int(mock.url.rsplit(":", 1)[1])))
@@ -425,9 +416,9 @@ async def serving(
 
 @contextlib.contextmanager
 def process(*arguments: str) -> Iterator[str]:
-    """The mock as a program of its own, with these options and a free port, for as long as the block lasts; gives its address.
+    """Run the mock as a separate process on a free port inside the block; yields its address.
 
-    Raises RuntimeError with the program's words if it does not start.
+    Raises RuntimeError with the program's output if it does not start.
     """
     command = [sys.executable, "-m", __spec__.name, "--port", "0", *arguments]
     with subprocess.Popen(
@@ -444,26 +435,31 @@ def process(*arguments: str) -> Iterator[str]:
 
 
 def parser() -> cli.Parser:
-    found = cli.Parser(
+    parser = cli.Parser(
         "stage07_loadtest.mock",
-        "A server without a model whose latencies are known, to check a load test with. It fails and freezes if it is told to.",
+        "A server without a model whose latencies are known, to check a load test with.",
         "  python -m stage07_loadtest.mock --ttft 0.1 --itl 0.02\n"
-        "  python -m stage07_loadtest.mock --slots 4                     four at a time, the others wait in line\n"
-        "  python -m stage07_loadtest.mock --stall 1 --stall-every 5     frozen for one second of five\n"
-        "  python -m stage07_loadtest.mock --fault cut --fault-every 10  each tenth answer ends in the middle",
+        "  python -m stage07_loadtest.mock --slots 4                     "
+        "four requests at a time, the rest queue\n"
+        "  python -m stage07_loadtest.mock --stall 1 --stall-every 5     "
+        "frozen for one second of five\n"
+        "  python -m stage07_loadtest.mock --fault cut --fault-every 10  "
+        "every tenth answer ends in the middle",
     )
     seconds, many = cli.number(0, 86_400), cli.whole_number(1, 100_000)
-    found.add_argument(
+    parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; default %(default)s"
     )
-    found.add_argument(
+    parser.add_argument(
         "--port",
         type=cli.whole_number(0, 65_535),
         default=8000,
-        help="0 takes a free one; default %(default)s",
+        help="port to listen on, 0 for a free one; default %(default)s",
     )
-    found.add_argument("--api-key", metavar="KEY", help="clients must send it; none by default")
-    group = found.add_argument_group("what it does")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key that clients must send; default: none"
+    )
+    group = parser.add_argument_group("behaviour")
     group.add_argument(
         "--ttft",
         type=seconds,
@@ -479,10 +475,7 @@ def parser() -> cli.Parser:
         help="seconds between tokens; default %(default)g",
     )
     group.add_argument(
-        "--slots",
-        type=many,
-        metavar="N",
-        help="answers that grow at a time; default is all that come",
+        "--slots", type=many, metavar="N", help="requests that run at a time; default: no limit"
     )
     group.add_argument(
         "--chunk-tokens",
@@ -492,7 +485,7 @@ def parser() -> cli.Parser:
         help="tokens in one event; default %(default)s",
     )
     group.add_argument(
-        "--stall", type=seconds, default=0.0, metavar="S", help="seconds for which it freezes"
+        "--stall", type=seconds, default=0.0, metavar="S", help="seconds of each freeze"
     )
     group.add_argument(
         "--stall-every",
@@ -511,9 +504,9 @@ def parser() -> cli.Parser:
         type=many,
         default=1,
         metavar="N",
-        help="each N-th request has the fault; default all",
+        help="every N-th request has the fault; default: all",
     )
-    return found
+    return parser
 
 
 async def serve(behaviour: Behaviour, host: str, port: int) -> None:

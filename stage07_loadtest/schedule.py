@@ -1,4 +1,4 @@
-"""When requests are sent: worked out before the first one, so that a slow server cannot put off what it is asked."""
+"""When requests are sent: fixed before the first, so that a slow server cannot delay the rest."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from .workload import Ask
 class Schedule:
     """When requests start. Times are seconds from the start of the measured part.
 
-    A closed loop has `users`: each sends its next request when its last one has ended, so nobody knows the times beforehand.
-    All others are open loops and have `starts`: they send whether or not the server has answered.
+    A closed loop has `users`: each sends its next request when its last one has ended, so the times
+    are not known beforehand. All others are open loops and have `starts`: they send whether or not
+    the server has answered.
     """
 
     kind: Literal["closed", "poisson", "bursts", "trace"]
@@ -27,47 +28,47 @@ class Schedule:
     rate: float | None = None  # requests/s that an open loop offers
 
     def __str__(self) -> str:
-        return in_words(self.kind, self.users, self.rate)
+        return load_text(self.kind, self.users, self.rate)
 
 
-def in_words(kind: str, users: int | None, rate: float | None) -> str:
-    """The load in a few words: "4 users", "poisson, 2/s", "trace"."""
+def load_text(kind: str, users: int | None, rate: float | None) -> str:
+    """A short name for a load: "4 users", "poisson, 2/s", "trace"."""
     if users is not None:
         return f"{users} user{'' if users == 1 else 's'}"
     return kind if rate is None else f"{kind}, {rate:.3g}/s"
 
 
 def closed(users: int, count: int) -> Schedule:
-    """So many users who share `count` requests. Raises ValueError if some of them would get none."""
+    """`users` users who share `count` requests. Raises ValueError if a user would get none."""
     if not 1 <= users <= count:
         raise ValueError(f"{count} requests are too few for {users} users")
     return Schedule("closed", users, None)
 
 
 def poisson(rate: float, count: int, seed: int) -> Schedule:
-    """Arrivals of people who do not know of each other: `rate` of them per second on average, `count` in all.
+    """Independent arrivals: `rate` per second on average, `count` in all.
 
-    The gaps are exponential and then stretched so that the last request starts at count / rate exactly: otherwise the rate of a
-    hundred requests would be off by 10 % by chance alone, and so would everything that is said about it.
+    The gaps are exponential, then stretched so that the last request starts at exactly count /
+    rate: otherwise the rate of a hundred requests, and every result at that rate, would be off by
+    10 % by chance alone. Raises ValueError for a rate or count that is not positive.
     """
     if rate <= 0 or count < 1:
-        raise ValueError(f"a rate of {rate} requests/s and {count} requests are no schedule")
+        raise ValueError(f"invalid schedule: {count} requests at {rate} requests/s")
     chance = random.Random(f"poisson {seed}")
     times = list(accumulate(chance.expovariate(1.0) for _ in range(count)))
     return Schedule("poisson", None, [time * count / rate / times[-1] for time in times], rate)
 
 
 def bursts(size: int, every: float, count: int) -> Schedule:
-    """`size` requests at once, every so many seconds, until there are `count`."""
+    """`size` requests at once every `every` seconds, `count` in all. Raises ValueError for values
+    that are not positive."""
     if size < 1 or every <= 0 or count < 1:
-        raise ValueError(f"{size} requests every {every} s, {count} in all, are no schedule")
+        raise ValueError(f"invalid schedule: {size} requests every {every} s, {count} in all")
     return Schedule("bursts", None, [index // size * every for index in range(count)], size / every)
 
 
 def trace(asks: Sequence[Ask]) -> Schedule:
-    """As it was recorded. Raises UserError if some request has no time."""
+    """The recorded times. Raises UserError if there is no request, or one without a time."""
     if not asks or any(ask.at is None for ask in asks):
-        raise UserError(
-            "A trace needs requests, and each of them a time: write 'at', in seconds, in every line."
-        )
+        raise UserError("Every request of a trace needs a time: add 'at', in seconds, to a line.")
     return Schedule("trace", None, sorted(ask.at for ask in asks if ask.at is not None))

@@ -1,4 +1,4 @@
-"""What is asked: prompts as token ids, so that their lengths are exact with any tokenizer, and how many tokens are wanted."""
+"""What is requested: prompts as token ids, exact in length with any tokenizer, and answer lengths."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shared.errors import UserError
 LENGTHS = {"short": 8, "medium": 32, "long": 64}  # tokens of the prompt
 WORKLOADS = (*LENGTHS, "mixed", "shared")
 ANSWER = 50  # tokens
-# Lognormal lengths, as those of people are: median, spread of the logarithm, least and most.
+# Lognormal lengths, as of real conversations: median, spread of the logarithm, least and most.
 MIXED_PROMPT = 64, 0.8, 4, 384
 MIXED_ANSWER = 40, 0.8, 4, 200
 SYSTEM = 256  # tokens that all prompts of "shared" begin with
-QUESTION = 8, 32  # least and most behind them
-VOCABULARY = 256  # any tokenizer has so many
+QUESTION = 8, 32  # least and most tokens after them
+VOCABULARY = 256  # every tokenizer has these ids
 CONTEXT = 1024
 MOST_TRACE_BYTES = 2**28
 MOST_TOKENS = 1_000_000
@@ -28,7 +28,7 @@ MOST_TOKENS = 1_000_000
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. `at` only in a trace: seconds after the start."""
+    """One request. `at`, only in a trace: seconds after the start."""
 
     prompt: list[int] | str
     max_tokens: int
@@ -38,19 +38,21 @@ class Ask:
 def make(
     name: str, count: int, seed: int | str, *, vocab: int = VOCABULARY, longest: int = CONTEXT
 ) -> list[Ask]:
-    """`count` requests of a workload, the same ones for the same seed.
+    """`count` requests of a workload; the same seed gives the same requests.
 
-    No two prompts are alike, so that no cache answers for the model; those of "shared" have their beginning in common, because
-    a prefix cache is what they are for. Ids are from 0 to `vocab` - 1, and prompt and answer fit in `longest` tokens together.
+    No two prompts are equal, so that no cache answers for the model; those of "shared" have a
+    common beginning, for a prefix cache. Ids are from 0 to `vocab` - 1, and prompt and answer
+    together fit in `longest` tokens.
 
-    Raises UserError for an unknown name, or a workload that does not fit.
+    Raises UserError for an unknown name and for a workload that does not fit.
     """
     if name not in WORKLOADS:
-        raise UserError(f"There is no workload '{name}': choose one of {', '.join(WORKLOADS)}.")
+        raise UserError(f"Unknown workload '{name}': choose one of {', '.join(WORKLOADS)}.")
     need = _most(name)
     if need > longest:
         raise UserError(
-            f"The workload '{name}' takes {need} tokens, and the model's context is {longest}: choose another one."
+            f"The workload '{name}' needs {need} tokens, but the model's context is {longest}: "
+            "choose another one."
         )
     chance = random.Random(f"{name} {seed}")
     system = [chance.randrange(vocab) for _ in range(SYSTEM)] if name == "shared" else []
@@ -66,14 +68,14 @@ def make(
 
 
 def _most(name: str) -> int:
-    """Tokens that a prompt and its answer have together at most."""
+    """The most tokens of a prompt and its answer together."""
     if name == "mixed":
         return MIXED_PROMPT[-1] + MIXED_ANSWER[-1]
     return (SYSTEM + QUESTION[-1] if name == "shared" else LENGTHS[name]) + ANSWER
 
 
 def _lengths(name: str, chance: random.Random) -> tuple[int, int]:
-    """Tokens of one prompt, without what all have in common, and of its answer."""
+    """Tokens of one prompt, without the common beginning, and of its answer."""
     if name == "mixed":
         return _lognormal(chance, *MIXED_PROMPT), _lognormal(chance, *MIXED_ANSWER)
     return (chance.randint(*QUESTION) if name == "shared" else LENGTHS[name]), ANSWER
@@ -84,11 +86,12 @@ def _lognormal(chance: random.Random, median: float, spread: float, least: int, 
 
 
 def load_trace(path: Path, seed: int | str = 0, *, vocab: int = VOCABULARY) -> list[Ask]:
-    """The requests of a JSONL file, in the order of their times: {"prompt": "Once", "max_tokens": 9, "at": 0.5} a line.
+    """The requests of a JSONL file in order of time, one per line, such as
+    {"prompt": "Once", "max_tokens": 9, "at": 0.5}.
 
-    A prompt is a text or a list of token ids; "prompt_tokens": n stands for n random ones, for traces that keep lengths only,
-    and the seed says which.
-    Raises UserError, with the file and the line, for everything else.
+    A prompt is a text or a list of token ids. "prompt_tokens": n is replaced by n random ids that
+    depend on the seed, for traces that keep only lengths. Raises UserError with the file and the
+    line for anything else.
     """
     try:
         if path.stat().st_size > MOST_TRACE_BYTES:
@@ -99,40 +102,40 @@ def load_trace(path: Path, seed: int | str = 0, *, vocab: int = VOCABULARY) -> l
             f"The trace {path} cannot be read ({error.strerror}): name a JSONL file."
         ) from None
     chance = random.Random(f"trace {seed}")
+
+    def random_ids(count: int) -> list[int]:
+        return [chance.randrange(vocab) for _ in range(count)]
+
     asks = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            asks.append(
-                _ask(
-                    json.loads(line), lambda count: [chance.randrange(vocab) for _ in range(count)]
-                )
-            )
-        except ValueError as error:  # of JSON and of UTF-8 as well
+            asks.append(_ask(json.loads(line), random_ids))
+        except ValueError as error:  # JSON and UTF-8 errors included
             raise UserError(
-                f"{path}, line {number}: {_why(error)}. Write lines such as "
+                f"{path}, line {number}: {_reason(error)}. Write lines such as "
                 '{"prompt": "Once upon a time", "max_tokens": 50, "at": 0.5}.'
             ) from None
     if not asks:
-        raise UserError(f"The trace {path} is empty: write one request a line.")
+        raise UserError(f"The trace {path} is empty: write one request per line.")
     return sorted(asks, key=lambda ask: ask.at or 0.0)
 
 
-def _ask(line: Any, make_ids: Callable[[int], list[int]]) -> Ask:
-    """Raises ValueError that says what is wrong."""
+def _ask(line: Any, random_ids: Callable[[int], list[int]]) -> Ask:
+    """Raises ValueError that names what is invalid."""
     if not isinstance(line, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("not a JSON object")
     if ("prompt" in line) == ("prompt_tokens" in line):
-        raise ValueError("it needs one of 'prompt' and 'prompt_tokens'")
+        raise ValueError("exactly one of 'prompt' and 'prompt_tokens' is needed")
     at = line.get("at")
     if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < math.inf:
         raise ValueError("'at' must be seconds after the start, 0 or more")
     if "prompt_tokens" in line:
-        prompt: Any = make_ids(_count(line, "prompt_tokens"))
+        prompt: Any = random_ids(_count(line, "prompt_tokens"))
     else:
         prompt = line["prompt"]
-        ids = isinstance(prompt, list) and all(type(each) is int and each >= 0 for each in prompt)
+        ids = isinstance(prompt, list) and all(type(id) is int and id >= 0 for id in prompt)
         if not prompt or not (ids or isinstance(prompt, str)):
             raise ValueError("'prompt' must be a text or a list of token ids, and not empty")
     return Ask(prompt, _count(line, "max_tokens"), float(at))
@@ -145,7 +148,7 @@ def _count(line: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _why(error: ValueError) -> str:
+def _reason(error: ValueError) -> str:
     if isinstance(error, UnicodeDecodeError):
-        return "it is not UTF-8"
-    return f"it is no JSON ({error})" if isinstance(error, json.JSONDecodeError) else str(error)
+        return "not UTF-8"
+    return f"invalid JSON ({error})" if isinstance(error, json.JSONDecodeError) else str(error)

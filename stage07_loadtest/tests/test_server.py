@@ -1,4 +1,4 @@
-"""What is read from a server besides its answers: counters, the model's name, and whether it has come to rest."""
+"""What is read from a server besides its answers: counters, the model's name, whether it is idle."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from stage07_loadtest.client import Target, open_session, send
 from stage07_loadtest.mock import MODEL, Behaviour
 from stage07_loadtest.server import Counters, describe, parse, scrape, settled
 from stage07_loadtest.tests import virtual
+from stage07_loadtest.tests.helpers import with_server
 from stage07_loadtest.workload import Ask
 
 METRICS = """\
@@ -35,113 +36,76 @@ vllm:num_requests_waiting{model_name="a"} 0.0
 # TYPE vllm:kv_cache_usage_perc gauge
 vllm:kv_cache_usage_perc{model_name="a"} 0.125
 """
+COUNTERS = Counters(15, 1_000_000, 7, 1, 0, 0.125)
 
 
-def test_counters_are_added_up_over_labels():
-    assert parse(METRICS) == Counters(15, 1_000_000, 7, 1, 0, 0.125)
-
-
-@pytest.mark.parametrize("value", ["NaN", "+Inf"])
-def test_a_counter_that_is_no_number_is_none_of_ours(value: str):
-    for number in ("1e+06", "0.125"):
-        assert parse(METRICS.replace(number, value)) is None
+def test_counters_are_summed_over_labels():
+    assert parse(METRICS) == COUNTERS
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "<html>no</html>", METRICS.replace("vllm:", "tgi:"), METRICS.replace("usage", "use")],
+    [
+        "",
+        "<html>no</html>",
+        METRICS.replace("vllm:", "tgi:"),
+        METRICS.replace("usage", "use"),
+        METRICS.replace("1e+06", "NaN"),
+        METRICS.replace("0.125", "+Inf"),
+    ],
 )
-def test_other_metrics_are_none_of_ours(text: str):
+def test_other_metrics_are_not_counters(text: str):
     assert parse(text) is None
 
 
+@pytest.mark.parametrize("busy", [None, "running", "waiting", "kv_cache_usage"])
+def test_idle_means_that_everything_was_released(busy: str | None):
+    state = {"running": 0, "waiting": 0, "kv_cache_usage": 0.0} | ({busy: 1} if busy else {})
+    assert Counters(1, 1, 1, **state).idle is (busy is None)  # type: ignore[arg-type]
+
+
+Use = Callable[[aiohttp.ClientSession, Target], Awaitable[Any]]
+
+
+def against(path: str, status: int, body: bytes, use: Use) -> Any:
+    """Run `use(session, target)` against a server with this answer to GET."""
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.Response(status=status, body=body, content_type="text/plain", charset="utf-8")
+
+    async def run(url: str) -> Any:
+        async with open_session(Target(url)) as session:
+            return await use(session, Target(url))
+
+    return with_server({path: handle}, run)
+
+
 @pytest.mark.parametrize(
-    ("busy", "idle"),
+    ("path", "status", "body", "counters"),
     [
-        ({}, True),
-        ({"running": 1}, False),
-        ({"waiting": 1}, False),
-        ({"kv_cache_usage": 0.01}, False),
+        ("/metrics", 200, METRICS.encode(), COUNTERS),
+        ("/metrics", 200, b"hello", None),
+        ("/metrics", 200, b"\xff", None),
+        ("/metrics", 401, METRICS.encode(), None),
+        ("/other", 200, b"", None),
     ],
 )
-def test_idle_means_that_everything_came_back(busy: dict[str, Any], idle: bool):
-    assert (
-        Counters(
-            **{
-                "prompt_tokens": 1,
-                "generation_tokens": 1,
-                "success": 1,
-                "running": 0,
-                "waiting": 0,
-                "kv_cache_usage": 0.0,
-            }
-            | busy
-        ).idle
-        is idle
-    )
+def test_a_server_without_metrics_has_no_counters(
+    path: str, status: int, body: bytes, counters: Counters | None
+):
+    assert against(path, status, body, scrape) == counters
 
 
-def against(
-    routes: dict[str, tuple[int, bytes]],
-    use: Callable[[aiohttp.ClientSession, Target], Awaitable[Any]],
-) -> Any:
-    """Run `use(session, target)` against a server that has these answers to GET."""
-
-    async def run() -> Any:
-        app = web.Application()
-        for path, answer in routes.items():
-
-            async def handle(
-                request: web.Request, answer: tuple[int, bytes] = answer
-            ) -> web.Response:
-                return web.Response(
-                    status=answer[0], body=answer[1], content_type="text/plain", charset="utf-8"
-                )
-
-            app.router.add_get(path, handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        target = Target("http://{}:{}".format(*runner.addresses[0][:2]))
-        try:
-            async with open_session(target) as session:
-                return await use(session, target)
-        finally:
-            await runner.cleanup()
-
-    return asyncio.run(run())
-
-
-def test_a_server_without_metrics_has_none():
-    assert against({}, scrape) is None
-    assert against({"/metrics": (200, b"hello")}, scrape) is None
-    assert against({"/metrics": (200, b"\xff")}, scrape) is None
-    assert against({"/metrics": (401, METRICS.encode())}, scrape) is None
-    assert against({"/metrics": (200, METRICS.encode())}, scrape) == parse(METRICS)
-
-
-def test_nobody_there_has_none_either():
+def test_an_absent_server_has_no_counters_and_no_name():
     async def use() -> Any:
         target = Target("http://127.0.0.1:1")
         async with open_session(target) as session:
-            return (
-                await scrape(session, target),
-                await settled(session, target),
-                await describe(session, target),
-            )
+            return [await use(session, target) for use in (scrape, settled, describe)]
 
-    assert asyncio.run(use()) == (None, None, (None, None))
+    assert asyncio.run(use()) == [None, None, (None, None)]
 
 
-def test_who_is_never_at_rest_is_waited_for_in_vain_and_told_so():
-    found = against(
-        {"/metrics": (200, METRICS.encode())}, lambda session, target: settled(session, target, 0.1)
-    )
-    assert found is not None and not found.idle
-
-
-def test_settled_waits_for_what_is_in_hand():
+def test_settled_waits_until_the_server_is_idle():
     async def run() -> tuple[Counters | None, Counters | None]:
         async with mock.serving(Behaviour(ttft=0.2, itl=0.01)) as running:
             target = Target(running.url)
@@ -151,17 +115,20 @@ def test_settled_waits_for_what_is_in_hand():
                     await asyncio.sleep(0.001)
                 before, after = await scrape(session, target), await settled(session, target)
                 await asking
+                assert await describe(session, target) == (MODEL, None)
                 return before, after
 
     before, after = virtual.run(run())
-    assert (
-        before is not None and before.running == 1 and before.kv_cache_usage > 0 and not before.idle
-    )
+    assert before is not None and before.running == 1 and before.kv_cache_usage > 0
     assert after is not None and after.idle and (after.generation_tokens, after.success) == (5, 1)
+    impatient = against(
+        "/metrics", 200, METRICS.encode(), lambda *where: settled(*where, patience=0.1)
+    )
+    assert impatient == COUNTERS and not impatient.idle
 
 
 @pytest.mark.parametrize(
-    ("body", "found"),
+    ("card", "described"),
     [
         ({"data": [{"id": "m", "max_model_len": 77}, {"id": "n"}]}, ("m", 77)),
         ({"data": [{"id": "m"}]}, ("m", None)),
@@ -169,18 +136,9 @@ def test_settled_waits_for_what_is_in_hand():
         ({"data": []}, (None, None)),
         ({"data": [3]}, (None, None)),
         ([], (None, None)),
+        (None, (None, None)),
     ],
 )
-def test_the_model_is_the_first_that_is_named(body: Any, found: tuple[Any, Any]):
-    assert against({"/v1/models": (200, json.dumps(body).encode())}, describe) == found
-    assert against({"/v1/models": (200, b"{")}, describe) == (None, None)
-
-
-def test_the_mock_is_described():
-    async def run() -> Any:
-        async with mock.serving() as running:
-            target = Target(running.url)
-            async with open_session(target) as session:
-                return await describe(session, target)
-
-    assert asyncio.run(run()) == (MODEL, None)
+def test_the_model_is_the_first_one_listed(card: Any, described: tuple[Any, Any]):
+    body = b"{" if card is None else json.dumps(card).encode()
+    assert against("/v1/models", 200, body, describe) == described

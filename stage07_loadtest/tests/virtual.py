@@ -1,4 +1,5 @@
-"""A clock that stands still while anybody works: what is measured on it is the same on any machine, however busy."""
+"""An event loop whose clock stands still while code runs, so that times do not depend on the
+machine or its load."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-FAR = 1.0  # seconds: who sleeps longer waits for no moment, but has given somebody else a limit
+FAR = 1.0  # seconds: longer sleeps are time limits, not moments
 
 
 class Selector(selectors.SelectSelector):
-    """Turns the clock of its loop as far as is slept, and `late` seconds further.
+    """Advances the clock of its loop by the time that is slept, and `late` seconds more.
 
-    What has been sent may be on its way for a moment even within one machine, so a loop with sockets is given `grace` real
-    seconds for something to arrive before its clock moves; and many more before somebody's limit is reached.
+    Bytes need a moment even within one machine, so a loop with sockets waits `grace` real seconds
+    for something to arrive before its clock moves, and a thousand times longer before a limit.
     """
 
     def __init__(self, late: float = 0.0, grace: float = 0.0) -> None:
@@ -47,7 +48,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def stop(seconds: float) -> None:
-    """Let everything stand still for so long, as `time.sleep` does."""
+    """Block the loop, as `time.sleep` does."""
     asyncio.get_running_loop()._selector.now += seconds  # type: ignore[attr-defined]
 
 
