@@ -14,7 +14,8 @@ from shared.errors import UserError
 from stage01_forward.model import load_model
 from stage01_forward.sampling import SamplingParams
 
-from .engine import Engine, SlotsRecord
+from .engine import Engine, make
+from .records import SlotsRecord
 from .request import Request
 from .scheduler import POLICIES, Scheduler
 
@@ -103,7 +104,7 @@ def make_engine(loaded: cli.Loaded, scheduler: Scheduler, slots: int) -> Engine:
             f"{slots} slots of {config.name} take {need / 2**30:.1f} GiB of memory, and only "
             f"{free / 2**30:.1f} GiB are free: give a smaller --slots."
         )
-    return Engine(loaded.model, scheduler=scheduler)
+    return make(loaded.model, scheduler=scheduler)
 
 
 class Show(live.Show):
@@ -123,7 +124,7 @@ class Show(live.Show):
 
     @property
     def slots(self) -> int:
-        return len(self.engine.scheduler.free_slots) + len(self.engine.scheduler.running)
+        return self.engine.scheduler.max_sequences
 
     def occupancy(self) -> float:
         """Percent of the slots that took part in a step, over all steps."""

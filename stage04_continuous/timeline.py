@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 
 from shared import charts
 
-from .engine import SlotsRecord
+from .records import SlotsRecord
 
 # Prefill is dark and hatched, decode light and plain: they differ in greyscale too.
 LOOKS: dict[str, dict[str, Any]] = {

@@ -5,22 +5,24 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from rich.text import Text
 
 from shared import cli, live
 from shared.errors import UserError
-from stage01_forward.generation import Token
 from stage01_forward.model import load_model
 from stage01_forward.sampling import SamplingParams
+from stage04_continuous.engine import Engine
+from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 from stage04_continuous.scheduler import POLICIES
 
 from . import blockmap
 from .blocks import BlockPool
-from .engine import SEQUENCES, BlocksRecord, Engine
+from .engine import SEQUENCES, make
+from .fork import add_samples
 from .memory import (
     block_bytes,
     default_memory,
@@ -30,6 +32,7 @@ from .memory import (
     parse_memory,
     size,
 )
+from .records import BlocksRecord
 from .scheduler import PREEMPTIONS, Scheduler
 
 ABOUT = (
@@ -155,18 +158,19 @@ def main(argv: list[str] | None = None) -> int:
     loaded = cli.load_model_from(options, load_model)
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
     engine = make_engine(loaded, options, alone, prompts is None)
-    film = Film(engine) if path else None
+    film = Film(engine.scheduler)
+    if path:
+        engine.observers.append(film)
     status = 0
     if isinstance(prompts, str) and alone:
-        cli.speak(film or engine, loaded, prompts, sampling)
+        cli.speak(engine, loaded, prompts, sampling)
     else:
-        print(plan(engine), file=sys.stderr, flush=True)
+        print(budget(engine, loaded.dtype), file=sys.stderr, flush=True)
         texts = [prompts] if isinstance(prompts, str) else prompts
         limits = [(text, sampling.max_tokens) for text in texts] if texts else PROMPTS
         show = Show(engine, loaded, limits, sampling, options.samples)
-        show.film = film
         status = show.run(options, pause=0 if prompts else live.PAUSE)
-    if film and path:
+    if path:
         film.write(path)
     return status
 
@@ -192,17 +196,19 @@ def make_engine(
     else:
         memory = default_memory(config, dtype, sequences, free, options.block_size)
     pool = make_pool(memory, config, dtype, options.block_size)
-    scheduler = Scheduler(
-        pool,
-        sequences,
-        **live.scheduling(options, sequences),
-        prefix_caching=not options.no_prefix_cache,
-        watermark=options.watermark,
-        preemption=options.preemption,
-        swap_pool=swap_pool(loaded, options, pool, alone),
-    )
+    swap = swap_pool(loaded, options, pool, alone)
     try:
-        return Engine(loaded.model, scheduler=scheduler, sanitize=options.sanitize)
+        return make(
+            loaded.model,
+            pool=pool,
+            swap_pool=swap,
+            sanitize=options.sanitize,
+            max_sequences=sequences,
+            prefix_caching=not options.no_prefix_cache,
+            watermark=options.watermark,
+            preemption=options.preemption,
+            **live.scheduling(options, sequences),
+        )
     except (MemoryError, RuntimeError) as error:  # PyTorch raises the latter, on CPU and GPU
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
@@ -241,9 +247,9 @@ def swap_pool(
     return make_pool(memory, config, dtype, block_size) if memory >= one else None
 
 
-def plan(engine: Engine) -> str:
+def budget(engine: Engine, dtype: torch.dtype) -> str:
     """One line: memory of the cache, its blocks, and the sequences that fit."""
-    scheduler, config, dtype = engine.scheduler, engine.model.config, engine.model.dtype
+    scheduler, config = engine.scheduler, engine.config
     pool, swap = scheduler.pool, scheduler.swap_pool
     whole = most_sequences(pool, config.n_positions)
     one = block_bytes(config, dtype, pool.block_size)
@@ -260,29 +266,22 @@ def plan(engine: Engine) -> str:
 
 
 class Film:
-    """The map of the blocks after each step, for a picture at the end."""
+    """An observer that keeps the map of the blocks after each step, for a picture at the end."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
         self.frames: list[array[int]] = []
         self.seen = 0
-        self.room = max(1, MOST_CELLS // engine.scheduler.pool.count)
+        self.room = max(1, MOST_CELLS // scheduler.pool.count)
 
-    def take(self) -> None:
+    def before(self, plan: Plan) -> None:
+        """The map is taken after the step."""
+
+    def after(self, plan: Plan) -> None:
         """Add the current map, if there is room for one more."""
         self.seen += 1
         if self.seen <= self.room:
-            self.frames.append(array("i", blockmap.blockmap(self.engine.scheduler)))
-
-    def stream(self, prompt: Sequence[int], sampling: SamplingParams, /) -> Iterator[Token]:
-        """The engine's `stream`, with a frame taken after every step."""
-        request = self.engine.add(Request(prompt, sampling))
-        while self.engine.requests:
-            tokens = self.engine.step()
-            self.take()
-            yield from (token for _, token in tokens)
-        if request.output.error is not None:
-            raise UserError(request.output.error)
+            self.frames.append(array("i", blockmap.blockmap(self.scheduler)))
 
     def write(self, path: Path) -> None:
         """Draw the picture. Raises UserError if the file cannot be written."""
@@ -291,7 +290,7 @@ class Film:
             return
         from shared import charts
 
-        pool, shown = self.engine.scheduler.pool, len(self.frames)
+        pool, shown = self.scheduler.pool, len(self.frames)
         passes = f"the first {shown} of {self.seen}" if shown < self.seen else f"{shown}"
         title = f"{pool.count} blocks of {pool.block_size} tokens, {passes} passes"
         cli.write_file(path, charts.render(blockmap.picture(self.frames, title)))
@@ -300,14 +299,13 @@ class Film:
 class Show(live.Show):
     """A run that shows what blocks and sequences do."""
 
-    film: Film | None = None
     peak = 0  # most blocks owned in a step
 
     def add(
         self, answers: list[live.Answer], params: list[SamplingParams], priority: int
     ) -> list[Request]:
         names = [str(answer.number) for answer in answers]
-        requests = self.engine.add_samples(answers[0].ids, params, ids=names)
+        requests = add_samples(self.engine, answers[0].ids, params, ids=names)
         for request in requests:
             request.priority = priority
         return requests
@@ -315,8 +313,6 @@ class Show(live.Show):
     def count(self, record: BlocksRecord) -> None:
         super().count(record)
         self.peak = max(self.peak, record.owned_blocks)
-        if self.film:
-            self.film.take()
 
     def report(self) -> str:
         # After the run no request owns a block: any that is still owned was lost.
@@ -367,12 +363,7 @@ class Show(live.Show):
     def sequences(self, width: int) -> list[Text]:
         """A line for each request that runs or took part in the last step, by arrival."""
         scheduler = self.engine.scheduler
-        states = {}
-        for request in scheduler.running:
-            states[request.id] = "no room in budget", "yellow"
-            if request.output.token_ids and request.remaining == 1:
-                # A sample: another request has just computed its prompt.
-                states[request.id] = "prompt is shared", "green"
+        states = {request.id: ("no room in budget", "yellow") for request in scheduler.running}
         for record in self.engine.steps[-1].sequences:
             states[record.request_id] = live.state(record)
         lines = []
@@ -386,17 +377,13 @@ class Show(live.Show):
 
     def waiting(self) -> list[str]:
         """The waiting requests, each with the reason that it waits."""
-        scheduler = self.engine.scheduler
-        first = {
-            sample: leader for leader, samples in scheduler.samples.items() for sample in samples
-        }
-        names = []
-        for request in [*scheduler.waiting, *first][: live.MOST_NAMED]:
+        scheduler, names = self.engine.scheduler, []
+        for request in scheduler.waiting[: live.MOST_NAMED]:
             why = ""
             if request in scheduler.swapped:
                 why = " (swapped out)"
-            elif request in first:
-                why = f" (for {first[request].id})"
+            elif request.parent:
+                why = f" (for {request.parent.id})"
             elif request.output.token_ids:
                 why = " (again)"
             names.append(self.name(request) + why)

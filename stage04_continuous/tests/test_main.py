@@ -22,8 +22,7 @@ from shared.tokenizer import ByteTokenizer
 from stage01_forward.sampling import SamplingParams
 from stage03_batching.tests.test_main import answers
 from stage04_continuous import __main__ as stage
-from stage04_continuous.engine import Engine
-from stage04_continuous.scheduler import Scheduler
+from stage04_continuous.engine import make
 
 ALONE = ["hello", "a", "a longer prompt", "b", "a longer prompt!"]
 
@@ -59,9 +58,7 @@ def loaded(model: Any) -> cli.Loaded:
 
 
 def show(model: Any, slots: int, prompts: list[str], most: int = 9, **settings: Any) -> stage.Show:
-    engine = Engine(
-        model, eos_ids=(), scheduler=Scheduler(slots, **{"token_budget": 64} | settings)
-    )
+    engine = make(model, slots, eos_ids=(), **{"token_budget": 64} | settings)
     sampling = SamplingParams(max_tokens=most, ignore_eos=True)
     return stage.Show(engine, loaded(model), [(prompt, most) for prompt in prompts], sampling)
 

@@ -12,9 +12,9 @@ from matplotlib.text import Text
 
 from shared import charts
 from stage01_forward.sampling import SamplingParams
-from stage04_continuous.engine import Engine, SlotRecord, SlotsRecord
+from stage04_continuous.engine import make
+from stage04_continuous.records import SlotRecord, SlotsRecord
 from stage04_continuous.request import Request
-from stage04_continuous.scheduler import Scheduler
 from stage04_continuous.timeline import bars, gantt, perfetto
 
 SLOTS = 4
@@ -29,7 +29,7 @@ def record(*slots: tuple[int, str, int, str | None]) -> SlotsRecord:
 @pytest.fixture(scope="module")
 def steps(tiny_model):
     """A run with chunks, refilled slots, and a request that is aborted half-way."""
-    engine = Engine(tiny_model, eos_ids=(), scheduler=Scheduler(SLOTS, 8))
+    engine = make(tiny_model, SLOTS, eos_ids=(), token_budget=8)
     for n in range(12):
         engine.add(Request([1 + n] * (1 + 7 * n % 23), SamplingParams(max_tokens=1 + 11 * n % 29)))
     while engine.requests:

@@ -12,30 +12,31 @@ from matplotlib.collections import PolyCollection
 
 from shared import charts
 from stage01_forward.sampling import SamplingParams
+from stage04_continuous.engine import Engine
 from stage04_continuous.request import Request
 from stage05_paged import blockmap as maps
 from stage05_paged.blockmap import CACHED, FREE, SHARED, blockmap, lines, look, mark, picture
 from stage05_paged.blocks import BlockPool
-from stage05_paged.engine import Engine
-from stage05_paged.scheduler import Scheduler
+from stage05_paged.engine import make
+from stage05_paged.fork import add_samples
 
 BLOCKS = 24
 
 
 def run(model: Any) -> Iterator[Engine]:
     """The engine after each step: a shared beginning, samples, a short pool, and an abort."""
-    pools = BlockPool(BLOCKS, 4), BlockPool(BLOCKS, 4)
-    scheduler = Scheduler(pools[0], 6, 24, swap_pool=pools[1], preemption="swap")
-    engine = Engine(model, eos_ids=(), scheduler=scheduler, sanitize=True)
+    pools = {"pool": BlockPool(BLOCKS, 4), "swap_pool": BlockPool(BLOCKS, 4), "preemption": "swap"}
+    settings = {"max_sequences": 6, "token_budget": 24, "eos_ids": (), "sanitize": True}
+    engine = make(model, **pools, **settings)
     for n in range(8):
         params = SamplingParams(max_tokens=5 + 7 * n % 30)
         engine.add(Request([*range(1, 10), n], params, priority=n % 2))
     samples = [SamplingParams(max_tokens=12, temperature=1, seed=n) for n in range(3)]
-    engine.add_samples([50, 51, 52, 53, 54], samples)
+    add_samples(engine, [50, 51, 52, 53, 54], samples)
     while engine.requests:
         engine.step()
         if len(engine.steps) == 9:
-            engine.abort(scheduler.running[-1].id)
+            engine.abort(engine.scheduler.running[-1].id)
         yield engine
 
 
