@@ -17,12 +17,10 @@ from stage01_forward.generation import Output, Token, check_request, finish_reas
 from stage01_forward.sampling import Logprobs, sample
 
 from . import drive
-from .cache import SlotCache
 from .plan import Observer, Plan
-from .records import STEPS_KEPT, Recorder
+from .records import Recorder
 from .request import Request, State
-from .runner import AnyRunner, Runner
-from .scheduler import Scheduler
+from .runner import AnyRunner
 
 
 class Engine:
@@ -157,27 +155,3 @@ class Engine:
     def _finish(self, request: Request) -> None:
         self.scheduler.finish(request)
         del self.requests[request.id]
-
-
-def make(
-    model: Any,
-    contexts: int | None = None,
-    *,
-    scheduler: Scheduler | None = None,
-    eos_ids: Sequence[int] | None = None,
-    observers: Sequence[Observer] = (),
-    steps_kept: int = STEPS_KEPT,
-    **options: Any,
-) -> Engine:
-    """The engine for `model` with `contexts` slots (default 8) of a whole context each.
-
-    options: those of Scheduler; or give a `scheduler`. Raises UserError for invalid settings.
-    """
-    if contexts is not None:
-        options["max_sequences"] = contexts
-    if scheduler is None:
-        scheduler = Scheduler(**options)
-    slot_count = scheduler.max_sequences
-    cache = SlotCache(model.config, slot_count, dtype=model.dtype, device=model.device)
-    recorder = Recorder(scheduler, steps_kept)
-    return Engine(Runner(model, cache), scheduler, eos_ids, recorder, observers)

@@ -1,4 +1,5 @@
-"""What this stage offers to the tools that drive every stage: an engine, and answers to many prompts."""
+"""What this stage offers to the tools that drive every stage: an engine, and answers to many
+prompts."""
 
 from __future__ import annotations
 
@@ -6,27 +7,46 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stage01_forward.generation import Token
-from stage01_forward.model import GPT2
 from stage01_forward.sampling import SamplingParams
 
+from .cache import SlotCache
 from .engine import Engine
+from .plan import Observer
+from .records import STEPS_KEPT, Recorder
 from .request import Request
+from .runner import Runner
 from .scheduler import Scheduler
 
 
-def make(model: GPT2, contexts: int | None = None, **options: Any) -> Engine:
-    """An engine for `model` with `contexts` slots, each a whole context; None: the scheduler's default.
+def make(
+    model: Any,
+    contexts: int | None = None,
+    *,
+    scheduler: Scheduler | None = None,
+    eos_ids: Sequence[int] | None = None,
+    observers: Sequence[Observer] = (),
+    steps_kept: int = STEPS_KEPT,
+    **options: Any,
+) -> Engine:
+    """The engine for `model` with `contexts` slots (default 8) of a whole context each.
 
-    `options` are the scheduler's.
+    options: those of Scheduler; or give a `scheduler`. Raises UserError for invalid settings.
     """
-    slots = {} if contexts is None else {"max_sequences": contexts}
-    return Engine(model, scheduler=Scheduler(**slots, **options))
+    if contexts is not None:
+        options["max_sequences"] = contexts
+    if scheduler is None:
+        scheduler = Scheduler(**options)
+    slot_count = scheduler.max_sequences
+    cache = SlotCache(model.config, slot_count, dtype=model.dtype, device=model.device)
+    recorder = Recorder(scheduler, steps_kept)
+    return Engine(Runner(model, cache), scheduler, eos_ids, recorder, observers)
 
 
 def answer(
     engine: Any, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
 ) -> Iterator[tuple[int, Token]]:
-    """Answer `prompts`, which arrive together; yields each token with its prompt's place, as soon as it exists."""
+    """Answer `prompts`, which arrive together; yields each token at once, with its
+    prompt's place."""
     requests = [
         engine.add(Request(list(prompt), params))
         for prompt, params in zip(prompts, sampling, strict=True)
