@@ -33,7 +33,7 @@ TASKS = (
             "One assignment of 0 to a slice does it.",
             "Index the slots' axis with the slot and the axis of tokens with a slice up to `used`; all others are whole.",
         ),
-        tests=("tests/test_cache.py::test_reset_wipes_one_slot_up_to_what_was_used",),
+        tests=("tests/test_cache.py::test_a_wipe_clears_one_slot_up_to_what_was_used",),
     ),
     Task(
         number=3,
@@ -122,10 +122,10 @@ TASKS = (
             "work.",
         ),
         tests=(
-            "tests/test_engine.py::test_the_whole_record_of_a_small_crowd",
-            "tests/test_engine.py::test_run_yields_each_token_with_the_id_of_its_request",
-            "tests/test_engine.py::test_a_stop_frees_the_slot_at_once",
-            "tests/test_engine.py::test_prompt_and_answer_fill_the_context_and_no_more",
+            "tests/test_contract.py::TestSlots::test_the_whole_record_of_a_small_crowd",
+            "tests/test_contract.py::TestSlots::test_each_token_comes_with_the_id_of_its_request",
+            "tests/test_contract.py::TestSlots::test_a_stop_makes_room_at_once",
+            "tests/test_contract.py::TestSlots::test_prompt_and_answer_fill_the_context_and_no_more",
         ),
     ),
 )

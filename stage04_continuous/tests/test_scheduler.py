@@ -1,30 +1,18 @@
-"""The scheduler: its decisions one by one, and then random lives of it, with its promises checked at every step."""
+"""The scheduler: its decisions one by one. Random lives of it, in an engine, are in test_contract.py."""
 
 from __future__ import annotations
 
-import ast
-from collections import Counter
-from pathlib import Path
-from typing import Any
+import subprocess
+import sys
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from shared.errors import UserError
 from stage01_forward.generation import Token
 from stage01_forward.sampling import SamplingParams
-from stage04_continuous import scheduler as module
+from stage04_continuous.plan import Wipe, Work
 from stage04_continuous.request import Request, State
-from stage04_continuous.scheduler import POLICIES, Scheduler, Work
+from stage04_continuous.scheduler import Scheduler
 
 GREEDY = SamplingParams(seed=0)
 WORD = Token(1, None, None)
@@ -36,19 +24,16 @@ def ask(scheduler, length, id="", priority=0):
     return request
 
 
-def compute(work):
-    """What an engine does with a pass: count what was computed, and append what was sampled."""
-    for each in work:
-        each.request.computed += each.count
-        if each.samples:
-            each.request.output.append(WORD)
-
-
 def step(scheduler):
     """One pass: (id, slot, start, count, samples) of each share, and it counts as computed."""
-    work = scheduler.schedule()
-    compute(work)
-    return [(each.request.id, each.slot, each.start, each.count, each.samples) for each in work]
+    plan = scheduler.schedule()
+    scheduler.advance(plan)
+    for work in plan.work:
+        if work.rows:
+            work.request.output.append(WORD)
+    return [
+        (work.request.id, work.table, work.start, work.count, work.rows == 1) for work in plan.work
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,20 +56,14 @@ def test_settings_that_cannot_work(options, message):
         Scheduler(**options)
 
 
-def test_no_tensors_and_no_clock():
-    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    names = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not names & {"torch", "numpy", "time", "random"}
+def test_it_needs_no_tensors():
+    """Neither the scheduler nor what it imports, seen in a process of its own."""
+    code = "import sys, stage04_continuous.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_nothing_to_do():
-    assert Scheduler().schedule() == []
+    assert not Scheduler().schedule()
 
 
 def test_a_long_prompt_goes_in_chunks_and_samples_after_the_last():
@@ -192,28 +171,17 @@ def test_a_request_is_added_once():
     assert scheduler.unfinished == 1
 
 
-def order_of_admission(scheduler, passes):
-    """The ids in the order in which they get the only slot; each keeps it for one pass."""
-    admitted = []
-    for _ in range(passes):
-        for each in scheduler.schedule():
-            admitted.append(each.request.id)
-            scheduler.finish(each.request)
-    return admitted
-
-
-def test_first_come_first_served_does_not_look_at_priority():
-    scheduler = Scheduler(max_sequences=1)
-    for id, priority in zip("abcd", (5, 0, 3, -7), strict=True):
-        ask(scheduler, 1, id, priority)
-    assert order_of_admission(scheduler, 4) == list("abcd")
-
-
-def test_priority_goes_by_priority_and_ties_by_arrival():
-    scheduler = Scheduler(max_sequences=1, policy="priority")
+@pytest.mark.parametrize("policy, order", [("fcfs", "abcdef"), ("priority", "ebdcaf")])
+def test_the_order_of_admission(policy, order):
+    """By arrival, or by priority with ties by arrival; one slot, each keeps it for one pass."""
+    scheduler, admitted = Scheduler(max_sequences=1, policy=policy), ""
     for id, priority in zip("abcdef", (2, 0, 1, 0, -3, 2), strict=True):
         ask(scheduler, 1, id, priority)
-    assert order_of_admission(scheduler, 6) == list("ebdcaf")
+    for _ in range(6):
+        (work,) = scheduler.schedule().work
+        admitted += work.request.id
+        scheduler.finish(work.request)
+    assert admitted == order
 
 
 @pytest.mark.parametrize("priority, patience", [(1, 1), (3, 5), (10, 4)])
@@ -227,7 +195,7 @@ def test_nobody_starves_under_a_constant_stream_of_urgent_requests(priority, pat
     for passes in range(priority * patience + 1):
         assert modest.state is State.WAITING or passes == priority * patience
         ask(scheduler, 1, "urgent", 0)
-        (work,) = scheduler.schedule()
+        (work,) = scheduler.schedule().work
         scheduler.finish(work.request)
     assert modest.state is State.FINISHED
 
@@ -246,270 +214,15 @@ def test_work_knows_its_prompt_tokens():
         assert Work(request, 0, start, count, True).prefill_tokens == prefill
 
 
-# ---- random lives ------------------------------------------------------------------------------------------------------
-
-
-class Life(RuleBasedStateMachine):
-    """Calls in any order. What the scheduler should do is worked out beside it, from what was asked and nothing else."""
-
-    seen: Counter[str] = (
-        Counter()
-    )  # over all lives: that what is promised was really put to the test
-
-    @initialize(
-        slots=st.integers(1, 4),
-        spare=st.integers(0, 9),
-        policy=st.sampled_from(POLICIES),
-        max_chunk=st.sampled_from([None, 1, 3]),
-        chunked=st.booleans(),
-        patience=st.integers(1, 5),
-    )
-    def begin(self, slots, spare, policy, max_chunk, chunked, patience):
-        self.options = {
-            "max_sequences": slots,
-            "token_budget": slots + spare,
-            "policy": policy,
-            "max_chunk": max_chunk,
-            "chunked": chunked,
-            "patience": patience,
-        }
-        self.slots, self.budget, self.policy, self.chunked, self.patience = (
-            slots,
-            slots + spare,
-            policy,
-            chunked,
-            patience,
-        )
-        self.longest = max_chunk or self.budget
-        self.scheduler = Scheduler(**self.options)
-        self.passes = 0
-        self.accepted: list[Request] = []
-        self.line: list[Request] = []  # those that wait, by arrival
-        self.inside: list[Request] = []  # those that run, by admission
-        self.added: dict[Request, int] = {}  # how many passes there had been
-        self.wanted: dict[Request, int] = {}  # length of the answer
-        self.calls: list[tuple[Any, ...]] = []  # for the replay
-        self.decisions: list[list[tuple[int, ...]]] = []
-        self.length = 0  # calls of the rules below
-
-    @rule(
-        length=st.integers(1, 16),
-        answer=st.integers(1, 6),
-        priority=st.integers(-1, 3),
-        copies=st.integers(1, 3),
-    )
-    def add(self, length, answer, priority, copies):
-        self.length += 1
-        for _ in range(copies):
-            request = Request([1] * length, GREEDY, priority=priority)
-            if not self.chunked and length > self.budget:
-                with pytest.raises(UserError):
-                    self.scheduler.add(request)
-                assert request.state is State.NEW
-                self.seen["refused"] += 1
-                return
-            self.scheduler.add(request)
-            self.calls.append(("add", length, priority))
-            self.accepted.append(request)
-            self.line.append(request)
-            self.added[request], self.wanted[request] = self.passes, answer
-
-    @rule(passes=st.integers(1, 4))
-    def step(self, passes):
-        self.length += 1
-        for _ in range(passes):
-            self._pass()
-
-    @precondition(lambda self: self.line or self.inside)
-    @rule(pick=st.integers(0, 30))
-    def abort(self, pick):
-        """At any moment, wherever it is."""
-        self.length += 1
-        everybody = self.line + self.inside
-        request = everybody[pick % len(everybody)]
-        self.seen["aborted in " + request.state.value] += 1
-        self._finish(request)
-
-    @precondition(lambda self: self.inside)
-    @rule(pick=st.integers(0, 3))
-    def finish(self, pick):
-        """A stop token: the answer is shorter than was allowed."""
-        self.length += 1
-        self._finish(self.inside[pick % len(self.inside)])
-
-    @precondition(lambda self: self.inside and self.chunked)
-    @rule(pick=st.integers(0, 3))
-    def recompute(self, pick):
-        """Its keys are lost, and all that it has must be computed again: nobody may take it for a decode."""
-        self.length += 1
-        request = self.inside[pick % len(self.inside)]
-        request.computed = 0
-        self.calls.append(("recompute", self.accepted.index(request)))
-        self.seen["recomputed with an answer"] += bool(request.output.token_ids)
-
-    def _finish(self, request):
-        self.scheduler.finish(request)
-        self.calls.append(("finish", self.accepted.index(request)))
-        (self.line if request in self.line else self.inside).remove(request)
-        assert (request.state, request.slot) == (State.FINISHED, -1)
-
-    def _pass(self):
-        before = {request: request.remaining for request in self.inside}
-        free = sorted(set(range(self.slots)) - {request.slot for request in self.inside})
-        self.passes += 1
-        work = self.scheduler.schedule()
-        self.calls.append(("pass",))
-        self.decisions.append(
-            [
-                (each.request.arrival, each.slot, each.start, each.count, each.samples)
-                for each in work
-            ]
-        )
-
-        # What each gets: in one piece, from where it stands, within the chunk and the budget.
-        spent = sum(each.count for each in work)
-        assert spent <= self.budget
-        for each in work:
-            request = each.request
-            assert 1 <= each.count <= request.remaining
-            assert (each.start, each.slot) == (request.computed, request.slot)
-            assert each.samples == (each.count == request.remaining)
-            assert each.count <= self.longest if self.chunked else each.count == request.remaining
-        shares = {each.request: each.count for each in work}
-        assert len(shares) == len(work)  # nobody twice
-
-        # Decodes first, and all of them; then what was in the middle of a prompt; both by admission.
-        singles = [request for request in self.inside if before[request] == 1]
-        longer = [request for request in self.inside if before[request] > 1]
-        served = [each.request for each in work if each.request in before]
-        assert served == singles + longer[: len(served) - len(singles)]
-        left = self.budget - len(singles)
-        for request in longer:
-            assert shares.get(request, 0) == min(before[request], self.longest, left)
-            left -= shares.get(request, 0)
-
-        # Then the line, in its order, into the lowest free slots.
-        newcomers = [each.request for each in work[len(served) :]]
-        assert [request.slot for request in newcomers] == free[: len(newcomers)]
-        for request in newcomers:
-            assert request is min(self.line, key=self._turn)
-            self._check_overtaking(request)
-            self.line.remove(request)
-            self.inside.append(request)
-        # Nobody waits beside a free slot while there is budget for him.
-        if self.line and len(self.inside) < self.slots:
-            first = min(self.line, key=self._turn)
-            assert spent == self.budget if self.chunked else first.remaining > self.budget - spent
-            self.seen["waits for budget"] += 1
-
-        self.seen["passes"] += 1
-        self.seen["mixed passes"] += bool(singles and len(work) > len(singles))
-        self.seen["full"] += bool(self.line and len(self.inside) == self.slots)
-        compute(work)
-        for each in work:
-            if len(each.request.output.token_ids) == self.wanted[each.request] and each.samples:
-                self._finish(each.request)
-
-    def _turn(self, request):
-        """The lower, the sooner."""
-        if self.policy == "fcfs":
-            return (0, self.accepted.index(request))
-        aged = (self.passes - self.added[request]) // self.patience
-        return (request.priority - aged, self.accepted.index(request))
-
-    def _check_overtaking(self, request):
-        """No starvation: whoever comes so late that the difference in priority is waited off overtakes nobody."""
-        for other in self.line:
-            if self.accepted.index(other) < self.accepted.index(request):
-                assert self.policy == "priority"
-                waited = self.added[request] - self.added[other]
-                assert waited < (other.priority - request.priority) * self.patience
-                self.seen["overtaken"] += 1
-            elif other.priority < request.priority:
-                self.seen["aged past a more urgent one"] += self.policy == "priority"
-
-    @invariant()
-    def no_slot_has_two_owners_and_none_is_lost(self):
-        scheduler = self.scheduler
-        owned = [request.slot for request in scheduler.running]
-        assert sorted(owned + scheduler.free_slots) == list(range(self.slots))
-        assert (scheduler.waiting, scheduler.running) == (self.line, self.inside)
-        assert scheduler.unfinished == len(self.line) + len(self.inside)
-
-    def teardown(self):
-        """Every accepted request ends, nothing is in use then, and the same calls lead to the same decisions."""
-        if not hasattr(self, "scheduler"):
-            return
-        self.seen["lives of 50 calls"] += self.length >= 50
-        to_do = sum(request.remaining + self.wanted[request] for request in self.line + self.inside)
-        for _ in range(to_do):  # at least one token a pass
-            if not self.scheduler.unfinished:
-                break
-            self._pass()
-        assert all(
-            request.state is State.FINISHED and request.slot == -1 for request in self.accepted
-        )
-        assert (self.scheduler.unfinished, self.scheduler.schedule()) == (0, [])
-        assert sorted(self.scheduler.free_slots) == list(range(self.slots))
-        assert self._replay() == self.decisions
-
-    def _replay(self):
-        scheduler = Scheduler(**self.options)
-        requests, decisions = [], []
-        for what, *details in self.calls:
-            if what == "add":
-                requests.append(ask(scheduler, details[0], priority=details[1]))
-            elif what == "finish":
-                scheduler.finish(requests[details[0]])
-            elif what == "recompute":
-                requests[details[0]].computed = 0
-            else:
-                work = scheduler.schedule()
-                decisions.append(
-                    [
-                        (each.request.arrival, each.slot, each.start, each.count, each.samples)
-                        for each in work
-                    ]
-                )
-                compute(work)
-        return decisions
-
-
-def lives(examples):
-    """Run so many random lives, and look whether what is promised was put to the test."""
-    Life.seen.clear()
-    # One call more, because the beginning counts; more examples, because Hypothesis cuts some of them short.
-    run_state_machine_as_test(
-        Life,
-        settings=settings(
-            max_examples=examples * 3 // 2,
-            stateful_step_count=51,
-            deadline=None,
-            derandomize=True,
-            database=None,
-        ),
-    )
-    assert Life.seen["lives of 50 calls"] >= examples
-    for event in (
-        "mixed passes",
-        "full",
-        "waits for budget",
-        "refused",
-        "overtaken",
-        "aged past a more urgent one",
-        "aborted in waiting",
-        "aborted in running",
-        "recomputed with an answer",
-    ):
-        assert Life.seen[event] > examples / 10, event
-
-
-def test_two_hundred_lives_of_fifty_calls_keep_every_promise():
-    """Catches: requests run one after the other, a slot given twice or lost, a decode that waits for a prompt, a budget
-    that is exceeded, a line that is jumped, a request that never ends."""
-    lives(200)
-
-
-@pytest.mark.slow
-def test_a_thousand_lives_of_fifty_calls_keep_every_promise():
-    lives(1000)
+def test_a_slot_is_wiped_as_far_as_its_last_sequence_came():
+    """One wipe a new sequence, before the pass; a sequence that goes on keeps what it has."""
+    scheduler = Scheduler(max_sequences=1)
+    first = ask(scheduler, 5)
+    plan = scheduler.schedule()
+    assert plan.moves == [Wipe(0, 0)]
+    scheduler.advance(plan)
+    first.output.append(WORD)
+    assert scheduler.schedule().moves == []
+    scheduler.finish(first)
+    ask(scheduler, 3)
+    assert scheduler.schedule().moves == [Wipe(0, 6)]

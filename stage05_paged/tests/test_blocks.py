@@ -1,29 +1,21 @@
-"""Blocks: taken, shared, counted and given back; found by what they hold, and not a moment longer than they hold it."""
+"""Blocks: taken, shared, counted and given back; found by what they hold, while they hold it."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
 from array import array
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import UserError
-from shared.parity import random_prompt
-from stage01_forward.sampling import SamplingParams
-from stage04_continuous.request import Request
-from stage05_paged import blocks as module
 from stage05_paged.blocks import BlockPool, BlockTable, chain
-from stage05_paged.engine import Engine
-from stage05_paged.scheduler import Scheduler
 
 
 def cache_blocks(pool, *names):
-    """Take a block for each name, publish it under that name, and give it back: the first is the least recently used."""
+    """Take a block for each name, publish it, and give it back: the first is the oldest."""
     blocks = [pool.take() for _ in names]
     for block, name in zip(blocks, names, strict=True):
         pool.publish(block, name)
@@ -36,7 +28,7 @@ def state(pool):
     return len(pool.free), len(pool.cached), pool.owned, pool.shared
 
 
-# ---- the pool -------------------------------------------------------------------------------------------------------
+# ---- the pool ----
 
 
 @pytest.mark.parametrize(
@@ -53,39 +45,18 @@ def test_a_pool_that_cannot_be(options, message):
         BlockPool(*options)
 
 
-def test_no_tensors_and_no_clock():
-    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    names = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not names & {"torch", "numpy", "time", "random"}
-
-
 def test_all_blocks_are_given_once_and_come_back():
     pool = BlockPool(5, 4)
-    assert (state(pool), pool.available) == ((5, 0, 0, 0), 5)
     taken = [pool.take() for _ in range(5)]
     assert sorted(taken) == list(range(5))
     assert (state(pool), pool.available) == ((0, 0, 5, 0), 0)
     with pytest.raises(RuntimeError, match="all 5 blocks are owned"):
         pool.take()
-    for block in taken:
+    for block in taken[1:]:
         pool.give_back(block)
-    assert (state(pool), pool.available) == ((5, 0, 0, 0), 5)
-    assert sorted(pool.take() for _ in range(5)) == list(range(5))
-
-
-def test_the_block_used_last_is_taken_first():
-    pool = BlockPool(5)
-    first, second, third = (pool.take() for _ in range(3))
-    pool.give_back(third)
-    pool.give_back(first)
-    assert [pool.take(), pool.take()] == [first, third]
-    assert pool.references[second] == 1
+    assert (state(pool), pool.available) == ((4, 0, 1, 0), 4)
+    assert [pool.take() for _ in range(4)] == taken[:0:-1]  # the last one freed is taken first
+    assert pool.references == [1] * 5
 
 
 class Quick(list):
@@ -102,7 +73,7 @@ class Quick(list):
 
 
 def test_taking_and_giving_back_takes_constant_time():
-    """Nothing walks along the free blocks, however many there are and in whatever order they come back."""
+    """Nothing walks along the free blocks, however many there are."""
     pool = BlockPool(64)
     pool.free = Quick(pool.free)
     taken = [pool.take() for _ in range(40)]
@@ -118,23 +89,14 @@ def test_taking_and_giving_back_takes_constant_time():
     assert (pool.owned, pool.evictions) == (64, 20)
 
 
-@pytest.mark.parametrize("size", [1, 3, 16, 128])
-def test_blocks_for_a_number_of_tokens(size):
-    pool = BlockPool(1, size)
-    for tokens in range(4 * size + 1):
-        assert pool.blocks_for(tokens) == len({position // size for position in range(tokens)})
-
-
 def test_a_block_comes_back_when_the_last_table_gives_it_back():
     pool = BlockPool(2)
     block = pool.take()
     counts = []
-    for call in (pool.share, pool.share, pool.give_back, pool.give_back):
+    for call in (pool.share, pool.share, pool.give_back, pool.give_back, pool.give_back):
         call(block)
         counts.append((pool.references[block], pool.shared, block in pool.free))
-    assert counts == [(2, 1, False), (3, 1, False), (2, 1, False), (1, 0, False)]
-    pool.give_back(block)
-    assert (pool.references[block], pool.shared, block in pool.free) == (0, 0, True)
+    assert counts == [(2, 1, False), (3, 1, False), (2, 1, False), (1, 0, False), (0, 0, True)]
 
 
 @pytest.mark.parametrize("published", [False, True], ids=["free", "cached"])
@@ -152,15 +114,15 @@ def test_a_block_is_not_given_back_twice(published):
 
 def test_a_free_block_cannot_be_shared():
     pool = BlockPool(3)
-    with pytest.raises(RuntimeError, match="block 1 is free: its content is invalid"):
+    with pytest.raises(RuntimeError, match="block 1 is free"):
         pool.share(1)
     assert state(pool) == (3, 0, 0, 0)
 
 
-# ---- found again ----------------------------------------------------------------------------------------------------
+# ---- found again ----
 
 
-def test_a_published_block_is_kept_when_nobody_holds_it_and_can_be_shared_again():
+def test_a_published_block_is_kept_when_no_table_holds_it_and_can_be_shared_again():
     pool = BlockPool(4)
     (block,) = cache_blocks(pool, b"a")
     assert (state(pool), pool.available, pool.match([b"a"])) == ((3, 1, 0, 0), 4, [block])
@@ -170,42 +132,26 @@ def test_a_published_block_is_kept_when_nobody_holds_it_and_can_be_shared_again(
     assert (state(pool), pool.match([b"a"])) == ((3, 1, 0, 0), [block])
 
 
-def test_a_free_block_is_taken_before_a_cached_one():
-    pool = BlockPool(3)
-    cache_blocks(pool, b"a")
-    pool.take()
-    pool.take()
-    assert (pool.evictions, state(pool)) == (0, (0, 1, 2, 0))
-    pool.take()
-    assert (pool.evictions, state(pool)) == (1, (0, 0, 3, 0))
-
-
-def test_the_least_recently_used_block_is_evicted_first():
-    pool = BlockPool(4)
+def test_the_least_recently_used_block_is_evicted_first_and_after_the_free_ones():
+    pool = BlockPool(5)
     a, b, c, d = cache_blocks(pool, b"a", b"b", b"c", b"d")
-    pool.share(b)  # somebody uses it again, and lets go of it
+    pool.share(b)  # used again
     pool.give_back(b)
     pool.match([b"a"])  # a look alone is no use
+    assert pool.take() not in (a, b, c, d) and pool.evictions == 0
     assert [pool.take() for _ in range(4)] == [a, c, d, b]
     assert (pool.evictions, pool.found) == (4, {})
 
 
 def test_an_evicted_block_is_no_longer_found():
-    """Nor is it found by its old name when it holds something else, by then full and published itself."""
+    """Nor by its old name when it holds something else, by then full and published itself."""
     pool = BlockPool(2)
     old, kept = cache_blocks(pool, b"old", b"kept")
-    assert pool.match([b"old"]) == [old]
     assert pool.take() == old
     assert (pool.match([b"old"]), pool.digests[old]) == ([], None)
     pool.publish(old, b"new")
-    assert (pool.match([b"old"]), pool.match([b"new"]), pool.match([b"kept"])) == (
-        [],
-        [old],
-        [kept],
-    )
     pool.give_back(old)
-    assert (pool.match([b"old"]), pool.match([b"new"])) == ([], [old])
-    assert pool.found == {b"new": old, b"kept": kept}
+    assert (pool.match([b"old"]), pool.found) == ([], {b"new": old, b"kept": kept})
 
 
 def test_a_match_ends_at_the_first_gap():
@@ -214,8 +160,6 @@ def test_a_match_ends_at_the_first_gap():
     assert pool.match([b"a", b"b", b"c", b"d"]) == blocks
     assert pool.match([b"a", b"b", b"x", b"d"]) == blocks[:2]
     assert pool.match([b"x", b"a"]) == pool.match([]) == []
-    pool.forget(blocks[1])
-    assert pool.match([b"a", b"b", b"c", b"d"]) == blocks[:1]
 
 
 def test_the_first_block_of_a_name_stays_and_a_block_has_one_name():
@@ -225,9 +169,6 @@ def test_the_first_block_of_a_name_stays_and_a_block_has_one_name():
     pool.publish(second, b"a")  # two requests computed the same side by side
     pool.publish(first, b"b")
     assert (pool.found, pool.digests[first], pool.digests[second]) == ({b"a": first}, b"a", None)
-    pool.give_back(second)
-    pool.give_back(first)
-    assert (second in pool.free, list(pool.cached)) == (True, [first])
 
 
 def test_a_forgotten_block_is_free_when_it_is_given_back():
@@ -239,30 +180,23 @@ def test_a_forgotten_block_is_free_when_it_is_given_back():
     assert (pool.match([b"a"]), pool.found) == ([], {})
     pool.give_back(block)
     assert state(pool) == (2, 0, 0, 0)
-    pool.publish(pool.take(), b"a")  # the name is free too
-    assert pool.match([b"a"]) == [block]
 
 
 def test_a_digest_stands_for_the_parent_the_tokens_and_their_order():
     root = hashlib.sha256(b"").digest()
     assert chain(root, [1, 2]) == hashlib.sha256(root + array("q", [1, 2]).tobytes()).digest()
-    digests = [
+    digests = {
         chain(root, [1, 2]),
         chain(root, [2, 1]),
-        chain(root, [1, 2, 0]),
         chain(root, [12]),
         chain(chain(root, [1, 2]), [1, 2]),
         chain(chain(root, [2, 1]), [1, 2]),  # equal tokens behind another beginning
-        chain(hashlib.sha256(b"tenant").digest(), [1, 2]),
-    ]
-    assert len(set(digests)) == len(digests)
-    assert {len(digest) for digest in digests} == {32}
-    assert (
-        len({chain(root, [50256 % 2**bits]) for bits in (8, 15, 16)}) == 3
-    )  # whole numbers, not their ends
+        *(chain(root, [50256 % 2**bits]) for bits in (8, 15, 16)),  # whole numbers, not their ends
+    }
+    assert len(digests) == 8 and {len(digest) for digest in digests} == {32}
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+# ---- tables ----
 
 
 def test_a_table_takes_what_is_missing_and_no_more():
@@ -274,36 +208,32 @@ def test_a_table_takes_what_is_missing_and_no_more():
     first = list(table.blocks)
     assert (table.missing(17), len(table.grow(17))) == (3, 3)
     assert table.blocks[:2] == first and len(set(table.blocks)) == 5
-    assert pool.owned == 5
 
 
-@pytest.mark.parametrize("size", [1, 3, 16])
-def test_a_block_is_taken_exactly_when_the_last_one_is_full(size, tiny_model):
-    """Not a token sooner, not a token later: by hand for a table, and in every pass of an engine."""
+@pytest.mark.parametrize("size", [1, 3, 16, 128])
+def test_a_block_is_taken_exactly_when_the_last_one_is_full(size):
+    """Not a token sooner, not a token later."""
     pool = BlockPool(4, size)
     table = BlockTable(pool)
     for position in range(4 * size):
         assert table.missing(position + 1) == (position % size == 0)
         table.grow(position + 1)
-        assert len(table.blocks) == position // size + 1
+        assert len(table.blocks) == position // size + 1 == pool.blocks_for(position + 1)
 
-    for length in {1, max(1, size - 1), size, size + 1, 2 * size}:
-        answer = size + 2
-        scheduler = Scheduler(BlockPool(64, size), prefix_caching=False)
-        engine = Engine(tiny_model, scheduler=scheduler, sanitize=True)
-        prompt = random_prompt(length, tiny_model.config, "blocks")
-        engine.add(Request(prompt, SamplingParams(max_tokens=answer, ignore_eos=True)))
-        for _ in engine.run():
-            pass
-        steps = list(engine.steps)
-        assert len(steps) == answer
-        for index, record in enumerate(steps):
-            last = length - 1 + index  # the position of the last token of the pass
-            blocks = last // size + 1
-            assert (record.owned_blocks, record.sequences[0].blocks) == (blocks, blocks)
-            assert [move.kind for move in record.moves] == ["wipe"] * (
-                blocks if index == 0 else last % size == 0
-            )
+
+def test_a_table_that_shrinks_gives_back_what_its_tokens_do_not_need():
+    """Rollback: shared blocks stay with their other tables, and it can grow again."""
+    pool = BlockPool(10, 4)
+    table, other = BlockTable(pool), BlockTable(pool)
+    table.grow(17)
+    other.adopt(table.blocks[:4])
+    blocks = list(table.blocks)
+    for tokens, left in ((17, 5), (16, 4), (13, 4), (12, 3), (1, 1), (0, 0)):
+        table.shrink(tokens)
+        assert table.blocks == blocks[:left]
+    assert [pool.references[block] for block in blocks] == [1, 1, 1, 1, 0]
+    table.grow(5)
+    assert len(table.blocks) == 2 and not set(table.blocks) & set(other.blocks)
 
 
 def test_adopted_blocks_are_shared_and_come_behind_those_that_are_there():
@@ -317,7 +247,7 @@ def test_adopted_blocks_are_shared_and_come_behind_those_that_are_there():
     assert (pool.owned, pool.shared) == (4, 2)
 
 
-def test_who_writes_to_a_shared_block_gets_one_of_his_own():
+def test_a_table_that_writes_to_a_shared_block_gets_its_own():
     pool = BlockPool(10, 4)
     one, other = BlockTable(pool), BlockTable(pool)
     one.grow(7)
@@ -329,24 +259,9 @@ def test_who_writes_to_a_shared_block_gets_one_of_his_own():
     assert old == second and new not in (first, second)
     assert (one.blocks, other.blocks) == ([first, second], [first, new])
     assert [pool.references[block] for block in (first, second, new)] == [2, 1, 1]
-    assert [one.is_shared(position) for position in (3, 4, 7)] == [True, False, False]
-    assert [other.is_shared(position) for position in (3, 4, 7)] == [True, False, False]
+    for table in (one, other):
+        assert [table.is_shared(position) for position in (3, 4, 7)] == [True, False, False]
     assert pool.shared == 1
-
-
-def test_a_released_table_is_empty_and_the_others_keep_what_they_share():
-    pool = BlockPool(10, 4)
-    one, other = BlockTable(pool), BlockTable(pool)
-    one.grow(12)
-    other.adopt(one.blocks[:2])
-    kept = list(other.blocks)
-    one.release()
-    assert (one.blocks, other.blocks) == ([], kept)
-    assert [pool.references[block] for block in kept] == [1, 1]
-    assert state(pool) == (8, 0, 2, 0)
-    one.release()  # there is nothing left to give back
-    other.release()
-    assert state(pool) == (10, 0, 0, 0)
 
 
 def published_table(pool, tokens, salt=b""):
@@ -359,26 +274,25 @@ def published_table(pool, tokens, salt=b""):
 
 
 def test_digests_are_worked_out_once_a_full_block_and_whatever_the_pieces():
-    pool = BlockPool(10, 4)
     tokens = list(range(11))
-    whole = BlockTable(pool).digest(tokens)
-    assert len(whole) == 2
-    pieces = BlockTable(pool)
+    root = hashlib.sha256(b"").digest()
+    first = chain(root, tokens[:4])
+    whole = [first, chain(first, tokens[4:8])]
+    assert BlockTable(BlockPool(10, 4)).digest(tokens) == whole
+    pieces = BlockTable(BlockPool(10, 4))
     assert pieces.digest(tokens[:3]) == []
     assert pieces.digest(tokens[:4]) == whole[:1]
-    assert pieces.digest(tokens[4:9]) == whole
-    assert pieces.digest(tokens[8:]) == whole
-    assert pieces.digest([]) == whole
-    root = hashlib.sha256(b"").digest()
-    assert whole == [chain(root, tokens[:4]), chain(chain(root, tokens[:4]), tokens[4:8])]
+    for piece in (tokens[4:9], tokens[8:], []):
+        assert pieces.digest(piece) == whole
 
 
 def test_the_end_of_a_chain_is_evicted_before_its_beginning():
-    """Without its beginning an end cannot be found: it would take room and serve nobody."""
+    """Without its beginning an end cannot be found: it would only take room."""
     pool = BlockPool(4, 2)
     table = published_table(pool, list(range(8)))
     digests, blocks = table.digests, list(table.blocks)
     table.release()
+    assert table.blocks == []
     for left in (3, 2, 1, 0):
         assert pool.take() == blocks[left]
         assert pool.match(digests) == blocks[:left]
@@ -404,32 +318,30 @@ def test_other_salts_find_nothing():
     assert pool.match(BlockTable(pool).digest(tokens)) == []
 
 
-# ---- any calls in any order -----------------------------------------------------------------------------------------
+# ---- any calls in any order ----
+
+CALLS = ["begin", "grow", "grow", "grow", "adopt", "replace", "shrink", "release", "lose"]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
-    """Tables that grow, share, copy and let go. Who holds a block is counted from the tables alone, and what it holds is kept
-    beside it."""
+    """Tables grow, share, copy, shrink and end. The holders of a block are counted from the tables
+    alone, and what it holds is kept beside it."""
     size = data.draw(st.integers(1, 3))
     pool = BlockPool(data.draw(st.integers(1, 8)), size)
     alive: list[tuple[BlockTable, list[int]]] = []  # with the tokens
-    written: dict[
-        int, list[int]
-    ] = {}  # block -> the tokens up to its end, as they were written last
+    written: dict[int, list[int]] = {}  # block -> the tokens up to its end, as last written
     meant: dict[bytes, list[int]] = {}  # digest -> the same
     for _ in range(40):
-        what = data.draw(
-            st.sampled_from(
-                ["begin", "grow", "grow", "grow", "adopt", "replace", "release", "lose"]
-            )
-        )
+        what = data.draw(st.sampled_from(CALLS))
         if what == "begin" or not alive:
             alive.append((BlockTable(pool), []))
             continue
         table, tokens = alive[data.draw(st.integers(0, len(alive) - 1))]
         if what == "grow" and table.missing(len(tokens) + 1) <= pool.available:
+            if len(tokens) % size and table.is_shared(len(tokens)):
+                continue  # it would have to be replaced first
             tokens.append(data.draw(st.integers(0, 1)))
             table.grow(len(tokens))
             written[table.blocks[-1]] = list(tokens)
@@ -447,18 +359,21 @@ def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
             old, new = table.replace(len(tokens) - 1)
             assert (old != new, pool.references[new], table.blocks[-1]) == (True, 1, new)
             written[new] = written[old]
+        elif what == "shrink":  # tokens after the last full block were drafts
+            full = len(tokens) // size * size
+            table.shrink(full)
+            del tokens[full:]
         elif what in ("release", "lose"):
             table.release(trusted=what == "release")
-            alive = [each for each in alive if each[0] is not table]
+            alive = [pair for pair in alive if pair[0] is not table]
 
         held = Counter(block for table, _ in alive for block in table.blocks)
         assert pool.references == [held[block] for block in range(pool.count)]
         assert sorted([*pool.free, *pool.cached, *held]) == list(range(pool.count))
         assert (pool.owned, pool.available) == (len(held), pool.count - len(held))
         assert pool.shared == sum(count > 1 for count in held.values())
-        assert {
-            digest: block for block, digest in enumerate(pool.digests) if digest is not None
-        } == pool.found
+        names = {digest: block for block, digest in enumerate(pool.digests) if digest is not None}
+        assert names == pool.found
         assert all(pool.digests[block] is None for block in pool.free)
         assert all(written[block] == meant[digest] for digest, block in pool.found.items())
         for table, tokens in alive:

@@ -1,4 +1,4 @@
-"""The paged cache: who attends together, that it is attention whatever the tables, and what is read, written and moved."""
+"""The paged cache: grouping, attention whatever the tables, and what is read, written and moved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from shared.checkpoint import Config
 from stage01_forward.attention import Recompute, explicit_attention
 from stage05_paged import cache as module
-from stage05_paged.cache import CALL, Move, PagedCache, batches, runs
+from stage05_paged.blocks import Move
+from stage05_paged.cache import CALL, PagedCache, batches, runs
 
 CONFIG = Config(vocab_size=11, n_positions=256, n_embd=12, n_layer=2, n_head=3, name="small")
 SIZES = (1, 3, 16, 128)  # of blocks
@@ -23,19 +24,19 @@ def blocks_for(tokens, size):
 
 
 class Sequences:
-    """Sequences of random keys and values in one cache, their blocks in no order. All other blocks hold NaN, and what is not yet
-    written of their own holds large numbers."""
+    """Sequences of random keys and values in one cache, their blocks in no order. All other blocks
+    hold NaN, and what is not yet written of their own holds large numbers. Each head of keys and
+    values serves `group` heads of queries. The cache's dtype need not be that of the model."""
 
-    def __init__(self, size, count=5, longest=256, dtype=torch.float64, seed=0):
+    def __init__(self, size, count=5, longest=256, dtype=torch.float64, seed=0, group=1):
         self.generator = torch.Generator().manual_seed(seed)
-        self.size, self.dtype = size, dtype
+        self.size, self.group = size, group
         self.cache = PagedCache(CONFIG, count * blocks_for(longest, size) + 3, size, dtype=dtype)
         self.cache.kv.fill_(torch.nan)
         self.free = torch.randperm(self.cache.blocks, generator=self.generator).tolist()
         self.tables: list[list[int]] = [[] for _ in range(count)]
-        self.past = [
-            torch.empty(3, 3, 0, 4, dtype=dtype) for _ in range(count)
-        ]  # q, k, v as (3, H, T, D)
+        # q, k, v of each sequence as (3, H, T, D), k and v repeated for all heads of q
+        self.past = [torch.empty(3, 3 * group, 0, 4, dtype=torch.float64) for _ in range(count)]
 
     def length(self, sequence):
         return self.past[sequence].shape[2]
@@ -52,28 +53,29 @@ class Sequences:
         """One pass over `parts`, each (sequence, count), held against explicit attention of each sequence alone."""
         shares = [self.share(*part) for part in parts]
         attention = self.cache.extend(shares)
-        assert attention.positions.tolist() == [
-            start + i for _, start, count in shares for i in range(count)
-        ]
-        shape = (3, len(attention.positions), 3, 4)  # (3, N, H, D)
-        fresh = torch.randn(shape, dtype=torch.float64, generator=self.generator).to(self.dtype)
-        got = [
-            attention.attend(layer, *(fresh * (1 + layer))) for layer in range(2)
-        ]  # (N, H, D) each
+        tokens = sum(count for _, count in parts)
+        assert sorted(attention.order.tolist()) == list(range(tokens))
+        fresh = torch.randn(3, tokens, 3, 4, dtype=torch.float64, generator=self.generator)
+        queries = torch.randn(
+            tokens, 3 * self.group, 4, dtype=torch.float64, generator=self.generator
+        )
+        got = torch.empty_like(queries).repeat(2, 1, 1, 1)  # (layers, N, heads, D)
+        order = attention.order
+        for layer in range(2):
+            q, k, v = (x[order] * (1 + layer) for x in (queries, fresh[1], fresh[2]))
+            got[layer, order] = attention.attend(layer, q, k, v)
+        repeated = fresh.repeat_interleave(self.group, 2)  # (3, N, heads, D)
+        repeated[0] = queries
         row = 0
         for (sequence, count), (_, start, _) in zip(parts, shares, strict=True):
-            mine = slice(row, row + count)
-            row += count
+            mine = slice(row, row := row + count)
             self.past[sequence] = torch.cat(
-                [self.past[sequence], fresh[:, mine].transpose(1, 2)], dim=2
+                [self.past[sequence], repeated[:, mine].transpose(1, 2)], dim=2
             )
             for layer in range(2):
-                whole = explicit_attention(
-                    *(self.past[sequence].double() * (1 + layer))
-                )  # (H, T, D)
-                assert torch.allclose(
-                    got[layer][mine].double(), whole[:, start:].transpose(0, 1), rtol=0, atol=atol
-                )
+                whole = explicit_attention(*(self.past[sequence] * (1 + layer)))  # (H, T, D)
+                want = whole[:, start:].transpose(0, 1)
+                assert torch.allclose(got[layer, mine], want, rtol=0, atol=atol)
         return attention
 
 
@@ -83,7 +85,7 @@ def tile(request, monkeypatch):
     return request.param
 
 
-# ---- who attends together -------------------------------------------------------------------------------------------
+# ---- who attends together ----
 
 
 @pytest.mark.parametrize(
@@ -116,35 +118,31 @@ def test_grouping_rules(starts_and_counts, sizes):
 
 
 def test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees():
-    """Which blocks are gathered: those of the longest of the run, and the shorter one's own first block where it has none."""
+    """Shares come in any order; `order` brings those together that attend together. Gathered are the
+    blocks of the longest of a run; a shorter table is padded with its own first block."""
     cache = PagedCache(CONFIG, 20, 4)
     attention = cache.extend(
-        [([7, 3], 0, 6), ([9, 2], 0, 6), ([5, 11, 1, 8], 6, 2), ([4, 0, 6], 10, 1), ([13], 2, 1)]
+        [([7, 3], 0, 6), ([5, 11, 1, 8], 6, 2), ([4, 0, 6], 10, 1), ([9, 2], 0, 6), ([13], 2, 1)]
     )
-    assert attention.prompts == [(slice(0, 12), 6)]
-    chunk, decodes = attention.tiles
-    assert (chunk.rows, chunk.heads, chunk.new, chunk.mask is None) == (
-        slice(12, 14),
-        slice(0, 3),
-        2,
-        False,
-    )
-    assert (decodes.rows, decodes.heads, decodes.new) == (slice(14, 16), slice(0, 3), 1)
-    for tile, tables in ((chunk, [[5, 11]]), (decodes, [[4, 0, 6], [13, 13, 13]])):
-        lines = [
+    assert attention.order.tolist() == [15, 8, 6, 7, 0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13, 14]
+    assert attention.positions.tolist() == [2, 10, 6, 7, *range(6), *range(6)]
+    assert attention.prompts == [(slice(4, 16), 6)]
+    decodes, chunk = attention.tiles
+    assert (decodes.rows, decodes.heads, decodes.new) == (slice(0, 2), slice(0, 3), 1)
+    assert (chunk.rows, chunk.heads, chunk.new) == (slice(2, 4), slice(0, 3), 2)
+    for tile, tables in ((chunk, [[5, 11]]), (decodes, [[13, 13, 13], [4, 0, 6]])):
+        assert tile.lines.tolist() == [
             (which * 3 + head) * 20 + block
             for which in (0, 1)
             for table in tables
             for head in range(3)
             for block in table
         ]
-        assert tile.lines.tolist() == lines
         assert tile.keys.shape == tile.values.shape == (len(tables), 3, 4 * len(tables[0]), 4)
-    assert decodes.mask is not None
-    assert decodes.mask.squeeze().int().tolist() == [[1] * 11 + [0], [1] * 3 + [0] * 9]
-    assert (
-        cache.extend([([4, 0], 7, 1), ([13, 1], 7, 1)]).tiles[0].mask is None
-    )  # nothing there that is not seen
+    assert decodes.mask.squeeze().int().tolist() == [[1] * 3 + [0] * 9, [1] * 11 + [0]]
+    assert chunk.mask.squeeze().int().tolist() == [[1] * 7 + [0], [1] * 8]
+    full = cache.extend([([4, 0], 7, 1), ([13, 1], 7, 1)])
+    assert full.tiles[0].mask is None  # all is visible
 
 
 @pytest.mark.parametrize(
@@ -182,7 +180,7 @@ def test_a_gather_goes_in_tiles_of_so_many_bytes(tile_bytes, shapes, monkeypatch
     assert bool((done == 1).all())
 
 
-# ---- attention, whatever the tables ---------------------------------------------------------------------------------
+# ---- attention, whatever the tables ----
 
 
 @pytest.mark.parametrize("kind", ["whole", "chunk", "decode", "mixed"])
@@ -222,9 +220,6 @@ def test_any_packing_is_explicit_attention_of_each_sequence(size, data):
         for _ in range(data.draw(st.integers(1, 5))):
             order = data.draw(st.permutations(range(count)))[: data.draw(st.integers(1, count))]
             counts = [data.draw(st.sampled_from([1, 1, 1, 2, 3, 7, 40])) for _ in order]
-            if data.draw(st.booleans()):  # as the engine does
-                order = sorted(order, key=lambda i: (counts[order.index(i)], sequences.length(i)))
-                counts = sorted(counts)
             parts = [
                 (i, min(each, 200 - sequences.length(i)))
                 for i, each in zip(order, counts, strict=True)
@@ -240,28 +235,37 @@ def test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass(cuts, tiny_
     cache = PagedCache(tiny_model.config, 9, 5, dtype=torch.float64)
     tables = {"behind": [8, 0, 3], "ahead": [2, 7, 1]}
 
-    def compute(shares):
-        attention = cache.extend([(tables[name], start, count) for name, start, count in shares])
-        ids = [id for _, start, count in shares for id in IDS[start : start + count]]
-        return tiny_model(torch.tensor(ids), attention.positions, attention.attend)
-
     done, parts = 0, []
     for cut in cuts:
-        behind = [("behind", max(0, done - 1), min(cut, done + cut - 1))] if done + cut > 1 else []
-        hidden = compute([*behind, ("ahead", done, cut)])
-        parts.append(hidden[len(hidden) - cut :])
-        for _, start, count in behind:
-            assert torch.allclose(hidden[:count], whole[start : start + count], rtol=0, atol=1e-12)
+        shares = [("ahead", done, cut)]
+        if done + cut > 1:
+            shares.append(("behind", max(0, done - 1), min(cut, done + cut - 1)))
+        attention = cache.extend([(tables[name], start, count) for name, start, count in shares])
+        ids = torch.tensor([id for _, start, count in shares for id in IDS[start : start + count]])
+        hidden = tiny_model(ids[attention.order], attention.positions, attention.attend)
+        hidden = hidden[attention.order.argsort()]
+        parts.append(hidden[:cut])
+        for _, start, count in shares[1:]:
+            assert torch.allclose(hidden[cut:], whole[start : start + count], rtol=0, atol=1e-12)
         done += cut
     assert torch.allclose(torch.cat(parts), whole, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-4), (torch.bfloat16, 0.15)], ids=str)
-def test_smaller_numbers_attend_too(dtype, atol):
+def test_the_cache_has_a_dtype_of_its_own(dtype, atol):
+    """Queries are float64 here, and so is what comes out."""
     sequences = Sequences(4, 3, 64, dtype=dtype)
     sequences.compute((0, 9), (1, 4), (2, 14), atol=atol)
     sequences.compute((2, 1), (0, 1), (1, 1), atol=atol)
-    assert sequences.compute((0, 3), (1, 3), atol=atol).buffer.dtype == dtype
+    sequences.compute((0, 3), (1, 3), atol=atol)
+
+
+@pytest.mark.parametrize("group", [2, 3])
+def test_several_heads_of_queries_share_one_of_keys_and_values(group, tile):
+    sequences = Sequences(4, 3, 64, group=group)
+    sequences.compute((0, 9), (1, 4), (2, 9))
+    sequences.compute((2, 1), (0, 1), (1, 1))
+    sequences.compute((0, 3), (1, 3))
 
 
 def test_sequences_may_share_blocks_that_neither_writes():
@@ -289,7 +293,9 @@ def test_a_neighbours_nan_does_not_come_through(first, broken, tile):
     assert len(runs(shares)) == 1
     sequences.cache.kv[:, :, :, sequences.tables[broken]] = torch.nan
     fresh = torch.randn(3, 2, 3, 4, dtype=torch.float64)
-    out = sequences.cache.extend(shares).attend(0, *fresh)
+    attention = sequences.cache.extend(shares)
+    out = torch.empty(2, 3, 4, dtype=torch.float64)
+    out[attention.order] = attention.attend(0, *fresh[:, attention.order])
     for row, sequence in enumerate(order):
         assert bool(out[row].isnan().all()) == (sequence == broken)
         past = torch.cat([sequences.past[sequence], fresh[:, row, :, None]], dim=2)
@@ -297,17 +303,17 @@ def test_a_neighbours_nan_does_not_come_through(first, broken, tile):
         assert sequence == broken or torch.allclose(out[row], whole, rtol=0, atol=1e-12)
 
 
-# ---- what is written ------------------------------------------------------------------------------------------------
+# ---- what is written ----
 
 
 def test_a_pass_writes_its_own_tokens_and_nothing_else():
     cache = PagedCache(CONFIG, 9, 4)
-    attention = cache.extend([([7, 2], 3, 3), ([5], 1, 1), ([1, 8], 0, 2)])
+    attention = cache.extend([([5], 1, 1), ([1, 8], 0, 2), ([7, 2], 3, 3)])
     q, k, v = torch.randn(3, 6, 3, 4)
     attention.attend(1, q, k, v)
     want = torch.zeros_like(cache.kv)
     for which, fresh in enumerate((k, v)):
-        for row, (block, offset) in enumerate([(7, 3), (2, 0), (2, 1), (5, 1), (1, 0), (1, 1)]):
+        for row, (block, offset) in enumerate([(5, 1), (1, 0), (1, 1), (7, 3), (2, 0), (2, 1)]):
             want[1, which, :, block, offset] = fresh[row]
     assert torch.equal(cache.kv, want)
 
@@ -342,7 +348,7 @@ def test_memory_is_as_computed():
     assert PagedCache(CONFIG, 5, 7).swapped.nbytes == 0
 
 
-# ---- moves ----------------------------------------------------------------------------------------------------------
+# ---- moves ----
 
 BLOCKS, SWAP_BLOCKS = 6, 4
 
@@ -417,47 +423,9 @@ def test_moves_that_clash_do_not_go_together(moves, sizes):
     assert all({each.kind for each in batch} == {kind} for kind, batch in found)
 
 
-def test_the_order_of_moves_counts():
-    """A chain, a swap of two places, and a copy of what is then wiped: each goes wrong if all sources are read first."""
+def test_content_for_checks_is_read_and_written_by_block():
     cache = cache_with_content()
-    before = cache.kv.clone()
-    cache.move(
-        [
-            Move("copy", 0, 1),
-            Move("copy", 1, 2),
-            Move("copy", 3, 4),
-            Move("wipe", 3, 3),
-            Move("copy", 3, 5),
-        ]
-    )
-    for target, source in ((0, 0), (1, 0), (2, 0), (4, 3)):
-        assert torch.equal(cache.kv[:, :, :, target], before[:, :, :, source])
-    assert not cache.kv[:, :, :, [3, 5]].any()
-
-
-def test_blocks_swapped_out_come_back_as_they_were():
-    """To other places, after their own were wiped; nothing else changes."""
-    cache = cache_with_content()
-    before = cache.kv.clone()
-    cache.move([Move("out", 4, 1), Move("out", 0, 3), Move("wipe", 4, 4), Move("wipe", 0, 0)])
-    assert torch.equal(cache.swapped[:, :, :, [1, 3]], before[:, :, :, [4, 0]])
-    assert not cache.kv[:, :, :, [0, 4]].any()
-    cache.move([Move("in", 1, 2), Move("in", 3, 4)])
-    assert torch.equal(cache.kv[:, :, :, [2, 4]], before[:, :, :, [4, 0]])
-    assert torch.equal(cache.kv[:, :, :, [1, 3, 5]], before[:, :, :, [1, 3, 5]])
-
-
-def test_a_sequence_that_was_swapped_out_attends_as_before():
-    sequences = Sequences(4, 2, 40)
-    sequences.cache.swapped = torch.zeros(
-        (*sequences.cache.kv.shape[:3], 3, 4, 4), dtype=torch.float64
-    )
-    sequences.compute((0, 10), (1, 7))
-    old = sequences.tables[0]
-    new = [sequences.free.pop() for _ in old]
-    sequences.cache.move([Move("out", block, slot) for slot, block in enumerate(old)])
-    sequences.cache.kv[:, :, :, old] = torch.nan
-    sequences.cache.move([Move("in", slot, block) for slot, block in enumerate(new)])
-    sequences.tables[0] = new
-    sequences.compute((0, 1), (1, 1))
-    sequences.compute((1, 1), (0, 3))
+    assert torch.equal(cache.read([4, 1])[1].view(2, 2, 3, 2, 4), cache.kv[:, :, :, 1])
+    cache.fill([0, 5], torch.nan)
+    assert bool(cache.kv[:, :, :, [0, 5]].isnan().all())
+    assert not cache.kv[:, :, :, 1:5].isnan().any()

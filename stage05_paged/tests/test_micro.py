@@ -20,6 +20,7 @@ from shared.parity import random_prompt
 from stage01_forward.generation import Token
 from stage01_forward.model import GPT2
 from stage01_forward.sampling import SamplingParams, sample
+from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 from stage05_paged.blocks import BlockPool, BlockTable
 from stage05_paged.cache import PagedAttention, PagedCache
@@ -97,16 +98,16 @@ def scheduler(prompts: list[list[int]]) -> Scheduler:
     found = Scheduler(BlockPool(BLOCKS, BLOCK), max_sequences=ROWS, token_budget=ROWS * CONTEXT)
     for prompt in prompts:
         found.add(Request(prompt, SamplingParams(max_tokens=9)))
-    for work in found.schedule():
-        work.request.computed += work.count
-        found.publish(work)
+    plan = found.schedule()
+    found.advance(plan)
+    for work in plan.work:
         work.request.output.append(Token(0, None, None))
     return found
 
 
 def test_schedule(benchmark: Any, scheduler: Scheduler) -> None:
-    work = benchmark(scheduler.schedule)
-    assert [(each.start, each.count, each.samples) for each in work] == [(CONTEXT, 1, True)] * ROWS
+    plan: Plan = benchmark(scheduler.schedule)
+    assert [(work.start, work.count, work.rows) for work in plan.work] == [(CONTEXT, 1, 1)] * ROWS
 
 
 def test_block_pool(benchmark: Any) -> None:

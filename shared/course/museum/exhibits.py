@@ -230,8 +230,8 @@ EXHIBITS = (
         "record of how many rows each forward pass had.",
         seen="SuStackx0/llm-serving-engine and achi9629/llm-inference-engine, at their published versions",
         tests=(
-            "tests/test_engine.py::test_one_forward_pass_serves_all_rows",
-            "tests/test_engine.py::test_the_whole_record_of_a_small_crowd",
+            "tests/test_contract.py::TestSlots::test_tokens_through_the_model_are_those_of_the_records",
+            "tests/test_contract.py::TestSlots::test_the_whole_record_of_a_small_crowd",
         ),
     ),
     Exhibit(
@@ -251,7 +251,7 @@ EXHIBITS = (
         "still to see, as a zero key has a weight too.",
         seen="several engines with slots",
         tests=(
-            "tests/test_cache.py::test_a_group_says_what_it_reads",
+            "tests/test_cache.py::test_groups_of_a_pass",
             "tests/test_cache.py::test_any_packing_is_explicit_attention_of_each_sequence",
         ),
     ),
@@ -314,7 +314,7 @@ EXHIBITS = (
         seen="nano-vllm, issues 114 and 144, pull request 199",
         tests=(
             "tests/test_engine.py::test_a_whole_prompt_found_still_computes_its_last_token",
-            "tests/test_scheduler.py::test_what_was_computed_is_found_by_whoever_begins_the_same",
+            "tests/test_scheduler.py::test_a_common_beginning_is_found",
         ),
     ),
     Exhibit(
@@ -355,7 +355,7 @@ EXHIBITS = (
         seen="nano-vllm, pull requests 211 and 233",
         tests=(
             "tests/test_engine.py::test_a_preempted_request_resumes_on_its_own_prefix",
-            "tests/test_scheduler.py::test_a_recompute_that_resumes_on_a_hit_starts_where_the_hit_ends",
+            "tests/test_preemption.py::test_a_recompute_that_resumes_on_a_hit_starts_where_the_hit_ends",
         ),
     ),
     Exhibit(
@@ -378,8 +378,8 @@ EXHIBITS = (
         "what is free, so that it fails loudly.",
         seen="mini-sglang, pull request 142",
         tests=(
-            "tests/test_blocks.py::test_a_published_block_is_kept_when_nobody_holds_it_and_can_be_shared_again",
-            "tests/test_scheduler.py::test_a_block_stays_while_anybody_holds_it",
+            "tests/test_blocks.py::test_a_published_block_is_kept_when_no_table_holds_it_and_can_be_shared_again",
+            "tests/test_preemption.py::test_a_block_stays_while_any_table_holds_it",
         ),
     ),
     Exhibit(
@@ -420,7 +420,7 @@ EXHIBITS = (
         seen="SuStackx0/llm-serving-engine, the preemption of its scheduler",
         tests=(
             "tests/test_engine.py::test_preemption_never_repeats_or_loses_a_streamed_token",
-            "tests/test_scheduler.py::test_the_most_junior_gives_its_memory_back",
+            "tests/test_preemption.py::test_the_most_junior_gives_its_memory_back",
         ),
     ),
     Exhibit(
@@ -439,8 +439,8 @@ EXHIBITS = (
         "test for it, since it needs a fork, a block that is not full, and a look at both texts.",
         seen="hardly any engine tests it",
         tests=(
-            "tests/test_engine.py::test_a_write_to_a_shared_block_copies_it_first",
-            "tests/test_scheduler.py::test_the_first_write_to_a_shared_block_copies_it_and_the_last_holder_writes_in_place",
+            "tests/test_engine.py::test_fork_of_a_fork",
+            "tests/test_preemption.py::test_a_copy_comes_from_the_parents_last_block_before_the_pass",
         ),
     ),
     Exhibit(
@@ -462,7 +462,7 @@ EXHIBITS = (
         "which whoever came first never gives way.",
         seen="mini-sglang, pull requests 81 and 97",
         tests=(
-            "tests/test_scheduler.py::test_a_request_is_let_in_with_blocks_for_what_it_has_and_not_for_what_may_come",
+            "tests/test_scheduler.py::test_a_request_is_admitted_with_blocks_for_what_it_has_and_not_for_what_may_come",
         ),
     ),
     Exhibit(

@@ -1,0 +1,90 @@
+"""What every test of an engine compares with: the naive engine's answers on a model of random weights.
+
+In float64, where tokens must be equal and their log-probabilities nearly so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from shared.checkpoint import Config
+from shared.course.testing import random_checkpoint
+from shared.parity import random_prompt
+from stage01_forward.engine import Engine as Naive
+from stage01_forward.generation import Output
+from stage01_forward.model import load_model
+from stage01_forward.sampling import SamplingParams
+from stage04_continuous.request import Request
+
+CONFIG = Config(101, 64, 24, 2, 2, name="wide")
+DRAWN = SamplingParams(
+    max_tokens=12, temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=11, logprobs=3
+)
+PENALIZED = replace(DRAWN, presence_penalty=0.3, frequency_penalty=0.2)
+IDS = itertools.count()
+
+
+@cache
+def the_model(dtype: torch.dtype = torch.float64) -> Any:
+    """Weights so wide that an answer has many tokens: a model that repeats one proves nothing."""
+    return load_model(random_checkpoint(CONFIG, spread=24), dtype=dtype)
+
+
+@cache
+def _naive(prompt: tuple[int, ...], sampling: SamplingParams) -> Output:
+    return Naive(the_model()).generate([list(prompt)], sampling)[0]
+
+
+def naive(prompt: list[int], sampling: SamplingParams) -> Output:
+    """The naive engine's answer, worked out once."""
+    return _naive(tuple(prompt), sampling)
+
+
+def greedy(count: int, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True, logprobs=0, **options)
+
+
+def prompt_of(length: int, seed: int | str = "ask") -> list[int]:
+    return random_prompt(length, CONFIG, seed)
+
+
+def answer(length: int, count: int) -> list[int]:
+    """The naive engine's greedy answer to `prompt_of(length)`."""
+    return naive(prompt_of(length), greedy(count)).token_ids
+
+
+def ask(engine: Any, length: int, count: int = 12, id: str = "", **options: Any) -> Request:
+    id = id or f"ask {next(IDS)}"
+    return engine.add(Request(prompt_of(length), greedy(count), id, **options))
+
+
+def finish(engine: Any) -> list[Any]:
+    """Step to the end; the tokens on the way."""
+    tokens: list[Any] = []
+    for _ in range(2000):
+        if not engine.requests:
+            return tokens
+        tokens += engine.step()
+    raise AssertionError("a live-lock: no test has so many tokens")
+
+
+def assert_answered(*requests: Request, given: int = 0) -> None:
+    """Each request has the naive engine's answer, an aborted one its beginning. The first `given`
+    tokens of the answer are those of the request it was forked from."""
+    for request in requests:
+        output, beginning = request.output, request.output.token_ids[:given]
+        rest = replace(request.sampling, max_tokens=request.sampling.max_tokens - given)
+        want = naive(output.prompt_ids + beginning, rest)
+        count = len(want.token_ids)
+        if output.finish_reason == "abort":
+            count = len(output.token_ids) - given
+        assert output.token_ids[given:] == want.token_ids[:count]
+        assert output.finish_reason in ("abort", want.finish_reason)
+        for mine, its in zip(output.logprobs[given:], want.logprobs[:count], strict=True):
+            assert [id for id, _ in mine.top] == [id for id, _ in its.top]
+            assert abs(mine.token - its.token) < 1e-9 and abs(mine.highest - its.highest) < 1e-9

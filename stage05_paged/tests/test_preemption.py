@@ -1,0 +1,447 @@
+"""When memory runs out, without a model: which request gives way, what is swapped, what is shared."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.errors import UserError
+from stage04_continuous.request import State
+from stage05_paged.blocks import Move
+
+from .test_scheduler import (
+    PROMPT,
+    WORD,
+    ask,
+    ask_samples,
+    compute,
+    counts,
+    fork,
+    ids,
+    preempt,
+    run_one,
+    scheduler_of,
+    step,
+)
+
+
+def three_that_fill_the_pool(policy="fcfs", priorities=(0, 0, 0), **options):
+    """ "a", "b" and "c" with 8 tokens computed in 2 blocks each, all 6 blocks owned, and a third
+    block needed by all."""
+    scheduler = scheduler_of(6, policy=policy, prefix_caching=False, **options)
+    requests = [
+        ask(scheduler, 8, id, priority) for id, priority in zip("abc", priorities, strict=True)
+    ]
+    step(scheduler)
+    assert scheduler.pool.available == 0 and len(scheduler.running) == 3
+    return scheduler, requests
+
+
+@pytest.mark.parametrize(
+    "policy, priorities, victim",
+    [
+        ("fcfs", (0, 0, 0), "c"),
+        ("fcfs", (5, 0, 0), "c"),  # priorities do not count
+        ("priority", (0, 0, 0), "c"),
+        ("priority", (1, 0, 0), "a"),
+        ("priority", (1, 2, 1), "b"),
+        ("priority", (2, 2, 1), "b"),
+        ("priority", (-1, -2, -3), "a"),
+    ],
+    ids=str,
+)
+def test_the_most_junior_gives_its_memory_back(policy, priorities, victim):
+    """The lowest priority, then the latest arrival. Two blocks suffice for the other two."""
+    scheduler, requests = three_that_fill_the_pool(policy, priorities)
+    others = [request for request in requests if request.id != victim]
+    assert sorted(id for id, *_ in step(scheduler)) == ids(others)
+    (request,) = scheduler.waiting
+    assert (request.id, request.state, request.computed) == (victim, State.WAITING, 0)
+    assert scheduler.counts.recomputed == 1
+    assert request.output.token_ids == [WORD.id]  # the answer so far stays
+    blocks = {request.id: len(scheduler.tables[request].blocks) for request in requests}
+    assert blocks == {request.id: 3 * (request in others) for request in requests}
+
+
+def test_the_junior_gives_way_even_if_it_is_the_one_that_needs_a_block():
+    scheduler = scheduler_of(4, prefix_caching=False)
+    ask(scheduler, 9, "a", answer=8)
+    ask(scheduler, 4, "b", answer=8)
+    step(scheduler)
+    assert [id for id, *_ in step(scheduler)] == ["a"]  # which needs nothing
+    assert ids(scheduler.waiting) == ["b"]
+
+
+def test_the_senior_is_served_first_even_if_it_was_admitted_later():
+    """One block is left and both need one: the junior does not take it, to be preempted at once."""
+    scheduler = scheduler_of(5, policy="priority", prefix_caching=False)
+    ask(scheduler, 7, "junior", priority=1, answer=8)
+    step(scheduler)
+    senior = ask(scheduler, 8, "senior", answer=8)
+    step(scheduler)
+    assert (ids(scheduler.running), scheduler.pool.available) == (["junior", "senior"], 1)
+    plan = scheduler.schedule()
+    (work,) = plan.work
+    assert (work.request, ids(scheduler.waiting)) == (senior, ["junior"])
+    assert plan.moves == [Move("wipe", work.table[2], work.table[2])]
+
+
+def test_a_request_with_no_junior_gives_way_itself():
+    """Of 8 blocks, the two of "d" serve "a" and "b"; for "c" only its own are left."""
+    scheduler = scheduler_of(8, prefix_caching=False)
+    for id in "abcd":
+        ask(scheduler, 8, id)
+    step(scheduler)
+    assert [id for id, *_ in step(scheduler)] == ["a", "b"]
+    assert (ids(scheduler.waiting), scheduler.counts.preemptions) == (["c", "d"], 2)
+    assert scheduler.pool.available == 2
+
+
+def test_no_request_is_admitted_in_a_step_that_preempted():
+    """Not even one that would fit, and goes before the victim."""
+    scheduler = scheduler_of(7, policy="priority", prefix_caching=False)
+    ask(scheduler, 8, "a")
+    ask(scheduler, 8, "b")
+    ask(scheduler, 12, "c", priority=1)
+    step(scheduler)
+    ask(scheduler, 1, "tiny", answer=1)
+    assert [id for id, *_ in step(scheduler)] == ["a", "b"]
+    assert (ids(scheduler.waiting), scheduler.pool.available) == (["c", "tiny"], 1)
+    assert [id for id, *_ in step(scheduler)] == ["a", "b", "tiny"]
+
+
+def test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_again():
+    """Prompt and answer so far in one go: then comes its next token, and none twice."""
+    scheduler, (a, b, c) = three_that_fill_the_pool()
+    ask(scheduler, 1, "late", answer=1)
+    step(scheduler)
+    assert ids(scheduler.waiting) == ["c", "late"]
+    scheduler.finish(a)
+    assert step(scheduler) == [("b", 9, 1, True), ("c", 0, 9, True)]
+    assert c.output.token_ids == [WORD.id] * 2
+    assert step(scheduler)[:2] == [("b", 10, 1, True), ("c", 9, 1, True)]
+
+
+def test_a_preempted_request_finds_its_own_blocks_which_does_not_flatter_the_rate():
+    scheduler = scheduler_of(6)
+    requests = [ask(scheduler, 8, id) for id in "abc"]
+    for _ in range(2):
+        step(scheduler)
+    assert ids(scheduler.waiting) == ["c"]
+    for request in requests[:2]:
+        scheduler.finish(request)
+    ((id, start, count, _),) = step(scheduler)
+    assert (id, start + count, start % 4) == ("c", 9, 0)
+    assert counts(scheduler, "lookup_tokens", "hit_tokens") == (24, 0)
+
+
+def test_a_recompute_that_resumes_on_a_hit_starts_where_the_hit_ends():
+    """Another request has the same beginning and kept it: found and computed make the whole."""
+    scheduler = scheduler_of(20)
+    ask(scheduler, PROMPT[:9], "one")
+    step(scheduler)
+    two = ask(scheduler, PROMPT[:14], "two")
+    step(scheduler)
+    preempt(scheduler, two)
+    assert (two.computed, scheduler.tables[two].blocks, two.token_count) == (0, [], 15)
+    third = scheduler.pool.found[scheduler.tables[two].digests[2]]
+    scheduler.pool.forget(third)  # its own block is gone
+    assert step(scheduler)[1] == ("two", 8, 7, True)
+    assert two.computed == 15
+
+
+def test_without_chunks_a_recompute_longer_than_the_budget_still_runs():
+    """Only what a preemption has made so long is cut: a prompt never is."""
+    scheduler = scheduler_of(
+        20, max_sequences=2, token_budget=8, chunked=False, prefix_caching=False
+    )
+    request = ask(scheduler, 8, "a")
+    for _ in range(5):
+        step(scheduler)
+    preempt(scheduler, request)
+    assert [step(scheduler) for _ in range(3)] == [
+        [("a", 0, 8, False)],
+        [("a", 8, 5, True)],
+        [("a", 13, 1, True)],
+    ]
+
+
+def test_without_chunks_the_rest_of_a_long_recompute_does_not_starve():
+    """Newcomers of one token must not take what is left of every budget."""
+    scheduler = scheduler_of(
+        60, max_sequences=4, token_budget=4, chunked=False, prefix_caching=False
+    )
+    request = ask(scheduler, 4, "long", answer=50)
+    for _ in range(4):
+        step(scheduler)
+    preempt(scheduler, request)
+    before = len(request.output.token_ids)
+    for _ in range(10):
+        ask(scheduler, 1, "newcomer", answer=3)
+        step(scheduler)
+        for other in list(scheduler.running):
+            if other.id == "newcomer" and len(other.output.token_ids) == 3:
+                scheduler.finish(other)
+    assert len(request.output.token_ids) > before
+
+
+# ---- swapping ----
+
+
+def test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_was():
+    scheduler, (a, b, c) = three_that_fill_the_pool(swap_blocks=5)
+    blocks = list(scheduler.tables[c].blocks)
+    plan = scheduler.schedule()
+    targets = scheduler.swapped[c]
+    outs = [Move("out", *pair) for pair in zip(blocks, targets, strict=True)]
+    assert plan.moves[:2] == outs  # before any wipe
+    assert (c.state, c.computed, scheduler.tables[c].blocks) == (State.WAITING, 8, [])
+    assert scheduler.swap_pool.owned == 2
+    compute(scheduler, plan)
+    scheduler.finish(a)
+    plan = scheduler.schedule()
+    mine = scheduler.tables[c].blocks
+    assert [move for move in plan.moves if move.target in mine] == [
+        *[Move("wipe", block, block) for block in mine],
+        *[Move("in", source, block) for source, block in zip(targets, mine, strict=False)],
+    ]
+    assert (len(mine), scheduler.swapped, scheduler.swap_pool.owned) == (3, {}, 0)
+    assert compute(scheduler, plan) == [("b", 9, 1, True), ("c", 8, 1, True)]
+    assert counts(scheduler, "swapped_out", "swapped_in", "recomputed", "preemptions") == (
+        1,
+        1,
+        0,
+        1,
+    )
+
+
+def test_only_the_computed_blocks_are_swapped():
+    scheduler = scheduler_of(10, swap_blocks=5, token_budget=6, max_sequences=1)
+    request = ask(scheduler, 20, "a")
+    step(scheduler)
+    preempt(scheduler, request)
+    assert (len(scheduler.swapped[request]), request.computed) == (2, 6)
+    assert step(scheduler) == [("a", 6, 6, False)]
+
+
+def test_a_request_with_nothing_computed_has_nothing_to_swap():
+    """Back again, it could find no more than it had computed, which is nothing."""
+    scheduler = scheduler_of(10, swap_blocks=5)
+    request = ask(scheduler, 9, "a")
+    scheduler.schedule()
+    preempt(scheduler, request)
+    assert scheduler.swapped == {} and counts(scheduler, "recomputed", "swapped_out") == (1, 0)
+
+
+def test_what_can_still_be_found_is_shared_and_not_copied_back():
+    scheduler = scheduler_of(12, swap_blocks=5)
+    one = ask(scheduler, PROMPT[:14], "one")
+    two = ask(scheduler, PROMPT[:9], "two")
+    step(scheduler)
+    step(scheduler)
+    preempt(scheduler, two)
+    assert (two.computed, len(scheduler.swapped[two])) == (10, 3)
+    partial = scheduler.swapped[two][2]
+    plan = scheduler.schedule()
+    mine = scheduler.tables[two].blocks
+    assert mine[:2] == scheduler.tables[one].blocks[:2]
+    assert [move for move in plan.moves if move.kind == "in"] == [Move("in", partial, mine[2])]
+    assert compute(scheduler, plan) == [("one", 15, 1, True), ("two", 10, 1, True)]
+    assert scheduler.swap_pool.owned == 0
+
+
+def test_a_hit_beyond_what_was_swapped_is_left_alone():
+    """Another request has computed more of the same: still the swapped tokens come back."""
+    scheduler = scheduler_of(20, swap_blocks=5, token_budget=6, max_sequences=2)
+    two = ask(scheduler, PROMPT[:20], "two")
+    step(scheduler)
+    preempt(scheduler, two)
+    one = ask(scheduler, PROMPT[:19], "one")
+    scheduler.waiting.reverse()
+    while one.remaining > 1 or not one.output.token_ids:
+        scheduler.max_sequences = 1
+        step(scheduler)
+    scheduler.max_sequences = 2
+    assert step(scheduler)[1] == ("two", 6, 5, False)
+
+
+def test_swap_that_finds_no_room_recomputes():
+    scheduler, (_, _, c) = three_that_fill_the_pool(swap_blocks=1)
+    step(scheduler)
+    assert counts(scheduler, "recomputed", "swapped_out") == (1, 0) and c.computed == 0
+    assert (scheduler.swap_pool.owned, scheduler.swapped) == (0, {})
+
+
+def test_a_swapped_request_that_is_aborted_gives_its_swap_blocks_back():
+    scheduler, (_, _, c) = three_that_fill_the_pool(swap_blocks=5)
+    step(scheduler)
+    assert scheduler.swap_pool.owned == 2
+    scheduler.finish(c)
+    assert (scheduler.swap_pool.owned, scheduler.swapped, c in scheduler.tables) == (0, {}, False)
+
+
+@pytest.mark.parametrize(
+    "preemption, swap_blocks, answer, asked",
+    [
+        ("auto", 5, "swap", [8]),  # about the computed tokens
+        ("auto", 5, "recompute", [8]),
+        ("auto", 0, "swap", []),  # no choice
+        ("swap", 5, "recompute", []),
+        ("recompute", 5, "swap", []),
+    ],
+)
+def test_auto_asks_which_is_cheaper(preemption, swap_blocks, answer, asked):
+    questions = []
+
+    def cheaper(tokens):
+        questions.append(tokens)
+        return answer
+
+    scheduler, (_, _, c) = three_that_fill_the_pool(
+        swap_blocks=swap_blocks, preemption=preemption, cheaper=cheaper
+    )
+    step(scheduler)
+    swapped = preemption == "swap" or asked and answer == "swap"
+    assert questions == asked and (c in scheduler.swapped) == bool(swapped)
+
+
+# ---- samples and forks ----
+
+
+def test_samples_of_a_prompt_compute_it_once_and_share_its_full_blocks():
+    """All but the last token, which gives each sample its own first token."""
+    scheduler = scheduler_of(10, max_sequences=4)
+    samples = ask_samples(scheduler, 10, "s1", "s2", "s3")
+    assert step(scheduler) == [("s1", 0, 10, True)]
+    assert step(scheduler) == [("s1", 10, 1, True), ("s2", 9, 1, True), ("s3", 9, 1, True)]
+    assert (scheduler.pool.owned, scheduler.pool.shared) == (5, 2)
+    assert len({scheduler.tables[request].blocks[2] for request in samples}) == 3
+    for _ in range(5):
+        step(scheduler)
+    assert scheduler.counts.copies == 2  # and nothing else is ever copied
+
+
+def test_a_copy_comes_from_the_parents_last_block_before_the_pass():
+    scheduler = scheduler_of(10, max_sequences=4)
+    first, second = ask_samples(scheduler, 10, "s1", "s2")
+    step(scheduler)
+    plan = scheduler.schedule()
+    source, target = (scheduler.tables[request].blocks[2] for request in (first, second))
+    assert Move("copy", source, target) in plan.moves
+
+
+def test_a_full_block_is_shared_and_never_copied():
+    scheduler = scheduler_of(10, max_sequences=4)
+    ask_samples(scheduler, 9, "s1", "s2", "s3")
+    for _ in range(3):
+        step(scheduler)
+    assert (scheduler.counts.copies, scheduler.pool.shared, scheduler.pool.owned) == (0, 2, 5)
+
+
+def test_samples_beyond_the_most_sequences_wait():
+    scheduler = scheduler_of(20, max_sequences=2)
+    samples = ask_samples(scheduler, 10, "s1", "s2", "s3")
+    step(scheduler)
+    step(scheduler)
+    assert (ids(scheduler.running), ids(scheduler.waiting)) == (["s1", "s2"], ["s3"])
+    scheduler.finish(samples[0])
+    assert step(scheduler)[1] == ("s3", 8, 2, True)  # it finds what is full
+
+
+def test_when_the_first_sample_is_aborted_the_next_one_leads():
+    scheduler = scheduler_of(20, max_sequences=4, token_budget=6)
+    samples = ask_samples(scheduler, 10, "s1", "s2", "s3")
+    assert step(scheduler) == [("s1", 0, 6, False)]
+    scheduler.finish(samples[0])
+    assert step(scheduler) == [("s2", 4, 6, True)]  # the first block can still be found
+    assert step(scheduler) == [("s2", 10, 1, True), ("s3", 9, 1, True)]
+
+
+def test_samples_can_be_aborted_in_any_order():
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        scheduler = scheduler_of(20, max_sequences=4)
+        samples = ask_samples(scheduler, 10, "s1", "s2", "s3")
+        for index in order:
+            scheduler.finish(samples[index])
+        assert (scheduler.unfinished, scheduler.waiting, scheduler.pool.owned) == (0, [], 0)
+
+
+def test_a_fork_goes_on_from_where_its_parent_is():
+    scheduler = scheduler_of(20, max_sequences=4)
+    parent = ask(scheduler, 6, "parent")
+    for _ in range(4):
+        step(scheduler)
+    child = fork(scheduler, parent, "child")
+    assert step(scheduler) == [("parent", 9, 1, True), ("child", 9, 1, True)]
+    first, second = (scheduler.tables[request].blocks for request in (parent, child))
+    assert first[:2] == second[:2] and first[2] != second[2]
+
+
+def test_a_fork_in_the_middle_of_a_prompt_waits_for_it():
+    scheduler = scheduler_of(20, max_sequences=4, token_budget=6)
+    parent = ask(scheduler, 10, "parent")
+    step(scheduler)
+    fork(scheduler, parent, "child")
+    assert step(scheduler) == [("parent", 6, 4, True)]
+    assert step(scheduler) == [("parent", 10, 1, True), ("child", 9, 1, True)]
+
+
+@pytest.mark.parametrize("why", ["no room", "parent waits", "parent was preempted"])
+def test_a_fork_whose_parent_ends_first_computes_what_it_does_not_find(why):
+    scheduler = scheduler_of(20, max_sequences=1 if why == "no room" else 2)
+    parent = ask(scheduler, 9, "parent")
+    if why != "parent waits":
+        step(scheduler)
+    if why == "parent was preempted":
+        preempt(scheduler, parent)
+    child = fork(scheduler, parent, "child")
+    assert (child.state, child.computed, ids(scheduler.waiting)[-1]) == (State.WAITING, 0, "child")
+    scheduler.finish(parent)
+    hit = 0 if why == "parent waits" else 8
+    assert step(scheduler) == [("child", hit, child.token_count - 1 - hit, True)]
+
+
+def test_a_fork_that_can_never_fit_is_refused():
+    scheduler = scheduler_of(10)
+    parent = ask(scheduler, 20, "parent")
+    step(scheduler)
+    with pytest.raises(UserError, match="takes 14 blocks"):
+        fork(scheduler, parent, "child", answer=37)
+    assert (scheduler.unfinished, scheduler.pool.shared) == (1, 0)
+
+
+def test_a_sample_has_its_own_salt_and_finds_no_other_tenants_blocks():
+    scheduler = scheduler_of(20, max_sequences=1)
+    first = ask(scheduler, PROMPT[:9], "s1", salt=b"tenant")
+    sample = fork(scheduler, first, "s2")
+    step(scheduler)
+    scheduler.finish(first)
+    assert step(scheduler) == [("s2", 8, 1, True)]
+    scheduler.finish(sample)
+    assert run_one(scheduler, PROMPT[:9]) == (0, 9)
+
+
+def test_a_block_stays_while_any_table_holds_it():
+    """Two requests with the same beginning, and a fork: in whatever way one goes, blocks stay."""
+    scheduler = scheduler_of(12)
+    one = ask(scheduler, PROMPT[:14], "one")
+    step(scheduler)
+    two = ask(scheduler, PROMPT[:10], "two")
+    step(scheduler)
+    three = fork(scheduler, two, "three")
+    step(scheduler)
+    pool, digests = scheduler.pool, scheduler.tables[one].digests[:2]
+    shared = list(scheduler.tables[one].blocks[:2])
+    for left, leave in (
+        (3, lambda: None),
+        (2, lambda: scheduler.finish(one)),
+        (1, lambda: preempt(scheduler, two)),
+    ):
+        leave()
+        assert [pool.references[block] for block in shared] == [left, left]
+    assert scheduler.tables[three].blocks[:2] == shared
+    rest = [pool.take() for _ in range(pool.available)]  # memory is short
+    assert not set(rest) & set(shared) and pool.match(digests) == shared
+    scheduler.finish(three)
+    assert pool.match(digests) == shared
+    assert [pool.take() for _ in range(pool.available)][-2:] == shared[::-1]
+    assert pool.match(digests) == []
