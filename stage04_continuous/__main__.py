@@ -14,7 +14,8 @@ from shared.errors import UserError
 from stage01_forward.model import load_model
 from stage01_forward.sampling import SamplingParams
 
-from .engine import Engine, make
+from .engine import Engine
+from .make import make
 from .records import SlotsRecord
 from .request import Request
 from .scheduler import POLICIES, Scheduler

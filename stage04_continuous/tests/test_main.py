@@ -22,7 +22,7 @@ from shared.tokenizer import ByteTokenizer
 from stage01_forward.sampling import SamplingParams
 from stage03_batching.tests.test_main import answers
 from stage04_continuous import __main__ as stage
-from stage04_continuous.engine import make
+from stage04_continuous.make import make
 
 ALONE = ["hello", "a", "a longer prompt", "b", "a longer prompt!"]
 
