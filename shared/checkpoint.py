@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.overrides import TorchFunctionMode
 
 from .config import Config, expected_shapes
 from .errors import UserError
@@ -80,6 +82,28 @@ def load(
     if dtype is not None:
         checkpoint.tensors = {key: tensor.to(dtype) for key, tensor in checkpoint.tensors.items()}
     return checkpoint
+
+
+class _SkipInit(TorchFunctionMode):
+    """Makes torch.nn.init return its tensor as it is."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Modules made here are on the device "meta": no memory, and no time for random values.
+
+    To draw random values on "meta", PyTorch would also import 800 modules that nothing else needs.
+    """
+    with torch.device("meta"), _SkipInit():
+        yield
 
 
 def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""The shape of a model: what the engines, the caches and the estimates know about it. Imports no torch."""
+"""The shape of a model, for engines, caches and estimates. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ FIXED_OPTIONS = {
 class Config:
     """The shape of a model. Fields are named as in a GPT-2's config.json where it has them.
 
-    Caches allocate n_kv_head heads of head_dim channels; n_head, a multiple of n_kv_head, counts the query heads.
-    Left at 0, n_kv_head is n_head and head_dim is n_embd / n_head, as in GPT-2.
+    Caches allocate n_kv_head heads of head_dim channels; n_head, a multiple of n_kv_head, counts
+    the query heads. Left at 0, n_kv_head is n_head and head_dim is n_embd / n_head, as in GPT-2.
     """
 
     vocab_size: int
@@ -63,7 +63,8 @@ class Config:
 
     @classmethod
     def from_folder(cls, folder: str | Path, name: str | None = None) -> Config:
-        """Read config.json of a checkpoint folder; UserError as `from_dict`, or if the file is absent or corrupt."""
+        """Read config.json of a checkpoint folder. Raises UserError as `from_dict` does, or if the
+        file is absent or corrupt."""
         path = Path(folder) / "config.json"
         return cls.from_dict(read_json(path), name or Path(folder).resolve().name, str(path))
 
@@ -71,17 +72,20 @@ class Config:
     def from_dict(
         cls, fields: Mapping[str, Any], name: str = "", source: str = "config.json"
     ) -> Config:
-        """Check the fields of a config.json. UserError for a wrong type or size, or for a model that is not our GPT-2."""
+        """Check the fields of a config.json. Raises UserError for a wrong type or size, or for a
+        model that this GPT-2 does not implement."""
         for option, ours in FIXED_OPTIONS.items():
             if fields.get(option, ours) != ours:
                 raise UserError(
-                    f"{source} sets {option} to {fields[option]!r}; only {ours!r} works: choose another model."
+                    f"{source} sets {option} to {fields[option]!r}; only {ours!r} works: choose "
+                    f"another model."
                 )
         if fields.get("activation_function", ACTIVATIONS[0]) not in ACTIVATIONS:
             activation = fields["activation_function"]
             known = " or ".join(ACTIVATIONS)
             raise UserError(
-                f"{source} sets activation_function to {activation!r}; only {known} works: choose another model."
+                f"{source} sets activation_function to {activation!r}; only {known} works: choose "
+                f"another model."
             )
 
         sizes: dict[str, Any] = {
@@ -99,7 +103,8 @@ class Config:
             )
         if fields.get("n_inner") not in (None, 4 * width):
             raise UserError(
-                f"{source} sets n_inner to {fields['n_inner']!r}; only 4 * n_embd works: choose another model."
+                f"{source} sets n_inner to {fields['n_inner']!r}; only 4 * n_embd works: choose "
+                f"another model."
             )
 
         epsilon = fields.get("layer_norm_epsilon", 1e-5)
@@ -111,13 +116,14 @@ class Config:
         eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
         if not all(type(token) is int and 0 <= token < sizes["vocab_size"] for token in eos_ids):
             raise UserError(
-                f"eos_token_id in {source} must be a token id from 0 to {sizes['vocab_size'] - 1}, not {eos!r}."
+                f"eos_token_id in {source} must be a token id from 0 to {sizes['vocab_size'] - 1}, "
+                f"not {eos!r}."
             )
         return cls(**sizes, layer_norm_epsilon=float(epsilon), eos_ids=eos_ids, name=name)
 
 
 def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each tensor, in the model's order. No lm_head: the output layer is wte again (tied)."""
+    """Name -> shape of each tensor, in the model's order. No lm_head: it is wte again (tied)."""
     width = config.n_embd
     shapes: dict[str, tuple[int, ...]] = {
         "wte.weight": (config.vocab_size, width),

@@ -10,7 +10,7 @@ from .errors import UserError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file. UserError if it is absent, unreadable, or anything other than an object."""
+    """The JSON object in the file. Raises UserError if it is absent, unreadable or no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -20,5 +20,5 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} cannot be read as JSON ({error}): copy or download it again."
         ) from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object: copy or download it again.")
+        raise UserError(f"{path} is not a JSON object: copy or download it again.")
     return content

@@ -6,7 +6,7 @@ from shared import cli
 
 from .engine import Engine
 from .model import load_model
-from .sampling import SamplingParams
+from .params import SamplingParams
 
 ABOUT = "Stage 01, the naive engine: continue a text, computing everything again for each token."
 

@@ -1,7 +1,8 @@
-"""Causal attention over all tokens of one sequence: once to be read, once to be run.
+"""Causal attention over all tokens of one sequence: one version to read, one to run.
 
-`explicit_attention` writes out softmax(Q K^T / sqrt(D)) V with its mask. `Recompute` is this stage's `attend`: it keeps
-nothing and lets PyTorch's fused kernel do the same sum without ever storing the (H, T, T) scores.
+`explicit_attention` writes out softmax(Q K^T / sqrt(D)) V with its mask. `Recompute` is this
+stage's `attend`: it keeps nothing and lets PyTorch's fused kernel do the same sum without ever
+storing the (H, T, T) scores.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same in one kernel that never holds all scores at once (Dao et al., FlashAttention, 2022)."""
+    """The same in one kernel that never stores all scores (Dao et al., FlashAttention, 2022)."""
     # PyTorch takes the fused path only for four dimensions: (1, H, T, D).
     return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
 
 
 class Recompute:
-    """Attention for one forward pass over a whole sequence. Nothing is kept: the next pass computes it all again."""
+    """Attention of one forward pass over a whole sequence. It keeps nothing for the next pass."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v (T, H, D) -> (T, H, D)."""

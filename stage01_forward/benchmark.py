@@ -24,7 +24,7 @@ from .attention import Recompute, explicit_attention, fused_attention
 from .engine import Engine
 from .generation import Output
 from .model import GPT2, load_model
-from .sampling import SamplingParams
+from .params import SamplingParams
 
 STAGE = "stage01_forward"
 LENGTHS = (1, 8, 32, 128, 512, 1023)

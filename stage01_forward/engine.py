@@ -1,7 +1,7 @@
 """Stage 01: the naive engine. Each new token costs a forward pass over the whole sequence.
 
-One request at a time, no memory between passes. Slow on purpose, and right on purpose: it is the oracle that every
-later engine must match token for token.
+One request at a time, no memory between passes. It is slow on purpose, because it is the oracle
+that every later engine must match token for token.
 """
 
 from __future__ import annotations
@@ -14,33 +14,36 @@ import torch
 from shared.records import StepRecord
 
 from .attention import Recompute
+from .fast_sampling import sample
 from .generation import Output, Sampling, Token, check_request, finish_reason, sampling_per_prompt
 from .model import GPT2
-from .sampling import SamplingParams, sample
+from .params import SamplingParams
 
 
 class Engine:
-    """Generates with `model`, one prompt after the other. `eos_ids` None: those of the model's config."""
+    """Generates with `model`, one prompt after the other. `eos_ids` None: those of its config."""
 
     def __init__(self, model: GPT2, eos_ids: Sequence[int] | None = None) -> None:
         self.model, self.config = model, model.config
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
-        self.steps: list[StepRecord] = []  # one a forward pass, of the last call
+        self.steps: list[StepRecord] = []  # of the last call, one for each forward pass
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
-        """Continue every prompt (token ids) to its end. Raises UserError before any work if one of them is unfit."""
+        """Continue every prompt (token ids) to its end. Raises UserError if one is invalid, before
+        any work."""
         params = sampling_per_prompt(prompts, sampling)
-        for prompt, each in zip(prompts, params, strict=True):
-            check_request(prompt, each, self.config)
+        for prompt, param in zip(prompts, params, strict=True):
+            check_request(prompt, param, self.config)
         outputs = [Output(list(prompt)) for prompt in prompts]
         self.steps = []
-        for output, each in zip(outputs, params, strict=True):
-            for token in self._tokens(output.prompt_ids, each):
+        for output, param in zip(outputs, params, strict=True):
+            for token in self._tokens(output.prompt_ids, param):
                 output.append(token)
         return outputs
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
-        """Continue one prompt, each token as soon as it is there; the last one carries the finish reason."""
+        """Continue one prompt. Yields each token as soon as it is sampled; the last one carries the
+        finish reason."""
         check_request(prompt, sampling, self.config)
         self.steps = []
         yield from self._tokens(list(prompt), sampling)

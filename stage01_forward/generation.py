@@ -1,23 +1,38 @@
-"""What goes into an engine, what comes out, and when a sequence ends: the same for every stage."""
+"""What goes into an engine, what comes out, and when a sequence ends: for every stage. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from shared.checkpoint import Config
+from shared.config import Config
 from shared.errors import UserError
 
-from .sampling import NOT_FINITE, Logprobs, SamplingParams
+from .params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Sampling = SamplingParams | Sequence[SamplingParams]
+NOT_FINITE = (
+    "The model's scores are NaN or infinite, so there is no next token: use another --dtype "
+    "(float16 overflows easily), or check the weights."
+)
+
+
+@dataclass
+class Logprobs:
+    """Log probabilities (natural) at one position, before any option changes the scores."""
+
+    token: float  # of the token that was taken
+    top: list[tuple[int, float]]  # (id, logprob) of the likeliest; a tie goes to the lower id
+    highest: float  # the highest logit itself: log probabilities hide how large logits are
 
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token, its log-probabilities if asked for, and why the sequence ended with it (None: it goes on)."""
+    """One generated token. finish_reason: why the sequence ended with it, None if it did not."""
 
     id: int
     logprobs: Logprobs | None
@@ -26,17 +41,17 @@ class Token:
 
 @dataclass
 class Output:
-    """A finished sequence. `token_ids` holds the end-of-text token too if that is what ended it."""
+    """One sequence, with the end-of-text token if that ended it.
+
+    finish_reason: "stop" (end of text or a stop token), "length" (max_tokens or a full context) or
+    "error", which engines for several requests report in `error` while the other requests continue.
+    """
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = (
-        None  # "stop": end-of-text or a stop token; "length": max_tokens or the context is full
-    )
+    finish_reason: str | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
-    error: str | None = (
-        None  # engines that run several requests at once report a bad one here ("error"); the others go on
-    )
+    error: str | None = None
 
     def append(self, token: Token) -> None:
         self.token_ids.append(token.id)
@@ -50,26 +65,26 @@ class Output:
 
 
 def check_request(prompt: Sequence[int], params: SamplingParams, config: Config) -> None:
-    """Raise UserError for a prompt that `config` cannot continue, or sampling that does not fit its vocabulary."""
+    """Raise UserError for a prompt or sampling options that do not fit the model."""
     if not prompt:
         raise UserError(
-            "The prompt is empty: give at least one token, for instance the text 'Once upon a time'."
+            "The prompt is empty: give at least one token, for instance 'Once upon a time'."
         )
     if len(prompt) >= config.n_positions:
         raise UserError(
-            f"The prompt has {len(prompt)} tokens, and {config.name} sees {config.n_positions} with the answer "
-            f"counted in: shorten the prompt to {config.n_positions - 1} tokens or fewer."
+            f"The prompt has {len(prompt)} tokens, and {config.name} sees {config.n_positions}, "
+            f"answer included: shorten the prompt to {config.n_positions - 1} tokens or fewer."
         )
     if min(prompt) < 0 or max(prompt) >= config.vocab_size:
         wrong = next(i for i in prompt if not 0 <= i < config.vocab_size)
         raise UserError(
             f"Token id {wrong} is not in the vocabulary: ids go from 0 to {config.vocab_size - 1}."
         )
-    params.check_vocabulary(config.vocab_size)
+    params.check_vocabulary(config.vocab_size, config.eos_ids)
 
 
 def finite_rows(logits: Tensor, outputs: Sequence[Output]) -> list[int]:
-    """The rows of logits (R, V) that can be sampled. The outputs of the others end with an error, and no neighbour does."""
+    """The finite rows of logits (R, V). The outputs of the other rows end with an error."""
     finite = logits.amax(-1).isfinite().tolist()
     for output, good in zip(outputs, finite, strict=True):
         if not good:
@@ -80,12 +95,13 @@ def finite_rows(logits: Tensor, outputs: Sequence[Output]) -> list[int]:
 def sampling_per_prompt(
     prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[SamplingParams]:
-    """One SamplingParams a prompt, from one for all or from a list of equal length."""
+    """One SamplingParams for each prompt, from one for all or from a list of equal length."""
     if isinstance(sampling, SamplingParams):
         return [sampling] * len(prompts)
     if len(sampling) != len(prompts):
         raise UserError(
-            f"There are {len(prompts)} prompts and {len(sampling)} sampling settings: give one for all, or one each."
+            f"There are {len(prompts)} prompts and {len(sampling)} sampling settings: give one for "
+            "all, or one for each."
         )
     return list(sampling)
 
@@ -97,9 +113,9 @@ def finish_reason(
     config: Config,
     eos_ids: Sequence[int],
 ) -> str | None:
-    """Why the sequence ends with its newest token, or None if it goes on.
+    """Why the sequence ends with its newest token; None if it does not end.
 
-    "stop" goes before "length", as in vLLM: an end-of-text token on the last allowed place is still a stop.
+    "stop" goes before "length", as in vLLM: an end-of-text token as the last allowed one is a stop.
     """
     newest = output_ids[-1]
     if len(output_ids) >= params.min_tokens:
@@ -107,9 +123,7 @@ def finish_reason(
             return "stop"
         if newest in params.stop_token_ids:
             return "stop"
-    if (
-        len(output_ids) >= params.max_tokens
-        or prompt_length + len(output_ids) >= config.n_positions
-    ):
+    full = prompt_length + len(output_ids) >= config.n_positions
+    if len(output_ids) >= params.max_tokens or full:
         return "length"
     return None

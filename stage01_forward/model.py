@@ -1,14 +1,15 @@
 """GPT-2 in PyTorch: the page of numpy_gpt2.py with attention lifted out into an argument.
 
-Tokens meet only in attention; everything else treats each token alone. So the model is written once, here, and every
-later stage passes in its own `attend`. The model knows neither batches nor caches nor masks: `ids` and `positions`
-may have any leading shape, (T,), (B, T) or packed (N,).
+Tokens meet only in attention; everything else treats each token alone. So the model is written
+once, here, and every later stage passes in its own `attend`. The model knows neither batches nor
+caches nor masks: `ids` and `positions` may have any leading shape, (T,), (B, T) or packed (N,).
 
-`attend(layer, q, k, v)` takes the new queries, keys and values, each (..., H, D), puts keys and values wherever its
-stage keeps them, and returns the attention output (..., H, D). It never returns K and V: a paged or fused kernel has
-no dense K and V to return.
+`attend(layer, q, k, v)` takes the new queries, keys and values, each (..., H, D), puts keys and
+values wherever its stage keeps them, and returns the attention output (..., H, D). It never returns
+K and V: a paged or fused kernel has no dense K and V to return.
 
-Shapes: H heads of D channels, C = H * D, V words. Module names are the names in the checkpoint.
+Shapes: H heads of D channels, C = H * D, V tokens in the vocabulary. Module names are those of the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shared.checkpoint import Checkpoint, Config
+from shared.checkpoint import Checkpoint, without_weights
+from shared.config import Config
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):
-    """The two projections around attention; what lies between them is `attend`."""
+    """The two projections around attention; `attend` comes between them."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -58,9 +60,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.attn.split_heads(
-            self.attn.c_attn(self.ln_1(x))
-        )  # (..., C) -> 3 x (..., H, D)
+        q, k, v = self.attn.split_heads(self.attn.c_attn(self.ln_1(x)))  # each (..., H, D)
         x = x + self.attn.c_proj(attend(self.layer, q, k, v).flatten(-2))  # (..., H, D) -> (..., C)
         return x + self.mlp(self.ln_2(x))
 
@@ -69,23 +69,21 @@ class GPT2(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        # from_pretrained: to draw random weights, even on "meta", PyTorch would load 800 modules that nothing else needs.
-        self.wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd))
-        self.wpe = nn.Embedding.from_pretrained(torch.empty(config.n_positions, config.n_embd))
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states (..., C) for `ids` and `positions`, both (...,) int64. Logits are a step of their own."""
+        """Hidden states (..., C) for `ids` and `positions`, both (...,) int64."""
         x = self.wte(ids) + self.wpe(positions)  # (...,) -> (..., C)
         for block in self.h:
             x = block(x, attend)
         return self.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., C) -> (..., V). Ask only for the rows that are sampled: in GPT-2 124M this one product is a third of
-        all weights."""
+        """(..., C) -> (..., V). For sampled rows only: these are a third of GPT-2's weights."""
         return self.lm_head(hidden)
 
     @property
@@ -102,12 +100,10 @@ def load_model(
 ) -> GPT2:
     """The model with the weights of `checkpoint`, ready for inference.
 
-    GPT-2 stores its four projections as (in, out), nn.Linear as (out, in): they are transposed as views. The output
-    layer is the input embedding itself (tied). `dtype` None keeps the checkpoint's.
+    GPT-2 stores its four projections as (in, out), nn.Linear as (out, in): they are transposed as
+    views. The output layer is the input embedding itself (tied). `dtype` None: the checkpoint's.
     """
-    with torch.device(
-        "meta"
-    ):  # no memory and no time for random weights that are thrown away at once
+    with without_weights():
         model = GPT2(checkpoint.config)
     state = {
         name: (

@@ -1,10 +1,12 @@
-"""The whole of GPT-2 on one page, in NumPy. Nothing is hidden and nothing is fast: this is the oracle.
+"""The whole of GPT-2 on one page, in NumPy. Nothing is hidden, nothing is fast: it is the oracle.
 
-Names are the names in the checkpoint. Read it from the bottom: `gpt2` embeds the tokens, runs the blocks, and scores
-every word of the vocabulary; `block` is attention and a two-layer network, each added to what came in.
+Names are the names in the checkpoint. Read it from the bottom: `gpt2` embeds the tokens, runs the
+blocks, and scores every token of the vocabulary; `block` is attention and a two-layer network, each
+added to what came in.
 
 T tokens, C channels, H heads of D channels each (C = H * D), V words in the vocabulary.
-Paper: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); attention from Vaswani et al. (2017).
+Paper: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); attention from
+Vaswani et al. (2017).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """GPT-2's GELU is the tanh approximation (Hendrycks and Gimpel, 2016), not the exact one with erf."""
+    """GPT-2's GELU: the tanh approximation (Hendrycks and Gimpel, 2016), not the one with erf."""
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
@@ -41,9 +43,7 @@ def attention(x: Array, w: Weights, prefix: str, n_head: int) -> Array:
         part.reshape(len(x), n_head, -1).swapaxes(0, 1)  # (T, C) -> (T, H, D) -> (H, T, D)
         for part in np.split(qkv, 3, axis=-1)
     )
-    scores = (
-        q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])
-    )  # (H, T, T): how much each token looks at each other
+    scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])  # (H, T, T): how well q and k fit
     past = np.tril(np.ones(scores.shape[1:], dtype=bool))  # (T, T): token i may look at tokens 0..i
     weights = softmax(np.where(past, scores, -np.inf))  # rows sum to 1, the future has weight 0
     out = (weights @ v).swapaxes(0, 1).reshape(x.shape)  # (H, T, D) -> (T, H, D) -> (T, C)

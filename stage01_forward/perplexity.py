@@ -1,9 +1,9 @@
 """Perplexity of a text file: `python -m stage01_forward.perplexity FILE`.
 
-Perplexity is exp of the mean cross-entropy: how many tokens the model wavers between, on average, at each place. A text
-longer than the context is read in overlapping windows. Each token is judged once, in the first window that reaches it, so
-a smaller stride gives every token more text to go by (and a lower, fairer figure) for more work. The first token of the text
-is not judged: nothing stands before it.
+Perplexity is exp of the mean cross-entropy: how many tokens the model wavers between, on average,
+at each token. A text longer than the context is read in overlapping windows. Each token is judged
+once, in the first window that reaches it, so a smaller stride gives every token more context (and a
+lower, fairer figure) for more work. The first token has no context and is not judged.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shared import cli
 from shared.errors import UserError
 
 from .attention import Recompute
+from .generation import Logprobs
 from .model import GPT2, load_model
-from .sampling import Logprobs
 
-ROWS = 128  # logits computed at once: (128, V) in float32 is 26 MB for GPT-2, against 206 MB for a whole window
+ROWS = 128  # rows of logits at a time: 26 MB for GPT-2 in float32; a whole window takes 206 MB
 
 
 @torch.inference_mode()
@@ -32,9 +32,10 @@ def perplexity(
     stride: int | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, float]:
-    """Judge every token of `ids` but the first with windows of n_positions tokens that move on by `stride`.
+    """Judge every token of `ids` but the first, in windows of n_positions tokens, `stride` apart.
 
-    `stride` None is half a window. `progress` is told how many tokens each window judged.
+    `stride` None is half a window. `progress` is called with the number of tokens that each window
+    judged.
     Returns "perplexity", "cross_entropy" (nats per token) and "tokens" (judged).
     Raises UserError for fewer than two tokens, or a stride that is not from 1 to n_positions.
     """
@@ -46,42 +47,36 @@ def perplexity(
         )
     if not 1 <= stride <= window:
         raise UserError(
-            f"A stride of {stride} does not fit windows of {window} tokens: choose one from 1 to {window}."
+            f"The stride must be from 1 to {window}, the tokens of a window, not {stride}."
         )
     tokens = torch.tensor(ids, device=model.device)  # (N,)
     total, judged = 0.0, 0
     while judged < len(ids) - 1:
-        # The window that follows at `stride` is the first to reach token `judged` + 1, so it judges all tokens from there on.
+        # The window that follows at `stride` is the first to reach token `judged` + 1, so it judges
+        # all tokens from there on.
         start = 0 if judged == 0 else judged + stride - window
         end = min(start + window, len(ids) - 1)
-        hidden = model(
-            tokens[start:end], torch.arange(end - start, device=model.device), Recompute().attend
-        )  # (T, C)
-        for rows, targets in zip(
-            hidden[judged - start :].split(ROWS),
-            tokens[judged + 1 : end + 1].split(ROWS),
-            strict=True,
-        ):
+        positions = torch.arange(end - start, device=model.device)  # (T,)
+        hidden = model(tokens[start:end], positions, Recompute().attend)  # (T, C)
+        parts = hidden[judged - start :].split(ROWS), tokens[judged + 1 : end + 1].split(ROWS)
+        for rows, targets in zip(*parts, strict=True):
             logits = model.logits(rows)  # (R, C) -> (R, V)
-            logits = logits.to(
-                torch.promote_types(logits.dtype, torch.float32)
-            )  # a sum of exponentials needs the digits
+            # A sum of exponentials needs the digits of float32 or more.
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             total += F.cross_entropy(logits, targets, reduction="sum").item()
         if progress is not None:
             progress(end - judged)
         judged = end
     cross_entropy = total / judged
-    exp = (
-        torch.tensor(cross_entropy, dtype=torch.float64).exp().item()
-    )  # math.exp raises where this gives infinity
-    return {"perplexity": exp, "cross_entropy": cross_entropy, "tokens": judged}
+    exp = torch.tensor(cross_entropy, dtype=torch.float64).exp()  # math.exp raises, this gives inf
+    return {"perplexity": exp.item(), "cross_entropy": cross_entropy, "tokens": judged}
 
 
 @torch.inference_mode()
 def prompt_logprobs(model: GPT2, ids: Sequence[int], top: int) -> list[Logprobs | None]:
-    """The log-probability of each token of a prompt, with the `top` likeliest ones in its place.
+    """The log probability of each token of a prompt, and the `top` likeliest ones in its place.
 
-    One pass over all T tokens. None for the first token, which has nothing before it.
+    One pass over all T tokens. None for the first token, which has no context.
     """
     tokens = torch.tensor(ids, device=model.device)  # (T,)
     positions = torch.arange(len(ids), device=model.device)
@@ -121,7 +116,8 @@ def main(argv: list[str] | None = None) -> None:
         "--stride",
         type=cli.whole_number(1, cli.MOST_TOKENS),
         metavar="N",
-        help="tokens from one window to the next; fewer give each token more context and take longer; default is half a window",
+        help="tokens from one window to the next; fewer give each token more context and take "
+        "longer; default is half a window",
     )
     cli.add_model_options(parser)
     options = parser.parse_args(argv)

@@ -87,24 +87,23 @@ TASKS = (
     Task(
         number=5,
         file="sampling.py",
-        functions=("_kth_largest",),
-        title="the k-th largest of each row",
-        text="Find the k-th largest weight of each row, each with its own k: weights (n, N) -> (n, 1). One sort of each row is "
-        "right; the reference is faster, because it looks into few blocks of the vocabulary.",
+        functions=("_filtered",),
+        title="min_p, top_k and top_p",
+        text="Drop unlikely tokens: set their weights to 0, and return float64. weights is (V,), and the largest is 1. min_p "
+        "drops what is below min_p, top_k what is below the k-th largest of the rest, top_p what has top_p of the "
+        "rest or more in heavier tokens. Tokens of equal weight share their fate.",
         points=15,
         hints=(
-            "Begin with a sort: descending, and column k - 1 of each row is what is asked for.",
-            "Each row has its own k: gather with an index tensor (n, 1) takes another column from each row. `ks` may hold "
-            "floats.",
-            "To be fast: one topk of the largest k serves all rows. For less still: the k largest lie in the k blocks of BLOCK "
-            "weights with the largest maxima.",
+            "One sort, descending, serves top_k and top_p. Each of the three judges what the one before it kept.",
+            "top_k: the limit is place k - 1 of the sorted weights, and k may be larger than the vocabulary. A weight that equals "
+            "the limit stays. Drop what is below it from the sorted weights too.",
+            "top_p: the running sum of the sorted weights without its own place is the weight of the heavier ones. Count the "
+            "places where that is less than top_p of the sum; the last of them is the limit.",
         ),
         tests=(
-            "tests/test_sampling.py::test_logprobs_of_the_likeliest_when_nearly_all_tie",
-            "tests/test_sampling.py::test_logprobs_are_those_of_the_unmodified_logits",
-            "tests/test_sampling.py::test_tokens_of_equal_weight_stay_together",
-            "tests/test_sampling.py::test_top_p_judges_what_top_k_left",
-            "tests/test_sampling.py::test_alone_and_in_a_crowd_the_same",
+            "tests/test_sampling.py::test_what_the_filters_keep",
+            "tests/test_sampling.py::test_frequencies_follow_the_softmax",
+            "tests/test_sampling.py::test_the_fast_sampler_takes_the_tokens_of_the_plain_one",
         ),
     ),
     Task(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared import cli
 from stage01_forward.model import load_model
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 
 from .engine import Engine
 

@@ -28,7 +28,7 @@ from shared.peers import transformers_greedy, transformers_model
 from stage01_forward.attention import Recompute
 from stage01_forward.engine import Engine as NaiveEngine
 from stage01_forward.model import GPT2, load_model
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 
 from .engine import Engine
 

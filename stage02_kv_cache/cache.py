@@ -1,7 +1,7 @@
 """The KV cache: one line of slots, and the slot of a token is its position.
 
-The key and value of a token never change once they are computed, because attention only looks back. The cache stores
-them once, and a forward pass runs over the new tokens alone.
+The key and value of a token never change once they are computed, because attention only looks back.
+The cache stores them once, and a forward pass runs over the new tokens alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from shared.errors import UserError
 class KVCache:
     """Keys and values of one sequence, allocated once: `kv` is (layers, 2, H_kv, capacity, D).
 
-    The first `length` slots hold tokens; the slots behind them are never read. Heads come before positions, so that
-    the keys of one head are contiguous and attention reads them as a view. `dtype` may differ from that of the weights.
+    The first `length` slots hold tokens; the slots behind them are never read. Heads come before
+    positions, so that the keys of one head are contiguous and attention reads them as a view.
+    `dtype` may differ from that of the weights.
     """
 
     def __init__(
@@ -31,7 +32,8 @@ class KVCache:
         self.capacity = config.n_positions if capacity is None else capacity
         if not 1 <= self.capacity <= config.n_positions:
             raise UserError(
-                f"A cache for {config.name} must hold 1 to {config.n_positions} tokens, not {self.capacity}."
+                f"A cache for {config.name} must hold 1 to {config.n_positions} tokens, not "
+                f"{self.capacity}."
             )
         shape = (config.n_layer, 2, config.n_kv_head, self.capacity, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
@@ -44,13 +46,13 @@ class KVCache:
         return self.kv.nbytes
 
     def crop(self, length: int) -> None:
-        """Forget all tokens from position `length` on; 0 empties the cache. Nothing is erased, only never read again."""
+        """Forget all tokens from position `length` on; 0 empties the cache. Nothing is erased."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot crop to {length}: the cache holds {self.length} tokens")
         self.length = length
 
     def extend(self, count: int) -> CachedAttention:
-        """Take the next `count` slots, and return the attention of the forward pass that fills them."""
+        """Take the next `count` slots, and return the attention of the pass that fills them."""
         if count < 1 or self.length + count > self.capacity:
             raise ValueError(
                 f"cannot add {count} tokens: {self.length} of {self.capacity} slots are taken"
@@ -60,7 +62,7 @@ class KVCache:
 
 
 class CachedAttention:
-    """Attention of one forward pass over the tokens at positions start..end-1, which see all tokens before them.
+    """Attention of one forward pass over the tokens at positions start..end-1 and all before them.
 
     What is the same in every layer (the slots, the mask) is computed here, once a pass.
     """
@@ -69,20 +71,20 @@ class CachedAttention:
         self.new = kv[:, :, :, start:end]  # (layers, 2, H_kv, T, D): where this pass writes
         self.seen = kv[:, :, :, :end]  # (layers, 2, H_kv, end, D): what it reads, in place
         self.positions = torch.arange(start, end, device=kv.device)  # (T,)
-        # A square pass is causal, and a single token sees everything. In between, row i sees start + i + 1 tokens;
-        # `is_causal` would align the triangle with the first column instead and hide the past. (nanoVLM's first cache
-        # met this too: its pull request 69.)
+        # A square pass is causal, and a single token sees everything. In between, row i sees
+        # start + i + 1 tokens; `is_causal` would align the triangle with the first column instead
+        # and hide the past. (nanoVLM's first cache met this too: its pull request 69.)
         self.square = start == 0
         self.mask = None
         if not self.square and end - start > 1:
             columns = torch.arange(end, device=kv.device)
             self.mask = columns <= self.positions.repeat(group)[:, None]  # (group * T, end)
-        # A CPU's fused kernel is slow for one row of bfloat16: widening the cache to float32 on the way is faster,
-        # copy included, and twice as fast from 500 tokens on.
+        # A CPU's fused kernel is slow for one row of bfloat16: widening the cache to float32 on the
+        # way is faster, copy included, and twice as fast from 500 tokens on.
         self.widen = end - start == 1 and kv.device.type == "cpu" and kv.dtype == torch.bfloat16
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries q (T, H, D), and keys and values k, v (T, H_kv, D) of the new tokens -> (T, H, D)."""
+        """q (T, H, D), and k and v (T, H_kv, D), of the new tokens -> (T, H, D)."""
         self.new[layer, 0] = k.transpose(0, 1)  # (T, H_kv, D) -> (H_kv, T, D)
         self.new[layer, 1] = v.transpose(0, 1)
         dtype = torch.float32 if self.widen else q.dtype

@@ -1,6 +1,7 @@
-"""Stage 02: the engine with a KV cache. The prompt is computed once (prefill), then each token on its own (decode).
+"""Stage 02: the engine with a KV cache. One pass over the prompt (prefill), then one for each token
+(decode).
 
-One request at a time, as before. One cache is allocated when the engine is made and used again by every request.
+One request at a time, as before. The engine allocates one cache, and its requests use it in turn.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shared.records import StepRecord
+from stage01_forward.fast_sampling import sample
 from stage01_forward.generation import (
     Output,
     Sampling,
@@ -20,35 +22,37 @@ from stage01_forward.generation import (
     sampling_per_prompt,
 )
 from stage01_forward.model import GPT2
-from stage01_forward.sampling import SamplingParams, sample
+from stage01_forward.params import SamplingParams
 
 from .cache import KVCache
 
 
 class Engine:
-    """Generates with `model`, one prompt after the other. `eos_ids` None: those of the model's config."""
+    """Generates with `model`, one prompt after the other. `eos_ids` None: those of its config."""
 
     def __init__(self, model: GPT2, eos_ids: Sequence[int] | None = None) -> None:
         self.model, self.config = model, model.config
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
-        self.steps: list[StepRecord] = []  # one a forward pass, of the last call
+        self.steps: list[StepRecord] = []  # of the last call, one for each forward pass
         self.cache = KVCache(model.config, dtype=model.dtype, device=model.device)
         self._owner: object = None  # the request whose tokens the cache holds
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
-        """Continue every prompt (token ids) to its end. Raises UserError before any work if one of them is unfit."""
+        """Continue every prompt (token ids) to its end. Raises UserError if one is invalid, before
+        any work."""
         params = sampling_per_prompt(prompts, sampling)
-        for prompt, each in zip(prompts, params, strict=True):
-            check_request(prompt, each, self.config)
+        for prompt, param in zip(prompts, params, strict=True):
+            check_request(prompt, param, self.config)
         outputs = [Output(list(prompt)) for prompt in prompts]
         self.steps = []
-        for output, each in zip(outputs, params, strict=True):
-            for token in self._tokens(output.prompt_ids, each):
+        for output, param in zip(outputs, params, strict=True):
+            for token in self._tokens(output.prompt_ids, param):
                 output.append(token)
         return outputs
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
-        """Continue one prompt, each token as soon as it is there; the last one carries the finish reason."""
+        """Continue one prompt. Yields each token as soon as it is sampled; the last one carries the
+        finish reason."""
         check_request(prompt, sampling, self.config)
         self.steps = []
         yield from self._tokens(list(prompt), sampling)
@@ -57,13 +61,14 @@ class Engine:
         output_ids: list[int] = []
         generator = params.generator()
         reason = None
-        self.cache.crop(0)  # the slots of the request before are free again
+        self.cache.crop(0)  # the slots of the last request are free again
         self._owner = owner = object()
-        fresh = prompt  # what the cache has not seen yet: first the prompt, then one token a pass
+        fresh = prompt  # not in the cache yet: first the prompt, then one token a pass
         while reason is None:
             if self._owner is not owner:
                 raise RuntimeError(
-                    "another request has taken this engine's cache: read one stream to its end before the next"
+                    "another request has overwritten this engine's cache: read one stream to its "
+                    "end before you start the next"
                 )
             started = time.perf_counter()
             logits = self._forward(fresh)

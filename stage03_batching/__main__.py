@@ -1,4 +1,4 @@
-"""Stage 03 on the command line: `python -m stage03_batching --prompts FILE`, a prompt a line, all in one batch."""
+"""Stage 03 on the command line: `python -m stage03_batching --prompts FILE`, one prompt a line."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from shared import cli, live
 from shared.records import StepRecord
 from stage01_forward.generation import Output
 from stage01_forward.model import load_model
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 
 from .engine import Engine
 
-ABOUT = "Stage 03, static batching: continue several texts in the same forward passes, until the last of them has ended."
+ABOUT = "Stage 03, static batching: continue several texts in the same forward passes."
 PROMPTS = [
     "Once upon a time",
     "Long ago, in a village under the cliffs, there lived a girl whose name was",
     "There was once a merry boy named",
     "In a house on the hill lived",
-    "Once there was a village by the sea, and in it lived a boy called Sam. People said that he was",
+    "Once there was a village by the sea, and in it lived a boy called Sam. People said that "
+    "he was",
     "Once upon a time there lived a polite girl. Her name was",
 ]
 
@@ -47,7 +48,10 @@ def main(argv: list[str] | None = None) -> int:
 def answer_all(
     engine: Engine, loaded: cli.Loaded, prompts: Sequence[str], sampling: SamplingParams
 ) -> int:
-    """Continue all `prompts`, show and print them, and what was wasted; returns the exit status, 2 if a prompt was unfit."""
+    """Continue all `prompts`, show and print the texts, and print what was wasted.
+
+    Returns the exit status, which is 2 if a prompt was invalid.
+    """
     answers = [live.Answer(number, prompt, loaded) for number, prompt in enumerate(prompts, 1)]
     params = []
     for index, answer in enumerate(answers):
@@ -77,28 +81,29 @@ def answer_all(
 
 
 def waste(steps: Sequence[StepRecord]) -> str:
-    """One line on the tokens that were computed for nobody. One idle row in one decode step is one of them."""
+    """One line on the tokens that were computed in vain: padding, and idle rows in decode."""
     padded = sum(step.wasted_tokens for step in steps if step.prefill_tokens)
     idle = sum(step.wasted_tokens for step in steps if not step.prefill_tokens)
     total = padded + idle + sum(step.prefill_tokens + step.decode_tokens for step in steps)
     share = 100 * (padded + idle) / (total or 1)
     return (
-        f"[wasted: {padded} padded tokens in prefill and {idle} idle row-steps in decode, {share:.1f} % of all {total} tokens "
-        "computed]"
+        f"[wasted: {padded} padded tokens in prefill and {idle} idle row-steps in decode, "
+        f"{share:.1f} % of all {total} tokens computed]"
     )
 
 
 def view(engine: Engine, answers: Sequence[live.Answer], width: int, height: int) -> list[Text]:
-    """What the terminal shows: a line on the batch, and one for each answer with the end of its text."""
+    """The lines for the terminal: one on the batch, and one on each answer with its newest text."""
     if not engine.steps:
         return []
     seconds = sum(step.seconds for step in engine.steps)
     newest = engine.steps[-1]
-    rows = newest.rows + (
-        0 if newest.prefill_tokens else newest.wasted_tokens
-    )  # rows that have ended are computed too
+    idle = 0 if newest.prefill_tokens else newest.wasted_tokens  # rows that have ended
     tokens = sum(answer.tokens for answer in answers)
-    head = f"step {len(engine.steps)}: {newest.rows} of {rows} rows alive, {tokens} tokens, {tokens / seconds:.1f} tok/s"
+    head = (
+        f"step {len(engine.steps)}: {newest.rows} of {newest.rows + idle} rows alive, "
+        f"{tokens} tokens, {tokens / seconds:.1f} tok/s"
+    )
     shown = live.visible(answers, height - 1 if len(answers) < height else height - 2)
     lines = [live.line(width, (head, width, ""))]
     for answer in shown:

@@ -1,4 +1,4 @@
-"""Attention of many rows at once over keys and values in a cache, each row with a mask of its own."""
+"""Attention of many rows at once over keys and values in a cache, each row with its own mask."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ def masked_attention(
 ) -> Tensor:
     """q (B, H, T, D) over keys and values (B, H_kv, S, D), views into a cache -> (B, H, T, D).
 
-    `mask` (B, 1, T, S) is True where a query sees a key; None: each query sees all keys, or, if `causal` (T = S), its
-    own key and those before it. Keys and values of another dtype than q's are converted on the way. H may be a
-    multiple of H_kv: then H / H_kv query heads share a head of keys and values.
+    `mask` (B, 1, T, S) is True where a query sees a key; None: each query sees all keys, or, if
+    `causal` (T = S), its own key and those before it. Keys and values of another dtype than q's are
+    converted on the way. H may be a multiple of H_kv: then H / H_kv query heads share a head of
+    keys and values.
     """
     keys, values = keys.to(q.dtype), values.to(q.dtype)  # no copy where the dtype is the same
     group = q.shape[1] // keys.shape[1]
@@ -33,8 +34,8 @@ def masked_attention(
 def _one_query_each(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """The same for a single query (or a few that share their keys) a row, written out.
 
-    A CPU's fused kernel is slow for one query of bfloat16. Two products are up to three times as fast. The first must
-    be keys times query: query times keys is the same sum with its sides exchanged, at half the speed.
+    A CPU's fused kernel is slow for one query of bfloat16. Two products are up to three times as
+    fast. The first must be keys times query: query times keys is the same sum at half the speed.
     """
     scores = keys @ (q * q.shape[-1] ** -0.5).transpose(2, 3)  # (B, H, S, 1)
     scores = scores.transpose(2, 3).float()  # (B, H, S, 1) -> (B, H, 1, S)

@@ -1,8 +1,8 @@
-"""The KV cache of a batch: a row for each sequence, and all rows write the same column.
+"""The KV cache of a batch: a row for each sequence, and all rows write to the same column.
 
-Prompts differ in length, and a tensor is a rectangle. So short prompts are padded on the left, and their last tokens stand
-in one column: the next token of every row goes into the next column. Two things undo the padding. Positions are counted
-from a row's first real token, and a mask hides what lies before it.
+Prompts differ in length, and a tensor is a rectangle. So short prompts are padded on the left, and
+their last tokens share a column: the next token of every row goes into the next column. Two things
+undo the padding. Positions count from a row's first real token, and a mask hides what precedes it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from .attention import masked_attention
 
 
 class PaddedCache:
-    """Keys and values of B sequences: `kv` is (layers, 2, B, H, columns, D), and `length` columns are filled.
+    """Keys and values of B sequences: `kv` is (layers, 2, B, H_kv, columns, D).
 
-    prompt_lengths: the real tokens of each row; row b begins behind `padding[b]` columns that hold nothing.
+    `length` columns are filled. prompt_lengths: the number of real tokens of each row; row b begins
+    after `padding[b]` columns without a token.
     """
 
     def __init__(
@@ -34,18 +35,17 @@ class PaddedCache:
         self.columns, self.last_position = columns, config.n_positions - 1
         shape = (config.n_layer, 2, len(prompt_lengths), config.n_kv_head, columns, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.padding = torch.tensor(
-            [max(prompt_lengths) - length for length in prompt_lengths], device=device
-        )  # (B,)
+        padding = [max(prompt_lengths) - length for length in prompt_lengths]
+        self.padding = torch.tensor(padding, device=device)  # (B,)
         self.length = 0
 
     @property
     def bytes(self) -> int:
-        """Memory taken: 2 * layers * C * bytes a number, for each of rows * columns."""
+        """Memory taken: 2 * layers * H_kv * D * bytes a number, for each of rows * columns."""
         return self.kv.nbytes
 
     def extend(self, count: int) -> PaddedAttention:
-        """Take the next `count` columns, and return the attention of the forward pass that fills them."""
+        """Take the next `count` columns, and return the attention of the pass that fills them."""
         if count < 1 or self.length + count > self.columns:
             raise ValueError(
                 f"cannot add {count} columns: {self.length} of {self.columns} are taken"
@@ -57,26 +57,28 @@ class PaddedCache:
 class PaddedAttention:
     """Attention of one forward pass over the columns start..end-1 of every row.
 
-    What is the same in every layer (the columns, the positions, the mask) is worked out here, once a pass.
+    What is the same in every layer (columns, positions, mask) is computed here, once a pass.
     """
 
     def __init__(
         self, kv: Tensor, padding: Tensor, start: int, end: int, last_position: int
     ) -> None:
-        self.new = kv[:, :, :, :, start:end]  # (layers, 2, B, H, T, D): where this pass writes
+        self.new = kv[:, :, :, :, start:end]  # (layers, 2, B, H_kv, T, D): where this pass writes
         self.seen = kv[:, :, :, :, :end]  # (layers, 2, B, H_kv, end, D): what it reads, in place
         columns = torch.arange(end, device=kv.device)
         queries = columns[start:, None]  # (T, 1): the columns of this pass
-        # Known elsewhere as "cumulative sum of the mask, minus one". A column of padding has no position, and neither has
-        # a row that ended at the end of the context and stays in the batch: any valid number will do for them.
+        # Known elsewhere as "cumulative sum of the mask, minus one". Padding has no position, and
+        # neither has a row that stays in the batch after the end of its context: any valid one will
+        # do.
         self.positions = (columns[start:] - padding[:, None]).clamp(0, last_position)  # (B, T)
         real = columns >= padding[:, None, None]  # (B, 1, end): the columns that hold a token
-        # A query of padding would see nothing, and a plain softmax of nothing is NaN, which spreads: let it see itself.
+        # A query of padding would see nothing, and a plain softmax of nothing is NaN, which
+        # spreads: let it see itself.
         self.mask = ((columns <= queries) & real | (columns == queries))[:, None]  # (B, 1, T, end)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v of the new columns (B, T, H, D) -> (B, T, H, D)."""
-        self.new[layer, 0] = k.transpose(1, 2)  # (B, T, H, D) -> (B, H, T, D)
+        """q (B, T, H, D), and k and v (B, T, H_kv, D), of the new columns -> (B, T, H, D)."""
+        self.new[layer, 0] = k.transpose(1, 2)  # (B, T, H_kv, D) -> (B, H_kv, T, D)
         self.new[layer, 1] = v.transpose(1, 2)
-        keys, values = self.seen[layer]  # each (B, H, end, D)
+        keys, values = self.seen[layer]  # each (B, H_kv, end, D)
         return masked_attention(q.transpose(1, 2), keys, values, self.mask).transpose(1, 2)

@@ -1,6 +1,6 @@
-"""Stage 03: the engine for a static batch. One pass serves all rows, and the batch ends when its last row ends.
+"""Stage 03: the engine for a static batch. One pass serves all rows, until the last row ends.
 
-Prompts are taken `max_batch` at a time. A row that has ended stays where it is, and its share of each pass is wasted.
+A batch is `max_batch` prompts. A row that has ended stays in it, and its part of a pass is wasted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from shared.errors import UserError
 from shared.records import StepRecord
+from stage01_forward.fast_sampling import sample
 from stage01_forward.generation import (
     Output,
     Sampling,
@@ -22,29 +23,29 @@ from stage01_forward.generation import (
     sampling_per_prompt,
 )
 from stage01_forward.model import GPT2
-from stage01_forward.sampling import SamplingParams, sample
+from stage01_forward.params import SamplingParams
 
 from .cache import PaddedCache
 
 
 class Engine:
-    """Generates with `model`, `max_batch` prompts at a time. `eos_ids` None: those of the model's config."""
+    """Generates with `model`, in batches of `max_batch` prompts. `eos_ids` None: its config's."""
 
     def __init__(
         self, model: GPT2, eos_ids: Sequence[int] | None = None, max_batch: int = 64
     ) -> None:
         if max_batch < 1:
-            raise UserError(f"A batch holds at least 1 prompt, not {max_batch}.")
+            raise UserError(f"max_batch must be at least 1 prompt, not {max_batch}.")
         self.model, self.config = model, model.config
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
-        self.steps: list[StepRecord] = []  # one a forward pass, of the last call
+        self.steps: list[StepRecord] = []  # of the last call, one for each forward pass
         self.max_batch = max_batch
         self.cache_bytes = 0  # of the largest cache of the last call
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
-        """Continue every prompt (token ids) to its end. An unfit prompt ends with the reason "error"; the others go on.
+        """Continue every prompt (token ids) to its end. An invalid one gets the reason "error".
 
-        Raises UserError if there is no prompt at all.
+        Raises UserError if there is no prompt.
         """
         outputs = [Output(list(prompt)) for prompt in prompts]
         for _ in self.run(outputs, sampling):
@@ -52,7 +53,8 @@ class Engine:
         return outputs
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
-        """Continue one prompt, each token as soon as it is there; the last one carries the finish reason."""
+        """Continue one prompt. Yields each token as soon as it is sampled; the last one carries the
+        finish reason."""
         check_request(prompt, sampling, self.config)
         output = Output(list(prompt))
         for _, token in self.run([output], sampling):
@@ -61,23 +63,23 @@ class Engine:
             raise UserError(output.error)
 
     def run(self, outputs: Sequence[Output], sampling: Sampling) -> Iterator[tuple[int, Token]]:
-        """Fill `outputs`, which hold their prompts, and yield each token with its place among them as soon as it is there."""
+        """Continue the prompts of `outputs`. Yields each token as soon as it is sampled, after the
+        index of its output."""
         params = sampling_per_prompt([output.prompt_ids for output in outputs], sampling)
         if not outputs:
             raise UserError("There are no prompts: give at least one.")
         self.steps, self.cache_bytes = [], 0
-        fit = []
-        for place, (output, each) in enumerate(zip(outputs, params, strict=True)):
+        valid = []
+        for index, (output, param) in enumerate(zip(outputs, params, strict=True)):
             try:
-                check_request(output.prompt_ids, each, self.config)
-                fit.append(place)
+                check_request(output.prompt_ids, param, self.config)
+                valid.append(index)
             except UserError as error:
                 output.fail(error)
-        for start in range(0, len(fit), self.max_batch):
-            batch = fit[start : start + self.max_batch]
-            for row, token in self._tokens(
-                [outputs[place] for place in batch], [params[place] for place in batch]
-            ):
+        for start in range(0, len(valid), self.max_batch):
+            batch = valid[start : start + self.max_batch]
+            tokens = self._tokens([outputs[i] for i in batch], [params[i] for i in batch])
+            for row, token in tokens:
                 outputs[batch[row]].append(token)
                 yield batch[row], token
 
@@ -87,20 +89,18 @@ class Engine:
         prompts = [output.prompt_ids for output in outputs]
         lengths = [len(prompt) for prompt in prompts]
         output_ids: list[list[int]] = [[] for _ in prompts]
-        generators = [each.generator() for each in params]
+        generators = [param.generator() for param in params]
         config, width = self.config, max(lengths)
         # The last token of an answer is never run, so it needs no column.
         answers = [
-            min(each.max_tokens, config.n_positions - length)
-            for each, length in zip(params, lengths, strict=True)
+            min(param.max_tokens, config.n_positions - length)
+            for param, length in zip(params, lengths, strict=True)
         ]
-        cache = PaddedCache(
-            config, lengths, width + max(answers) - 1, self.model.dtype, self.model.device
-        )
+        columns = width + max(answers) - 1
+        cache = PaddedCache(config, lengths, columns, self.model.dtype, self.model.device)
         self.cache_bytes = max(self.cache_bytes, cache.bytes)
-        fresh = [
-            [0] * (width - len(prompt)) + prompt for prompt in prompts
-        ]  # B rows of T ids; any id may stand for padding
+        # B rows of T ids; any id may serve as padding
+        fresh = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
         alive = list(range(len(prompts)))  # the rows that have not ended
         while alive:
             started = time.perf_counter()
@@ -116,26 +116,25 @@ class Engine:
                 self.eos_ids,
             )
             tokens = []
-            for row, token_id, each in zip(alive, ids.tolist(), logprobs, strict=True):
-                output_ids[row].append(token_id)
+            for row, id, logprob in zip(alive, ids.tolist(), logprobs, strict=True):
+                output_ids[row].append(id)
                 reason = finish_reason(
                     output_ids[row], lengths[row], params[row], config, self.eos_ids
                 )
-                tokens.append((row, Token(token_id, each, reason)))
+                tokens.append((row, Token(id, logprob, reason)))
             prefill, decode = (sum(lengths), 0) if cache.length == width else (0, len(alive))
             wasted = len(fresh) * len(fresh[0]) - prefill - decode
             self.steps.append(
                 StepRecord(len(alive), prefill, decode, time.perf_counter() - started, wasted)
             )
             alive = [row for row, token in tokens if token.finish_reason is None]
-            fresh = [
-                each[-1:] or [0] for each in output_ids
-            ]  # (B, 1); a row that has ended runs its last token on and on
+            # (B, 1); a row that has ended runs its last token again
+            fresh = [ids[-1:] or [0] for ids in output_ids]
             yield from tokens
 
     @torch.inference_mode()
     def _forward(self, ids: list[list[int]], cache: PaddedCache, alive: list[int]) -> torch.Tensor:
-        """Logits (rows alive, V) for the token after `ids` (B, T), which follow what the cache holds."""
+        """Logits (rows alive, V) for the token after the cached ones and `ids` (B, T)."""
         tokens = torch.tensor(ids, device=self.model.device)  # (B, T)
         attention = cache.extend(tokens.shape[1])
         hidden = self.model(tokens, attention.positions, attention.attend)  # (B, T) -> (B, T, C)

@@ -7,7 +7,7 @@ from typing import Any
 
 from stage01_forward.generation import Output, Token
 from stage01_forward.model import GPT2
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 
 from .engine import Engine
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from shared import cli, live
 from shared.errors import UserError
 from stage01_forward.model import load_model
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 
 from .engine import Engine
 from .make import make

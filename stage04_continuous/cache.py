@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.checkpoint import Config
+from shared.config import Config
 from shared.errors import UserError
 from stage03_batching.attention import masked_attention
 

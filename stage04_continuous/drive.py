@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from shared.errors import UserError
 from stage01_forward.generation import Output, Sampling, Token, sampling_per_prompt
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 
 from .request import Request
 

@@ -13,8 +13,15 @@ from typing import Any
 from torch import Tensor
 
 from shared.errors import UserError
-from stage01_forward.generation import Output, Token, check_request, finish_reason, finite_rows
-from stage01_forward.sampling import Logprobs, sample
+from stage01_forward.fast_sampling import sample
+from stage01_forward.generation import (
+    Logprobs,
+    Output,
+    Token,
+    check_request,
+    finish_reason,
+    finite_rows,
+)
 
 from . import drive
 from .plan import Observer, Plan

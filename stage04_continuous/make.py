@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stage01_forward.generation import Token
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 
 from .cache import SlotCache
 from .engine import Engine

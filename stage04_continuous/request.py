@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from stage01_forward.generation import Output
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 
 
 class State(Enum):

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shared.checkpoint import Config
+from shared.config import Config
 
 from .plan import Share
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from shared import cli, live
 from shared.errors import UserError
 from stage01_forward.model import load_model
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage04_continuous.engine import Engine
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request

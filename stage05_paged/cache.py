@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.checkpoint import Config
+from shared.config import Config
 from stage03_batching.attention import masked_attention
 from stage04_continuous.cache import CALL, ordered
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from shared.errors import UserError
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 
 from .engine import Engine

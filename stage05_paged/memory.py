@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from shared import measure, roofline
-from shared.checkpoint import Config
+from shared.config import Config
 from shared.errors import UserError
 from stage04_continuous.runner import AnyRunner
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from shared.errors import UserError
 from stage01_forward.generation import Token
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage05_paged.engine import BlocksRecord
 

@@ -45,7 +45,7 @@ from shared.cli import Loaded
 from shared.parity import random_prompt
 from shared.server import own_server
 from stage01_forward.generation import Output, Token
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage02_kv_cache.benchmark import greedy, proof_text
 from stage03_batching.benchmark import Subject
 from stage04_continuous.benchmark import percentile

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shared.checkpoint import Config
+from shared.config import Config
 from shared.errors import UserError
 from shared.peers import TransformersSequence
 from shared.records import StepRecord
-from stage01_forward.generation import Output, Token, check_request, finish_reason
+from stage01_forward.fast_sampling import sample
+from stage01_forward.generation import NOT_FINITE, Output, Token, check_request, finish_reason
 from stage01_forward.model import GPT2
-from stage01_forward.sampling import NOT_FINITE, SamplingParams, sample
+from stage01_forward.params import SamplingParams
 from stage02_kv_cache.engine import Engine as CacheEngine
 from stage03_batching.engine import Engine as StaticEngine
 from stage04_continuous.engine import STEPS_KEPT, SlotsRecord

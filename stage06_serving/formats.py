@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from shared.tokenizer import AnyTokenizer
-from stage01_forward.sampling import Logprobs
+from stage01_forward.generation import Logprobs
 
 from .protocol import ChatBody, CompletionBody
 from .service import Answer, Choice, Piece

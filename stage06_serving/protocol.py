@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 
 MOST_PROMPTS = 32
 MOST_SAMPLES = 16

@@ -9,9 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from shared.cli import Loaded
-from stage01_forward.generation import Token
+from stage01_forward.generation import Logprobs, Token
 from stage01_forward.perplexity import prompt_logprobs
-from stage01_forward.sampling import Logprobs
 
 from .async_engine import AsyncEngine, Ticket
 from .chat import NO_TEMPLATE, ChatTemplate

@@ -41,7 +41,7 @@ def oracle(model: Any) -> Any:
 
 def sampling_params() -> Any:
     """The class SamplingParams, which the first stage defines and all others take."""
-    from stage01_forward.sampling import SamplingParams
+    from stage01_forward.params import SamplingParams
 
     return SamplingParams
 

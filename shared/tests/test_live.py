@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shared import cli, live
-from shared.checkpoint import Config
+from shared.config import Config
 from shared.errors import UserError
 from shared.tokenizer import ByteTokenizer
 

@@ -9,7 +9,7 @@ from shared.errors import UserError
 from shared.peers import transformers_greedy, transformers_model
 from stage01_forward.engine import Engine
 from stage01_forward.generation import finish_reason
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 
 
 @pytest.fixture

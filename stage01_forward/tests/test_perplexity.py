@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shared import cli
-from shared.checkpoint import Config
+from shared.config import Config
 from shared.course.testing import random_checkpoint
 from shared.errors import UserError
 from shared.parity import random_prompt

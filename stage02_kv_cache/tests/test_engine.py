@@ -8,7 +8,7 @@ import torch
 from shared.errors import UserError
 from shared.peers import transformers_greedy, transformers_model
 from stage01_forward.engine import Engine as Naive
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage02_kv_cache.engine import Engine
 
 

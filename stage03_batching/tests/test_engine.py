@@ -13,7 +13,7 @@ from shared.parity import random_prompt
 from shared.peers import transformers_model
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import Output
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage02_kv_cache.engine import Engine as Cached
 from stage03_batching.engine import Engine
 

@@ -18,7 +18,7 @@ from shared.records import StepRecord
 from shared.tests.test_cli import make_folder
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import Output
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage03_batching import __main__ as stage
 from stage03_batching.engine import Engine
 

@@ -19,7 +19,7 @@ from shared.errors import UserError
 from shared.parity import prove
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.model import load_model
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 
 from .oracle import CONFIG, answer, ask, assert_answered, finish, greedy, prompt_of, the_model

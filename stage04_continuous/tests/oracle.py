@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from shared.checkpoint import Config
+from shared.config import Config
 from shared.course.testing import random_checkpoint
 from shared.parity import random_prompt
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import Output
 from stage01_forward.model import load_model
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 
 CONFIG = Config(101, 64, 24, 2, 2, name="wide")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shared.errors import UserError
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request, State
 
 from .oracle import PENALIZED, answer, ask, assert_answered, finish, greedy, prompt_of, the_model

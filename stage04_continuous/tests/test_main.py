@@ -19,7 +19,7 @@ import torch
 from shared import cli, live, paths
 from shared.tests.test_cli import FIELDS, make_folder
 from shared.tokenizer import ByteTokenizer
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage03_batching.tests.test_main import answers
 from stage04_continuous import __main__ as stage
 from stage04_continuous.make import make

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.collections import PolyCollection
 
 from shared import charts
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage04_continuous.engine import Engine
 from stage04_continuous.request import Request
 from stage05_paged import blockmap as maps

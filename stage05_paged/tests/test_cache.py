@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.checkpoint import Config
+from shared.config import Config
 from stage01_forward.attention import Recompute, explicit_attention
 from stage05_paged import cache as module
 from stage05_paged.blocks import Move

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shared.errors import UserError
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request, State
 from stage04_continuous.tests.oracle import (
     CONFIG,

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shared.tests.test_cli import make_folder
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage03_batching.tests.test_main import answers
 from stage04_continuous.tests.test_main import (
     ALONE,

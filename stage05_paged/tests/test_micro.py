@@ -17,9 +17,10 @@ from shared.checkpoint import PRESETS
 from shared.course import stages
 from shared.linear import optimize
 from shared.parity import random_prompt
+from stage01_forward.fast_sampling import sample
 from stage01_forward.generation import Token
 from stage01_forward.model import GPT2
-from stage01_forward.sampling import SamplingParams, sample
+from stage01_forward.params import SamplingParams
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 from stage05_paged.blocks import BlockPool, BlockTable

@@ -13,7 +13,7 @@ import pytest
 
 from shared.parity import prove, scenarios
 from stage01_forward.engine import Engine as Naive
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request, State
 from stage04_continuous.tests.oracle import DRAWN, ask, assert_answered, finish, greedy, prompt_of
 

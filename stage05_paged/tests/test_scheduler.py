@@ -12,7 +12,7 @@ import pytest
 
 from shared.errors import UserError
 from stage01_forward.generation import Token
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request, State
 from stage05_paged.blocks import BlockPool, Move

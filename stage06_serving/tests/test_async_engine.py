@@ -12,7 +12,7 @@ import pytest
 from shared.errors import UserError
 from shared.parity import random_prompt
 from stage01_forward.engine import Engine as Naive
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import Engine
 from stage05_paged.scheduler import Scheduler

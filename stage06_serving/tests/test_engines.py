@@ -19,7 +19,7 @@ from shared.course import stages
 from shared.errors import UserError
 from shared.parity import random_prompt
 from stage01_forward.engine import Engine as Naive
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage04_continuous.engine import Engine as SlotEngine
 from stage04_continuous.request import Request, State
 from stage04_continuous.scheduler import Scheduler as SlotScheduler

@@ -25,7 +25,7 @@ from selenium.webdriver.common.keys import Keys
 
 from shared.checkpoint import Config, random_tensors
 from shared.tests.test_cli import FIELDS, make_folder
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage05_paged.blockmap import blockmap
 from stage05_paged.blocks import BlockPool

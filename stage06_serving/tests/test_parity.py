@@ -16,7 +16,7 @@ from shared import checkpoint
 from shared.course import stages
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import Output
-from stage01_forward.sampling import SamplingParams
+from stage01_forward.params import SamplingParams
 
 # The fields of a body that the engine knows by another name, or only as a tuple.
 DIFFERENT: dict[str, Callable[[Any], Any]] = {
