@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint import Config
+from .config import Config
 
 NEAR_TIE = {torch.float64: 0.0, torch.float32: 1e-3}
 STEPS = 4

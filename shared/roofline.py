@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checkpoint import Config
+from .config import Config
 from .measure import Limits
 
 

@@ -1,4 +1,4 @@
-"""What this stage offers to the tools that drive every stage: an engine, and answers to many prompts."""
+"""What this stage offers to the tools that drive every stage."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 from .engine import Engine
 from .generation import Token
 from .model import GPT2
-from .sampling import SamplingParams
+from .params import SamplingParams
 
 
 def make(model: GPT2, contexts: int | None = None, **options: Any) -> Engine:
-    """An engine for `model`. It keeps nothing in memory, so that `contexts` does not matter."""
+    """An engine for `model`. It keeps nothing in memory, so `contexts` has no effect."""
     return Engine(model, **options)
 
 
 def answer(
     engine: Any, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
 ) -> Iterator[tuple[int, Token]]:
-    """Answer `prompts` one after the other; yields each token with its prompt's place, as soon as it exists."""
-    for place, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+    """Answer `prompts` one after the other. Yields each token as soon as it is sampled, after the
+    index of its prompt."""
+    for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         for token in engine.stream(prompt, params):
-            yield place, token
+            yield index, token

@@ -70,7 +70,7 @@ def distribution(
 ) -> Tensor:
     """Steps 2 to 7: the probabilities (R, V) of the next tokens, float64 on the CPU."""
     if not logits.ndim == 2 or not len(logits) == len(params) == len(histories):
-        raise ValueError(f"{tuple(logits.shape)} logits need one row each of params and histories")
+        raise ValueError(f"logits {tuple(logits.shape)} need one row each of params and histories")
     result = torch.zeros(logits.shape, dtype=torch.float64)
     for row, p, history, out in zip(logits, params, histories, result, strict=True):
         scores = _edited(row, p, history, eos_ids)
@@ -133,10 +133,12 @@ def draw(probabilities: Tensor, generators: Sequence[torch.Generator | None]) ->
     Lay the probabilities of a row end to end and throw one dart: longer tokens are hit more often.
     """
     ends = probabilities.cpu().double().cumsum(-1)  # (R, V)
-    darts = [torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators]
-    darts = torch.stack(darts) * ends[:, -1:] if darts else ends[:, -1:]  # (R, 1)
+    darts = torch.empty(len(ends), 1, dtype=torch.float64)
+    for dart, generator in zip(darts, generators, strict=True):
+        dart.uniform_(generator=generator)
     below_end = torch.nextafter(ends[:, -1:], torch.zeros((), dtype=ends.dtype))
-    return torch.searchsorted(ends, torch.minimum(darts, below_end), right=True)[:, 0]
+    hits = torch.minimum(darts * ends[:, -1:], below_end)  # (R, 1): rounding must not pass the end
+    return torch.searchsorted(ends, hits, right=True)[:, 0]
 
 
 def _logprobs(row: Tensor, token: int, count: int) -> Logprobs:

@@ -1,4 +1,4 @@
-"""What this stage offers to the tools that drive every stage: an engine, and answers to many prompts."""
+"""What this stage offers to the tools that drive every stage."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from .engine import Engine
 
 
 def make(model: GPT2, contexts: int | None = None, **options: Any) -> Engine:
-    """An engine for `model`. It has one sequence at a time, so that more `contexts` than one do not matter."""
+    """An engine for `model`. It has one sequence at a time, so `contexts` has no effect."""
     return Engine(model, **options)

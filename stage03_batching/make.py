@@ -1,4 +1,4 @@
-"""What this stage offers to the tools that drive every stage: an engine, and answers to many prompts."""
+"""What this stage offers to the tools that drive every stage."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from .engine import Engine
 
 
 def make(model: GPT2, contexts: int | None = None, **options: Any) -> Engine:
-    """An engine for `model` with at most `contexts` prompts in a batch; None: the engine's default."""
-    return Engine(model, **({} if contexts is None else {"max_batch": contexts}), **options)
+    """An engine for `model` with at most `contexts` prompts in a batch; None: its default."""
+    if contexts is not None:
+        options["max_batch"] = contexts
+    return Engine(model, **options)
 
 
 def answer(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
 ) -> Iterator[tuple[int, Token]]:
-    """Answer `prompts` batch by batch; yields each token with its prompt's place, as soon as it exists."""
+    """Answer `prompts` batch by batch. Yields each token as soon as it is sampled, after the index of
+    its prompt."""
     return engine.run([Output(list(prompt)) for prompt in prompts], sampling)

@@ -60,8 +60,13 @@ def test_stops_at_stop_token_ids(engine):
 
 
 def test_end_of_text_on_the_last_allowed_token_is_a_stop(tiny):
-    assert finish_reason([5, 7], 3, SamplingParams(max_tokens=2), tiny.config, eos_ids=(7,)) == "stop"
-    assert finish_reason([5, 6], 3, SamplingParams(max_tokens=2), tiny.config, eos_ids=(7,)) == "length"
+    assert (
+        finish_reason([5, 7], 3, SamplingParams(max_tokens=2), tiny.config, eos_ids=(7,)) == "stop"
+    )
+    assert (
+        finish_reason([5, 6], 3, SamplingParams(max_tokens=2), tiny.config, eos_ids=(7,))
+        == "length"
+    )
     assert finish_reason([5], 3, SamplingParams(max_tokens=2), tiny.config, eos_ids=(7,)) is None
     assert (
         finish_reason([7], 3, SamplingParams(max_tokens=2, min_tokens=2), tiny.config, eos_ids=(7,))

@@ -12,7 +12,7 @@ import pytest
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
 
-BAD = {
+BAD: dict[str, list[Any]] = {
     "max_tokens": [0, -5, 1.5, True],
     "temperature": [-0.1, 2.1, math.nan, math.inf, "warm"],
     "top_k": [-2, 2.0],
@@ -28,7 +28,7 @@ BAD = {
     "min_tokens": [-1, 65],  # 65 is more than max_tokens
     "logprobs": [-1, 1.0],
 }
-EDGES = {
+EDGES: dict[str, list[Any]] = {
     "max_tokens": [1],
     "temperature": [0, 2],
     "top_k": [-1, 0],

@@ -168,7 +168,7 @@ def many() -> tuple[Tensor, list[SamplingParams], list[History]]:
         )
         for row in range(24)
     ]
-    histories = [
+    histories: list[History] = [
         (random.integers(0, 997, 30).tolist(), random.integers(0, 997, row)) for row in range(24)
     ]
     return torch.from_numpy(random.normal(0, 2, (24, 997))), params, histories

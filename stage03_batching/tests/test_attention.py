@@ -73,8 +73,9 @@ def test_heads_may_share_keys_and_the_cache_may_have_a_dtype_of_its_own(
         "all": torch.ones(B, queries, S, dtype=torch.bool),
         "causal": torch.ones(B, S, S, dtype=torch.bool).tril(),
     }[sees]
-    repeated = (x.repeat_interleave(group, 1) for x in (keys, values))
-    expected = by_hand(q, *repeated, visible)
+    expected = by_hand(
+        q, keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), visible
+    )
     out = masked_attention(q, keys, values, mask if sees == "mask" else None, sees == "causal")
     assert (out.shape, out.dtype) == (q.shape, dtype)
     coarse = torch.bfloat16 in (dtype, stored)
