@@ -70,7 +70,7 @@ def stream(engine: Steps, prompt: Sequence[int], sampling: SamplingParams) -> It
                 logprobs = output.logprobs[sent - 1] if output.logprobs else None
                 yield Token(output.token_ids[sent - 1], logprobs, reason)
     finally:
-        if request.id in engine.requests:
+        if engine.requests.get(request.id) is request:  # not another one that took its id since
             engine.abort(request.id)
     if output.error is not None:
         raise UserError(output.error)

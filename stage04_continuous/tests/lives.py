@@ -71,6 +71,7 @@ class Life(RuleBasedStateMachine):
         self.asked: list[tuple[Request, int]] = []  # and how much of the answer it began with
         self.told: dict[str, list[int]] = {}  # by id: what came out of the steps
         self.added: dict[Request, int] = {}  # steps made before it came
+        self.aborted: set[Request] = set()
         self.steps = 0
 
     def accepted(self, request: Request, given: int = 0) -> None:
@@ -111,6 +112,10 @@ class Life(RuleBasedStateMachine):
     def abort(self, pick):
         request = self.pick(pick)
         self.seen[f"aborted {request.state.value}"] += 1
+        self.end(request)
+
+    def end(self, request: Request) -> None:
+        self.aborted.add(request)
         self.engine.abort(request.id)
 
     @precondition(lambda self: self.engine.requests)
@@ -224,7 +229,7 @@ class Life(RuleBasedStateMachine):
             self._step()
         self.assert_idle(self.engine)
         for request, given in self.asked:
-            assert_answered(request, given=given)
+            assert_answered(request, given=given, aborted=request in self.aborted)
 
     def assert_idle(self, engine: Any) -> None:
         assert not engine.requests and not engine.scheduler.unfinished

@@ -73,18 +73,19 @@ def finish(engine: Any) -> list[Any]:
     raise AssertionError("a live-lock: no test has so many tokens")
 
 
-def assert_answered(*requests: Request, given: int = 0) -> None:
-    """Each request has the naive engine's answer, an aborted one its beginning. The first `given`
-    tokens of the answer are those of the request it was forked from."""
+def assert_answered(*requests: Request, given: int = 0, aborted: bool = False) -> None:
+    """Each request has the naive engine's answer, or its beginning if it may be `aborted`. The first
+    `given` tokens of the answer are those of the request it was forked from."""
     for request in requests:
         output, beginning = request.output, request.output.token_ids[:given]
         rest = replace(request.sampling, max_tokens=request.sampling.max_tokens - given)
         want = naive(output.prompt_ids + beginning, rest)
         count = len(want.token_ids)
-        if output.finish_reason == "abort":
+        if aborted and output.finish_reason == "abort":
             count = len(output.token_ids) - given
+        else:
+            assert output.finish_reason == want.finish_reason
         assert output.token_ids[given:] == want.token_ids[:count]
-        assert output.finish_reason in ("abort", want.finish_reason)
         for mine, its in zip(output.logprobs[given:], want.logprobs[:count], strict=True):
             assert [id for id, _ in mine.top] == [id for id, _ in its.top]
             assert abs(mine.token - its.token) < 1e-9 and abs(mine.highest - its.highest) < 1e-9

@@ -147,7 +147,8 @@ class StepContract:
             assert engine.abort("victim") is victim.output
             assert victim.output.finish_reason == "abort" and victim.state is State.FINISHED
             finish(engine)
-            assert_answered(victim, *others)
+            assert_answered(victim, aborted=True)
+            assert_answered(*others)
             later = [self.shares(record) for record in list(engine.steps)[moment:]]
             assert "victim" not in {row[0] for rows in later for row in rows}
             self.assert_idle(engine)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from stage01_forward.engine import Engine as Naive
-from stage04_continuous.engine import make
+from stage04_continuous.make import make
 from stage04_continuous.request import Request
 
 from .contract import EngineContract

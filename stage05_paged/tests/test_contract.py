@@ -108,14 +108,16 @@ class PagedLife(Life):
     @precondition(lambda self: self.scheduler.swapped)
     @rule()
     def abort_a_swapped_one(self):
-        self.engine.abort(next(iter(self.scheduler.swapped)).id)
+        self.end(next(iter(self.scheduler.swapped)))
         self.seen["aborted in the swap pool"] += 1
 
     @precondition(lambda self: self.scheduler.running)
     @rule(pick=st.integers(0, MOST))
     def preempt(self, pick):
         """Out of turn: any request, with an answer or without."""
-        preempt(self.engine, self.scheduler.running[pick % len(self.scheduler.running)])
+        request = self.scheduler.running[pick % len(self.scheduler.running)]
+        preempt(self.engine, request)
+        self.seen["swapped_out" if request in self.scheduler.swapped else "recomputed"] += 1
 
     @precondition(lambda self: self.scheduler.pool.cached)
     @rule(share=st.floats(0, 1))

@@ -229,8 +229,8 @@ def test_fork_of_a_fork(size, first):
         if first != "none":
             engine.abort(first)
         finish(engine)
-        assert_answered(parent)
-        assert_answered(child, both, given=given)
+        for request, begins in ((parent, 0), (child, given), (both, given)):
+            assert_answered(request, given=begins, aborted=request.id == first)
         assert_idle(engine)
 
 

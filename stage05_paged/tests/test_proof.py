@@ -153,7 +153,8 @@ def test_what_an_aborted_request_had_computed_is_found(size):
         computed = victim.computed
         engine.abort(victim.id)
         run(engine, request := request_of(26, DRAWN))
-        assert_answered(victim, request)
+        assert_answered(victim, aborted=True)
+        assert_answered(request)
         assert engine.scheduler.counts.hit_tokens == min(computed, 25) // size * size
 
 
@@ -268,7 +269,7 @@ def test_storm_with_aborts():
                 engine.abort(id)
         engine.step()
     run(engine)
-    assert_answered(*requests)
+    assert_answered(*requests, aborted=True)
     counts = engine.scheduler.counts
     assert counts.swapped_in < counts.swapped_out
     assert sum(request.output.finish_reason == "abort" for request in requests) > 10

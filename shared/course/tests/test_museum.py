@@ -249,7 +249,7 @@ def test_a_visit(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         status == 1
         and said.startswith("The bug is still there: ")
-        and "test_engine.py::test_one_forward_pass" in said
+        and "test_tokens_through_the_model" in said
     )
     mine.write(planting.place(exhibit), "x = 1\ndef (:\n")
     with pytest.raises(UserError, match="no Python in line 2"):
