@@ -121,11 +121,11 @@ EXHIBITS = (
         stage="stage01_forward",
         file="generation.py",
         title="a long conversation ends with a crash instead of an answer",
-        old="if len(output_ids) >= params.max_tokens or prompt_length + len(output_ids) >= config.n_positions:",
-        new="if len(output_ids) >= params.max_tokens:",
+        old="or prompt_length + len(output_ids) >= config.n_positions",
+        new="or len(output_ids) >= config.n_positions",
         symptom=symptoms.the_end_of_the_context,
         hint="It is no matter of what is said, but of how much. Who decides that an answer has ended?",
-        bug="nobody ends an answer when the model's context is full",
+        bug="the end of the context is compared with the answer alone: the prompt is not counted",
         story="GPT-2 has 1,024 positions, and not one more. Wrappers around it that look at max_tokens alone work in every "
         "demonstration, and fail for the first user who talks long enough: with an index error from deep inside the embedding, "
         "or, where positions are taken modulo the context, with no error and a text that forgets its beginning. It is hard to "

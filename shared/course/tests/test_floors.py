@@ -1,0 +1,93 @@
+"""The two floors of `shared`: what stages import reaches no stage, and tools find stages by folder."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared import paths
+from shared.bench import staircase
+from shared.course import stages, tour
+
+DOOR = "shared/tour.py"  # the one module below that may import from above
+ABOVE = ("shared.course", "shared.bench")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Dotted names of all modules that a file imports, wherever the statement stands."""
+    package = path.relative_to(paths.ROOT).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def ground() -> list[Path]:
+    """Every module of `shared` that is neither a test nor on the floor above."""
+    return [
+        path
+        for path in sorted((paths.ROOT / "shared").rglob("*.py"))
+        if not {"tests", "course", "bench"} & set(path.relative_to(paths.ROOT).parts)
+    ]
+
+
+def test_the_ground_reaches_no_stage_and_no_floor_above() -> None:
+    files = {path.relative_to(paths.ROOT).as_posix(): path for path in ground()}
+    assert DOOR in files and len(files) > 10
+    for name, path in files.items():
+        names = list(imported(path))
+        assert not [each for each in names if each.startswith("stage0")], name
+        assert name == DOOR or not [each for each in names if each.startswith(ABOVE)], name
+        # Names are no way around it.
+        source = path.read_text(encoding="utf-8")
+        assert "import_module" not in source and "__import__" not in source, name
+
+
+def test_a_stage_imports_the_ground_alone_except_in_its_benchmark_and_tests() -> None:
+    for stage in paths.discover():
+        for path in (paths.ROOT / stage).glob("*.py"):
+            if path.name != "benchmark.py":
+                found = [name for name in imported(path) if name.startswith(ABOVE)]
+                assert not found, path
+
+
+def test_imports_are_seen_in_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    path = tmp_path / "shared" / "x.py"
+    path.parent.mkdir()
+    path.write_text("def f():\n    from .course import a\n    from . import bench\n    import b.c\n")
+    assert set(imported(path)) == {
+        "shared.course", "shared.course.a", "shared", "shared.bench", "b.c",
+    }  # fmt: skip
+
+
+TOY = '''
+from stage01_forward.engine import Engine
+from stage01_forward.make import answer as answer
+
+def make(model, contexts=None, **options):
+    return Engine(model, **options)
+'''
+
+
+def test_a_new_stage_needs_no_edit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stage01_forward").symlink_to(paths.ROOT / "stage01_forward")
+    toy = tmp_path / "stage99_toy"
+    toy.mkdir()
+    (toy / "__init__.py").touch()
+    (toy / "make.py").write_text(textwrap.dedent(TOY), encoding="utf-8")
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(stages.engines()) == ["stage01_forward", "stage99_toy"]
+    plan = staircase.Plan()
+    assert "stage99_toy" in staircase.variants(plan)
