@@ -11,7 +11,7 @@ import pytest
 
 from shared import paths
 from shared.bench import staircase
-from shared.course import stages, tour
+from shared.course import stages
 
 DOOR = "shared/tour.py"  # the one module below that may import from above
 ABOVE = ("shared.course", "shared.bench")
