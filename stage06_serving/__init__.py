@@ -1,7 +1,8 @@
 """Stage 06: the engine behind HTTP, for OpenAI's clients, curl and a browser.
 
-`async_engine.py` is what this stage teaches: the engine on a thread, and an event loop that never waits for it. `service.py`
-turns bodies into answers, `app.py` has the endpoints, `protocol.py` what clients may send, and `text.py` what they may see.
+`async_engine.py` is what this stage teaches: the engine on a thread, and an event loop that never
+waits for it. `protocol.py` describes what clients send, `service.py` and `text.py` turn bodies into
+answers, `formats.py` writes them as JSON, and `app.py` has the endpoints.
 """
 
 QUESTION: str = "An engine is a loop, and clients are many, slow, and gone: how do they meet?"

@@ -24,7 +24,6 @@ from shared.errors import UserError
 
 from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, log
 from .chat import ChatTemplate
-from .engines import AnyEngine
 from .errors import ApiError, error_body, validation_message
 from .formats import Chat, Completion, Echo, Format, Generate, Scores, completion_logprobs
 from .guard import Guard
@@ -41,6 +40,7 @@ from .protocol import (
 from .service import Answer, Choice, Service
 from .settings import Settings
 from .sse import DONE, EventStream, event
+from .status import AnyEngine
 
 VERSION = "staircase stage06"
 PAGE = Path(__file__).with_name("page.html")

@@ -1,8 +1,9 @@
 """The engine on a thread of its own, and asyncio on the other side of the fence.
 
-A forward pass takes tens of milliseconds, and an event loop that waits for one serves nobody meanwhile. So the thread alone
-touches the engine. What the loop wants goes to it through a queue of commands, which it empties before every step; what the
-engine says comes back in one call a step. Nothing else is shared but settings that never change.
+A forward pass takes tens of milliseconds, and an event loop that waits for one serves no client in
+the meantime. So only the thread touches the engine. The loop's commands reach it through a queue,
+which it empties before every step; the tokens come back in one call a step. Nothing else is shared
+but settings that never change and the engine's status, which is frozen: each step replaces it.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from shared.errors import UserError
 from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
-from stage05_paged.engine import BlocksRecord
+from stage05_paged.records import BlocksRecord
 
-from .engines import AnyEngine
+from .status import AnyEngine, Status
 
-BROKEN = "The engine failed in this step, and the request with it: send it again."
-DEAD = "The engine has stopped after failures in a row: restart the server, and look into its log."
-CLOSING = "The server is shutting down: send the request again later, or to another one."
-FAILURES = 3  # steps that fail in a row until the engine is given up
+BROKEN = "The engine failed in this step, and the request with it: send the request again."
+DEAD = "The engine has stopped after repeated failures: restart the server, and read its log."
+CLOSING = "The server is shutting down: send the request again later, or to another server."
+FAILURES = 3  # failed steps in a row before the engine is given up
 STUCK = 5.0  # seconds: a step that takes longer ends with the process
-DRAIN = 0.05  # seconds between two looks at what is left, while the server shuts down
-PROBE = "probe"  # a request of our own: after a failure it finds out whether steps work again
+DRAIN = 0.05  # seconds between two checks of what is in flight, while the server shuts down
+PROBE = "probe"  # our own request: after a failure it shows whether steps work again
 
 log = logging.getLogger("staircase")
 
 
 class Overloaded(Exception):
-    """There is no place in line for a request. Later there will be."""
+    """The queue has no place for a request now."""
 
 
 class EngineDead(Exception):
@@ -47,15 +48,16 @@ class EngineDead(Exception):
 
 
 class Broken(Exception):
-    """A sequence was ended by a failure that is not its own."""
+    """A failure that is not its own ended a sequence."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One sequence on its way through the engine, as the event loop sees it. Times are `time.perf_counter()`.
+    """One sequence on its way through the engine, as the event loop sees it. Times are
+    `time.perf_counter()`.
 
-    `fresh` is what the engine has said and nobody has read yet. A slow reader finds more of it at a time and holds nobody up; it
-    is never more than the `max_tokens` of the answer.
+    `fresh` holds the tokens that are not read yet. A slow reader finds more of them at a time and
+    delays no other request; there are never more than the `max_tokens` of the answer.
     """
 
     id: str
@@ -65,28 +67,26 @@ class Ticket:
     news: asyncio.Event  # set when there is something to read; the tickets of a request share it
     fresh: list[Token] = field(default_factory=list)
     generated: int = 0  # tokens
-    ended: bool = False  # the engine has let go of it
+    ended: bool = False  # the engine has released it
     reason: str | None = None  # "stop", "length", "abort" or "error"
-    error: str | None = None  # why there is no more, if a failure ended it
-    scheduled: float | None = None  # when its first pass began
+    error: str | None = None  # the failure that ended it
+    scheduled: float | None = None  # start of its first pass
     first_token: float | None = None
     last_token: float | None = None
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step has brought, on its way from the thread to the loop."""
+    """The results of one step, on their way from the thread to the loop."""
 
-    record: BlocksRecord | None = None  # None: no forward pass was made
-    said: Sequence[tuple[str, Token]] = ()
-    ended: Sequence[
-        tuple[str, str, str | None]
-    ] = ()  # who, the finish reason, and the error if it was one
+    record: BlocksRecord | None = None  # None: there was no forward pass
+    tokens: Sequence[tuple[str, Token]] = ()
+    ended: Sequence[tuple[str, str, str | None]] = ()  # id, finish reason, error if there was one
 
 
 @dataclass(frozen=True)
 class _Command:
-    """What the thread shall do before its next step, and who wants the result or the error."""
+    """Work for the thread before its next step; `reply` gets the result or the error."""
 
     do: Callable[[], Any]
     reply: Callable[[Any, Exception | None], object]
@@ -100,8 +100,9 @@ def _ignore(result: Any, error: Exception | None) -> None:
 class EngineThread:
     """The one thread that computes, and that has loaded the model too.
 
-    PyTorch keeps a team of threads for each thread that calls it. With two teams there are more threads than processors, and
-    then all of them go to sleep between operators and have to be woken: a pass took 40 % longer. So nobody else may compute.
+    PyTorch keeps a team of threads for each thread that calls it. With two teams there are more
+    threads than processors: all of them sleep between operators and must be woken, and a pass took
+    40 % longer. So no other thread may compute.
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ class EngineThread:
         threading.Thread(target=self._work, name="engine", daemon=True).start()
 
     def run(self, do: Callable[[], Any]) -> Future[Any]:
-        """Run `do` there, after what was given before it; its result or error."""
+        """Run `do` on the thread, after all earlier jobs; its result or error."""
         future: Future[Any] = Future()
         self._jobs.put((do, future))
         return future
@@ -119,40 +120,43 @@ class EngineThread:
             do, future = self._jobs.get()
             try:
                 future.set_result(do())
-            except BaseException as error:  # belongs to whoever asked
+            except BaseException as error:  # the caller of `run` handles it
                 future.set_exception(error)
 
 
 class AsyncEngine:
-    """Runs `engine` on `thread`, by default a new one. All methods are for the event loop that calls `start`.
+    """Runs `engine` on `thread`, by default a new one. All methods are for the event loop that
+    calls `start`.
 
-    max_queue: so many sequences are taken in beyond those that can run at once; the surplus is refused.
+    max_queue: sequences accepted beyond those that can run at once; the rest are refused.
     """
 
     def __init__(
         self, engine: AnyEngine, max_queue: int = 64, thread: EngineThread | None = None
     ) -> None:
-        self.engine = engine
-        self.capacity = engine.scheduler.max_sequences + max_queue
-        self.in_flight: dict[str, Ticket] = {}  # all that the engine has not let go of, by id
+        self.capacity = engine.status.max_sequences + max_queue
+        self.in_flight: dict[str, Ticket] = {}  # all that the engine has not released, by id
         self.alive = False
         self.draining = False
-        self.rejected = 0  # requests, so far
-        self.listeners: list[
-            Callable[[Step, list[Ticket], list[Ticket]], None]
-        ] = []  # get each step, who said, and who ended
+        self.rejected = 0  # requests since the start
+        # Called with each step, the tickets that got tokens, and the tickets that ended.
+        self.listeners: list[Callable[[Step, list[Ticket], list[Ticket]], None]] = []
+        self._engine = engine
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._thread = EngineThread() if thread is None else thread
         self._running: Future[Any] | None = None
         self._loop = asyncio.get_running_loop()
-        self._held = 0  # places of `place`
-        self._calls: set[asyncio.Future[Any]] = set()  # of `call`, while somebody waits for them
+        self._held = 0  # places taken by `place`
+        self._calls: set[asyncio.Future[Any]] = set()  # of `call`, not answered yet
         self._named = 0
-        self._requests: dict[
-            str, Request
-        ] = {}  # the thread's own: all that it has not yet told the end of
+        self._requests: dict[str, Request] = {}  # the thread's own: all whose end is not reported
 
-    # ---- on the event loop ------------------------------------------------------------------------------------------
+    # ---- on the event loop ----------------------------------------------------------------------
+
+    @property
+    def status(self) -> Status:
+        """The engine's newest status. The thread replaces it and never mutates it."""
+        return self._engine.status
 
     def start(self) -> None:
         """Let the thread make steps."""
@@ -165,27 +169,30 @@ class AsyncEngine:
         sampling: Sequence[SamplingParams],
         salt: bytes = b"",
     ) -> list[list[Ticket]]:
-        """Take in `prompts`, of each as many samples as there are `sampling`; a list of tickets for each prompt. All or none.
+        """Accept `prompts`, one sample of each for each of `sampling`; tickets, a list a prompt.
 
-        Raises UserError for what can never be answered, Overloaded if there is no place for all of them, EngineDead.
+        All or none: raises UserError for a request that can never be answered, Overloaded if there
+        is no place for all of them, EngineDead.
         """
         self._need_life()
         for prompt in prompts:
-            for each in sampling:
-                self.engine.check(Request(prompt, each))
+            for params in sampling:
+                self._engine.check(Request(prompt, params))
         self._need_room(len(prompts) * len(sampling))
         news = asyncio.Event()
-        groups = [[self._ticket(prompt, each, news) for each in sampling] for prompt in prompts]
+        groups = [[self._ticket(prompt, params, news) for params in sampling] for prompt in prompts]
         for prompt, group in zip(prompts, groups, strict=True):
             self.in_flight |= {ticket.id: ticket for ticket in group}
-            self._command(
-                partial(self._add, prompt, sampling, salt, [ticket.id for ticket in group])
-            )
+            ids = [ticket.id for ticket in group]
+            self._command(partial(self._add, prompt, sampling, salt, ids))
         return groups
 
     @contextlib.contextmanager
     def place(self, count: int) -> Iterator[None]:
-        """Hold as many places as `count` sequences would take, for a `call` that is as much work. Raises as `submit` does."""
+        """Hold the places of `count` sequences, for a `call` that is as much work.
+
+        Raises as `submit` does.
+        """
         self._need_life()
         self._need_room(count)
         self._held += count
@@ -201,14 +208,15 @@ class AsyncEngine:
     def _need_room(self, count: int) -> None:
         if count > self.capacity:
             raise UserError(
-                f"This is {count} sequences, and the server takes in at most {self.capacity}: ask for fewer at a time."
+                f"The request has {count} sequences, and the server accepts at most "
+                f"{self.capacity}: ask for fewer at a time."
             )
         taken = len(self.in_flight) + self._held
         if taken + count > self.capacity:
             self.rejected += 1
             raise Overloaded(
-                f"The server has {taken} sequences in hand, of at most {self.capacity}, and this would be {count} more: try "
-                "again in a moment."
+                f"The server has {taken} sequences in flight, of at most {self.capacity}, and this "
+                f"request needs {count} more: try again in a moment."
             )
 
     async def tokens(
@@ -236,13 +244,15 @@ class AsyncEngine:
                         raise (EngineDead if dead else Broken)(ticket.error)
 
     def abort(self, ticket: Ticket, reason: str = "abort") -> None:
-        """End a sequence, whatever it is doing; nothing happens if it has ended. The engine hears of it before its next step."""
+        """End a sequence, waiting or running, before the engine's next step. Does nothing if it
+        has ended."""
         if not ticket.ended:
             ticket.reason = ticket.reason or reason
             self._command(partial(self._abort, ticket.id))
 
     async def call(self, do: Callable[[AnyEngine], Any]) -> Any:
-        """Run `do` with the engine on the engine's thread, between two steps; what it returns or raises. Raises EngineDead."""
+        """Run `do` with the engine on its thread, between two steps; returns or raises what it
+        does. Raises EngineDead."""
         if not self.alive:
             raise EngineDead(DEAD)
         future = self._loop.create_future()
@@ -250,20 +260,22 @@ class AsyncEngine:
         future.add_done_callback(self._calls.discard)
 
         def settle(result: Any, error: Exception | None) -> None:
-            if future.done():  # whoever asked has left, or has been told already
+            if future.done():  # the caller has left, or `drain` has answered
                 return
             if error is None:
                 future.set_result(result)
             else:
                 future.set_exception(error)
 
-        reply = partial(self._loop.call_soon_threadsafe, settle)
-        self._commands.put(_Command(partial(do, self.engine), reply))
+        def reply(result: Any, error: Exception | None) -> None:
+            self._loop.call_soon_threadsafe(settle, result, error)
+
+        self._commands.put(_Command(partial(do, self._engine), reply))
         return await future
 
     async def drain(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Take in nothing more, wait up to `grace` seconds for what is in hand, and end the rest with an error; at once if
-        `hurry` says so."""
+        """Accept nothing more, wait up to `grace` seconds for what is in flight, and end the rest
+        with an error; at once if `hurry` returns true."""
         self.draining = True
         end = self._loop.time() + grace
         while (self.in_flight or self._held) and not hurry() and self._loop.time() < end:
@@ -276,7 +288,7 @@ class AsyncEngine:
                 future.set_exception(EngineDead(CLOSING))
 
     async def stop(self) -> None:
-        """Let the thread end, once its step is done; it is not waited for for ever."""
+        """Let the thread end after its step; wait for it, but not longer than STUCK seconds."""
         self._commands.put(None)
         if self._running is not None:
             await asyncio.wait([asyncio.wrap_future(self._running)], timeout=STUCK)
@@ -294,24 +306,21 @@ class AsyncEngine:
     def _deliver(self, step: Step) -> None:
         now = time.perf_counter()
         spoke: dict[Ticket, None] = {}
-        for name, token in step.said:
+        for name, token in step.tokens:
             if ticket := self.in_flight.get(name):
                 ticket.fresh.append(token)
                 ticket.generated += 1
                 spoke[ticket] = None
         ended = [self.in_flight[name] for name, *_ in step.ended if name in self.in_flight]
         if step.record is not None:
-            begun = {each.request_id for each in step.record.sequences} | {
-                name for name, _ in step.said
-            }
-            for name in begun:  # other samples of a prompt speak in the first one's pass
-                ticket = self.in_flight.get(name)
+            for sequence in step.record.sequences:
+                ticket = self.in_flight.get(sequence.request_id)
                 if ticket is not None and ticket.scheduled is None:
                     ticket.scheduled = step.record.started
         for name, reason, error in step.ended:
             if ticket := self.in_flight.get(name):
                 self._end(ticket, reason, error)
-        for listener in self.listeners:  # they compare this token's time with the last one's
+        for listener in self.listeners:  # before the times of these tokens replace the last ones
             listener(step, list(spoke), ended)
         for ticket in spoke:
             ticket.first_token = ticket.first_token or now
@@ -324,7 +333,7 @@ class AsyncEngine:
         self.in_flight.pop(ticket.id, None)
 
     def _die(self) -> None:
-        """The thread has ended: nobody may wait for it."""
+        """The thread has ended: answer everything that waits for it."""
         self.alive = False
         self._deliver(Step(ended=[(name, "error", DEAD) for name in self.in_flight]))
         with contextlib.suppress(queue.Empty):
@@ -332,7 +341,7 @@ class AsyncEngine:
                 if command := self._commands.get_nowait():
                     command.reply(None, EngineDead(DEAD))
 
-    # ---- on the thread ----------------------------------------------------------------------------------------------
+    # ---- on the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
         failures = 0
@@ -341,52 +350,54 @@ class AsyncEngine:
                 try:
                     step = self._step()
                     failures = 0
-                except (
-                    Exception
-                ) as error:  # a pass can fail in any way, and the other requests should outlive it
+                except Exception as error:  # whatever failed, requests outside the pass go on
                     failures += 1
                     log.error("a step failed (%d in a row)", failures, exc_info=error)
-                    self.engine.fail(UserError(BROKEN))
+                    self._engine.fail(UserError(BROKEN))
                     step = Step(ended=self._ended())
-                    if PROBE not in self.engine.requests:
-                        self.engine.add(Request([0], SamplingParams(max_tokens=1), PROBE))
+                    if PROBE not in self._requests:
+                        self._enter(Request([0], SamplingParams(max_tokens=1), PROBE))
                 self._loop.call_soon_threadsafe(self._deliver, step)
         finally:
             with contextlib.suppress(RuntimeError):  # the loop may be closed
                 self._loop.call_soon_threadsafe(self._die)
 
     def _obey(self) -> bool:
-        """Do what the loop wants; wait for it if there is nothing else to do. False: it wants the thread to end."""
-        wait = not self.engine.scheduler.unfinished
+        """Run the loop's commands; wait for one while there is nothing to compute. False: the
+        thread must end."""
         while True:
             try:
-                command = self._commands.get(block=wait)
+                command = self._commands.get(block=self._idle())
             except queue.Empty:
                 return True
             if command is None:
                 return False
             try:
                 command.reply(command.do(), None)
-            except Exception as error:  # belongs to whoever asked
+            except Exception as error:  # the sender of the command handles it
                 command.reply(None, error)
-            wait = not self.engine.scheduler.unfinished
+
+    def _idle(self) -> bool:
+        return all(request.output.finish_reason for request in self._requests.values())
 
     def _step(self) -> Step:
-        before = self.engine.steps[-1] if self.engine.steps else None
-        said = self.engine.step()
-        record = self.engine.steps[-1] if self.engine.steps else None
-        return Step(None if record is before else record, said, self._ended())
+        before = self._engine.steps[-1] if self._engine.steps else None
+        tokens = self._engine.step()
+        record = self._engine.steps[-1] if self._engine.steps else None
+        return Step(None if record is before else record, tokens, self._ended())
 
     def _ended(self) -> list[tuple[str, str, str | None]]:
-        gone = [
-            request for name, request in self._requests.items() if name not in self.engine.requests
-        ]
-        for request in gone:
+        """Forget the requests that have ended: id, finish reason and error of each."""
+        ended = [request for request in self._requests.values() if request.output.finish_reason]
+        for request in ended:
             del self._requests[request.id]
         return [
-            (request.id, request.output.finish_reason or "error", request.output.error)
-            for request in gone
+            (request.id, request.output.finish_reason or "", request.output.error)
+            for request in ended
         ]
+
+    def _enter(self, request: Request) -> None:
+        self._requests[request.id] = self._engine.add(request)
 
     def _add(
         self,
@@ -395,19 +406,23 @@ class AsyncEngine:
         salt: bytes,
         ids: Sequence[str],
     ) -> None:
+        """Queue the samples of one prompt; all but the first share its blocks."""
+        first: Request | None = None
         try:
-            added = self.engine.add_samples(prompt, sampling, salt, ids)
-        except (
-            Exception
-        ):  # `submit` has checked, so this is a defect; still nobody may wait for ever
-            self._loop.call_soon_threadsafe(
-                self._deliver, Step(ended=[(name, "error", BROKEN) for name in ids])
-            )
+            for name, params in zip(ids, sampling, strict=True):
+                request = Request(prompt, params, name, salt=salt, parent=first)
+                self._enter(request)
+                first = first or request
+        except Exception:  # a defect, since `submit` has checked; its readers must not wait
+            step = Step(ended=[(name, "error", BROKEN) for name in ids])
+            self._loop.call_soon_threadsafe(self._deliver, step)
+            for name in ids:
+                self._abort(name)
             raise
-        self._requests |= {request.id: request for request in added}
 
     def _abort(self, name: str) -> None:
-        if name in self.engine.requests:
-            self.engine.abort(name)
-        if not self.engine.scheduler.unfinished:  # no step will tell
+        request = self._requests.get(name)
+        if request is not None and request.output.finish_reason is None:
+            self._engine.abort(name)
+        if self._idle():  # no step will report it
             self._loop.call_soon_threadsafe(self._deliver, Step(ended=self._ended()))

@@ -49,12 +49,14 @@ from stage01_forward.params import SamplingParams
 from stage02_kv_cache.benchmark import greedy, proof_text
 from stage03_batching.benchmark import Subject
 from stage04_continuous.benchmark import percentile
+from stage04_continuous.engine import Engine
 from stage04_continuous.request import Request
-from stage05_paged.engine import BlocksRecord, Engine
+from stage05_paged.records import BlocksRecord
 
 from .__main__ import SWITCH, listen, make_engine
 from .app import Api, create_app
 from .async_engine import AsyncEngine, EngineThread, Step, Ticket
+from .engines import Paged
 from .protocol import CompletionBody
 from .service import Service
 from .settings import PREFIX, Settings, parse
@@ -256,7 +258,7 @@ def run_offline(
         times,
         ids,
         {"engine": cpu},
-        steps_of(list(engine.steps), load.streams),
+        steps_of(list[Any](engine.steps), load.streams),
     )
 
 
@@ -380,11 +382,11 @@ def engine_process(connection: Connection, arguments: list[str]) -> None:
     settings = parse(arguments)
     thread = EngineThread()  # as in the server: nobody else may compute
     engine, loaded = thread.run(lambda: make_engine(settings)).result()
-    assert isinstance(engine, Engine)
+    assert isinstance(engine, Paged)
     connection.send("ready")
     for kind, *asked in questions(connection):
         if kind == "offline":
-            connection.send(thread.run(partial(run_offline, engine, *asked)).result())
+            connection.send(thread.run(partial(run_offline, engine.engine, *asked)).result())
         elif kind == "watched":
             connection.send(
                 asyncio.run(watched(connection, thread, engine, loaded, settings, *asked))
@@ -418,7 +420,7 @@ async def listening(app: ASGIApp) -> AsyncIterator[str]:
 async def watched(
     connection: Connection,
     thread: EngineThread,
-    engine: Engine,
+    engine: Paged,
     loaded: Loaded,
     settings: Settings,
     load: Load,
@@ -503,7 +505,7 @@ class MadeUp:
 async def parts(
     connection: Connection,
     thread: EngineThread,
-    engine: Engine,
+    engine: Paged,
     loaded: Loaded,
     settings: Settings,
     load: Load,
@@ -553,9 +555,9 @@ async def parts(
         started = time.thread_time()
         tick = partial(loop.call_soon_threadsafe, made_up.tick)
         if serving is None:
-            await asyncio.wrap_future(thread.run(partial(run_offline, engine, load, prompts, tick)))
+            await asyncio.wrap_future(thread.run(partial(run_offline, engine.engine, load, prompts, tick)))
         else:
-            await serving.call(lambda _: run_offline(engine, load, prompts, tick))
+            await serving.call(lambda _: run_offline(engine.engine, load, prompts, tick))
         await answered
         return (time.thread_time() - started) / load.tokens
 

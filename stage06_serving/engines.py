@@ -1,17 +1,19 @@
-"""Earlier engines behind the same HTTP, `--engine static` and the like, so that a load test can tell what each step brought.
+"""The engines behind `--engine`: stage 05's and earlier ones, so that a load test can show what
+each stage gained.
 
-The server is written for stage 05's engine. Here is what it asks of one, put around those that lack it, and nothing more: who
-runs when and beside whom is decided where it was. `Batches` feeds an engine that takes some requests and runs them to the end;
-`Slots` wraps stage 04's, which lets them come and go.
+Which requests run when, and together with which others, is decided where it was: `Stepping` wraps
+an engine that admits and releases requests at every step (stage 04 and later), `Batches` feeds one
+that takes some requests and runs them to the end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Protocol
 
 from shared.config import Config
@@ -21,125 +23,165 @@ from shared.records import StepRecord
 from stage01_forward.fast_sampling import sample
 from stage01_forward.generation import NOT_FINITE, Output, Token, check_request, finish_reason
 from stage01_forward.model import GPT2
-from stage01_forward.params import SamplingParams
 from stage02_kv_cache.engine import Engine as CacheEngine
 from stage03_batching.engine import Engine as StaticEngine
-from stage04_continuous.engine import STEPS_KEPT, SlotsRecord
-from stage04_continuous.engine import Engine as ContinuousEngine
+from stage04_continuous.engine import Engine
+from stage04_continuous.plan import Plan
+from stage04_continuous.records import SlotsRecord
 from stage04_continuous.request import Request, State
-from stage05_paged.blockmap import FREE
-from stage05_paged.engine import BlocksRecord, Engine, SequenceRecord
-from stage05_paged.scheduler import Counts
+from stage05_paged.blockmap import FREE, blockmap
+from stage05_paged.records import BlocksRecord, SequenceRecord
+
+from .status import Status
 
 
-@dataclass
-class SlotPool:
-    """Memory as the metrics and the page see it: a slot, which is a whole context, is one block."""
+class Stepping:
+    """An engine that has `add`, `abort` and `step`. `status` is its state before any step."""
 
-    count: int
-    block_size: int  # tokens
-    owned: int = 0
+    steps: deque[BlocksRecord]
 
-
-@dataclass
-class Line:
-    """Who waits and who runs: what the server reads of a scheduler."""
-
-    max_sequences: int
-    pool: SlotPool
-    running: list[Request] = field(default_factory=list)
-    waiting: list[Request] = field(default_factory=list)
-    counts: Counts = field(default_factory=Counts)  # nothing is ever found again, or taken away
-
-    @property
-    def unfinished(self) -> int:
-        return len(self.running) + len(self.waiting)
-
-    def set(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
-        self.running, self.waiting = list(running), list(waiting)
-        self.pool.owned = len(self.running)
-
-    def slots(self) -> list[int]:
-        """The map of the slots, as `blockmap` has it for blocks."""
-        taken = [request.arrival for request in self.running]
-        return taken + [FREE] * (self.pool.count - len(taken))
-
-
-class Adapter:
-    """What the server asks of any engine. `model` is also what scores the prompts of an echo."""
-
-    def __init__(self, model: GPT2, rows: int) -> None:
-        self.model = model
-        self.scheduler = Line(rows, SlotPool(rows, model.config.n_positions))
-        self.requests: dict[str, Request] = {}  # those that wait or run
-        self.steps: deque[BlocksRecord] = deque(maxlen=STEPS_KEPT)
+    def __init__(self, engine: Engine, status: Status) -> None:
+        self.engine, self.status = engine, status
+        # For `check` on any thread: a scheduler without requests, which never schedules.
+        self._config, self._idle = engine.config, copy.deepcopy(engine.scheduler)
+        engine.observers.append(self)
 
     def check(self, request: Request) -> None:
-        """Raise UserError if `request` can never be answered."""
-        check_request(request.output.prompt_ids, request.sampling, self.model.config)
+        check_request(request.output.prompt_ids, request.sampling, self._config)
+        self._idle.check(request)
 
     def add(self, request: Request) -> Request:
-        """Put a request, which has an id, in line. Raises UserError if it is unfit."""
-        raise NotImplementedError
-
-    def add_samples(
-        self,
-        prompt: Sequence[int],
-        sampling: Sequence[SamplingParams],
-        salt: bytes,
-        ids: Sequence[str],
-    ) -> list[Request]:
-        """Several samples of one prompt. They share nothing here, so there is nothing to salt. Raises UserError if unfit."""
-        requests = [Request(prompt, each, name) for each, name in zip(sampling, ids, strict=True)]
-        for request in requests:  # all or none
-            self.check(request)
-        return [self.add(request) for request in requests]
+        self.engine.add(request)
+        self._report()
+        return request
 
     def abort(self, request_id: str) -> Output:
-        """End a request now, whatever it is doing."""
-        raise NotImplementedError
+        output = self.engine.abort(request_id)
+        self._report()
+        return output
 
     def step(self) -> list[tuple[str, Token]]:
-        """One forward pass, if there is anything to do; the tokens that came of it, each with the id of its request."""
-        raise NotImplementedError
+        tokens = self.engine.step()
+        self._report()
+        return tokens
 
     def fail(self, error: UserError) -> list[Request]:
-        """To be called when `step` has raised: those that run end with `error`, and the others go on; but if nobody ran, it was
-        not the pass that failed, and all of them end."""
-        failed = list(self.scheduler.running) or list(self.requests.values())
-        for request in failed:
-            self.abort(request.id)
-            request.output.fail(error)
+        failed = self.engine.fail(error)
+        self._report()
         return failed
 
+    def before(self, plan: Plan) -> None:
+        self._report()
 
-# ---- engines that run a batch to its end ----------------------------------------------------------------------------------
+    def after(self, plan: Plan) -> None:
+        """The step's own report follows."""
+
+    def _report(self) -> None:
+        scheduler = self.engine.scheduler
+        running = tuple((request.id, request.arrival) for request in scheduler.running)
+        waiting = len(scheduler.waiting)
+        self.status = replace(self.status, running=running, waiting=waiting, **self._memory())
+
+    def _memory(self) -> dict[str, int]:
+        """The fields of Status that depend on how this engine keeps memory."""
+        raise NotImplementedError
 
 
-class Runner(Protocol):
-    """An engine that takes some requests at a time and answers all of them before it takes others."""
+class Paged(Stepping):
+    """Stage 05's engine, or a later one with a scheduler of that kind."""
+
+    def __init__(self, engine: Engine) -> None:
+        scheduler, pool = engine.scheduler, engine.scheduler.pool
+        super().__init__(engine, Status(scheduler.max_sequences, pool.count, pool.block_size))
+        self.steps: deque[Any] = engine.steps
+
+    def map(self) -> Sequence[int]:
+        return blockmap(self.engine.scheduler)
+
+    def _memory(self) -> dict[str, int]:
+        scheduler = self.engine.scheduler
+        return {
+            "owned": scheduler.pool.owned,
+            "preemptions": scheduler.counts.preemptions,
+            "lookup_tokens": scheduler.counts.lookup_tokens,
+            "hit_tokens": scheduler.counts.hit_tokens,
+        }
+
+
+class Slots(Stepping):
+    """Stage 04's engine: each running request has a slot for a whole context."""
+
+    def __init__(self, engine: Engine) -> None:
+        rows = engine.scheduler.max_sequences
+        super().__init__(engine, Status(rows, rows, engine.config.n_positions))
+        self.steps = deque(maxlen=engine.steps.maxlen)
+
+    def map(self) -> Sequence[int]:
+        return slot_map(self.status)
+
+    def after(self, plan: Plan) -> None:
+        if plan:
+            self.steps.append(in_blocks(self.engine.steps[-1]))
+
+    def _memory(self) -> dict[str, int]:
+        return {"owned": len(self.engine.scheduler.running)}
+
+
+def slot_map(status: Status) -> list[int]:
+    """The map of an engine whose running requests have one slot each."""
+    taken = [number for _, number in status.running]
+    return taken + [FREE] * (status.blocks - len(taken))
+
+
+def in_blocks(record: SlotsRecord) -> BlocksRecord:
+    """A record of stage 04 as one of stage 05: a slot is a block."""
+    return BlocksRecord(
+        record.rows,
+        record.prefill_tokens,
+        record.decode_tokens,
+        record.seconds,
+        started=record.started,
+        sequences=tuple(
+            SequenceRecord(
+                slot.request_id, slot.prefill_tokens, slot.decode_tokens, 1, slot.finish_reason
+            )
+            for slot in record.slots
+        ),
+        waiting=record.waiting,
+        owned_blocks=len(record.slots),
+        bookkeeping_seconds=record.bookkeeping_seconds,
+    )
+
+
+# ---- engines that run a batch to its end --------------------------------------------------------
+
+
+class BatchEngine(Protocol):
+    """An engine that answers all requests of a batch before it takes others."""
+
+    config: Config
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
-        """Each token with the place of its request, pass by pass. A place that says no more has failed."""
+        """The tokens of each pass, each with the index of its request. A request with no token in
+        a pass has failed."""
         ...
 
     @property
     def record(self) -> StepRecord:
-        """Of the newest pass; `rows` are its tokens."""
+        """The newest pass; `rows` counts its tokens."""
         ...
 
 
 class OneByOne:
-    """Stage 02: one request after the other, with a KV cache."""
+    """Stage 02's engine: one request after the other, with a KV cache."""
 
     def __init__(self, model: GPT2) -> None:
-        self.engine = CacheEngine(model)
+        self.engine, self.config = CacheEngine(model), model.config
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
         (request,) = requests
-        return (
-            (0, token) for token in self.engine.stream(request.output.prompt_ids, request.sampling)
-        )
+        tokens = self.engine.stream(request.output.prompt_ids, request.sampling)
+        return ((0, token) for token in tokens)
 
     @property
     def record(self) -> StepRecord:
@@ -147,15 +189,14 @@ class OneByOne:
 
 
 class Static:
-    """Stage 03: a batch, padded to its longest prompt, until its last row has ended."""
+    """Stage 03's engine: a batch, padded to its longest prompt, until its last row has ended."""
 
     def __init__(self, model: GPT2, rows: int) -> None:
-        self.engine = StaticEngine(model, max_batch=rows)
+        self.engine, self.config = StaticEngine(model, max_batch=rows), model.config
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
-        outputs = [
-            Output(list(request.output.prompt_ids)) for request in requests
-        ]  # a row goes on when nobody reads it
+        # Outputs of its own: an aborted request's row still runs to its end.
+        outputs = [Output(list(request.output.prompt_ids)) for request in requests]
         return self.engine.run(outputs, [request.sampling for request in requests])
 
     @property
@@ -164,175 +205,138 @@ class Static:
 
 
 class Transformers:
-    """transformers' own model and cache, one request after the other. The sampling is ours, as everywhere."""
+    """transformers' model and cache, one request after the other, with our sampling."""
 
-    def __init__(self, theirs: Any, config: Config) -> None:
-        self.theirs, self.config = theirs, config
+    def __init__(self, model: Any, config: Config) -> None:
+        self.model, self.config = model, config
         self.record = StepRecord(0, 0, 0, 0.0)
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
         (request,) = requests
-        prompt, params, eos = request.output.prompt_ids, request.sampling, self.config.eos_ids
+        prompt, params, eos_ids = request.output.prompt_ids, request.sampling, self.config.eos_ids
         output_ids: list[int] = []
-        sequence, fresh, reason = TransformersSequence(self.theirs), prompt, None
+        sequence, fresh, reason = TransformersSequence(self.model), prompt, None
         while reason is None:
             started = time.perf_counter()
             logits = sequence.feed(fresh)[None]  # (1, V)
             ids, logprobs = sample(
-                logits, [params], [(prompt, output_ids)], [request.generator], eos
+                logits, [params], [(prompt, output_ids)], [request.generator], eos_ids
             )
             output_ids.append(int(ids[0]))
-            reason = finish_reason(output_ids, len(prompt), params, self.config, eos)
+            reason = finish_reason(output_ids, len(prompt), params, self.config, eos_ids)
             prefill = len(fresh) if fresh is prompt else 0
-            self.record = StepRecord(1, prefill, 0 if prefill else 1, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self.record = StepRecord(1, prefill, 0 if prefill else 1, seconds)
             fresh = output_ids[-1:]
             yield 0, Token(output_ids[-1], logprobs[0], reason)
 
 
-class Batches(Adapter):
-    """Feeds `runner` from a line: up to `rows` of those who wait, then nobody until all of these have ended."""
+class Batches:
+    """Feeds `engine` from a queue: up to `rows` requests, then none until all have ended."""
 
-    def __init__(self, model: GPT2, runner: Runner, rows: int) -> None:
-        super().__init__(model, rows)
-        self.runner = runner
-        self._batch: list[Request] = []
+    def __init__(self, engine: BatchEngine, rows: int, steps_kept: int) -> None:
+        self.engine = engine
+        self.status = Status(rows, rows, engine.config.n_positions)
+        self.steps: deque[BlocksRecord] = deque(maxlen=steps_kept)
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._batch: list[Request] = []  # as it was started, ended requests included
         self._tokens: Iterator[tuple[int, Token]] = iter(())
         self._arrivals = 0
+
+    def check(self, request: Request) -> None:
+        check_request(request.output.prompt_ids, request.sampling, self.engine.config)
 
     def add(self, request: Request) -> Request:
         self.check(request)
         request.move(State.WAITING)
         request.arrival = self._arrivals
         self._arrivals += 1
-        self.requests[request.id] = request
-        line = self.scheduler
-        line.set(line.running, [*line.waiting, request])
+        self._waiting.append(request)
+        self._report()
         return request
 
     def abort(self, request_id: str) -> Output:
-        request = self.requests[request_id]
+        requests = [*self._running, *self._waiting]
+        request = next(request for request in requests if request.id == request_id)
         request.output.finish_reason = "abort"
-        self._finish(request)
+        self._finish([request])
         return request.output
 
     def step(self) -> list[tuple[str, Token]]:
-        line = self.scheduler
-        if not line.running:
-            if not line.waiting:
+        if not self._running:
+            if not self._waiting:
                 return []
-            self._batch, waiting = (
-                line.waiting[: line.max_sequences],
-                line.waiting[line.max_sequences :],
-            )
+            rows = self.status.max_sequences
+            self._batch, self._waiting = self._waiting[:rows], self._waiting[rows:]
             for request in self._batch:
                 request.move(State.RUNNING)
-            line.set(self._batch, waiting)
-            self._tokens = self.runner.start(self._batch)
+            self._running = list(self._batch)
+            self._report()
+            self._tokens = self.engine.start(self._batch)
         started = time.perf_counter()
-        before = {request.id: len(request.output.token_ids) for request in line.running}
-        said: list[tuple[str, Token]] = []
-        with contextlib.suppress(
-            UserError
-        ):  # of an engine with one row whose scores are not numbers
-            for count, (place, token) in enumerate(self._tokens, 1):
-                request = self._batch[place]
-                if (
-                    request.state is State.RUNNING
-                ):  # who has left is still computed: the batch is as it was made
+        before = {request.id: len(request.output.token_ids) for request in self._running}
+        tokens: list[tuple[str, Token]] = []
+        with contextlib.suppress(UserError):  # the logits of an engine with one row are not finite
+            for count, (row, token) in enumerate(self._tokens, 1):
+                request = self._batch[row]
+                if request.state is State.RUNNING:  # an aborted request's row is still computed
                     request.output.append(token)
-                    said.append((request.id, token))
-                if count == self.runner.record.rows:
+                    tokens.append((request.id, token))
+                if count == self.engine.record.rows:
                     break
-        for request in line.running:
-            if (
-                len(request.output.token_ids) == before[request.id]
-            ):  # a pass has a token for everybody who can go on
+        for request in self._running:
+            if len(request.output.token_ids) == before[request.id]:
                 request.output.fail(UserError(NOT_FINITE))
-        if said:
-            self._keep(started, before)
-        for request in line.running:
-            if request.output.finish_reason is not None:
-                self._finish(request)
-        return said
+        if tokens:
+            self._record(started, before)
+        ended = [request for request in self._running if request.output.finish_reason is not None]
+        self._finish(ended)
+        return tokens
 
-    def _finish(self, request: Request) -> None:
-        request.move(State.FINISHED)
-        del self.requests[request.id]
-        line = self.scheduler
-        line.set(
-            [each for each in line.running if each is not request],
-            [each for each in line.waiting if each is not request],
+    def fail(self, error: UserError) -> list[Request]:
+        failed = self._running or self._waiting
+        for request in failed:
+            request.output.fail(error)
+        self._finish(failed)
+        return failed
+
+    def map(self) -> Sequence[int]:
+        return slot_map(self.status)
+
+    def _finish(self, ended: Sequence[Request]) -> None:
+        for request in ended:
+            request.move(State.FINISHED)
+        self._running = [each for each in self._running if each.state is not State.FINISHED]
+        self._waiting = [each for each in self._waiting if each.state is not State.FINISHED]
+        self._report()
+
+    def _report(self) -> None:
+        running = tuple((request.id, request.arrival) for request in self._running)
+        self.status = replace(
+            self.status, owned=len(running), running=running, waiting=len(self._waiting)
         )
 
-    def _keep(self, started: float, before: dict[str, int]) -> None:
-        """Write down the pass: a prompt is computed in the first one of its batch, and one token in each that follows."""
+    def _record(self, started: float, before: dict[str, int]) -> None:
+        """Note the pass: prompts if it is the first of its batch, else one token for each row."""
         sequences = []
-        for request in self.scheduler.running:
+        for request in self._running:
             output = request.output
             prefill = 0 if before[request.id] else len(output.prompt_ids)
             sequences.append(
                 SequenceRecord(request.id, prefill, 0 if prefill else 1, 1, output.finish_reason)
             )
-        record = self.runner.record
+        record = self.engine.record
         self.steps.append(
             BlocksRecord(
-                record.rows, record.prefill_tokens, record.decode_tokens, record.seconds, record.wasted_tokens, started,
-                tuple(sequences), len(self.scheduler.waiting), owned_blocks=self.scheduler.pool.owned,
+                record.rows,
+                record.prefill_tokens,
+                record.decode_tokens,
+                record.seconds,
+                record.wasted_tokens,
+                started,
+                tuple(sequences),
+                len(self._waiting),
+                owned_blocks=self.status.owned,
             )
-        )  # fmt: skip
-
-
-# ---- stage 04's ---------------------------------------------------------------------------------------------------------
-
-
-class Slots(Adapter):
-    """Stage 04's engine: requests come and go, and each has a slot for a whole context."""
-
-    def __init__(self, engine: ContinuousEngine) -> None:
-        super().__init__(engine.model, len(engine.scheduler.free_slots))
-        self.engine = engine
-        self.engine.steps = deque(maxlen=1)  # they are kept here
-        self.requests = engine.requests
-
-    def add(self, request: Request) -> Request:
-        self.engine.add(request)
-        self._look()
-        return request
-
-    def abort(self, request_id: str) -> Output:
-        output = self.engine.abort(request_id)
-        self._look()
-        return output
-
-    def step(self) -> list[tuple[str, Token]]:
-        before = self.engine.steps[-1] if self.engine.steps else None
-        try:
-            said = self.engine.step()
-        finally:
-            self._look()  # who was in a pass that failed, too
-        record = self.engine.steps[-1] if self.engine.steps else None
-        if record is not None and record is not before:
-            self.steps.append(in_blocks(record))
-        return said
-
-    def _look(self) -> None:
-        """Bring the line up to date."""
-        self.scheduler.set(self.engine.scheduler.running, self.engine.scheduler.waiting)
-
-
-def in_blocks(record: SlotsRecord) -> BlocksRecord:
-    """A pass of stage 04 as stage 05 writes it down: a slot is a block."""
-    return BlocksRecord(
-        record.rows, record.prefill_tokens, record.decode_tokens, record.seconds,
-        started=record.started,
-        sequences=tuple(
-            SequenceRecord(each.request_id, each.prefill_tokens, each.decode_tokens, 1, each.finish_reason)
-            for each in record.slots
-        ),
-        waiting=record.waiting,
-        owned_blocks=len(record.slots),
-        bookkeeping_seconds=record.bookkeeping_seconds,
-    )  # fmt: skip
-
-
-AnyEngine = Engine | Adapter
+        )

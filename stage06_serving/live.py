@@ -1,4 +1,4 @@
-"""What the page shows of the engine's inner life: frames over server-sent events, from the step records and the block map."""
+"""The live view of the page: frames over server-sent events, made of statuses and step records."""
 
 from __future__ import annotations
 
@@ -11,104 +11,77 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypedDict
 
-from stage05_paged.blockmap import blockmap
-
 from .async_engine import AsyncEngine, EngineDead, Overloaded, Step, Ticket
-from .engines import AnyEngine, Line
 from .sse import event
+from .status import AnyEngine, Status
 
 FRAMES = 8  # a second, at most
-PULSE = 1.0  # seconds between two frames, at most: so a page can tell a server that is idle from one that is gone
-STEPS = 256  # of the newest steps in one frame, at most
+PULSE = 1.0  # most seconds between two frames: they tell an idle server from one that is gone
+STEPS = 256  # most steps in a frame, the newest
 MOST_BLOCKS = 2**16  # on the map
 MOST_WATCHERS = 16  # pages: each costs the loop a frame FRAMES times a second
-RECENT = 3.0  # seconds that the rate of tokens is taken over
-
-
-class View(TypedDict):
-    """What only the engine's thread may look at: the scheduler's tables and counts, between two steps."""
-
-    map: list[
-        tuple[int, int]
-    ]  # runs of blocks that are alike: their state, as `blockmap` has it, and how many they are
-    running: list[tuple[str, int]]  # of each sequence: its id, and its number on the map
-    waiting: int  # sequences
-    hit_rate: float  # of the prefix cache, from 0 to 1
-    preemptions: int
+RECENT = 3.0  # seconds over which the token rate is taken
 
 
 class StepFrame(TypedDict):
     """One forward pass."""
 
     number: int
-    rows: list[
-        tuple[str, int, int]
-    ]  # of each sequence: its id, and its tokens of prefill and of decode
-    preempted: int  # sequences that lost their memory before it
+    rows: list[tuple[str, int, int]]  # of each sequence: id, prefill tokens, decode tokens
+    preempted: int  # sequences that lost their memory before the pass
 
 
-class Frame(View):
-    """One event of /live: all that a page needs to draw, and the steps since the last one."""
+class Frame(TypedDict):
+    """One event of /live: everything that a page draws, and the steps since the last event."""
 
-    alive: bool  # the engine; if not, the view is the last that there was
+    map: list[tuple[int, int]]  # runs of equal blocks: state, as in `blockmap`, and length
+    running: list[tuple[str, int]]  # of each sequence: id, and number on the map
+    waiting: int  # sequences
+    hit_rate: float  # of the prefix cache, 0 to 1
+    preemptions: int
+    alive: bool  # the engine; if it is not, the status is the last one
     blocks: int
     block_size: int  # tokens
-    step: int  # number of the newest one
+    step: int  # number of the newest step
     steps: list[StepFrame]
     tokens_per_second: float
     ttft: float | None  # seconds, median of the newest requests
     itl: float | None  # seconds, median of the newest tokens
 
 
-def look(engine: AnyEngine) -> View:
-    """To be called on the engine's thread."""
-    scheduler = engine.scheduler
-    states = (scheduler.slots() if isinstance(scheduler, Line) else blockmap(scheduler))[
-        :MOST_BLOCKS
-    ]
-    return {
-        "map": [(state, len(list(run))) for state, run in groupby(states)],
-        "running": [(each.id, each.arrival) for each in scheduler.running],
-        "waiting": scheduler.unfinished - len(scheduler.running),
-        "hit_rate": scheduler.counts.hit_rate,
-        "preemptions": scheduler.counts.preemptions,
-    }
+def look(engine: AnyEngine) -> tuple[Status, list[tuple[int, int]]]:
+    """The status, and the map of the blocks that goes with it. Runs on the engine's thread."""
+    runs = groupby(engine.map()[:MOST_BLOCKS])
+    return engine.status, [(state, len(list(run))) for state, run in runs]
 
 
 @dataclass(eq=False)
 class Watcher:
-    """A page that is open: `news` is set when there is something to show."""
+    """An open page: `news` is set when there is something to show."""
 
     news: asyncio.Event
 
 
 class Live:
-    """Keeps the last seconds of the engine's life for those who watch; costs next to nothing while nobody does."""
+    """Keeps the last seconds of the engine for the pages that watch; cheap while none does."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
         self.watchers: set[Watcher] = set()
         self.steps: deque[StepFrame] = deque(maxlen=STEPS)
-        self.tokens: deque[tuple[float, int]] = deque(maxlen=256)  # when, and how many were said
-        self.first: deque[float] = deque(
-            maxlen=64
-        )  # seconds to the first token, of the newest requests
+        self.tokens: deque[tuple[float, int]] = deque(maxlen=256)  # times, and tokens generated
+        self.first: deque[float] = deque(maxlen=64)  # seconds to the first token, newest requests
         self.between: deque[float] = deque(maxlen=512)  # seconds between tokens
-        self.count = 0  # steps so far
-        self._view: View = {
-            "map": [],
-            "running": [],
-            "waiting": 0,
-            "hit_rate": 0.0,
-            "preemptions": 0,
-        }
-        self._happened = 0  # what the engine has told so far, and
-        self._viewed = -1  # how much of that the view knows
+        self.count = 0  # steps since the start
+        self._status = engine.status
+        self._map: list[tuple[int, int]] = []
+        self._changes = 0  # reported by the engine
+        self._seen = -1  # changes that `_status` and `_map` show
         self._looking = asyncio.Lock()
         engine.listeners.append(self._listen)
 
     def watch(self) -> Watcher:
-        """Raises Overloaded if too many are open."""
+        """Raises Overloaded if too many pages are open."""
         if len(self.watchers) >= MOST_WATCHERS:
             raise Overloaded(
                 f"{MOST_WATCHERS} pages watch the engine already: close one, or try again later."
@@ -121,30 +94,29 @@ class Live:
         self.watchers.discard(watcher)
 
     async def events(self, watcher: Watcher) -> AsyncIterator[str]:
-        """A frame at once, and then one whenever something has happened, until the server has nothing more to do for good."""
+        """A frame at once, and one after each change, until the server has drained."""
         sent = 0
         while True:
-            with contextlib.suppress(
-                EngineDead, TimeoutError
-            ):  # in a step that takes long: the view stays as it was
+            # In a long step, or without an engine, the last status is shown again.
+            with contextlib.suppress(EngineDead, TimeoutError):
                 await asyncio.wait_for(self._look(), PULSE)
             frame = self.frame(sent)
             sent = frame["step"]
             yield event({**frame})
             if self.engine.draining and not self.engine.in_flight:
-                return  # a stream that stays open would hold up the shutdown
+                return  # an open stream would hold up the shutdown
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(watcher.news.wait(), PULSE)
             watcher.news.clear()
             await asyncio.sleep(1 / FRAMES)
 
     async def _look(self) -> None:
-        """Bring the view up to date, once for all who watch: it takes time from the steps. Raises EngineDead."""
+        """Update status and map, once for all watchers: it delays the steps. Raises EngineDead."""
         async with self._looking:
-            happened = self._happened
-            if self._viewed < happened:
-                self._view = await self.engine.call(look)
-                self._viewed = happened
+            changes = self._changes
+            if self._seen < changes:
+                self._status, self._map = await self.engine.call(look)
+                self._seen = changes
 
     def _listen(self, step: Step, spoke: list[Ticket], ended: list[Ticket]) -> None:
         now = time.perf_counter()
@@ -153,31 +125,34 @@ class Live:
                 self.first.append(now - ticket.arrived)
             else:
                 self.between.append(now - ticket.last_token)
-        self.tokens.append((now, len(step.said)))
+        self.tokens.append((now, len(step.tokens)))
         if step.record is not None:
             self.count += 1
             rows = [
-                (each.request_id, each.prefill_tokens, each.decode_tokens)
-                for each in step.record.sequences
+                (sequence.request_id, sequence.prefill_tokens, sequence.decode_tokens)
+                for sequence in step.record.sequences
             ]
             self.steps.append(
                 {"number": self.count, "rows": rows, "preempted": step.record.preempted}
             )
-        self._happened += 1
+        self._changes += 1
         for watcher in self.watchers:
             watcher.news.set()
 
     def frame(self, after: int) -> Frame:
-        """A frame with the steps behind number `after`."""
-        now = time.perf_counter()
+        """A frame with the steps after number `after`."""
+        now, status = time.perf_counter(), self._status
         recent = [(when, count) for when, count in self.tokens if now - when < RECENT]
         span = max(0.2, now - recent[0][0]) if recent else 1.0
-        pool = self.engine.engine.scheduler.pool
         return {
-            **self._view,
+            "map": self._map,
+            "running": list(status.running),
+            "waiting": status.waiting,
+            "hit_rate": status.hit_rate,
+            "preemptions": status.preemptions,
             "alive": self.engine.alive,
-            "blocks": pool.count,
-            "block_size": pool.block_size,
+            "blocks": status.blocks,
+            "block_size": status.block_size,
             "step": self.count,
             "steps": [step for step in self.steps if step["number"] > after],
             "tokens_per_second": sum(count for _, count in recent) / span,

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus, under the names that vLLM gave them, so that its dashboards show this server too."""
+"""Metrics for Prometheus, under the names that vLLM gave them, so that its dashboards work here."""
 
 from __future__ import annotations
 
@@ -10,69 +10,48 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from .async_engine import PROBE, AsyncEngine, Step, Ticket
 
 SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    30.0,
-    60.0,
-    300.0,
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0, 300.0),
 )
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 REASONS = ("stop", "length", "abort", "error")
 
 
 class Metrics:
-    """Counts what `engine` does, from its steps. Labels come from a fixed list: nothing a client writes becomes one."""
+    """Counts the work of `engine`, step by step. Labels come from a fixed list: nothing that a
+    client sends becomes one."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self.engine = engine
         self.registry = CollectorRegistry()
 
         def gauge(name: str, about: str) -> Gauge:
-            return Gauge(f"vllm:{name}", about, ["model_name"], registry=self.registry).labels(
-                model
-            )
+            made = Gauge(f"vllm:{name}", about, ["model_name"], registry=self.registry)
+            return made.labels(model)
 
         def counter(name: str, about: str) -> Counter:
-            return Counter(f"vllm:{name}", about, ["model_name"], registry=self.registry).labels(
-                model
-            )
+            made = Counter(f"vllm:{name}", about, ["model_name"], registry=self.registry)
+            return made.labels(model)
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(
+            made = Histogram(
                 f"vllm:{name}", about, ["model_name"], registry=self.registry, buckets=buckets
-            ).labels(model)
+            )
+            return made.labels(model)
 
         self.running = gauge("num_requests_running", "Sequences in the newest step.")
-        self.waiting = gauge("num_requests_waiting", "Sequences in hand that do not run.")
-        self.cache = gauge(
-            "kv_cache_usage_perc", "Share of the blocks that are owned, from 0 to 1."
-        )
+        self.waiting = gauge("num_requests_waiting", "Accepted sequences that do not run.")
+        self.cache = gauge("kv_cache_usage_perc", "Share of the blocks that are owned, 0 to 1.")
         self.tasks = Gauge(
             "staircase:asyncio_tasks",
             "Tasks of the event loop: a number that only rises is a leak.",
             registry=self.registry,
         )
-        self.preemptions = counter("num_preemptions", "Sequences whose memory was taken away.")
-        self.queries = counter(
-            "prefix_cache_queries", "Tokens that were looked up in the prefix cache."
-        )
-        self.hits = counter("prefix_cache_hits", "Tokens that were found there.")
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were computed.")
-        self.generated = counter("generation_tokens", "Tokens of answers.")
+        self.preemptions = counter("num_preemptions", "Sequences preempted.")
+        self.queries = counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self.hits = counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens computed.")
+        self.generated = counter("generation_tokens", "Tokens generated.")
         self.iteration = histogram("iteration_tokens_total", "Tokens computed in a step.", TOKENS)
         ended = Counter(
             "vllm:request_success",
@@ -82,7 +61,7 @@ class Metrics:
         )
         self.ended = {reason: ended.labels(model, reason) for reason in REASONS}
         self.rejected = counter(
-            "admission_rejections", "Requests refused because the line was full."
+            "admission_rejections", "Requests refused because the queue was full."
         )
         self.first = histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", SECONDS
@@ -102,41 +81,38 @@ class Metrics:
         self.decode = histogram(
             "request_decode_time_seconds", "From the first token to the last.", SECONDS
         )
-        self.asked = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self.said = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self.prompts = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.answers = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self._counted = {"preemptions": 0, "queries": 0, "hits": 0, "rejected": 0}
         engine.listeners.append(self._listen)
 
     def render(self) -> bytes:
-        """The text that Prometheus reads. To be called on the event loop."""
+        """The text that Prometheus reads. Must be called on the event loop."""
+        status = self.engine.status
         self.tasks.set(len(asyncio.all_tasks()))
-        scheduler = self.engine.engine.scheduler
-        running = len(scheduler.running)
-        self.running.set(running)
-        self.waiting.set(max(0, len(self.engine.in_flight) - running))
-        self.cache.set(scheduler.pool.owned / scheduler.pool.count)
-        counts = scheduler.counts
+        self.running.set(len(status.running))
+        self.waiting.set(max(0, len(self.engine.in_flight) - len(status.running)))
+        self.cache.set(status.owned / status.blocks)
         totals = {
-            "preemptions": counts.preemptions, "queries": counts.lookup_tokens, "hits": counts.hit_tokens,
+            "preemptions": status.preemptions,
+            "queries": status.lookup_tokens,
+            "hits": status.hit_tokens,
             "rejected": self.engine.rejected,
-        }  # fmt: skip
+        }
         for name, total in totals.items():
             getattr(self, name).inc(total - self._counted[name])
-            self._counted[name] = total
+        self._counted = totals
         return generate_latest(self.registry)
 
     def _listen(self, step: Step, spoke: list[Ticket], ended: list[Ticket]) -> None:
         now = time.perf_counter()
-        self.generated.inc(
-            sum(name != PROBE for name, _ in step.said)
-        )  # the probe is ours, and nobody's request
+        self.generated.inc(sum(name != PROBE for name, _ in step.tokens))
         if step.record is not None:
-            theirs = [each for each in step.record.sequences if each.request_id != PROBE]
-            self.prompt_tokens.inc(sum(each.prefill_tokens for each in theirs))
-            if theirs:
-                self.iteration.observe(
-                    sum(each.prefill_tokens + each.decode_tokens for each in theirs)
-                )
+            sequences = [each for each in step.record.sequences if each.request_id != PROBE]
+            prefill = sum(sequence.prefill_tokens for sequence in sequences)
+            self.prompt_tokens.inc(prefill)
+            if sequences:
+                self.iteration.observe(prefill + sum(each.decode_tokens for each in sequences))
         for ticket in spoke:
             if ticket.last_token is None:
                 self.first.observe(now - ticket.arrived)
@@ -146,10 +122,10 @@ class Metrics:
                 self.between.observe(now - ticket.last_token)
         for ticket in ended:
             self.ended[ticket.reason or "error"].inc()
-            self.asked.observe(ticket.prompt_tokens)
-            self.said.observe(ticket.generated)
+            self.prompts.observe(ticket.prompt_tokens)
+            self.answers.observe(ticket.generated)
             self.whole.observe(now - ticket.arrived)
             if ticket.scheduled is not None:
                 self.queue.observe(ticket.scheduled - ticket.arrived)
-            if ticket.generated:  # if it was one token, it was the first just now
+            if ticket.generated:  # an only token is the first one, and arrives now
                 self.decode.observe(now - (ticket.first_token or now))

@@ -1,4 +1,4 @@
-"""What can be set, on the command line and in the environment."""
+"""The server's settings, from the command line and the environment."""
 
 from __future__ import annotations
 
@@ -6,36 +6,45 @@ import argparse
 import ipaddress
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.cli import Parser
 from shared.errors import UserError
+from shared.paths import ROOT, discover
 
 PREFIX = "STAIRCASE_"
+EARLIER = {"static": "stage03_batching", "sequential": "stage02_kv_cache"}
+
+
+def engines() -> dict[str, str]:
+    """The names for --engine, and the stages that make these engines; `transformers` has none."""
+    stages = [name for name in discover() if (ROOT / name / "make.py").exists()]
+    named = {name.partition("_")[2]: name for name in stages if name >= "stage04"}
+    return {**named, **EARLIER, "transformers": ""}
 
 
 class Settings(BaseSettings):
-    """The server's options. Each is also an environment variable, STAIRCASE_ and its name in capitals; the command line wins."""
+    """The server's options. Each is also an environment variable, STAIRCASE_ and its name in
+    capitals; the command line wins."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", protected_namespaces=())
 
     model: Annotated[
-        str, Field(description="embedded model 'stories', a name on the hub, or a folder")
+        str, Field(description="the embedded model 'stories', a name on the hub, or a folder")
     ] = "stories"
     served_model_name: Annotated[
-        str, Field(description="what clients call the model; default is its name")
+        str, Field(description="name of the model for clients; by default its own")
     ] = ""
     random_weights: Annotated[
-        bool,
-        Field(description="seeded random weights in place of the model's own, for speed tests"),
+        bool, Field(description="seeded random weights instead of the model's, for speed tests")
     ] = False
     device: Annotated[
-        Literal["auto", "cpu", "cuda", "mps"], Field(description="where to compute")
+        Literal["auto", "cpu", "cuda", "mps"], Field(description="device to compute on")
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "float64"],
-        Field(description="kind of number"),
+        Field(description="number format of the weights"),
     ] = "auto"
     linear: Annotated[
         Literal["auto", "plain", "packed"], Field(description="layout of the weights on a CPU")
@@ -45,64 +54,61 @@ class Settings(BaseSettings):
     ] = 0
 
     engine: Annotated[
-        Literal["paged", "continuous", "static", "sequential", "transformers"],
-        Field(
-            description="an earlier stage's engine in place of stage 05's, or transformers, for comparison"
-        ),
+        str, Field(description=f"engine of a stage, for comparison: {', '.join(engines())}")
     ] = "paged"
 
     host: Annotated[
-        str, Field(description="address to listen on; 0.0.0.0 is open to everybody")
+        str, Field(description="address to listen on; 0.0.0.0 is open to other machines")
     ] = "127.0.0.1"
     port: Annotated[
         int, Field(ge=0, le=65535, description="port to listen on; 0 takes a free one")
     ] = 8000
     api_key: Annotated[
-        str, Field(description="clients must send it; several with commas between; none by default")
+        str, Field(description="key that clients must send; several with commas between")
     ] = ""
 
     max_sequences: Annotated[
-        int, Field(ge=1, le=4096, description="most answers that grow at a time")
+        int, Field(ge=1, le=4096, description="most sequences that run at a time")
     ] = 32
     token_budget: Annotated[
         int, Field(ge=0, le=1_000_000, description="most tokens computed in a step; 0 chooses")
     ] = 0
     kv_memory: Annotated[
-        str,
-        Field(
-            description="memory for keys and values: 512MiB, 2GB, 25%% of what is free; '' chooses"
-        ),
+        str, Field(description="memory for keys and values: 512MiB, 2GB, 25%% of free; '' chooses")
     ] = ""
     block_size: Annotated[int, Field(ge=1, le=1024, description="tokens in a block")] = 16
     swap_memory: Annotated[
-        str, Field(description="memory to swap preempted requests to; '' is none")
+        str, Field(description="memory to swap preempted sequences to; '' is none")
     ] = ""
     preemption: Annotated[
-        Literal["auto", "recompute", "swap"], Field(description="what happens when memory runs out")
+        Literal["auto", "recompute", "swap"],
+        Field(description="how a sequence gives up its memory"),
     ] = "auto"
     prefix_caching: Annotated[
-        bool, Field(description="find the common beginnings of prompts again")
+        bool, Field(description="reuse the blocks of prompts that begin alike")
     ] = True
     sanitize: Annotated[bool, Field(description="check the memory after every step; slow")] = False
 
     max_queue: Annotated[
-        int, Field(ge=0, le=100_000, description="most sequences that wait; the surplus gets 503")
+        int, Field(ge=0, le=100_000, description="most sequences that wait; more get 503")
     ] = 64
     request_timeout: Annotated[
         float, Field(gt=0, le=86400, description="seconds until a request gets 504")
     ] = 300.0
     grace: Annotated[
-        float,
-        Field(
-            ge=0, le=3600, description="seconds for what is in hand when the server is told to stop"
-        ),
+        float, Field(ge=0, le=3600, description="seconds for requests in flight to end at shutdown")
     ] = 10.0
     chat_template: Annotated[
         str,
-        Field(
-            description="how a chat becomes a prompt: simple, none (chats are refused), or a JSON file"
-        ),
+        Field(description="template for chats: simple, none (chats are refused), or a JSON file"),
     ] = "simple"
+
+    @field_validator("engine")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in engines():
+            raise ValueError(f"choose one of {', '.join(engines())}")
+        return name
 
     @property
     def keys(self) -> list[str]:
@@ -110,7 +116,7 @@ class Settings(BaseSettings):
 
     @property
     def open_to_all(self) -> bool:
-        """Whether others can reach the server, and nothing keeps them out."""
+        """Whether other machines can reach the server without a key."""
         try:
             local = ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -119,30 +125,32 @@ class Settings(BaseSettings):
 
 
 def parse(argv: list[str] | None) -> Settings:
-    """The settings of a command line and the environment. Raises UserError for values that cannot be."""
+    """The settings of a command line and the environment. Raises UserError for invalid values."""
     parser = Parser(
         "stage06_serving",
-        "Stage 06, serving: the engine behind HTTP, for OpenAI's clients, LangChain, curl, and a browser.",
+        "Stage 06, serving: the engine behind HTTP, for OpenAI's clients, LangChain, curl, and a "
+        "browser.",
         "  python -m stage06_serving\n"
         "  python -m stage06_serving --port 8080 --max-sequences 8 --kv-memory 256MiB\n"
         f"  {PREFIX}API_KEY=secret python -m stage06_serving --host 0.0.0.0",
     )
     for name, field in Settings.model_fields.items():
-        about = f"{field.description}; default {field.default if field.default != '' else 'none'}; also {PREFIX}{name.upper()}"
+        default = field.default if field.default != "" else "none"
+        about = f"{field.description}; default {default}; also {PREFIX}{name.upper()}"
         option = "--" + name.replace("_", "-")
         if field.annotation is bool:
-            parser.add_argument(
-                option, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=about
-            )
+            action: Any = argparse.BooleanOptionalAction
+            parser.add_argument(option, action=action, default=argparse.SUPPRESS, help=about)
         else:
             parser.add_argument(option, default=argparse.SUPPRESS, metavar="VALUE", help=about)
-    given: dict[str, Any] = vars(parser.parse_args(argv))
+    options: dict[str, Any] = vars(parser.parse_args(argv))
     try:
-        return Settings(**given)
+        return Settings(**options)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        source = "--" + name.replace("_", "-") if name in given else PREFIX + name.upper()
+        source = "--" + name.replace("_", "-") if name in options else PREFIX + name.upper()
+        reason = first["msg"].removeprefix("Value error, ")
         raise UserError(
-            f"{source}: {first['msg'][:1].lower()}{first['msg'][1:]}; --help lists every option."
+            f"{source}: {reason[:1].lower()}{reason[1:]}; --help lists every option."
         ) from None

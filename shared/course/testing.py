@@ -6,6 +6,7 @@ chooses the tests of task 2, with --mine or without.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,10 +18,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from safetensors.torch import save_file
 
 from .. import paths
 from ..checkpoint import PRESETS, Checkpoint, Config, random_tensors
 from ..parity import random_prompt
+from ..tokenizer import byte_alphabet
 from . import mine, stages
 
 # Shapes for comparison with `transformers`: head counts, depths, odd vocabularies and contexts, and the 124M shape.
@@ -34,6 +37,16 @@ SHAPES = {
     ),
     "wide": Config(vocab_size=999, n_positions=100, n_embd=256, n_layer=2, n_head=8, name="wide"),
     "124M": PRESETS["gpt2"],
+}
+
+FIELDS = {  # the config.json of `make_folder`
+    "model_type": "gpt2",
+    "vocab_size": 300,
+    "n_positions": 48,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "eos_token_id": 256,
 }
 
 
@@ -75,6 +88,19 @@ def random_checkpoint(config: Config, seed: int = 0, spread: float = 4.0) -> Che
         elif not name.startswith("w"):
             tensor *= spread
     return Checkpoint(config, tensors)
+
+
+def make_folder(folder: Path, vocabulary: int = 257) -> Path:
+    """A complete checkpoint folder whose tokens are the bytes and <|endoftext|>."""
+    folder.mkdir()
+    save_file(random_tensors(Config.from_dict(FIELDS)), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
+    tokens = byte_alphabet() | {f"<{i}>": i for i in range(256, vocabulary - 1)}
+    (folder / "vocab.json").write_text(
+        json.dumps(tokens | {"<|endoftext|>": vocabulary - 1}), encoding="utf-8"
+    )
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -24,37 +24,15 @@ from safetensors.torch import save_file
 from shared import cli, paths
 from shared.checkpoint import Config, random_tensors
 from shared.course import stages
+from shared.course.testing import FIELDS, make_folder
 from shared.errors import UserError
-from shared.tokenizer import byte_alphabet
 
-FIELDS = {
-    "model_type": "gpt2",
-    "vocab_size": 300,
-    "n_positions": 48,
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 2,
-    "eos_token_id": 256,
-}
 OPTIONS = {
     *("--model", "--random-weights", "--device", "--dtype", "--linear", "--threads", "--seed"),
     *("--max-tokens", "--temperature", "--top-k", "--top-p", "--help"),
 }
 MAINS = {name: importlib.import_module(f"{name}.__main__").main for name in stages.engines()}
 Run = Callable[..., tuple[int, str, str]]
-
-
-def make_folder(folder: Path, vocabulary: int = 257) -> Path:
-    """A complete checkpoint folder whose tokens are the bytes and <|endoftext|>."""
-    folder.mkdir()
-    save_file(random_tensors(Config.from_dict(FIELDS)), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
-    tokens = byte_alphabet() | {f"<{i}>": i for i in range(256, vocabulary - 1)}
-    (folder / "vocab.json").write_text(
-        json.dumps(tokens | {"<|endoftext|>": vocabulary - 1}), encoding="utf-8"
-    )
-    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from shared import cli, live
 from shared.course import stages
+from shared.course.testing import make_folder
 from shared.records import StepRecord
-from shared.tests.test_cli import make_folder
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import Output
 from stage01_forward.params import SamplingParams

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from shared import cli, live, paths
-from shared.tests.test_cli import FIELDS, make_folder
+from shared.course.testing import FIELDS, make_folder
 from shared.tokenizer import ByteTokenizer
 from stage01_forward.params import SamplingParams
 from stage03_batching.tests.test_main import answers

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shared.tests.test_cli import make_folder
+from shared.course.testing import make_folder
 from stage01_forward.params import SamplingParams
 from stage03_batching.tests.test_main import answers
 from stage04_continuous.tests.test_main import (

@@ -17,9 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 
 from shared.config import Config
-from shared.course.testing import random_checkpoint
+from shared.course.testing import FIELDS, make_folder, random_checkpoint
 from shared.server import OwnServer, own_server, python
-from shared.tests.test_cli import FIELDS, make_folder
 from stage06_serving.settings import PREFIX
 
 ALWAYS = ("--sanitize", "--linear", "plain")

@@ -1,7 +1,7 @@
-"""The whole server, with a forward pass that fails when a test says so: `python -m stage06_serving.tests.faulty_server --port 0`.
+"""The server with passes that fail on command: `python -m stage06_serving.tests.faulty_server`.
 
-Everything is the real thing; only the engine's `_forward` is wrapped, here and not in the product. What shall go wrong stands in
-a file, which is read before every pass.
+Everything is real; only `run` of the engine's runner is wrapped, here and not in the product. The
+fault is named in a file, which is read before every pass.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shared import cli
-from stage05_paged.engine import Engine
-from stage05_paged.scheduler import Work
 from stage06_serving import __main__ as program
 from stage06_serving.settings import Settings
 
@@ -27,15 +23,15 @@ MODULE = "stage06_serving.tests.faulty_server"
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, in `file`: "once" and "always" raise in the pass, "exit" ends the thread, "block" waits until there is
-    something else, and a number makes every pass longer by so many seconds."""
+    """The fault in `file`: "once" and "always" raise in the pass, "exit" ends the thread, "block"
+    waits for another fault, and a number makes every pass longer by that many seconds."""
 
     file: Path
 
-    def plant(self, what: str) -> None:
-        """At once: whoever reads finds all of it or nothing."""
+    def plant(self, fault: str) -> None:
+        """Atomic: a reader sees all of the new text or all of the old."""
         new = self.file.with_suffix(".new")
-        new.write_text(what, encoding="utf-8")
+        new.write_text(fault, encoding="utf-8")
         os.replace(new, self.file)
 
     def mend(self) -> None:
@@ -52,30 +48,31 @@ class Fault:
 class Faulty:
     """A forward pass with a fault before it."""
 
-    forward: Callable[[list[Work]], torch.Tensor]
+    forward: Callable[..., Any]
     fault: Fault
 
-    def __call__(self, work: list[Work]) -> torch.Tensor:
-        while (what := self.fault.read()) == "block":
+    def __call__(self, *arguments: Any) -> Any:
+        while (fault := self.fault.read()) == "block":
             time.sleep(0.005)
-        if what == "once":
+        if fault == "once":
             self.fault.mend()
-        if what in ("once", "always"):
+        if fault in ("once", "always"):
             raise RuntimeError("a planted fault")
-        if what == "exit":
+        if fault == "exit":
             raise SystemExit
-        if what:
-            time.sleep(float(what))
-        return self.forward(work)
+        if fault:
+            time.sleep(float(fault))
+        return self.forward(*arguments)
 
 
 def make_engine(
     settings: Settings, make: Callable[..., tuple[Any, Any]] = program.make_engine
-) -> tuple[Engine, Any]:
-    """As the program's own, with the fault if there is to be one."""
+) -> tuple[Any, Any]:
+    """The program's own engine, with the fault if the variable names one."""
     engine, loaded = make(settings)
     if VARIABLE in os.environ:
-        engine._forward = Faulty(engine._forward, Fault(Path(os.environ[VARIABLE])))
+        runner = engine.engine.runner
+        runner.run = Faulty(runner.run, Fault(Path(os.environ[VARIABLE])))
     return engine, loaded
 
 

@@ -1,9 +1,10 @@
 """Many servers in one process: `python -m stage06_serving.tests.house`, for the fixture `house`.
 
-A server takes seconds to start, and nearly all of them go into loading PyTorch. So tests that neither stop their server nor look
-at its process get one that shares it: with an application, an engine, two threads and a port of its own.
+A server takes seconds to start, nearly all of them to load PyTorch. So tests that neither stop
+their server nor look at its process get one with an application, an engine, two threads and a port
+of its own in a shared process.
 
-Each line of standard input is one more server: a command line and variables, as JSON. It lasts as long as the process.
+Each line of standard input starts one more server: a command line and variables, as JSON.
 """
 
 from __future__ import annotations
@@ -22,12 +23,10 @@ from stage06_serving.tests import faulty_server
 def main() -> None:
     usual = dict(os.environ)
     program.make_engine = faulty_server.make_engine
-    for line in sys.stdin:
+    for line in sys.stdin:  # the next line follows when this server answers
         arguments, variables = json.loads(line)
         os.environ.clear()
-        os.environ.update(
-            usual | variables
-        )  # whoever asks waits until this one answers, and then asks for the next
+        os.environ.update(usual | variables)
         threading.Thread(target=partial(cli.run, program.main, arguments), daemon=True).start()
 
 

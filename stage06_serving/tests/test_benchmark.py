@@ -20,10 +20,11 @@ from shared.checkpoint import PRESETS, Checkpoint
 from shared.parity import random_prompt
 from stage02_kv_cache.benchmark import greedy
 from stage03_batching.benchmark import Subject
+from stage04_continuous.engine import Engine
 from stage05_paged.blocks import BlockPool
-from stage05_paged.engine import BlocksRecord, Engine
+from stage05_paged.make import make
 from stage05_paged.memory import block_bytes, parse_memory
-from stage05_paged.scheduler import Scheduler
+from stage05_paged.records import BlocksRecord
 from stage06_serving import benchmark
 from stage06_serving.__main__ import SWITCH
 from stage06_serving.benchmark import (
@@ -105,7 +106,7 @@ def results(measured: tuple[dict[str, Any], int]) -> dict[str, Any]:
 
 @pytest.fixture
 def engine(tiny_model: Any) -> Engine:
-    return Engine(tiny_model, scheduler=Scheduler(BlockPool(64, 4), 8, 64), sanitize=True)
+    return make(tiny_model, pool=BlockPool(64, 4), sanitize=True, max_sequences=8, token_budget=64)
 
 
 def every_row(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -242,7 +243,7 @@ def test_passes_that_do_something_else_are_not_compared() -> None:
 
 def test_offline_the_next_request_follows_as_soon_as_one_has_ended(engine: Engine) -> None:
     load = Load(HTTP, streams=3, requests=7, prompt=4, answer=6)
-    prompts = [random_prompt(load.prompt, engine.model.config, i) for i in range(load.requests)]
+    prompts = [random_prompt(load.prompt, engine.config, i) for i in range(load.requests)]
     run = benchmark.run_offline(engine, load, prompts)
     rows = [record.rows for record in engine.steps]
     assert rows == [3] * 12 + [1] * 6  # three times three streams would be nine requests
@@ -293,7 +294,8 @@ def test_a_wrong_token_and_a_short_answer_stop_the_benchmark(
 ) -> None:
     monkeypatch.setattr("stage03_batching.benchmark.PROMPT", 6)
     subject = Subject(tiny, torch.float32)
-    engine = Engine(subject.model, scheduler=Scheduler(BlockPool(64, 4), 8, 64), sanitize=True)
+    pool = BlockPool(64, 4)
+    engine = make(subject.model, pool=pool, sanitize=True, max_sequences=8, token_budget=64)
     load = Load(HTTP, streams=2, requests=2, prompt=4, answer=5)
     prompts = [random_prompt(load.prompt, tiny.config, i) for i in range(load.requests)]
     ids = benchmark.run_offline(engine, load, prompts).ids

@@ -1,11 +1,13 @@
-"""The application in the process of its tests, without a socket: what a copy that is laid over the stage can be judged by.
+"""The application in the process of its tests, without a socket: for tests of a student's copy.
 
-All of it is tested from outside as well, against real servers; but these are processes of their own, with the reference.
+All of it is tested from outside as well, against real servers; but these are processes of their own
+and run the reference.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 from shared.course.museum.inside import Asking, Inside
@@ -17,21 +19,20 @@ SHORT = {"prompt": "Once upon a time", "max_tokens": 3, "temperature": 0}
 
 
 async def idle(inside: Inside) -> None:
-    """Until nobody owns a block."""
+    """Until no block is owned."""
     while inside.engine.requests or inside.engine.scheduler.pool.owned:
         await asyncio.sleep(0.005)
 
 
 def test_an_answer_is_a_stream_only_where_one_was_asked_for():
-    """Catches a server that streams whatever a client says: there are false, null and nothing at all beside true."""
+    """Catches a server that streams for false, null or an absent field."""
 
     async def script(inside: Inside) -> None:
         for path in ("/v1/completions", "/generate"):
             for fields in ({}, {"stream": False}, {"stream": None}):
                 answer = await inside.ask(path, SHORT | fields)
-                assert (
-                    answer.headers["content-type"] == "application/json" and answer.json()["usage"]
-                )
+                assert answer.headers["content-type"] == "application/json"
+                assert answer.json()["usage"]
             answer = await inside.ask(path, SHORT | {"stream": True})
             assert answer.headers["content-type"].startswith("text/event-stream")
             assert list(answer.events())[-1] == "[DONE]"
@@ -40,7 +41,7 @@ def test_an_answer_is_a_stream_only_where_one_was_asked_for():
 
 
 def test_a_client_that_leaves_before_its_answer_ends_it():
-    """Catches a server that computes an answer in one piece to its end, whether anybody waits for it or not."""
+    """Catches a server that computes a whole answer for a client that has gone."""
 
     async def script(inside: Inside) -> None:
         asking = inside.begin("/v1/completions", LONG)
@@ -54,11 +55,10 @@ def test_a_client_that_leaves_before_its_answer_ends_it():
 
 
 def test_a_late_answer_ends_in_the_engine_too():
-    """Catches a 504 behind which the engine goes on."""
+    """Catches a 504 after which the engine goes on."""
 
     async def script(inside: Inside) -> None:
-        answer = await inside.ask("/v1/completions", LONG)
-        assert answer.status == 504
+        assert (await inside.ask("/v1/completions", LONG)).status == 504
         await idle(inside)
         assert len(inside.engine.steps) < 900
 
@@ -66,7 +66,7 @@ def test_a_late_answer_ends_in_the_engine_too():
 
 
 def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
-    """Catches a deadline that is looked at only between two tokens: who does not read would be kept for ever."""
+    """Catches a deadline that is only checked between two tokens."""
 
     async def full(asking: Asking, message: dict[str, Any]) -> None:
         """As a socket whose other end does not read."""
@@ -84,19 +84,16 @@ def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
     Inside.run(script, request_timeout=0.1)
 
 
-def test_pages_that_watch_are_few():
-    """Catches a server that draws for whoever asks: a hundred clients at /live kept the loop from all other work."""
+def test_the_number_of_watching_pages_is_limited():
+    """Catches a server that draws for any number: 100 clients at /live kept the loop busy."""
 
     async def script(inside: Inside) -> None:
         watching = [inside.begin("/live") for _ in range(MOST_WATCHERS)]
         while not all(each.heard.status == 200 for each in watching):
             await asyncio.sleep(0.005)
         refused = await inside.ask("/live")
-        assert (
-            refused.status == 503
-            and refused.headers["retry-after"]
-            and "watch" in refused.json()["error"]["message"]
-        )
+        assert refused.status == 503 and refused.headers["retry-after"]
+        assert "watch" in refused.json()["error"]["message"]
         watching[0].leave()
         await watching[0].answer()
         watching[0] = inside.begin("/live")  # there is room again
@@ -111,34 +108,83 @@ def test_pages_that_watch_are_few():
 
 
 def test_a_server_whose_engine_is_dead_can_be_stopped():
-    """Catches a shutdown that waits for answers which nobody will make."""
+    """Catches a shutdown that waits for answers which never come."""
 
     async def script(inside: Inside) -> None:
-        def failing(work: Any) -> Any:
+        def failing(*arguments: Any) -> Any:
             raise SystemExit
 
-        inside.engine._forward = failing
+        inside.engine.runner.run = failing
         assert (await inside.ask("/v1/completions", SHORT)).status == 503
         assert (await inside.ask("/health")).status == 503
 
     Inside.run(script)  # which gives up after a while
 
 
-def test_a_stream_that_fails_says_so():
-    """Catches a stream that is cut: without [DONE] and without an error, the official client takes it for a whole one."""
+def test_a_stream_that_fails_has_an_error_event():
+    """Catches a stream that just ends: the official client takes it for a whole answer."""
 
     async def script(inside: Inside) -> list[Any]:
-        forward = inside.engine._forward
+        forward = inside.engine.runner.run
 
-        def failing(work: Any) -> Any:
+        def failing(*arguments: Any) -> Any:
             if len(inside.engine.steps) == 5:
-                inside.engine._forward = forward
+                inside.engine.runner.run = forward
                 raise RuntimeError("a planted fault")
-            return forward(work)
+            return forward(*arguments)
 
-        inside.engine._forward = failing
+        inside.engine.runner.run = failing
         return list((await inside.ask("/v1/completions", LONG | {"stream": True})).events())
 
-    *said, error, done = Inside.run(script)
+    *chunks, error, done = Inside.run(script)
     assert done == "[DONE]" and error["error"]["code"] == 500
-    assert said and all("choices" in each for each in said)
+    assert chunks and all("choices" in each for each in chunks)
+
+
+def test_only_the_engines_thread_touches_scheduler_pool_and_cache():
+    """Metrics, page and admission read statuses and settings. Every other access is noted here."""
+    touched: list[str] = []
+
+    def guard(thing: Any) -> None:
+        kind = type(thing)
+
+        class Guarded(kind):  # type: ignore[misc, valid-type]
+            def __getattribute__(self, name: str) -> Any:
+                if threading.current_thread().name != "engine":
+                    touched.append(f"{kind.__name__}.{name}")
+                return super().__getattribute__(name)
+
+        thing.__class__ = Guarded
+
+    async def script(inside: Inside) -> None:
+        runner, scheduler = inside.engine.runner, inside.engine.scheduler
+        for thing in (runner.cache, scheduler.pool, scheduler, runner, inside.engine):
+            guard(thing)
+        stream = inside.begin("/v1/completions", LONG | {"max_tokens": 600})
+        page = inside.begin("/live")
+        while b'"running":[["sequence-1",0]' not in page.heard.body:
+            await asyncio.sleep(0.001)
+        numbers = (await inside.ask("/metrics")).body.decode()
+        assert 'vllm:num_requests_running{model_name="stories"} 1.0' in numbers
+        bodies = [
+            SHORT | {"n": 2, "temperature": 1, "echo": True, "logprobs": 2, "stream": True},
+            SHORT | {"max_tokens": 0, "echo": True, "logprobs": 1},
+            SHORT | {"prompt": "a " * 300},
+            SHORT | {"max_tokens": 10**6},
+            SHORT | {"stop": "e"},
+        ]
+        statuses = [(await inside.ask("/v1/completions", body)).status for body in bodies]
+        assert statuses == [200, 200, 200, 400, 200]
+        for path in ("/metrics", "/health", "/v1/models", "/version", "/"):
+            assert (await inside.ask(path)).status == 200
+        stream.leave()
+        await stream.answer()
+        while b'"running":[]' not in page.heard.body.splitlines()[-2]:
+            await asyncio.sleep(0.01)
+        page.leave()
+        await page.answer()
+        assert not touched, touched
+        assert inside.engine and scheduler.running == []  # the guards work:
+        assert touched == ["Scheduler.running"]
+
+    Inside.run(script, kv_memory="4MiB")

@@ -15,7 +15,7 @@ import pytest
 
 from shared import cli
 from shared.errors import UserError
-from stage05_paged.engine import Engine
+from stage05_paged.sanitizer import Sanitizer
 from stage06_serving import __main__ as stage
 from stage06_serving.settings import PREFIX, Settings, parse
 from stage06_serving.tests.conftest import Running
@@ -237,6 +237,7 @@ def test_memory_that_there_is_not_stops_the_start(tiny_folder, memory, words):
 
 
 def test_the_engine_is_as_the_settings_say(tiny_folder):
+    engine: Any
     options = (
         "--max-sequences",
         "3",
@@ -253,8 +254,7 @@ def test_the_engine_is_as_the_settings_say(tiny_folder):
     engine, loaded = stage.make_engine(
         parse([*arguments, "--no-prefix-caching", "--preemption", "swap", "--sanitize"])
     )
-    assert isinstance(engine, Engine)
-    scheduler = engine.scheduler
+    scheduler = engine.engine.scheduler
     assert scheduler.swap_pool is not None
     assert (scheduler.pool.count, scheduler.pool.block_size, scheduler.swap_pool.count) == (
         16,
@@ -266,18 +266,15 @@ def test_the_engine_is_as_the_settings_say(tiny_folder):
         stage.BUDGET,
         "swap",
     )
-    assert (
-        not scheduler.prefix_caching
-        and engine.sanitizer is not None
-        and loaded.config.name == "tiny"
-    )
+
+    def sanitized() -> bool:
+        return any(isinstance(observer, Sanitizer) for observer in engine.engine.observers)
+
+    assert not scheduler.prefix_caching and sanitized() and loaded.config.name == "tiny"
+    assert engine.steps.maxlen == stage.RECORDS
     engine, _ = stage.make_engine(parse([*arguments, "--token-budget", "50"]))
-    assert isinstance(engine, Engine)
-    assert (
-        engine.scheduler.token_budget == 50
-        and engine.scheduler.prefix_caching
-        and engine.sanitizer is None
-    )
+    scheduler = engine.engine.scheduler
+    assert scheduler.token_budget == 50 and scheduler.prefix_caching and not sanitized()
 
 
 # ---- a server that is open to others --------------------------------------------------------------------------------
@@ -297,12 +294,12 @@ def test_start_and_end_of_an_open_server(interruptible, serve, tiny_folder, tmp_
     with serve(env={PREFIX + name: value for name, value in values.items()}) as running:
         said = running.stderr()
         assert said.startswith(
-            "WARNING: --host 0.0.0.0 lets everybody who can reach this machine use the server"
+            "WARNING: --host 0.0.0.0 opens the server to every machine that can reach this one"
         )
         assert f"Staircase serves mine at http://0.0.0.0:{running.port}\n" in said
         assert "\n  model   tiny, float32 on cpu" in said and "\n  engine  paged\n" in said
         assert (
-            "\n  memory  64.0 KiB in 16 blocks of 16 tokens: 1 whole context of 256; at most 3 answers at a time, 5 more in line"
+            "\n  memory  64.0 KiB in 16 blocks of 16 tokens: 1 whole context of 256; at most 3 sequences at a time, 5 more in the queue"
             in said
         )
         assert (

@@ -24,13 +24,13 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from shared.checkpoint import Config, random_tensors
-from shared.tests.test_cli import FIELDS, make_folder
+from shared.course.testing import FIELDS, make_folder
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage05_paged.blockmap import blockmap
 from stage05_paged.blocks import BlockPool
-from stage05_paged.engine import Engine
-from stage05_paged.scheduler import Scheduler
+from stage05_paged.make import make
+from stage06_serving.engines import Paged
 from stage06_serving.live import look
 from stage06_serving.tests.conftest import House, Running, Serve, until_idle
 from stage06_serving.tests.faulty_server import MODULE, VARIABLE, Fault
@@ -229,29 +229,24 @@ def test_the_first_frame_is_true_though_nobody_watched(served: Running) -> None:
 
 
 def test_look_shows_what_the_scheduler_has(tiny_model: Any) -> None:
-    """Three sequences in memory for two: after each step the view is the scheduler's own tables and counts."""
-    scheduler = Scheduler(BlockPool(6, block_size=4), max_sequences=3, token_budget=16)
-    engine = Engine(tiny_model, scheduler=scheduler, sanitize=True)
+    """Three sequences in memory for two: after each step the scheduler's own tables and counts."""
+    options: dict[str, Any] = {"max_sequences": 3, "token_budget": 16, "sanitize": True}
+    engine = Paged(make(tiny_model, pool=BlockPool(6, block_size=4), **options))
+    scheduler = engine.engine.scheduler
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
     for number in range(3):
-        engine.add(
-            Request(
-                [1, 2, 3, 4, number],
-                SamplingParams(max_tokens=12, ignore_eos=True),
-                f"sequence-{number}",
-            )
-        )
+        engine.add(Request([1, 2, 3, 4, number], params, f"sequence-{number}"))
     waited = []
     while scheduler.unfinished:
         engine.step()
-        view = look(engine)
-        assert [state for state, count in view["map"] for _ in range(count)] == blockmap(scheduler)
-        assert view["running"] == [(each.id, each.arrival) for each in scheduler.running]
-        assert (
-            view["preemptions"] == scheduler.counts.preemptions
-            and view["hit_rate"] == scheduler.counts.hit_rate
-        )
-        waited.append(view["waiting"])
-    assert view["preemptions"] > 0 and view["hit_rate"] > 0 and max(waited) > 0 and waited[-1] == 0
+        status, runs = look(engine)
+        assert [state for state, count in runs for _ in range(count)] == blockmap(scheduler)
+        running = tuple((request.id, request.arrival) for request in scheduler.running)
+        assert (status.running, status.owned) == (running, scheduler.pool.owned)
+        counts = scheduler.counts
+        assert (status.preemptions, status.hit_rate) == (counts.preemptions, counts.hit_rate)
+        waited.append(status.waiting)
+    assert status.preemptions > 0 and status.hit_rate > 0 and max(waited) > 0 and waited[-1] == 0
 
 
 def test_frames_follow_a_request_to_its_abort(served: Running) -> None:

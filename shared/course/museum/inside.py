@@ -105,7 +105,7 @@ class Inside:
             engine, loaded = thread.run(lambda: making.make_engine(wanted)).result()
             app = app_of.create_app(engine, loaded, wanted, None, thread)
             async with asyncio.timeout(HANG), app.router.lifespan_context(app):
-                return await script(Inside(app, engine))
+                return await script(Inside(app, engine.engine))
 
         return asyncio.run(main())
 

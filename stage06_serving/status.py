@@ -1,0 +1,68 @@
+"""What the server needs of an engine, and what the engine reports to the rest of the server."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.errors import UserError
+from stage01_forward.generation import Output, Token
+from stage04_continuous.request import Request
+from stage05_paged.records import BlocksRecord
+
+
+@dataclass(frozen=True)
+class Status:
+    """An engine at one moment. The engine's thread makes it, and any thread may read it."""
+
+    max_sequences: int
+    blocks: int  # in the pool; where an engine has slots, a slot is a block
+    block_size: int  # tokens
+    owned: int = 0  # blocks
+    running: tuple[tuple[str, int], ...] = ()  # ids, each with its number on the map of the blocks
+    waiting: int = 0  # sequences
+    preemptions: int = 0  # since the start, as the two below
+    lookup_tokens: int = 0  # looked up in the prefix cache
+    hit_tokens: int = 0  # found there
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
+
+
+class AnyEngine(Protocol):
+    """An engine that the server can run. Only `check` and `status` are for all threads; the rest
+    is for the engine's own."""
+
+    steps: deque[BlocksRecord]  # one a forward pass, the newest last
+
+    @property
+    def status(self) -> Status:
+        """The newest status: replaced before each pass and after each change, never mutated."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raise UserError if `request` can never be answered. Reads only constant settings."""
+        ...
+
+    def add(self, request: Request) -> Request:
+        """Queue a request that has an id. Raises UserError if it is invalid."""
+        ...
+
+    def abort(self, request_id: str) -> Output:
+        """End a request now, waiting or running; returns its output so far."""
+        ...
+
+    def step(self) -> list[tuple[str, Token]]:
+        """One forward pass, if there is work. Returns its tokens, each with its request's id."""
+        ...
+
+    def fail(self, error: UserError) -> list[Request]:
+        """End with `error` the requests of a step that raised, or all if none was running."""
+        ...
+
+    def map(self) -> Sequence[int]:
+        """For each block its state, as stage 05's `blockmap` has it."""
+        ...

@@ -1,0 +1,109 @@
+"""Helpers for tests of engines: prompts, gates and faults before a pass, scripts for a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any
+
+from stage01_forward.engine import Engine as Naive
+from stage01_forward.params import SamplingParams
+from stage06_serving.async_engine import AsyncEngine, Broken, EngineDead, Ticket
+from stage06_serving.status import AnyEngine
+
+HANG = 60.0  # seconds: nothing here takes a tenth of that
+
+
+class Gate:
+    """Lets as many passes through as the test allows."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward, self.permits = forward, threading.Semaphore(0)
+        self.count = 0  # passes that have come to the gate
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.count += 1
+        assert self.permits.acquire(timeout=HANG), "the gate was never opened"
+        return self.forward(*arguments)
+
+    def allow(self, passes: int = 10_000) -> None:
+        self.permits.release(passes)
+
+
+class Failing:
+    """A pass that raises `error` if its number, from 1 on, is in `which`."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        which: Collection[int],
+        error: BaseException | None = None,
+    ) -> None:
+        self.forward, self.which, self.count = forward, which, 0
+        self.error = error or RuntimeError("a planted fault")
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.count += 1
+        if self.count in self.which:
+            raise self.error
+        return self.forward(*arguments)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Tokens of the tiny model's vocabulary; none of them ends a text."""
+    return [1 + (7 * seed + 13 * place) % 99 for place in range(length)]
+
+
+def words(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True)
+
+
+def alone(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """The tokens of stage 01."""
+    return Naive(model).generate([prompt], params)[0].token_ids
+
+
+def is_empty(engine: AnyEngine) -> bool:
+    status = engine.status
+    return not (status.running or status.waiting or status.owned)
+
+
+def run(
+    engine: AnyEngine, script: Callable[[AsyncEngine], Awaitable[Any]], max_queue: int = 64
+) -> Any:
+    """What `script` returns, with `engine` on its thread; afterwards the thread has ended."""
+
+    async def main() -> Any:
+        running = AsyncEngine(engine, max_queue)
+        running.start()
+        try:
+            async with asyncio.timeout(HANG):
+                return await script(running)
+        finally:
+            await running.stop()
+
+    return asyncio.run(main())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def submit(running: AsyncEngine, prompt: list[int], count: int) -> Ticket:
+    return running.submit([prompt], [words(count)])[0][0]
+
+
+async def said(running: AsyncEngine, ticket: Ticket) -> list[int]:
+    """All tokens of a ticket, to its end."""
+    return [token.id async for _, tokens in running.tokens([ticket]) for token in tokens]
+
+
+async def error_of(running: AsyncEngine, ticket: Ticket) -> str | None:
+    """The failure that ended a ticket."""
+    try:
+        await said(running, ticket)
+    except (Broken, EngineDead) as error:
+        return str(error)
+    return None
