@@ -5,5 +5,5 @@ values and reads them through the tables, `scheduler.py` hands out the blocks an
 every step that nothing is lost, and `engine.py` makes steps of it.
 """
 
-QUESTION: str = "Nobody knows how long an answer will be: why reserve memory for the longest?"
+QUESTION: str = "The length of an answer is unknown: why reserve memory for the longest?"
 FIRST_FILE: str = "blocks.py"
