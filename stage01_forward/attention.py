@@ -26,7 +26,10 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same in one kernel that never stores all scores (Dao et al., FlashAttention, 2022)."""
     # PyTorch takes the fused path only for four dimensions: (1, H, T, D).
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    grouped = len(q) > len(k)  # several heads of queries share one of keys and values
+    return F.scaled_dot_product_attention(
+        q[None], k[None], v[None], is_causal=True, enable_gqa=grouped
+    )[0]
 
 
 class Recompute:

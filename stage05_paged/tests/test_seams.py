@@ -1,0 +1,298 @@
+"""The seams carry what comes next: each toy is plugged in without an edit of stages 01 to 06.
+
+A second model family, a cache of another layout, a runner in another process, and a step that
+proposes several tokens. All answers are the naive engine's.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from shared.checkpoint import Config
+from shared.parity import random_prompt
+from stage01_forward.attention import Recompute
+from stage01_forward.make import make as make_naive
+from stage01_forward.params import SamplingParams
+from stage02_kv_cache.make import make as make_cached
+from stage03_batching.attention import masked_attention
+from stage03_batching.make import make as make_static
+from stage04_continuous.cache import SlotCache
+from stage04_continuous.engine import Engine
+from stage04_continuous.make import make as make_continuous
+from stage04_continuous.plan import Plan
+from stage04_continuous.request import Request
+from stage04_continuous.runner import Runner
+from stage04_continuous.tests.oracle import (
+    CONFIG,
+    DRAWN,
+    answer,
+    ask,
+    assert_answered,
+    finish,
+    greedy,
+    prompt_of,
+    the_model,
+)
+from stage05_paged.blocks import BlockPool, Move
+from stage05_paged.cache import PagedCache
+from stage05_paged.engine import make as make_paged
+from stage05_paged.records import Recorder
+from stage05_paged.scheduler import Scheduler
+
+BLOCKS, SIZE, SWAP = 14, 4, 8
+
+
+# ---- a second model family ----
+
+
+class Grouped:
+    """Rotary positions, RMS norms, no MLP, two query heads for each head of keys and values, and two
+    end ids. With `repeat`, every query head has keys of its own, which are copies."""
+
+    def __init__(self, repeat: bool = False) -> None:
+        heads = 4 if repeat else 2
+        self.config = Config(101, 64, 32, 2, 4, n_kv_head=heads, eos_ids=(38, 96), name="grouped")
+        self.repeat, self.dtype, self.device = repeat, torch.float64, torch.device("cpu")
+        draw = torch.Generator().manual_seed(5)
+        shapes = [(101, 32)] + [(32, width) for width in (32, 16, 16, 32)] * 2
+        self.wte, *self.weights = (
+            torch.randn(shape, generator=draw, dtype=torch.float64) / 2 for shape in shapes
+        )
+
+    def __call__(self, ids, positions, attend):
+        x = self.wte[ids]
+        for layer in range(2):
+            wq, wk, wv, wo = self.weights[4 * layer : 4 * layer + 4]
+            q, k, v = ((rms(x) @ w).unflatten(-1, (-1, 8)) for w in (wq, wk, wv))
+            if self.repeat:
+                k, v = k.repeat_interleave(2, -2), v.repeat_interleave(2, -2)
+            mixed = attend(layer, rotated(q, positions), rotated(k, positions), v)
+            x = x + mixed.flatten(-2) @ wo
+        return x
+
+    def logits(self, hidden):
+        return rms(hidden) @ self.wte.T
+
+
+def rms(x):
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def rotated(x, positions):
+    """x (..., H, D): each pair of channels is turned by an angle that grows with the position."""
+    angles = positions[..., None, None] * 0.1 ** torch.arange(4)  # (..., 1, D / 2)
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    "make", [make_naive, make_cached, make_static, make_continuous, make_paged], ids=range(1, 6)
+)
+def test_a_second_model_family_runs_in_every_stage(make):
+    prompts = [random_prompt(length, CONFIG, "grouped") for length in (1, 5, 9, 23, 40)]
+    params = [replace(DRAWN, max_tokens=16, logprobs=None, seed=seed) for seed in range(3)]
+    params += [SamplingParams(max_tokens=40)] * 2
+    want = make_naive(Grouped(repeat=True)).generate(prompts, params)
+    got = make(Grouped()).generate(prompts, params)
+    assert [output.token_ids for output in got] == [output.token_ids for output in want]
+    assert [output.finish_reason for output in got] == [output.finish_reason for output in want]
+    last = {output.token_ids[-1] for output in want if output.finish_reason == "stop"}
+    assert last == {38, 96}  # each of the two has ended an answer
+
+
+# ---- a cache of another layout ----
+
+
+class TokensFirst:
+    """(layers, 2, blocks, block_size, H, D), which kernels like. The swap pool is behind the blocks,
+    tokens are packed in reverse order, and each sequence attends alone."""
+
+    def __init__(self, config, blocks, size, swap_blocks=0):
+        shape = (config.n_layer, 2, blocks + swap_blocks, size, config.n_kv_head, config.head_dim)
+        self.kv, self.size = torch.zeros(shape, dtype=torch.float64), size
+        self.offsets = {"out": (0, blocks), "in": (blocks, 0)}
+
+    def move(self, moves):
+        for move in moves:
+            source, target = self.offsets.get(move.kind, (0, 0))
+            value = 0 if move.kind == "wipe" else self.kv[:, :, source + move.source]
+            self.kv[:, :, target + move.target] = value
+
+    def extend(self, shares):
+        return TokensFirstAttention(self, shares)
+
+
+class TokensFirstAttention:
+    def __init__(self, cache, shares):
+        self.cache, self.shares = cache, shares[::-1]
+        positions = [start + i for _, start, count in shares for i in range(count)]
+        self.order = torch.arange(len(positions)).flip(0)
+        self.positions = torch.tensor(positions)[self.order]
+
+    def attend(self, layer, q, k, v):
+        out, row = torch.empty_like(q), 0
+        for blocks, _, count in self.shares:
+            rows, table = slice(row, row := row + count), torch.tensor(blocks)
+            places = self.positions[rows]
+            address = table[places // self.cache.size], places % self.cache.size
+            for which, fresh in enumerate((k, v)):
+                self.cache.kv[(layer, which, *address)] = fresh[rows]
+            keys, values = self.cache.kv[layer][:, table].flatten(1, 2).transpose(1, 2)[:, None]
+            mask = torch.arange(keys.shape[2]) <= places.view(1, 1, -1, 1)
+            queries = q[None, rows].transpose(1, 2)  # (1, H, T, D)
+            out[rows] = masked_attention(queries, keys, values, mask)[0].transpose(0, 1)
+        return out
+
+
+def crowded_engine(runner):
+    """Stage 05's engine in little memory, over any runner that has BLOCKS and SWAP blocks."""
+    scheduler = Scheduler(
+        BlockPool(BLOCKS, SIZE),
+        swap_pool=BlockPool(SWAP, SIZE),
+        preemption="swap",
+        longest=64,
+        max_chunk=7,
+    )
+    return Engine(runner, scheduler, recorder=Recorder(scheduler, 1000))
+
+
+def assert_crowd_is_answered(engine):
+    """Prefix hits, swaps, copies for samples and drawn tokens among them."""
+    requests = [ask(engine, length, 14) for length in (9, 21, 13, 21, 2)]
+    engine.step()
+    prompt = prompt_of(10, "samples")
+    parent = engine.add(Request(prompt, DRAWN))
+    requests += [parent, engine.add(Request(prompt, replace(DRAWN, seed=3), parent=parent))]
+    finish(engine)
+    assert_answered(*requests)
+    counts = engine.scheduler.counts
+    assert min(counts.swapped_in, counts.copies, counts.hit_tokens) > 0
+
+
+def test_a_cache_of_another_layout():
+    assert_crowd_is_answered(
+        crowded_engine(Runner(the_model(), TokensFirst(CONFIG, BLOCKS, SIZE, SWAP)))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_cache_with_a_dtype_of_its_own(dtype):
+    """Less exact than the weights' float64, and the tokens are nearly always the same."""
+    engine = make_paged(the_model(), 4, dtype=dtype)
+    assert engine.runner.cache.kv.dtype == dtype
+    (output,) = engine.generate([prompt_of(23)], greedy(8))
+    assert output.token_ids[:3] == answer(23, 3)
+
+
+# ---- a runner in another process ----
+
+
+def serve(pipe):
+    """The other process: a model and a cache that obey messages of plain integers."""
+    torch.set_num_threads(1)
+    cache = PagedCache(CONFIG, BLOCKS, SIZE, SWAP, torch.float64)
+    runner = Runner(the_model(), cache)
+    while message := pipe.recv():
+        name, *arguments = json.loads(message)
+        if name == "move":
+            runner.move([Move(*move) for move in arguments[0]])
+        else:
+            pipe.send(runner.run(*arguments).numpy())
+
+
+class Remote:
+    """A runner that sends its arguments to another process, as tensor parallelism will."""
+
+    def __init__(self, config, pipe):
+        self.config, self.pipe = config, pipe
+
+    def move(self, moves):
+        self.pipe.send(json.dumps(["move", [(m.kind, m.source, m.target) for m in moves]]))
+
+    def run(self, ids, shares, rows):
+        if not ids:
+            return torch.empty(0, self.config.vocab_size)
+        self.pipe.send(json.dumps(["run", ids, shares, rows]))
+        return torch.from_numpy(np.asarray(self.pipe.recv()))
+
+
+def test_a_runner_in_another_process():
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
+    process.start()
+    try:
+        assert_crowd_is_answered(crowded_engine(Remote(CONFIG, here)))
+    finally:
+        here.send("")
+        process.join(10)
+        process.kill()
+
+
+# ---- several tokens a step ----
+
+
+@pytest.mark.parametrize("slots", [True, False], ids=["slots", "blocks"])
+@torch.inference_mode()
+def test_any_rows_of_a_share_can_be_asked_for(slots):
+    """Several of one share, none of another, in passes that begin in the middle of sequences."""
+    model, prompts = the_model(), [prompt_of(20), prompt_of(13), prompt_of(17)]
+    tables = [2, 0, 1] if slots else [[3, 1, 7, 8, 0], [2, 9, 6, 4], [11, 5, 12, 10, 13]]
+    dtype = torch.float64
+    memory = SlotCache(CONFIG, 3, None, dtype) if slots else PagedCache(CONFIG, 14, 4, 0, dtype)
+    runner, done = Runner(model, memory), [0, 0, 0]
+    for counts, rows in (([6, 1, 5], [0, 3, 5, 11]), ([4, 7, 3], [13, 2, 1, 8]), ([2, 2, 2], [])):
+        ids, shares, where = [], [], []
+        for prompt, table, start, count in zip(prompts, tables, done, counts, strict=True):
+            ids += prompt[start : start + count]
+            shares.append((table, start, count))
+            where += [(prompt, start + i) for i in range(count)]
+        got = runner.run(ids, shares, rows)
+        assert got.shape == (len(rows), 101)
+        for logits, row in zip(got, rows, strict=True):
+            prompt, last = where[row]
+            tokens, positions = torch.tensor(prompt[: last + 1]), torch.arange(last + 1)
+            want = model.logits(model(tokens, positions, Recompute().attend)[-1])
+            assert torch.allclose(logits, want, rtol=0, atol=1e-9)
+        done = [start + count for start, count in zip(done, counts, strict=True)]
+
+
+def test_a_step_may_propose_several_tokens_and_take_some_back():
+    """Drafts are computed beside the newest token, and rejected ones leave no trace: speculation."""
+    engine = make_paged(the_model(), pool=BlockPool(40, 4))
+    runner, scheduler = engine.runner, engine.scheduler
+    asked = {request.id: request for request in (ask(engine, n, 20) for n in (5, 9, 14))}
+    want = {id: answer(len(asked[id].output.prompt_ids), 20) for id in asked}
+    steps = 0
+    while unfinished := [request for request in asked.values() if request.id in engine.requests]:
+        for request in unfinished:  # two right guesses, and then one wrong
+            done = len(request.output.token_ids)
+            right = want[request.id][done : done + 2]
+            request.drafts = [*right, (right[-1] + 1) % 101] if done and done < 17 else []
+        plan: Plan = scheduler.schedule()
+        runner.move(plan.moves)
+        best, row = runner.run(*plan.tokens()).argmax(-1).tolist(), 0
+        scheduler.advance(plan)
+        for work in plan.work:
+            request, chosen = work.request, best[row : (row := row + work.rows)]
+            right = 0
+            while right < len(request.drafts) and request.drafts[right] == chosen[right]:
+                right += 1
+            request.drafts = []
+            request.output.token_ids += chosen[: right + 1]
+            request.computed = request.verified - 1
+            scheduler.tables[request].shrink(request.verified)
+            if len(request.output.token_ids) == 20:
+                engine.abort(request.id)
+        steps += 1
+    assert {id: request.output.token_ids for id, request in asked.items()} == want
+    assert steps < 12  # of 20 tokens: three at a time
+    again = ask(engine, 14, 20)  # what was published is what was verified
+    finish(engine)
+    assert_answered(again)
+    assert scheduler.counts.hit_tokens > 0
