@@ -568,7 +568,7 @@ EXHIBITS = (
         "and without [DONE]. So a cut answer is counted as a success, by programs and by benchmarks. Only the stream itself "
         "can say that it failed, with an event that has an error in it.",
         seen="measured with the official client, openai 3.52.0",
-        tests=("tests/test_inside.py::test_a_stream_that_fails_says_so",),
+        tests=("tests/test_inside.py::test_a_stream_that_fails_has_an_error_event",),
     ),
     Exhibit(
         number=27,
