@@ -1,140 +1,336 @@
-"""Every stage there is, on the same prompts: `python -m shared.tour`.
+"""Seven stages, one workload: `python -m shared.tour`.
 
-Each stage streams the first text and works through the others; then all of them must have said the same, token for token,
-and a table shows how fast each was. It is a tour, not a benchmark: one run, on whatever else the machine is doing. The numbers
-to trust are in the reports.
+Every stage with an engine answers the same prompts, with memory for the same number of contexts;
+then the server of stage 06 answers them over HTTP, and stage 07 loads it. The answers must be the
+first stage's, token for token; a table shows each stage's speed. It is a tour, not a benchmark: one
+run, on a machine that may have other work to do. The numbers to trust are in the reports.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib
+import itertools
+import json
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .. import cli, parity
+import aiohttp
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from .. import cli, parity, paths
+from ..errors import UserError
+from ..server import MODULE as SERVER
+from ..server import own_server
+from ..stories import grammar
 from . import stages
 
-PROMPTS = (
-    "Once upon a time",
-    "Long ago, in a village under the cliffs, there lived a girl whose name was",
-    "There was once a merry boy named",
-)
-WARM_UP_TOKENS = (
-    4  # libraries choose their kernels at the first call; no stage should pay for that alone
-)
+FIRST = "Once upon a time"
+PROMPTS = 32
+LENGTHS = (4, 24, 96, 12, 160, 48, 8, 72)  # tokens of the prompts, in turn
+SHARES = (1.0, 0.125, 0.25, 0.125, 0.5, 0.2, 0.75, 0.125)  # of --max-tokens, in turn
+CONTEXTS = 4  # memory for keys and values, in whole contexts
+WARM_UP = 4  # tokens: libraries choose their kernels at the first call
+LOAD = "stage07_loadtest"
+ROUNDS = 2  # requests of each user of the load
+BAR = 24  # characters
 
 
 @dataclass
-class Told:
-    """One continuation, with the names that `parity.compare` reads, and how long it took."""
+class Answer:
+    """One answer, with the names that `parity.compare` reads. first: seconds to its first token."""
 
-    token_ids: list[int]
-    finish_reason: str | None
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    first: float = 0.0
+
+
+@dataclass
+class Row:
+    """What a stage did with the whole workload."""
+
+    stage: str
+    tokens: int
     seconds: float
+    firsts: list[float]  # seconds from the start, or from the request, to each first token
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
 
 
-def tell(
-    engine: cli.Streaming, loaded: cli.Loaded, prompt: Sequence[int], sampling: Any, show: bool
-) -> Told:
-    """Continue `prompt` (token ids); `show` streams prompt and text to standard output."""
-    told = Told([], None, 0.0)
-    if show:
-        print(loaded.tokenizer.decode(prompt), end="", flush=True)
+@dataclass
+class Work:
+    """The workload: prompts as token ids, and the options of each answer."""
+
+    prompts: list[list[int]]
+    sampling: list[Any]
+
+
+def workload(loaded: cli.Loaded, max_tokens: int) -> Work:
+    """The beginnings of PROMPTS stories, in lengths as unlike as those of their answers."""
+    longest, params = loaded.config.n_positions // 2, stages.sampling_params()
+    prompts = [loaded.tokenizer.encode(FIRST)]
+    told = grammar.stories("tour")
+    for length in itertools.islice(itertools.cycle(LENGTHS), 1, PROMPTS):
+        prompts.append(loaded.tokenizer.encode(next(told).text)[: min(length, longest)])
+    counts = itertools.islice(itertools.cycle(SHARES), PROMPTS)
+    return Work(prompts, [params(max_tokens=max(1, int(max_tokens * share))) for share in counts])
+
+
+# ---- engines ------------------------------------------------------------------------------------
+
+
+def collect(
+    tokens: Iterable[tuple[int, Any]], work: Work, label: str, total: int | None
+) -> list[Answer]:
+    """Read (place, token) pairs to their end; with a `label`, behind a progress bar in a terminal."""
+    answers = [Answer() for _ in work.prompts]
+    columns = TextColumn("  {task.description}"), BarColumn(BAR), TextColumn("{task.fields[done]}")
+    with Progress(
+        *columns, transient=True, disable=not (label and sys.stdout.isatty())
+    ) as progress:
+        limit = sum(params.max_tokens for params in work.sampling)
+        bar = progress.add_task(label, total=total or limit, done="")
+        started = time.perf_counter()
+        for number, (place, token) in enumerate(tokens, 1):
+            answer = answers[place]
+            answer.first = answer.first or time.perf_counter() - started
+            answer.token_ids.append(token.id)
+            answer.finish_reason = token.finish_reason
+            progress.update(bar, completed=number, done=f"{number:,} tokens")
+    return answers
+
+
+def streamed(engine: Any, work: Work, loaded: cli.Loaded) -> Iterator[tuple[int, Any]]:
+    """The first answer, printed token by token as it is computed."""
+    print(f"\n{loaded.tokenizer.decode(work.prompts[0])}", end="", flush=True)
+    for token, text in cli.with_text(engine.stream(work.prompts[0], work.sampling[0]), loaded):
+        print(text, end="", flush=True)
+        yield 0, token
+    print(" ..." if token.finish_reason == "length" else "", end="\n\n", flush=True)
+
+
+def run_engine(
+    name: str, make: Any, loaded: cli.Loaded, work: Work, total: int | None
+) -> tuple[Row, list[Answer]]:
+    """Answer the whole workload with the engine of a stage; the first stage shows its first answer
+    as it grows."""
+    engine = make(loaded.model, CONTEXTS)
+    short = [replace(params, max_tokens=WARM_UP) for params in work.sampling[:1]]
+    for _ in stages.answer(name, engine, work.prompts[:1], short):
+        pass
     started = time.perf_counter()
-    for token, text in cli.with_text(engine.stream(prompt, sampling), loaded):
-        told.token_ids.append(token.id)
-        told.finish_reason = token.finish_reason
-        if show:
-            print(text, end="", flush=True)
-    told.seconds = time.perf_counter() - started
-    if show:
-        print(flush=True)
-    return told
+    if total is None:
+        first = collect(streamed(engine, work, loaded), work, "", None)[:1]
+        rest = Work(work.prompts[1:], work.sampling[1:])
+        before = time.perf_counter() - started
+        tokens = stages.answer(name, engine, rest.prompts, rest.sampling)
+        answers = [*first, *collect(tokens, rest, "the other stories", None)]
+        for answer in answers[1:]:
+            answer.first += before
+    else:
+        tokens = stages.answer(name, engine, work.prompts, work.sampling)
+        answers = collect(tokens, work, f"{len(work.prompts)} stories", total)
+    return row_of(name, answers, time.perf_counter() - started), answers
 
 
-def table(told: dict[str, list[Told]]) -> str:
-    """Tokens, seconds, tokens per second and speed-up over the first stage, a line a stage."""
-    rates = {}
-    lines = [f"{'stage':<24}{'tokens':>8}{'seconds':>10}{'tok/s':>10}{'speed-up':>10}"]
-    for name, texts in told.items():
-        tokens, seconds = (
-            sum(len(each.token_ids) for each in texts),
-            sum(each.seconds for each in texts),
-        )
-        rates[name] = tokens / seconds
-        gain = rates[name] / next(iter(rates.values()))
-        lines.append(f"{name:<24}{tokens:>8}{seconds:>10.2f}{rates[name]:>10.1f}{gain:>9.1f}x")
-    return "\n".join(lines)
+def row_of(name: str, answers: Sequence[Answer], seconds: float) -> Row:
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    return Row(name, tokens, seconds, [answer.first for answer in answers])
+
+
+# ---- the server ---------------------------------------------------------------------------------
+
+
+def server_options(options: argparse.Namespace, loaded: cli.Loaded) -> list[str]:
+    """Options that make the server use the same model, machine and memory."""
+    config = loaded.config
+    memory = CONTEXTS * config.n_positions * config.kv_bytes_per_token(loaded.dtype)
+    values = {
+        "model": options.model,
+        "device": loaded.device.type,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "linear": loaded.linear,
+        "threads": str(options.threads or 0),
+        "kv-memory": str(memory),
+        "max-sequences": str(PROMPTS),
+    }
+    flags = ["--random-weights"] if options.random_weights else []
+    return [*itertools.chain(*((f"--{name}", text) for name, text in values.items())), *flags]
+
+
+async def over_http(url: str, work: Work) -> tuple[Row, list[Answer]]:
+    """All prompts at once, each as a stream. Raises UserError if the server refuses one."""
+    answers = [Answer() for _ in work.prompts]
+
+    async def ask(place: int, most: int | None = None) -> Answer:
+        answer, params = Answer(), work.sampling[place]
+        body = {
+            "prompt": work.prompts[place],
+            "max_tokens": most or params.max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                problem = (await response.text())[:300]
+                raise UserError(f"The server answered {response.status}: {problem}")
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    choice = json.loads(line[6:])["choices"][0]
+                    answer.token_ids += choice.get("token_ids") or []
+                    answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+                    answer.first = answer.first or time.perf_counter() - started
+        return answer
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        started = time.perf_counter()
+        await ask(0, WARM_UP)
+        started = time.perf_counter()
+        answers = await asyncio.gather(*map(ask, range(len(work.prompts))))
+    return row_of(SERVER, answers, time.perf_counter() - started), answers
+
+
+def load_test(url: str, work: Work, lengths: Sequence[int]) -> tuple[Row, str]:
+    """As many users as prompts, who ask again when they have their answers: the row, and what the
+    users saw."""
+    load, metrics, client, schedule, requests = (
+        importlib.import_module(f"{LOAD}.{name}")
+        for name in ("load", "metrics", "client", "schedule", "workload")
+    )
+    asks = [requests.Ask(*ask) for ask in zip(work.prompts, lengths, strict=True)] * ROUNDS
+    closed = schedule.closed(len(work.prompts), len(asks))
+    point = asyncio.run(load.run_point(client.Target(url), asks, closed))
+    summary = metrics.summarize(point, metrics.Slo())
+    firsts = [wait for wait in map(metrics.ttft, point.records) if wait is not None]
+    between = (summary.at("itl", 50) or 0.0) * 1e3
+    seen = (
+        f"{summary.succeeded} of {summary.requests} requests served to {len(work.prompts)} users; "
+        f"a token every {between:.0f} ms (median), goodput {summary.goodput:.1f} requests/s"
+    )
+    return Row(LOAD, summary.completion_tokens, summary.seconds, firsts), seen
+
+
+# ---- what is shown ------------------------------------------------------------------------------
+
+
+def title(name: str) -> None:
+    """The stage's name and the question that it answers."""
+    question = getattr(importlib.import_module(name), "QUESTION", "")
+    print(f"{name}: {question}", flush=True)
 
 
 def compare(
-    told: dict[str, list[Told]], prompts: Sequence[Sequence[int]], oracle: Any, sampling: Any
-) -> list[str]:
-    """Compare every stage with the first, and print a line on each; returns the names of the stages that differ.
+    name: str, expected: Sequence[Answer], got: Sequence[Answer], work: Work, loaded: cli.Loaded
+) -> str:
+    """In words, how the answers of a stage compare with the first stage's.
 
-    Below float64 two stages may part where two tokens are nearly tied: that is said, and is no difference (see parity.py).
-    `oracle` is the first stage's engine, `sampling` what all were asked for.
+    Below float64 a difference at a near tie is allowed, counted and shown: see parity.py. Raises
+    ParityError at any other one.
     """
-    first, *others = told
-    differ = []
-    for name in others:
-        found = parity.Parity()
+    result, oracle = parity.Parity(), None
+    for place, (want, have) in enumerate(zip(expected, got, strict=True)):
+        wanted: Any = want
+        if (want.token_ids, want.finish_reason) != (have.token_ids, have.finish_reason):
+            oracle = oracle or stages.oracle(loaded.model)
+            asked = replace(work.sampling[place], logprobs=parity.LIKELIEST)
+            (wanted,) = oracle.generate([work.prompts[place]], asked)
+        parity.compare(name, [wanted], [have], loaded.dtype, result)
+    return str(result)
+
+
+def table(rows: Sequence[Row], console: Console) -> Table:
+    """Each stage's speed, beside a bar chart of it, and the wait for the first token."""
+    block = "█" if "utf" in console.encoding.lower() else "#"
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown.add_column("stage", no_wrap=True)
+    for heading in ("tok/s", "speed-up", "first token"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    shown.add_column("tok/s", no_wrap=True)
+    fastest = max(row.rate for row in rows)
+    for row in rows:
+        median = sorted(row.firsts)[len(row.firsts) // 2]
+        shown.add_row(
+            row.stage,
+            f"{row.rate:,.0f}",
+            f"{row.rate / rows[0].rate:.1f}x",
+            f"{median:.2f} s",
+            block * max(1, round(BAR * row.rate / fastest)),
+        )
+    return shown
+
+
+def visit(loaded: cli.Loaded, engines: dict[str, Any], options: argparse.Namespace) -> int:
+    """Run `engines` (name -> make), the server and the load test; returns the exit status, 1 if a
+    token differs."""
+    console = Console(highlight=False)
+    work = workload(loaded, options.max_tokens)
+    lengths = sorted(len(prompt) for prompt in work.prompts)
+    print(
+        f"{len(work.prompts)} stories to continue: prompts of {lengths[0]} to {lengths[-1]} tokens,"
+        f" answers of at most {options.max_tokens}, greedy.\n{loaded}; memory for {CONTEXTS} whole"
+        f" contexts of {loaded.config.n_positions:,} tokens.\n"
+    )
+    rows: list[Row] = []
+    expected: list[Answer] = []
+    differ: list[str] = []
+
+    def note(row: Row, answers: Sequence[Answer]) -> None:
         try:
-            for prompt, want, have in zip(prompts, told[first], told[name], strict=True):
-                same = (want.token_ids, want.finish_reason) == (have.token_ids, have.finish_reason)
-                # Only after a difference ask the first stage how sure it was: asking takes time, which would count as its own.
-                expected = (
-                    want
-                    if same
-                    else oracle.generate([prompt], replace(sampling, logprobs=parity.LIKELIEST))[0]
-                )
-                parity.compare("tour", [expected], [have], oracle.model.dtype, found)
-            print(f"{name} against {first}: {found}")
+            verdict = compare(row.stage, expected, answers, work, loaded) if rows else "the oracle"
         except parity.ParityError as error:
-            print(f"{name} against {first}: DIFFERENT, {error}")
-            differ.append(name)
-    return differ
+            verdict = f"DIFFERENT, {error}"
+            differ.append(row.stage)
+        rows.append(row)
+        print(f"  {row.tokens:,} tokens in {row.seconds:.2f} s; {verdict}\n", flush=True)
+
+    for name, make in engines.items():
+        title(name)
+        row, answers = run_engine(name, make, loaded, work, rows[0].tokens if rows else None)
+        expected = expected or answers
+        note(row, answers)
+    if options.serve:
+        title(SERVER)
+        print("  starting the server ...", flush=True)
+        with own_server(server_options(options, loaded), quiet=True) as server:
+            print(f"  {len(work.prompts)} clients ask at once, over HTTP ...", flush=True)
+            note(*asyncio.run(over_http(server.url, work)))
+            title(LOAD)
+            print("  users who ask again when they have read their answers ...", flush=True)
+            counts = [len(answer.token_ids) for answer in expected]
+            row, seen = load_test(server.url, work, counts)
+            rows.append(row)
+            print(f"  {row.tokens:,} tokens in {row.seconds:.2f} s; {seen}\n", flush=True)
+    console.print(table(rows, console))
+    print(
+        f"\nNot the same tokens as the first stage: {', '.join(differ)}."
+        if differ
+        else "\nAll stages gave the same tokens. Next: read stage01_forward/README.md, and run\n"
+        '  python -m stage01_forward "Once upon a time"'
+    )
+    return 1 if differ else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "shared.tour",
-        "Runs every stage on the same prompts, checks that all say the same, and shows how fast each is.",
+        "Runs all stages on the same prompts, checks that their tokens agree, and shows how fast "
+        "each of them is.",
         "  python -m shared.tour\n"
-        "  python -m shared.tour --model gpt2 --max-tokens 20\n"
+        "  python -m shared.tour --model gpt2 --max-tokens 32\n"
         "  python -m shared.tour --dtype float64 --threads 1",
     )
-    cli.add_max_tokens(parser, default=400)
+    cli.add_max_tokens(parser, default=128)
     cli.add_model_options(parser)
     options = parser.parse_args(argv)
+    options.serve = {SERVER, LOAD} <= set(paths.discover())
     loaded = cli.load_model_from(options, stages.load_model)
     return visit(loaded, stages.engines(), options)
-
-
-def visit(loaded: cli.Loaded, engines: dict[str, Any], options: argparse.Namespace) -> int:
-    """Run `engines` (name -> class), print texts, table and verdict; returns the exit status, 1 if a token differs."""
-    prompts = [loaded.tokenizer.encode(prompt) for prompt in PROMPTS]
-    sampling = stages.sampling_params()(max_tokens=options.max_tokens)
-    print(f"{loaded}; {len(prompts)} prompts, greedy, at most {options.max_tokens} tokens each")
-    told: dict[str, list[Told]] = {}
-    for name, engine_class in engines.items():
-        print(f"\n--- {name} ---", flush=True)
-        engine = engine_class(loaded.model)
-        for _ in engine.stream(
-            prompts[0], replace(sampling, max_tokens=min(WARM_UP_TOKENS, options.max_tokens))
-        ):
-            pass
-        told[name] = [tell(engine, loaded, prompts[0], sampling, show=True)]
-        for text, prompt in zip(PROMPTS[1:], prompts[1:], strict=True):
-            told[name].append(tell(engine, loaded, prompt, sampling, show=False))
-            print(f"and {len(told[name][-1].token_ids)} tokens after '{text}'", flush=True)
-    print(f"\n{table(told)}\n")
-    differ = compare(told, prompts, stages.oracle(loaded.model), sampling)
-    print(
-        f"Not the same tokens as the first stage: {', '.join(differ)}."
-        if differ
-        else "All stages agree."
-    )
-    return 1 if differ else 0

@@ -1,17 +1,14 @@
-"""The two floors of `shared`: what stages import reaches no stage, and tools find stages by folder."""
+"""The two floors of `shared`: what stages import reaches no stage."""
 
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shared import paths
-from shared.bench import staircase
-from shared.course import stages
 
 DOOR = "shared/tour.py"  # the one module below that may import from above
 ABOVE = ("shared.course", "shared.bench")
@@ -63,31 +60,9 @@ def test_imports_are_seen_in_every_form(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     path = tmp_path / "shared" / "x.py"
     path.parent.mkdir()
-    path.write_text("def f():\n    from .course import a\n    from . import bench\n    import b.c\n")
+    path.write_text(
+        "def f():\n    from .course import a\n    from . import bench\n    import b.c\n"
+    )
     assert set(imported(path)) == {
         "shared.course", "shared.course.a", "shared", "shared.bench", "b.c",
     }  # fmt: skip
-
-
-TOY = '''
-from stage01_forward.engine import Engine
-from stage01_forward.make import answer as answer
-
-def make(model, contexts=None, **options):
-    return Engine(model, **options)
-'''
-
-
-def test_a_new_stage_needs_no_edit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "stage01_forward").symlink_to(paths.ROOT / "stage01_forward")
-    toy = tmp_path / "stage99_toy"
-    toy.mkdir()
-    (toy / "__init__.py").touch()
-    (toy / "make.py").write_text(textwrap.dedent(TOY), encoding="utf-8")
-    monkeypatch.setattr(paths, "ROOT", tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert list(stages.engines()) == ["stage01_forward", "stage99_toy"]
-    plan = staircase.Plan()
-    assert "stage99_toy" in staircase.variants(plan)

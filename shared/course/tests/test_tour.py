@@ -1,112 +1,123 @@
-"""The tour must notice a stage that lies, and must not take a near tie for a lie."""
+"""The tour: every stage, found by its folder, on one workload, and any wrong token named."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from shared import cli
+from shared import cli, paths
+from shared.bench import staircase
 from shared.checkpoint import Checkpoint, Config
 from shared.course import stages, tour
 from shared.course.testing import random_checkpoint
 from shared.tokenizer import ByteTokenizer
 
-CONFIG = Config(vocab_size=300, n_positions=160, n_embd=16, n_layer=2, n_head=2, name="small")
-TOKENS = 6
+FIELDS = {"vocab_size": 300, "n_positions": 160, "n_embd": 16, "n_layer": 2, "n_head": 2}
+CONFIG = Config(**FIELDS, name="tour")
+
+# The first stage's engine, with the tokens at some places changed by an xor.
+MAKE = """
+from dataclasses import replace
+from stage01_forward.make import answer as right
+from stage01_forward.make import make as make
+
+CHANGE = {change}
+
+def answer(engine, prompts, sampling):
+    places = [0] * len(prompts)
+    for row, token in right(engine, prompts, sampling):
+        yield row, replace(token, id=token.id ^ CHANGE.get(places[row], 0))
+        places[row] += 1
+"""
 
 
-def loaded(checkpoint: Checkpoint, dtype: torch.dtype) -> cli.Loaded:
+@pytest.fixture
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """toys(name=change, ...): a tree with stage 01 and a stage for each name."""
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    monkeypatch.setattr(tour, "PROMPTS", 3)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "stage01_forward").mkdir()
+    for name in ("__init__.py", "make.py"):
+        (tmp_path / "stage01_forward" / name).touch()  # the real one is loaded already
+
+    def plant(**changes: dict[int, int]) -> list[str]:
+        for name, change in changes.items():
+            folder = tmp_path / name
+            folder.mkdir()
+            (folder / "__init__.py").touch()
+            (folder / "make.py").write_text(MAKE.format(change=change), encoding="utf-8")
+        return paths.discover()
+
+    return plant
+
+
+def visit(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, tokens: int = 24) -> int:
     model = stages.load_model(checkpoint, dtype=dtype)
-    return cli.Loaded(
-        model, ByteTokenizer(), checkpoint.config, "plain", torch.device("cpu"), dtype
-    )
+    device = torch.device("cpu")
+    loaded = cli.Loaded(model, ByteTokenizer(), checkpoint.config, "plain", device, dtype)
+    options = argparse.Namespace(max_tokens=tokens, serve=False)
+    return tour.visit(loaded, stages.engines(), options)
 
 
-def changing(change: dict[int, int]) -> type:
-    """An engine class that says what the first stage says, but with the tokens at some places changed by an xor."""
-
-    class Changed:
-        def __init__(self, model: Any) -> None:
-            self.engine = stages.oracle(model)
-
-        def stream(self, prompt: Any, sampling: Any) -> Iterator[Any]:
-            for place, token in enumerate(self.engine.stream(prompt, sampling)):
-                yield replace(token, id=token.id ^ change.get(place, 0))
-
-    return Changed
-
-
-def visit(model: cli.Loaded, engines: dict[str, Any]) -> int:
-    return tour.visit(model, engines, argparse.Namespace(max_tokens=TOKENS))
-
-
-def test_all_stages_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fields = {
-        "model_type": "gpt2",
-        "vocab_size": 300,
-        "n_positions": 160,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    options = [
-        "--model",
-        str(tmp_path),
-        "--random-weights",
-        "--dtype",
-        "float64",
-        "--max-tokens",
-        str(TOKENS),
-    ]
-    assert tour.main(options) == 0
+def test_all_stages_the_server_and_the_load_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = json.dumps({"model_type": "gpt2", **FIELDS})
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    model = ["--model", str(tmp_path), "--random-weights", "--dtype", "float64"]
+    assert tour.main([*model, "--max-tokens", "16"]) == 0
     out = capsys.readouterr().out
-    for name in stages.engines():
-        assert f"--- {name} ---\n{tour.PROMPTS[0]}" in out
-        assert re.search(
-            rf"^{name} +{TOKENS * len(tour.PROMPTS)} +\d+\.\d\d +\d+\.\d +\d+\.\dx$",
-            out,
-            re.MULTILINE,
-        )
-    assert out.count(f"3 sequences, {3 * TOKENS} tokens, identical") == len(stages.engines()) - 1
-    assert out.endswith("All stages agree.\n")
+    rows = re.findall(r"^(stage\d\d_\w+) +[\d,]+ +[\d.]+x +[\d.]+ s +[█#]+ *$", out, re.MULTILINE)
+    assert rows == paths.discover()
+    agreed = len(stages.engines())  # the server's line in place of the first stage's
+    assert out.count(f"{tour.PROMPTS} sequences, ") == out.count(", identical") == agreed
+    assert f"{2 * tour.PROMPTS} of {2 * tour.PROMPTS} requests served" in out
+    assert "All stages gave the same tokens." in out
 
 
-def test_a_stage_that_lies_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    engines = {"naive": changing({}), "honest": changing({}), "liar": changing({4: 1})}
-    assert visit(loaded(random_checkpoint(CONFIG), torch.float32), engines) == 1
+def test_a_new_stage_is_found_and_driven_without_an_edit(
+    toys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert toys(stage97_toy={}) == ["stage01_forward", "stage97_toy"]
+    assert list(stages.engines()) == ["stage01_forward", "stage97_toy"]
+    assert "stage97_toy" in staircase.variants(staircase.Plan())
+    assert visit(random_checkpoint(CONFIG)) == 0
+    assert re.search(r"^stage97_toy .*[█#]", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_stage_with_a_wrong_token_is_named(toys, capsys: pytest.CaptureFixture[str]) -> None:
+    toys(stage95_honest={}, stage96_liar={4: 1})
+    assert visit(random_checkpoint(CONFIG)) == 1
     out = capsys.readouterr().out
-    assert "honest against naive: 3 sequences" in out
-    assert "liar against naive: DIFFERENT" in out and "token 4" in out
-    assert out.endswith("Not the same tokens as the first stage: liar.\n")
+    assert "3 sequences" in out and "DIFFERENT" in out and "token 4" in out
+    assert out.endswith("Not the same tokens as the first stage: stage96_liar.\n")
 
 
-@pytest.mark.parametrize(("dtype", "status"), [(torch.float32, 0), (torch.float64, 1)])
+@pytest.mark.parametrize(
+    ("stage", "dtype", "status"),
+    [("stage93_twin", torch.float32, 0), ("stage94_twin", torch.float64, 1)],
+)
 def test_a_near_tie_is_shown_and_forgiven_below_float64(
-    capsys: pytest.CaptureFixture[str], dtype: torch.dtype, status: int
+    toys, capsys: pytest.CaptureFixture[str], stage: str, dtype: torch.dtype, status: int
 ) -> None:
     checkpoint = random_checkpoint(CONFIG)
     words = checkpoint.tensors["wte.weight"]
     words[1::2] = words[::2]  # token n and token n ^ 1 are twins: always tied for the first place
-    engines = {"naive": changing({}), "twin": changing({3: 1})}
-    assert visit(loaded(checkpoint, dtype), engines) == status
+    toys(**{stage: {3: 1}})
+    assert visit(checkpoint, dtype, tokens=40) == status
     assert ("3 parted at a near tie" in capsys.readouterr().out) == (status == 0)
 
 
-def test_the_table_counts_all_prompts() -> None:
-    told = {
-        "slow": [tour.Told([1] * 10, "length", 2.0), tour.Told([1] * 20, "stop", 4.0)],
-        "fast": [tour.Told([1] * 30, "stop", 1.5)],
-    }
-    assert [line.split() for line in tour.table(told).splitlines()[1:]] == [
-        ["slow", "30", "6.00", "5.0", "1.0x"],
-        ["fast", "30", "1.50", "20.0", "4.0x"],
-    ]
+def test_prompts_and_answers_are_of_unlike_lengths_and_fit_the_model() -> None:
+    loaded = cli.Loaded(None, ByteTokenizer(), CONFIG, "plain", torch.device("cpu"), torch.float32)
+    work = tour.workload(loaded, 80)
+    assert len(work.prompts) == len(work.sampling) == tour.PROMPTS
+    assert len({len(prompt) for prompt in work.prompts}) > 4
+    assert len({params.max_tokens for params in work.sampling}) > 4
+    assert max(map(len, work.prompts)) <= CONFIG.n_positions // 2
