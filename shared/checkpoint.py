@@ -1,7 +1,9 @@
-"""GPT-2 checkpoints: from a folder or the hub, or seeded random weights. Safetensors only; a pickle is never opened.
+"""GPT-2 checkpoints: from a folder or the hub, or seeded random weights. Safetensors only; a pickle
+is never opened.
 
-What comes out always has the same tensor names and shapes (`expected_shapes`), whichever way the file spelt them.
-Everything that does not fit ends in one UserError that says what and what to do. Values are not judged: NaN passes.
+What comes out always has the same tensor names and shapes (`expected_shapes`), whichever way the
+file spelt them. Everything that does not fit ends in one UserError that says what and what to do.
+Values are not judged: NaN passes.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ PRESETS: dict[str, Config] = _presets()  # "tiny" is for tests: no weights of it
 
 @dataclass
 class Checkpoint:
-    """A config and its tensors by name. `folder` holds the tokenizer's files; None where there are none."""
+    """A config and its tensors by name. `folder` holds the tokenizer's files; None where there are
+    none."""
 
     config: Config
     tensors: dict[str, torch.Tensor]
@@ -65,13 +68,16 @@ class Checkpoint:
 def load(
     name: str, random_weights: bool = False, seed: int = 0, dtype: torch.dtype | None = None
 ) -> Checkpoint:
-    """Load a model by name: "stories" (embedded), a folder, or a hub name such as "gpt2" or "owner/name".
+    """Load a model by name: "stories" (embedded), a folder, or a hub name such as "gpt2" or
+    "owner/name".
 
-    The names in PRESETS mean the presets; write "./gpt2" for a folder of that name. With `random_weights` only the
-    shape is taken, from a preset or a folder's config.json: no weights and no network are needed.
-    `dtype` converts all tensors; None keeps what the file holds. Tensors of a file are mapped, not copied, where they
-    need no conversion: they stay valid as long as they are referenced, and the file must not be changed meanwhile.
-    Raises UserError for whatever is wrong with the name, the folder, the files or the network.
+    The names in PRESETS mean the presets; write "./gpt2" for a folder of that name. With
+    `random_weights` only the shape is taken, from a preset or a folder's config.json: no weights
+    and no network are needed. `dtype` converts all tensors; None keeps what the file holds. Tensors
+    of a file are mapped, not copied, where they
+    need no conversion: they stay valid as long as they are referenced, and the file must not be
+    changed meanwhile. Raises UserError for whatever is wrong with the name, the folder, the files
+    or the network.
     """
     if random_weights:
         checkpoint = _random_checkpoint(name, seed, dtype)
@@ -107,20 +113,23 @@ def without_weights() -> Iterator[None]:
 
 
 def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
-    """UserError unless every id of the tokenizer is a row of the model's embedding and both end texts alike.
+    """UserError unless every id of the tokenizer is a row of the model's embedding and both end
+    texts alike.
 
     A model may have more rows than the tokenizer has tokens: some are padded to a round number.
     """
     remedy = "use the vocabulary of the checkpoint that the weights come from."
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"The tokenizer has {tokenizer.vocab_size} tokens and the model {config.name} only {config.vocab_size}: {remedy}"
+            f"The tokenizer has {tokenizer.vocab_size} tokens and the model {config.name} only "
+            f"{config.vocab_size}: {remedy}"
         )
     ours, theirs = tokenizer.eos_id, config.eos_ids
     if ours is not None and theirs and ours not in theirs:
         listed = " or ".join(map(str, theirs))
         raise UserError(
-            f"The tokenizer ends a text with token {ours} and the model {config.name} with {listed}: {remedy}"
+            f"The tokenizer ends a text with token {ours} and the model {config.name} with "
+            f"{listed}: {remedy}"
         )
 
 
@@ -160,7 +169,8 @@ def _find_folder(name: str) -> Path:
         return folder
     if name == "tiny":
         raise UserError(
-            "The model tiny exists only with random weights: add --random-weights, or choose another model."
+            "The model tiny exists only with random weights: add --random-weights, or choose "
+            "another model."
         )
     if name in PRESETS:
         return _download(name, f"openai-community/{name}")
@@ -173,12 +183,14 @@ def _unknown(name: str) -> UserError:
     known = ", ".join(dict.fromkeys(["stories", *PRESETS]))
     shown = repr(name if len(name) <= 100 else name[:100] + "...")
     return UserError(
-        f"No model and no folder is called {shown}: choose {known}, a checkpoint folder, or a hub name owner/name."
+        f"No model and no folder is called {shown}: choose {known}, a checkpoint folder, or a hub "
+        f"name owner/name."
     )
 
 
 def _download(name: str, repository: str) -> Path:
-    """The hub's files in its own cache on this machine; a copy that is there already needs no network."""
+    """The hub's files in its own cache on this machine; a copy that is there already needs no
+    network."""
     import huggingface_hub as hub  # here, because offline users should not pay for its import
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -198,7 +210,8 @@ def _download(name: str, repository: str) -> Path:
         ) from None
     except Exception as error:  # refused, gated, timed out, disk full: one sentence for whatever came between us and the hub
         raise UserError(
-            f"{name} cannot be downloaded from the hub ({type(error).__name__}): connect to the network, "
+            f"{name} cannot be downloaded from the hub ({type(error).__name__}): connect to the "
+            f"network, "
             f"give a local folder, or use the embedded model with --model stories."
         ) from None
 
@@ -207,7 +220,8 @@ def _download(name: str, repository: str) -> Path:
 
 
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors under the names of the files, from one file or from the shards that an index names."""
+    """All tensors under the names of the files, from one file or from the shards that an index
+    names."""
     if (folder / WEIGHTS).is_file():
         return _read_file(folder / WEIGHTS)
     if (folder / INDEX).is_file():
@@ -219,8 +233,10 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     )
     if others:
         raise UserError(
-            f"{folder} has {others[0]} but no {WEIGHTS}, and pickles and other formats are not opened because they can run code "
-            f"or hide their shapes: if you trust it, convert it with transformers (from_pretrained, then save_pretrained)."
+            f"{folder} has {others[0]} but no {WEIGHTS}, and pickles and other formats are not "
+            f"opened because they can run code "
+            f"or hide their shapes: if you trust it, convert it with transformers "
+            f"(from_pretrained, then save_pretrained)."
         )
     raise UserError(
         f"{folder} has no {WEIGHTS}: give a folder with weights, or add --random-weights."
@@ -239,7 +255,8 @@ def _read_shards(folder: Path) -> dict[str, torch.Tensor]:
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name or "\\" in name:  # an index must not reach out of its folder
             raise UserError(
-                f"{folder / INDEX} names {name!r}, which is not a file of its own folder: copy or download it again."
+                f"{folder / INDEX} names {name!r}, which is not a file of its own folder: copy or "
+                f"download it again."
             )
         if not (folder / name).is_file():
             raise UserError(
@@ -266,7 +283,8 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_pointer(path: Path) -> bool:
-    """Whether git left a note in place of a large file: the usual reason why a cloned checkpoint looks corrupt."""
+    """Whether git left a note in place of a large file: the usual reason why a cloned checkpoint
+    looks corrupt."""
     try:
         with path.open("rb") as file:
             return file.read(20).startswith(b"version https://git")
@@ -275,7 +293,8 @@ def _is_pointer(path: Path) -> bool:
 
 
 def canonical_name(name: str) -> str | None:
-    """The tensor's name in `expected_shapes` style; None for the attention masks that old checkpoints carry as buffers.
+    """The tensor's name in `expected_shapes` style; None for the attention masks that old
+    checkpoints carry as buffers.
 
     "transformer.h.0.ln_1.bias", "h.0.ln_1.bias" and OpenAI's "model/h0/ln_1/b" are one tensor.
     """
@@ -288,7 +307,8 @@ def canonical_name(name: str) -> str | None:
 
 
 def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors under their canonical names, in the model's order; UserError if they are not exactly the model's."""
+    """The tensors under their canonical names, in the model's order; UserError if they are not
+    exactly the model's."""
     names = {old: new for old in raw if (new := canonical_name(old)) is not None}
     doubled = [new for new, count in Counter(names.values()).items() if count > 1]
     if doubled:
@@ -322,16 +342,19 @@ def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict
         problems.append(f"misshapen {_some(listed)}")
     if odd := [name for name, tensor in present.items() if tensor.dtype not in DTYPES]:
         problems.append(
-            f"not of a floating-point type {_some(f'{name} ({tensors[name].dtype})' for name in odd)}"
+            f"not of a floating-point type "
+            f"{_some(f'{name} ({tensors[name].dtype})' for name in odd)}"
         )
     if problems:
         said = "; ".join(problems)
         raise UserError(
-            f"The weights in {folder} do not fit its config.json: {said}; get both from the same checkpoint."
+            f"The weights in {folder} do not fit its config.json: {said}; get both from the same "
+            f"checkpoint."
         )
     if head is not None and not torch.equal(head, tensors["wte.weight"]):
         raise UserError(
-            f"lm_head.weight in {folder} differs from wte.weight, but GPT-2 ties them: choose another checkpoint."
+            f"lm_head.weight in {folder} differs from wte.weight, but GPT-2 ties them: choose "
+            f"another checkpoint."
         )
     return present
 
@@ -364,7 +387,8 @@ def _random_checkpoint(name: str, seed: int, dtype: torch.dtype | None) -> Check
 def random_tensors(
     config: Config, seed: int = 0, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """Weights as GPT-2's training begins: normal, biases 0, norms 1. The same seed gives the same weights.
+    """Weights as GPT-2's training begins: normal, biases 0, norms 1. The same seed gives the same
+    weights.
 
     Drawn in float32 whatever the dtype, so that a float64 model is the float32 one in more digits.
     """

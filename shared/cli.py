@@ -1,7 +1,7 @@
-"""What all command lines share: options, the prompt, loading, streaming, and errors without a traceback.
+"""The common part of all command lines: options, prompt, loading, streaming, and error messages.
 
-A program's `__main__.py` stays a few lines: parse, load, speak. `shared` imports no stage, so a stage hands in its own
-`load_model` and engine. What the options mean for sampling is the stage's business too: `sampling_fields` only names them.
+A program's `__main__.py` stays a few lines: parse, load, speak. `shared` imports no stage, so a
+stage passes in its own `load_model` and engine, and interprets `sampling_fields` itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from . import checkpoint, linear
+from .config import Config
 from .errors import UserError
-from .tokenizer import AnyTokenizer, IncrementalDecoder, load_tokenizer
+from .tokenizer import AnyTokenizer, IdTokenizer, IncrementalDecoder, has_tokenizer, load_tokenizer
 
 DTYPES = {
     "float32": torch.float32,
@@ -30,18 +31,10 @@ DTYPES = {
     "float64": torch.float64,
 }
 MOST_TOKENS = 1_000_000
-MOST_THREADS = max(
-    64, os.cpu_count() or 1
-)  # a few too many threads only wait for each other; thousands exhaust the system
-MOST_PROMPT_BYTES = (
-    2**18
-)  # GPT-2's longest token is 128 bytes, so 1,024 tokens never hold more than half of this
-MOST_FILE_BYTES = 2**22  # of --prompts: thousands of prompts, and not a disk image named by mistake
-EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = (
-    2,
-    130,
-    141,
-)  # the last two as a shell reports SIGINT and SIGPIPE
+MOST_THREADS = max(64, os.cpu_count() or 1)  # thousands of threads exhaust the system
+MOST_PROMPT_BYTES = 2**18  # twice what 1,024 of GPT-2's longest tokens (128 bytes) hold
+MOST_FILE_BYTES = 2**22  # of --prompts: thousands of prompts, but no disk image
+EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = 2, 130, 141  # 130, 141: SIGINT, SIGPIPE in a shell
 
 
 class Streaming(Protocol):
@@ -58,7 +51,7 @@ class Loaded:
 
     model: Any
     tokenizer: AnyTokenizer
-    config: checkpoint.Config
+    config: Config
     linear: str  # "packed" or "plain"
     device: torch.device
     dtype: torch.dtype
@@ -67,20 +60,21 @@ class Loaded:
         count = torch.get_num_threads()
         threads = f", {count} thread{'s' if count > 1 else ''}" if self.device.type == "cpu" else ""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.config.name}, {dtype} on {self.device.type}{threads}, {self.linear} linear layers"
+        machine = f"{dtype} on {self.device.type}{threads}"
+        return f"{self.config.name}, {machine}, {self.linear} linear layers"
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that reports a wrong option as a UserError: one sentence, no page of usage around it."""
+    """argparse that reports a wrong option as a UserError: one sentence without the usage."""
 
     def __init__(self, module: str, about: str, examples: str) -> None:
-        """`module` is what follows `python -m`; `examples` are shown below the options as they are."""
+        """`module` follows `python -m`; `examples` are shown below the options unchanged."""
         super().__init__(
             prog=f"python -m {module}",
             description=about,
             epilog=f"examples:\n{examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # --temp must not quietly start to mean something else when an option is added
+            allow_abbrev=False,  # a new option must not change what an abbreviation means
         )
 
     def error(self, message: str) -> NoReturn:
@@ -105,7 +99,8 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def number(low: float, high: float, above: bool = False) -> Callable[[str], float]:
-    """An argparse type: a number from `low` to `high`, or above `low` and up to `high`. NaN is none."""
+    """An argparse type: a number from `low` to `high`, or above `low` and up to `high`. NaN is
+    none."""
 
     def parse(text: str) -> float:
         try:
@@ -128,26 +123,30 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="stories",
         metavar="NAME",
-        help="stories (embedded, works offline), a folder with config.json and safetensors, or a name on the Hugging Face hub "
-        "such as gpt2 or gpt2-medium, downloaded once; default %(default)s",
+        help="stories (embedded, works offline), a folder with config.json and safetensors, or a "
+        "name on the Hugging Face hub such as gpt2 or gpt2-medium, downloaded once; "
+        "default %(default)s",
     )
     group.add_argument(
         "--random-weights",
         action="store_true",
-        help="random numbers in place of the weights: nothing is downloaded, the text is noise and the speed is real",
+        help="random numbers in place of the weights: nothing is downloaded, the text is noise, "
+        "and the speed is real",
     )
     group.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda", "mps"),
         default="auto",
-        help="where to compute; auto takes a CUDA GPU if there is one, else the CPU; mps (Apple) only when asked for",
+        help="where to compute; auto takes a CUDA GPU if there is one, else the CPU, and never mps "
+        "(Apple)",
     )
     group.add_argument(
         "--dtype",
         choices=("auto", *DTYPES),
         default="auto",
-        help="kind of number to compute with; auto is float32; bfloat16 and float16 halve the memory to read, and their rounding "
-        "may choose another word; float64 is slow and settles whether two engines agree",
+        help="number format; auto is float32; bfloat16 and float16 halve the memory to read, and "
+        "their rounding may choose another token; float64 is slow and settles whether two engines "
+        "agree",
     )
     group.add_argument(
         "--linear",
@@ -159,25 +158,27 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=whole_number(1, MOST_THREADS),
         metavar="N",
-        help="CPU threads; default is PyTorch's choice, one a core; set it to leave cores to others or to compare two machines",
+        help="CPU threads; default is PyTorch's choice, one a core; set it to leave cores free or "
+        "to compare two machines",
     )
     group.add_argument(
         "--seed",
         type=whole_number(0, 2**63 - 1),
         metavar="N",
-        help="the same seed gives the same sampled text again, and the same --random-weights; default is a new one for "
-        "each text, and 0 for the weights",
+        help="the same seed gives the same sampled text again, and the same --random-weights; "
+        "default is a new one for each text, and 0 for the weights",
     )
 
 
 def add_max_tokens(parser: argparse._ActionsContainer, default: int) -> None:
-    """--max-tokens alone, for programs that leave nothing to chance."""
+    """--max-tokens alone, for programs without sampling."""
     parser.add_argument(
         "--max-tokens",
         type=whole_number(1, MOST_TOKENS),
         default=default,
         metavar="N",
-        help="stop after N new tokens, unless the text ends by itself or fills the model's context before; default %(default)s",
+        help="stop after N new tokens, unless the text ends or fills the model's context before; "
+        "default %(default)s",
     )
 
 
@@ -190,23 +191,23 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int = 400)
         type=number(0, 2),
         default=0.0,
         metavar="T",
-        help="0 always takes the likeliest token, so that each run says the same; 0.8 tells another story each time; above 1 it "
-        "gets wild; default %(default)g",
+        help="0 always takes the likeliest token, so that every run gives the same text; 0.8 "
+        "varies the story; above 1 it gets wild; default %(default)g",
     )
     group.add_argument(
         "--top-k",
         type=whole_number(0, MOST_TOKENS),
         default=0,
         metavar="K",
-        help="sample among the K likeliest tokens only, to cut off odd words; 0 is all; default %(default)s",
+        help="sample among the K likeliest tokens only; 0 is all; default %(default)s",
     )
     group.add_argument(
         "--top-p",
         type=number(0, 1, above=True),
         default=1.0,
         metavar="P",
-        help="sample among the fewest tokens that together have probability P, a cut that widens where many words fit; 1 is all; "
-        "default %(default)g",
+        help="sample among the fewest tokens that together have probability P, a cut that adapts "
+        "to the context; 1 is all; default %(default)g",
     )
 
 
@@ -219,27 +220,48 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_prompt_ids(parser: argparse.ArgumentParser) -> None:
+    """--prompt-ids, which `read_prompt` and `load_model_from` read."""
+    parser.add_argument(
+        "--prompt-ids",
+        type=_ids,
+        metavar="1,2,3",
+        help="the prompt as token ids; a model without a tokenizer answers in ids too",
+    )
+
+
+def _ids(text: str) -> str:
+    """An argparse type: whole numbers, separated by commas."""
+    try:
+        return IdTokenizer.join(IdTokenizer(None).encode(text))
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def add_prompts(parser: argparse._ActionsContainer) -> None:
     """--prompts, which `read_prompts` reads."""
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="continue every line of a UTF-8 text file, all of them at once; with neither this nor a prompt, some built-in ones",
+        help="continue every line of a UTF-8 text file, all at once; without this and without a "
+        "prompt, built-in prompts",
     )
 
 
 def generation_parser(module: str, about: str, *examples: str) -> Parser:
-    """The parser of `python -m <stage>`: a prompt, and all options. `examples` are arguments to show beside the usual ones."""
+    """The parser of `python -m <stage>`: a prompt, and all options. `examples` are arguments."""
     parser = Parser(
         module,
         about,
         f'  python -m {module} "Once upon a time"\n'
         f'  python -m {module} "Once upon a time" --temperature 0.8 --seed 7\n'
         f"  echo Long ago | python -m {module} --max-tokens 50\n"
+        f"  python -m {module} --prompt-ids 31,7,12 --model FOLDER\n"
         f'  python -m {module} "The meaning of life is" --model gpt2 --top-k 40 --temperature 0.9'
         + "".join(f"\n  python -m {module} {example}" for example in examples),
     )
     add_prompt(parser)
+    add_prompt_ids(parser)
     add_sampling_options(parser)
     add_model_options(parser)
     return parser
@@ -256,23 +278,29 @@ def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
 def read_prompt(options: argparse.Namespace) -> str:
     """The prompt from the command line, or from standard input if there is none or it is '-'.
 
-    The newline that `echo` or an editor puts at the end is dropped. Raises UserError if it is empty, too long, not UTF-8, or
-    if a person at a terminal gave none.
+    The newline that `echo` or an editor adds is dropped. --prompt-ids are returned as they are, for
+    the tokenizer of `load_model_from`. Raises UserError if the prompt is empty, too long or not
+    UTF-8, or if there is none and standard input is a terminal.
     """
+    ids: str | None = getattr(options, "prompt_ids", None)
+    if ids is not None:
+        if options.prompt is not None:
+            raise UserError("There is both a prompt and --prompt-ids: give one of them.")
+        return ids
     if options.prompt not in (None, "-"):
         data = options.prompt.encode("utf-8", "replace")
     elif sys.stdin is None or (options.prompt is None and sys.stdin.isatty()):
-        # To wait in silence for a person who does not know that we wait is no way to say that the prompt is missing.
+        # A terminal would wait in silence.
         raise UserError(
             'There is no prompt: give one in quotes, such as "Once upon a time", or pipe a text in.'
         )
     else:
-        data = sys.stdin.buffer.read(
-            MOST_PROMPT_BYTES + 1
-        )  # bytes: the text layer of some systems is not UTF-8
+        # Bytes, because the text layer of some systems is not UTF-8.
+        data = sys.stdin.buffer.read(MOST_PROMPT_BYTES + 1)
     if len(data) > MOST_PROMPT_BYTES:
         raise UserError(
-            f"The prompt is over {MOST_PROMPT_BYTES // 1024} KiB, more than any model here can read: shorten it."
+            f"The prompt is over {MOST_PROMPT_BYTES // 1024} KiB, more than any model here can "
+            "read: shorten it."
         )
     try:
         text = data.decode("utf-8-sig")  # PowerShell puts a byte order mark first
@@ -288,25 +316,24 @@ def read_prompt(options: argparse.Namespace) -> str:
 
 
 def read_prompts(options: argparse.Namespace) -> str | list[str] | None:
-    """The lines of --prompts, or the one prompt of `read_prompt`, or None if nothing was given at all.
+    """The lines of --prompts, or the one prompt of `read_prompt`, or None if there is none.
 
-    A newline at the end of the file begins no prompt; an empty line among others is an empty prompt, which engines refuse.
-    Raises UserError for a file that cannot be read as text or holds no prompt, for --prompts beside a prompt, and as
-    `read_prompt` does.
+    A newline at the end of the file begins no prompt; an empty line among others is an empty
+    prompt, which engines refuse. Raises UserError for a file that cannot be read as text or has no
+    prompt, for --prompts beside a prompt, and as `read_prompt` does.
     """
+    given = options.prompt is not None or getattr(options, "prompt_ids", None) is not None
     if options.prompts is not None:
-        if options.prompt is not None:
+        if given:
             raise UserError("There is both a prompt and --prompts: give one of them.")
         return _lines(options.prompts)
-    if options.prompt is None and (
-        sys.stdin is None or sys.stdin.isatty() or not _more(sys.stdin.buffer)
-    ):
+    if not given and (sys.stdin is None or sys.stdin.isatty() or not _more(sys.stdin.buffer)):
         return None
     return read_prompt(options)
 
 
 def _more(stream: Any) -> bool:
-    """Whether standard input holds anything; nothing is taken from it."""
+    """Whether standard input has bytes; it consumes none."""
     return bool(stream.peek(1))
 
 
@@ -338,18 +365,16 @@ def _lines(name: str) -> list[str]:
 
 
 def sampling_of(sampling: Any, index: int) -> Any:
-    """The sampling options for prompt `index`, from 0, of several: each has a seed of its own, so that equal prompts differ."""
-    return (
-        sampling
-        if sampling.seed is None
-        else replace(sampling, seed=(sampling.seed + index) % 2**63)
-    )
+    """The options for prompt `index` of several, with its own seed: equal prompts differ."""
+    if sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
 def output_file(name: str, suffix: str) -> Path:
-    """A file that an option names and that is written at the end.
+    """The path of a file that is written at the end.
 
-    Raises UserError before any work is done if that is bound to fail, or if the name does not end in `suffix`.
+    Raises UserError at once if writing must fail, or if the name does not end in `suffix`.
     """
     path = Path(name)
     if path.is_dir():
@@ -358,7 +383,7 @@ def output_file(name: str, suffix: str) -> Path:
         )
     if path.suffix.lower() != suffix:
         raise UserError(
-            f"{path} would not be opened as what it is: give it a name that ends in {suffix}."
+            f"{path} has the wrong ending for its content: give it a name that ends in {suffix}."
         )
     if not path.parent.is_dir():
         raise UserError(
@@ -372,7 +397,7 @@ def output_file(name: str, suffix: str) -> Path:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file of `output_file`, and report it on standard error. Raises UserError if it cannot be written."""
+    """Write a file of `output_file`, and report it on standard error. Raises UserError."""
     try:
         path.write_bytes(data)
     except OSError as error:
@@ -383,18 +408,19 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device for --device. Raises UserError if it is not there."""
+    """The device for --device. Raises UserError if this machine lacks it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         why = "finds no GPU that it can use" if built else "is a build without CUDA"
         raise UserError(
-            f"--device cuda was asked for, but this PyTorch {why}: use --device cpu, or install what is missing."
+            f"--device cuda is impossible because this PyTorch {why}: use --device cpu, or install "
+            "what is missing."
         )
     if name == "mps" and not torch.backends.mps.is_available():
         raise UserError(
-            "--device mps was asked for, but PyTorch finds no Apple GPU here: use --device cpu."
+            "--device mps is impossible because PyTorch finds no Apple GPU: use --device cpu."
         )
     return torch.device(name)
 
@@ -407,9 +433,10 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_model_from(options: argparse.Namespace, load_model: Callable[..., Any]) -> Loaded:
-    """Load what the model options ask for. `load_model(checkpoint, device=, dtype=)` is stage 01's.
+    """Load the model of the options. `load_model(checkpoint, device=, dtype=)` is stage 01's.
 
-    Raises UserError for a device that is not there, and for everything that can be wrong with a checkpoint.
+    With --prompt-ids the tokenizer reads ids, and a folder needs none. Raises UserError for a
+    device that is absent, and for everything that may be wrong with a checkpoint.
     """
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
@@ -418,23 +445,36 @@ def load_model_from(options: argparse.Namespace, load_model: Callable[..., Any])
     loaded = checkpoint.load(
         options.model, random_weights=options.random_weights, seed=options.seed or 0
     )
-    tokenizer = load_tokenizer(loaded.folder)
+    tokenizer = _tokenizer(options, loaded.folder)
     checkpoint.check_vocabulary(tokenizer, loaded.config)
     model = load_model(loaded, device=device, dtype=dtype)
-    loaded.tensors.clear()  # the model holds what it needs; a second hold on the weights would keep them when they are packed
-    return Loaded(
-        model, tokenizer, loaded.config, linear.optimize(model, options.linear), device, dtype
-    )
+    loaded.tensors.clear()  # a second reference to the weights would keep them after packing
+    kind = linear.optimize(model, options.linear)
+    return Loaded(model, tokenizer, loaded.config, kind, device, dtype)
+
+
+def _tokenizer(options: argparse.Namespace, folder: Path | None) -> AnyTokenizer:
+    if getattr(options, "prompt_ids", None) is not None:
+        return IdTokenizer(load_tokenizer(folder) if has_tokenizer(folder) else None)
+    try:
+        return load_tokenizer(folder)
+    except UserError as error:
+        if has_tokenizer(folder) or not hasattr(options, "prompt_ids"):
+            raise
+        advice = "or give the prompt as token ids, with --prompt-ids 1,2,3."
+        raise UserError(f"{str(error).removesuffix('.')}; {advice}") from None
 
 
 def speak(engine: Streaming, loaded: Loaded, prompt: str, sampling: Any) -> None:
-    """Print the prompt and its continuation, each token as it comes; at the end one line on standard error:
-    tokens, seconds, tokens per second, why it ended, and what it ran on."""
+    """Print the prompt and its continuation, each token as soon as it is sampled.
+
+    Then one line on standard error: tokens, seconds, tokens per second, finish reason, machine.
+    """
     ids = loaded.tokenizer.encode(prompt)
     tokens, reason = 0, None
     started = time.perf_counter()
     for token, text in with_text(engine.stream(ids, sampling), loaded):
-        if not tokens:  # the engine has taken the prompt: an error comes before any text
+        if not tokens:  # the engine has accepted the prompt: an error precedes any text
             text = loaded.tokenizer.decode(ids) + text
         print(text, end="", flush=True)
         tokens, reason = tokens + 1, token.finish_reason
@@ -445,14 +485,14 @@ def speak(engine: Streaming, loaded: Loaded, prompt: str, sampling: Any) -> None
 
 
 def with_text(tokens: Iterator[Any], loaded: Loaded) -> Iterator[tuple[Any, str]]:
-    """Each token with the text to print for it, as AnswerDecoder gives it."""
+    """Each token, with the text of `AnswerDecoder` for it."""
     decoder = AnswerDecoder(loaded)
     for token in tokens:
         yield token, decoder.push(token.id) + (decoder.flush() if token.finish_reason else "")
 
 
 class AnswerDecoder(IncrementalDecoder):
-    """The text to show of an answer. Half a character waits for its other half; end-of-text is not shown."""
+    """The text of an answer without end-of-text tokens, in whole characters."""
 
     def __init__(self, loaded: Loaded) -> None:
         super().__init__(loaded.tokenizer)
@@ -466,13 +506,11 @@ class AnswerDecoder(IncrementalDecoder):
 def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None = None) -> NoReturn:
     """Run a program's `main` and exit with its status.
 
-    A UserError becomes `error: ...` on standard error and status 2; Ctrl-C status 130; a reader that has gone away, as in
-    `... | head`, ends the program in silence.
+    A UserError becomes `error: ...` on standard error and status 2; Ctrl-C is status 130; a closed
+    pipe, as in `... | head`, ends the program without a message.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(
-            stream, "reconfigure"
-        ):  # text must not fail to print because a system's pipes are not UTF-8
+        if hasattr(stream, "reconfigure"):  # a system's pipes may not be UTF-8
             stream.reconfigure(encoding="utf-8", errors="replace")
     try:
         status = main(argv) or 0
@@ -480,30 +518,21 @@ def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None =
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         status = EXIT_ERROR
-    except (
-        MemoryError,
-        RuntimeError,
-    ) as error:  # torch.OutOfMemoryError, of a GPU, is a RuntimeError
-        if not (
-            isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            or "tried to allocate" in str(error)
-        ):
+    except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError is a RuntimeError
+        full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not full and "tried to allocate" not in str(error):
             raise
-        print(
-            "error: The memory is not enough for this: use a smaller --model, or --dtype bfloat16.",
-            file=sys.stderr,
-        )
+        advice = "use a smaller --model, or --dtype bfloat16."
+        print(f"error: The memory is not enough for this: {advice}", file=sys.stderr)
         status = EXIT_ERROR
     except KeyboardInterrupt:
         print(file=sys.stderr)
         status = EXIT_INTERRUPTED
     except OSError as error:
-        if not (
-            isinstance(error, BrokenPipeError)
-            or (sys.platform == "win32" and error.errno == errno.EINVAL)
-        ):
+        windows = sys.platform == "win32" and error.errno == errno.EINVAL
+        if not (isinstance(error, BrokenPipeError) or windows):
             raise
-        # What is still buffered would fail again, loudly, when Python closes the stream at exit.
+        # The rest of the buffer would fail again, with a message, when Python closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = EXIT_PIPE
     sys.exit(status)

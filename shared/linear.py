@@ -1,18 +1,20 @@
-"""The best linear layer this machine has, put into any model after loading: the model does not know it.
+"""The fastest linear layer of this machine, put into any model after loading.
 
-On a CPU, PyTorch hands `nn.Linear` to a library (MKL) that lays the weight out anew for each product, and on AMD
-machines that library leaves half to two thirds of the processor unused. Two things help, and both come with PyTorch:
+On a CPU, PyTorch hands `nn.Linear` to a library (MKL) that lays the weight out anew for each
+product, and on AMD machines that library leaves half to two thirds of the processor unused. Two
+things help, and both come with PyTorch:
 
-- oneDNN can lay the weight out once, at load (`pack`), and it computes a GELU on the way out for nothing.
-- One row is a special case: the product is then bound by reading the weight. As a batch of eight small products
-  (`one_row`) MKL reads at the full bandwidth of an AMD machine's memory in float32, which neither library does with one
-  large one; on an Intel machine the large one was quicker (`F.linear`). Both need the weight by rows as well, so they
-  cost the memory of a second copy. In bfloat16 oneDNN is up to a third quicker with four rows than with one, so a single
-  row gets three rows of zeros for company.
+- oneDNN can lay the weight out once, at load (`pack`), and computes a GELU on the way out at no
+  cost.
+- One row is a special case: reading the weight is its limit. As a batch of eight small products
+  (`one_row`) MKL reads at the full bandwidth of an AMD machine's memory in float32, which neither
+  library does with one large product; on an Intel machine the large one was faster (`F.linear`).
+  Both need the weight by rows as well, a second copy in memory. In bfloat16 oneDNN is up to a third
+  faster with four rows than with one, so a single row is padded with three rows of zeros.
 
-On other processors the plain layer may win, so `optimize` measures for a moment and keeps the fastest; where packing
-does not exist (CUDA, MPS, float64, a build without oneDNN) the plain layer stays. Only the order of the additions
-differs: results agree to rounding (tested).
+On other processors the plain layer may win, so `optimize` measures and keeps the fastest. Where
+packing does not exist (CUDA, MPS, float64, a build without oneDNN) the plain layer stays. Only the
+order of the additions differs: results agree to rounding (tested).
 """
 
 from __future__ import annotations
@@ -30,29 +32,29 @@ from .errors import UserError
 
 MODES = ("auto", "plain", "packed")
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
-FEWEST_ROWS = 4  # oneDNN takes longer over one, two or three rows than over four, up to a third: add rows of zeros
-PACKED_FOR_ROWS = 32  # the layout that oneDNN picks for 32 rows was as good as any at 1 row, and the best from 2 rows on
+FEWEST_ROWS = 4  # oneDNN takes up to a third longer for 1 to 3 rows than for 4: add rows of zeros
+PACKED_FOR_ROWS = 32  # oneDNN's layout for 32 rows was as good as any at 1 row, the best from 2 on
 
 
 def pack(weight: Tensor) -> Tensor:
-    """`weight` (out, in) in oneDNN's blocked layout; an opaque tensor for `packed_linear` alone."""
+    """`weight` (out, in) in oneDNN's blocked layout: an opaque tensor for `packed_linear`."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
-    """x (N, in) -> (N, out), with GPT-2's GELU behind it if asked for."""
+    """x (N, in) -> (N, out), followed by GPT-2's GELU if `gelu`."""
     return torch.ops.mkldnn._linear_pointwise(
         x, packed, bias, "gelu" if gelu else "none", [], "tanh" if gelu else ""
     )
 
 
 def parts(out_features: int) -> int:
-    """Into how many equal parts `one_row` cuts a weight: the first divisor from 8 to 64, 0 if there is none."""
+    """How many equal parts `one_row` cuts a weight into: the first divisor from 8 to 64, or 0."""
     return next((count for count in range(8, 65) if out_features % count == 0), 0)
 
 
 def one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (1, in) -> (1, out) as a batch of small products; `weight` (out, in) lies in memory by rows."""
+    """x (1, in) -> (1, out) as a batch of small products; `weight` (out, in) is stored by rows."""
     count = parts(len(weight))
     pieces = weight.view(count, -1, x.shape[1])  # (P, out / P, in)
     column = x.expand(count, 1, -1).transpose(1, 2)  # (P, in, 1), the same memory P times
@@ -63,11 +65,12 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 # x (1, in), weight (out, in) by rows, bias -> (1, out)
 OneRow = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-ONE_ROW: tuple[OneRow, ...] = (one_row, F.linear)  # which is quicker, the machine decides
+ONE_ROW: tuple[OneRow, ...] = (one_row, F.linear)  # the faster one depends on the machine
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` with its weight packed once, and after `by_rows` by rows as well. The original may be freed.
+    """`nn.Linear` with its weight packed once, and after `by_rows` by rows as well. The original
+    may be freed.
 
     `gelu` True applies GPT-2's GELU to the result.
     """
@@ -75,14 +78,15 @@ class PackedLinear(nn.Module):
     def __init__(self, plain: nn.Linear, gelu: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features, self.gelu = plain.in_features, plain.out_features, gelu
-        # No parameters and no buffers: state_dict cannot store the packed layout, and half a layer is no use to it.
+        # No parameters and no buffers: a state_dict cannot store the packed layout.
         self.bias = None if plain.bias is None else plain.bias.detach()
         self.packed = pack(plain.weight.detach())
         self.single: OneRow | None = None
         self.rows: Tensor | None = None
 
     def by_rows(self, rows: Tensor, single: OneRow) -> PackedLinear:
-        """This layer, packed weight shared, with the weight (out, in) in memory by rows and `single` for inputs of one row."""
+        """A copy that shares the packed weight and takes `single`, with the weight (out, in) by
+        rows, for inputs of one row."""
         layer = copy.copy(self)
         if single is not one_row or parts(self.out_features):
             layer.single, layer.rows = single, rows
@@ -99,7 +103,7 @@ class PackedLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def by_packed(self, x: Tensor) -> Tensor:
-        """(N, in) -> (N, out), whatever N."""
+        """(N, in) -> (N, out)."""
         if len(x) < FEWEST_ROWS:
             padded = F.pad(x, (0, 0, 0, FEWEST_ROWS - len(x)))
             return packed_linear(padded, self.packed, self.bias, self.gelu)[: len(x)]
@@ -107,18 +111,16 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"by_rows={self.rows is not None}, gelu={self.gelu}"
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, by_rows={self.rows is not None}, gelu={self.gelu}"
         )
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this build of PyTorch packs weights of `dtype` for `device`; tried, not guessed."""
-    if (
-        device.type != "cpu"
-        or dtype not in PACKED_DTYPES
-        or not torch.backends.mkldnn.is_available()
-    ):
+    """Whether this build of PyTorch packs weights of `dtype` for `device`, by a trial."""
+    if device.type != "cpu" or dtype not in PACKED_DTYPES:
+        return False
+    if not torch.backends.mkldnn.is_available():
         return False
     try:
         ones = torch.ones(2, 8, dtype=dtype)
@@ -135,9 +137,10 @@ Layers = Sequence[tuple[int, Callable[[Tensor], Tensor]]]  # width of the input,
 def faster(
     first: Layers, second: Layers, rows: Sequence[int], dtype: torch.dtype, repeats: int = 5
 ) -> bool:
-    """Whether `second` takes less time than `first` on inputs of so many rows: sums of medians, run in turn.
+    """Whether `second` takes less time than `first` on inputs of these `rows`: sums of medians.
 
-    All layers run once, one after the other, as in a model: one layer again and again would be read from the cache.
+    The two alternate. All layers run once, one after the other, as in a model: one layer repeated
+    would be read from the processor's cache.
     """
     gain = 0.0
     for count in rows:
@@ -155,28 +158,41 @@ def faster(
 
 def followed_by_gelu(model: nn.Module) -> dict[str, str]:
     """Names of linear layers whose next sibling is GPT-2's GELU, with the name of that GELU."""
-    found = {}
+    pairs = {}
     for prefix, module in model.named_modules():
         children = list(module.named_children())
         for (name, layer), (following, activation) in zip(children, children[1:], strict=False):
-            if (
-                isinstance(layer, nn.Linear)
-                and isinstance(activation, nn.GELU)
-                and activation.approximate == "tanh"
-            ):
-                found[f"{prefix}.{name}".lstrip(".")] = f"{prefix}.{following}".lstrip(".")
-    return found
+            gelu = type(activation) is nn.GELU and activation.approximate == "tanh"
+            if type(layer) is nn.Linear and gelu:
+                pairs[f"{prefix}.{name}".lstrip(".")] = f"{prefix}.{following}".lstrip(".")
+    return pairs
+
+
+def known_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The layers that `optimize` may replace, by name: of the class nn.Linear itself, with a weight
+    that is a plain tensor. All have one dtype and one device, by preference such as can be
+    packed."""
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and type(module.weight.data) is Tensor
+    }
+    kinds = {name: (layer.weight.device, layer.weight.dtype) for name, layer in layers.items()}
+    distinct = dict.fromkeys(kinds.values())
+    kind = next((kind for kind in distinct if can_pack(*kind)), next(iter(distinct), None))
+    return {name: layer for name, layer in layers.items() if kinds[name] == kind}
 
 
 def optimize(model: nn.Module, mode: str = "auto") -> str:
-    """Put the best linear layer into `model`, in place; returns which: "packed" or "plain".
+    """Put the fastest linear layer into `model`, in place. Returns which: "packed" or "plain".
 
-    mode: "auto" measures both for a moment, "plain" leaves all as it is, "packed" insists.
-    Raises UserError for an unknown mode, or where "packed" is asked for and cannot be had.
+    mode: "auto" measures both and keeps the faster; "plain" changes nothing; "packed" packs.
+    Only the layers of `known_layers` change: a subclass or a quantized layer stays as it is.
+    Raises UserError for an unknown mode, or for "packed" where this machine cannot pack.
     """
     if mode not in MODES:
-        raise UserError(f"Unknown kind of linear layer '{mode}': choose one of {', '.join(MODES)}.")
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+        raise UserError(f"There is no linear layer '{mode}': choose one of {', '.join(MODES)}.")
+    layers = known_layers(model)
     if mode == "plain" or not layers:
         return "plain"
     weight = next(iter(layers.values())).weight
@@ -192,9 +208,7 @@ def optimize(model: nn.Module, mode: str = "auto") -> str:
     gelus = followed_by_gelu(model)
     packed = {name: PackedLinear(layer, name in gelus) for name, layer in layers.items()}
     best: Layers = [(layer.in_features, layer.by_packed) for layer in packed.values()]
-    rows = {
-        name: layer.weight.detach().contiguous() for name, layer in layers.items()
-    }  # copied once for all ways
+    rows = {name: layer.weight.detach().contiguous() for name, layer in layers.items()}
     for single in ONE_ROW:
         tried = {name: layer.by_rows(rows[name], single) for name, layer in packed.items()}
         layers_tried = [(layer.in_features, layer) for layer in tried.values()]

@@ -1,10 +1,10 @@
-"""The proof that stands before every number: a stage's tokens are the naive engine's tokens.
+"""The proof before every number: a stage's tokens are the naive engine's tokens.
 
-One list of scenarios (scenarios.json) drives every stage; one oracle, the engine of the first stage, answers them.
-In float64 all tokens must be equal. In float32 two engines add the same numbers in another order, so a first
-difference is allowed, but only at a near tie: where the oracle's logits of the two tokens lie less than 1e-3 apart.
-bfloat16 keeps 8 bits of a number, so there a near tie is as wide as its rounding: see `near_tie`. Near ties are counted
-and shown, never hidden.
+One list of scenarios (scenarios.json) drives every stage; the oracle, the engine of the first
+stage, answers them too. In float64 all tokens must be equal. In float32 two engines add the same
+numbers in another order, so a first difference is allowed at a near tie: where the oracle's logits
+of the two tokens differ by less than 1e-3. In bfloat16, with 8 bits a number, a near tie is as wide
+as the rounding: see `near_tie`. Near ties are counted and shown.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .config import Config
 
 NEAR_TIE = {torch.float64: 0.0, torch.float32: 1e-3}
 STEPS = 4
-LIKELIEST = 5  # of so many tokens the oracle tells the log-probabilities: a token that is none of them ties with nothing
+LIKELIEST = 5  # log probabilities from the oracle; a token that is none of these ties with nothing
 
 
 class ParityError(AssertionError):
-    """A stage gave a token that the oracle did not."""
+    """A token, or its log probability, differs from the oracle's."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,13 @@ class Scenario:
     sampling: list[dict[str, Any]]
     stop_at: list[int] = field(
         default_factory=list
-    )  # stop each sequence at what the oracle's n-th token is
+    )  # stop at the oracle's token n
 
 
 @dataclass
 class Parity:
-    """What was compared: `tokens` in all, and for each sequence that parted at a near tie, where and how near."""
+    """How many tokens of how many sequences were compared, and where sequences parted at a near
+    tie."""
 
     tokens: int = 0
     sequences: int = 0
@@ -60,11 +61,13 @@ def random_prompt(length: int, config: Config, seed: int | str) -> list[int]:
 
 
 def scenarios(config: Config) -> list[Scenario]:
-    """The scenarios of scenarios.json with prompts for `config`. A length below zero counts back from the context's end."""
-    found = []
-    for number, entry in enumerate(
-        json.loads(Path(__file__).with_name("scenarios.json").read_text(encoding="utf-8"))
-    ):
+    """The scenarios of scenarios.json, with prompts for `config`.
+
+    A negative length counts back from the end of the context.
+    """
+    result = []
+    entries = json.loads(Path(__file__).with_name("scenarios.json").read_text(encoding="utf-8"))
+    for number, entry in enumerate(entries):
         name, lengths, stop_at = entry.pop("name"), entry.pop("prompts"), entry.pop("stop_at", [])
         lengths = [length if length > 0 else config.n_positions + length for length in lengths]
         prompts = [
@@ -74,19 +77,20 @@ def scenarios(config: Config) -> list[Scenario]:
             {key: v[i] if isinstance(v, list) else v for key, v in entry.items()}
             for i in range(len(prompts))
         ]
-        if "seed" in entry:  # neighbours with one seed would draw alike
-            sampling = [{**each, "seed": each["seed"] + i} for i, each in enumerate(sampling)]
-        found.append(Scenario(name, prompts, sampling, stop_at))
-    return found
+        if "seed" in entry:  # prompts with one seed would draw alike
+            sampling = [{**fields, "seed": fields["seed"] + i} for i, fields in enumerate(sampling)]
+        result.append(Scenario(name, prompts, sampling, stop_at))
+    return result
 
 
 def near_tie(dtype: torch.dtype, highest: float) -> float:
-    """Two logits tie if they lie less than this apart, where the highest logit of their row is `highest`.
+    """Two logits tie if they differ by less than this. highest: the highest logit of their row.
 
-    In a half dtype it is 4 steps, a step being the distance between neighbouring numbers at `highest`: in bfloat16 1/8
-    from 16 to 32, and 1/64 from 2 to 4. Rounding two logits in two engines moves their gap by up to 2 steps, and what was
-    rounded in the layers before adds to that. Tried on two layouts of the same bfloat16 weights, at 125,000 places: the
-    likeliest token became another one across gaps of 0 to 3 steps, ever more rarely (20 times at 3), and never of 4.
+    In a half dtype it is 4 steps, where a step is the distance between neighbouring numbers at
+    `highest`: in bfloat16 1/8 from 16 to 32, and 1/64 from 2 to 4. Rounding two logits in two
+    engines moves their gap by up to 2 steps, and the rounding in earlier layers adds to that.
+    Measured on two layouts of the same bfloat16 weights, at 125,000 tokens: the likeliest token
+    changed across gaps of 0 to 3 steps, ever more rarely (20 times at 3), and never of 4.
     """
     if dtype in NEAR_TIE:
         return NEAR_TIE[dtype]
@@ -96,66 +100,54 @@ def near_tie(dtype: torch.dtype, highest: float) -> float:
 def compare(
     name: str, expected: list[Any], got: list[Any], dtype: torch.dtype, parity: Parity
 ) -> None:
-    """Add the comparison of two lists of Outputs to `parity`; raise ParityError at a difference that is no near tie.
+    """Compare two lists of Outputs. Raises ParityError at a difference that is not a near tie.
 
-    `expected` must carry the oracle's log-probabilities of its LIKELIEST tokens: their differences are the logits' own.
+    `parity` counts. `expected` must have the oracle's log probabilities of its LIKELIEST tokens:
+    their differences are those of the logits.
     """
     for row, (want, have) in enumerate(zip(expected, got, strict=True)):
         parity.sequences += 1
         parity.tokens += len(want.token_ids)
         if (want.token_ids, want.finish_reason) == (have.token_ids, have.finish_reason):
             continue
-        at = next(
-            (
-                i
-                for i, pair in enumerate(zip(want.token_ids, have.token_ids, strict=False))
-                if pair[0] != pair[1]
-            ),
-            min(len(want.token_ids), len(have.token_ids)),
-        )
+        pairs = enumerate(zip(want.token_ids, have.token_ids, strict=False))
+        shorter = min(len(want.token_ids), len(have.token_ids))
+        at = next((i for i, (one, other) in pairs if one != other), shorter)
         if at < len(want.logprobs):
             oracle = want.logprobs[at]
-            other = (
-                dict(oracle.top).get(have.token_ids[at], -math.inf)
-                if at < len(have.token_ids)
-                else -math.inf
-            )
-            gap = abs(oracle.token - other)
+            token = have.token_ids[at] if at < len(have.token_ids) else None
+            gap = abs(oracle.token - dict(oracle.top).get(token, -math.inf))
             if gap < near_tie(dtype, oracle.highest):
                 parity.near_ties.append({"scenario": name, "row": row, "token": at, "gap": gap})
                 continue
-            why = f"to the oracle the two lie {gap:.2g} apart"
+            why = f"the oracle's logits of the two differ by {gap:.2g}"
         else:
             why = f"the oracle ended there ({want.finish_reason})"
         raise ParityError(
-            f"{name}, sequence {row}, token {at}: expected {want.token_ids[at : at + 3]}, got {have.token_ids[at : at + 3]} "
-            f"(finish reasons {want.finish_reason} and {have.finish_reason}); {why}"
+            f"{name}, sequence {row}, token {at}: expected {want.token_ids[at : at + 3]}, got "
+            f"{have.token_ids[at : at + 3]} (finish reasons {want.finish_reason} and "
+            f"{have.finish_reason}); {why}"
         )
 
 
 def prove(engine: Any, oracle: Any, params_of: Any, only: list[str] | None = None) -> Parity:
-    """Drive `engine` and `oracle` through all scenarios, or those named in `only`; `params_of` is the class SamplingParams.
+    """Drive `engine` and `oracle` through all scenarios, or those named in `only`.
 
-    Below float64, sampled scenarios are left out: one rounding moves a draw, and a draw knows no near tie.
-    Raises ParityError.
+    params_of: the class SamplingParams. Below float64, sampled scenarios are left out: a rounding
+    changes a draw, and a draw has no near ties. Raises ParityError.
     """
     parity, dtype = Parity(), oracle.model.dtype
     for scenario in scenarios(oracle.model.config):
         params = [params_of(**{**fields, "logprobs": LIKELIEST}) for fields in scenario.sampling]
-        if (
-            only is not None
-            and scenario.name not in only
-            or dtype != torch.float64
-            and params[0].temperature > 0
-        ):
+        if only is not None and scenario.name not in only:
+            continue
+        if dtype != torch.float64 and params[0].temperature > 0:
             continue
         expected = oracle.generate(scenario.prompts, params)
         if scenario.stop_at:
-            stops = [
-                (output.token_ids[n],) for output, n in zip(expected, scenario.stop_at, strict=True)
-            ]
             params = [
-                replace(each, stop_token_ids=stop) for each, stop in zip(params, stops, strict=True)
+                replace(param, stop_token_ids=(output.token_ids[n],))
+                for param, output, n in zip(params, expected, scenario.stop_at, strict=True)
             ]
             expected = oracle.generate(scenario.prompts, params)
         got = engine.generate(scenario.prompts, params)
@@ -166,13 +158,15 @@ def prove(engine: Any, oracle: Any, params_of: Any, only: list[str] | None = Non
 
 
 def compare_logprobs(name: str, expected: list[Any], got: list[Any], most: float = 1e-9) -> None:
-    """Raise ParityError where log-probabilities of equal tokens lie more than `most` apart.
+    """Raise ParityError where log probabilities of equal tokens differ by more than `most`.
 
-    A small model often says the right token for wrong reasons: with half of its past overwritten, tokens alone stay the same.
+    A small model often emits the right token for wrong reasons: with half of its past overwritten,
+    the tokens alone stay the same.
     """
     for row, (want, have) in enumerate(zip(expected, got, strict=True)):
         for at, (one, other) in enumerate(zip(want.logprobs, have.logprobs, strict=True)):
             if abs(one.token - other.token) > most:
                 raise ParityError(
-                    f"{name}, sequence {row}, token {at}: the same token, but with log-probability {other.token} for {one.token}"
+                    f"{name}, sequence {row}, token {at}: the same token, but with log probability "
+                    f"{other.token} instead of {one.token}"
                 )

@@ -1,4 +1,4 @@
-"""The engine that everybody has: `transformers`, with our weights, as oracle in tests and as peer in benchmarks."""
+"""`transformers` with our weights: the oracle in tests, and a peer in benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine writes down about each forward pass, so that tests and reports can see what was really run."""
+"""The record of a forward pass, for tests and reports."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One forward pass: how many sequences took part, and how many tokens went through it.
+    """One forward pass over `rows` sequences.
 
-    `prefill_tokens` are prompt tokens computed in this pass, `decode_tokens` are tokens generated earlier that this
-    pass computes. `seconds` covers the pass and the sampling after it. `wasted_tokens` went through the model for
-    nobody: the padding of short prompts, and rows that had ended.
+    prefill_tokens: prompt tokens that it computed. decode_tokens: generated tokens that it
+    computed. seconds: of the pass and the sampling after it. wasted_tokens: computed in vain, as
+    padding of short prompts or for rows that had ended.
     """
 
     rows: int

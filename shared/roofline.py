@@ -1,11 +1,12 @@
-"""What a forward pass must cost, from arithmetic alone: the prediction that every benchmark prints before it measures.
+"""The least cost of a forward pass, from arithmetic: what benchmarks predict before they measure.
 
-A pass needs some operations and must read some bytes. It cannot be faster than either allows:
+A pass needs operations and must read bytes. It cannot be faster than either allows:
 
     seconds >= max(operations / (operations per second), bytes / (bytes per second))
 
-(Williams, Waterman and Patterson, "Roofline", 2009.) Reading weights dominates when few tokens share them: decode.
-Operations dominate when many do: prefill. The machine's two rates are measured (`measure.limits`).
+(Williams, Waterman and Patterson, "Roofline", 2009.) Reading weights dominates when few tokens
+share them: decode. Operations dominate when many do: prefill. The machine's two rates are measured
+(`measure.limits`).
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ def forward_cost(
     sampled: int | None = None,
     rows: int = 1,
 ) -> Cost:
-    """One pass over `rows` sequences alike: `new` tokens of each, `cached` tokens before them in a KV cache, and logits for
-    `sampled` tokens in all, by default one of each sequence.
+    """One pass over `rows` equal sequences: `new` tokens of each, with `cached` tokens before them.
 
-    Each weight is read once a pass, however many rows there are, and used for two operations a token. Attention costs 4 C
-    operations for each pair of a token and one that it sees, and reads the cached keys and values of each row once.
+    sampled: tokens with logits, by default one of each sequence. Each weight is read once a pass
+    and used for two operations a token. Attention costs 4 C operations for each pair of a token and
+    one that it sees, and reads the cached keys and values of each row once.
     """
     size = dtype.itemsize
     head = config.vocab_size * config.n_embd

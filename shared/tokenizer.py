@@ -1,7 +1,9 @@
-"""Text to token ids and back: GPT-2's byte-level BPE, run by tiktoken from the checkpoint folder's own two files.
+"""Text to token ids and back: GPT-2's byte-level BPE, run by tiktoken from the checkpoint folder's
+own two files.
 
-Two choices differ from `transformers`: a special token written out in the user's text is plain text, so that nobody can
-end a document by typing <|endoftext|>; and an id without a token decodes to its number, because models are padded.
+Two choices differ from `transformers`: a special token written out in the user's text is plain
+text, so that nobody can end a document by typing <|endoftext|>; and an id without a token decodes
+to its number, because models are padded.
 """
 
 from __future__ import annotations
@@ -16,17 +18,19 @@ import tiktoken
 from .errors import UserError
 from .files import read_json
 
-# Where GPT-2 cuts a text before BPE: contractions, words, numbers, signs (each with the space before it), and white space
-# up to the last one before a word, which belongs to the word.
+# Where GPT-2 cuts a text before BPE: contractions, words, numbers, signs (each with the space
+# before it), and white space up to the last one before a word, which belongs to the word.
 CUT = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 END_OF_TEXT = "<|endoftext|>"
+FILES = ("vocab.json", "merges.txt")
 SPECIAL = re.compile(
     r"<.+>|\[.+\]", re.DOTALL
 )  # a token that no merge makes must at least look like a special one
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Character -> byte, as GPT-2 writes bytes in vocab.json: printable ones as themselves, the other 68 from U+0100 on."""
+    """Character -> byte, as GPT-2 writes bytes in vocab.json: printable ones as themselves, the
+    other 68 from U+0100 on."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -39,7 +43,8 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def _well_formed(text: str) -> str:
-    """Halves of surrogate pairs (from broken JSON or file names) cannot be UTF-8: joined where two meet, else replaced."""
+    """Halves of surrogate pairs (from broken JSON or file names) cannot be UTF-8: joined where two
+    meet, else replaced."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -54,7 +59,8 @@ class Tokenizer:
     def __init__(
         self, ranks: dict[bytes, int], special: dict[str, int], eos_id: int | None, name: str = ""
     ) -> None:
-        """`ranks` maps the bytes of each ordinary token to its id, in the order of the merges; `special` the others' text."""
+        """`ranks` maps the bytes of each ordinary token to its id, in the order of the merges;
+        `special` the others' text."""
         self._encoding = tiktoken.Encoding(
             name, pat_str=CUT, mergeable_ranks=ranks, special_tokens=special
         )
@@ -67,8 +73,9 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Build from vocab.json and merges.txt.
 
-        Raises UserError if one is missing or unreadable, or if they do not belong together: then some texts would get
-        other ids than the model was trained on, and nothing else would show it.
+        Raises UserError if one is missing or unreadable, or if they do not belong together: then
+        some texts would get other ids than the model was trained on, and nothing else would show
+        it.
         """
         folder = Path(folder)
         vocabulary = _read_vocabulary(folder)
@@ -78,13 +85,15 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of the text; special tokens in it are plain text.
 
-        UserError if a run of white space is longer (about a million) than tiktoken's regular expressions can follow.
+        UserError if a run of white space is longer (about a million) than tiktoken's regular
+        expressions can follow.
         """
         try:
             return self._encoding.encode(_well_formed(text), disallowed_special=())
         except ValueError as error:
             raise UserError(
-                f"The text cannot be cut into tokens ({error}): shorten its longest run of white space."
+                f"The text cannot be cut into tokens ({error}): shorten its longest run of white "
+                f"space."
             ) from None
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -97,7 +106,8 @@ class Tokenizer:
 
 
 class ByteTokenizer:
-    """For models that have no tokenizer (random weights): ids 0 to 255 are bytes, higher ids show as their number."""
+    """For models that have no tokenizer (random weights): ids 0 to 255 are bytes, higher ids show
+    as their number."""
 
     vocab_size = 256
     eos_id: int | None = None
@@ -115,7 +125,37 @@ class ByteTokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
 
-AnyTokenizer = Tokenizer | ByteTokenizer
+class IdTokenizer:
+    """Reads prompts as token ids: "1,2,3". Answers are text, or ids where `inner` is None."""
+
+    def __init__(self, inner: Tokenizer | ByteTokenizer | None) -> None:
+        self._inner = inner
+        self.vocab_size = 0 if inner is None else inner.vocab_size
+        self.eos_id = None if inner is None else inner.eos_id
+
+    @staticmethod
+    def join(ids: Iterable[int]) -> str:
+        """The text that `encode` reads."""
+        return ",".join(map(str, ids))
+
+    def encode(self, text: str) -> list[int]:
+        """Raises UserError if the text is not a list of whole numbers from 0 on."""
+        parts = [part.strip() for part in text.split(",")]
+        if not all(part.isascii() and part.isdigit() for part in parts):
+            shown = text if len(text) <= 40 else text[:40] + "..."
+            raise UserError(f"'{shown}' is no list of token ids: write numbers, such as 1,2,3.")
+        return [int(part) for part in parts]
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        if self._inner is not None:
+            return self._inner.decode_bytes(ids)
+        return b"".join(b"%d " % token_id for token_id in ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+
+AnyTokenizer = Tokenizer | ByteTokenizer | IdTokenizer
 
 
 class IncrementalDecoder:
@@ -137,8 +177,14 @@ class IncrementalDecoder:
         return self._utf8.decode(b"", final=True)
 
 
+def has_tokenizer(folder: Path | None) -> bool:
+    """Whether the folder has a file of a tokenizer."""
+    return folder is not None and any((folder / name).exists() for name in FILES)
+
+
 def load_tokenizer(folder: str | Path | None) -> AnyTokenizer:
-    """The tokenizer of `Checkpoint.folder`; bytes where there is no folder (random weights of a preset)."""
+    """The tokenizer of `Checkpoint.folder`; bytes where there is no folder (random weights of a
+    preset)."""
     return ByteTokenizer() if folder is None else Tokenizer.from_folder(folder)
 
 
@@ -166,7 +212,8 @@ def _read_vocabulary(folder: Path) -> dict[str, int]:
         or len(set(ids)) != len(ids)
     ):
         raise UserError(
-            f"{path} must map each token to an id of its own, a whole number from 0 on: copy or download it again."
+            f"{path} must map each token to an id of its own, a whole number from 0 on: copy or "
+            f"download it again."
         )
     return vocabulary
 
@@ -197,20 +244,23 @@ def _ranks(
 ) -> tuple[dict[bytes, int], dict[str, int]]:
     """Token bytes -> id, and the special tokens -> id.
 
-    tiktoken knows no merges: it joins the pair whose result has the lowest id. That is BPE exactly if each merge makes
-    a token of its own and their ids rise in the order of the merges, so this is checked.
+    tiktoken knows no merges: it joins the pair whose result has the lowest id. That is BPE exactly
+    if each merge makes a token of its own and their ids rise in the order of the merges, so this is
+    checked.
     """
 
     def disagree(what: str) -> UserError:
         return UserError(
-            f"The files vocab.json and merges.txt in {folder} disagree: {what}; copy both from the same checkpoint."
+            f"The files vocab.json and merges.txt in {folder} disagree: {what}; copy both from the "
+            f"same checkpoint."
         )
 
     alphabet = byte_alphabet()
     if lacking := [letter for letter in alphabet if letter not in vocabulary]:
         lacks = f"lacks {len(lacking)} of the 256 bytes, such as {lacking[0]!r}"
         raise UserError(
-            f"{folder / 'vocab.json'} {lacks}: choose a checkpoint whose tokenizer is in GPT-2's format."
+            f"{folder / 'vocab.json'} {lacks}: choose a checkpoint whose tokenizer is in GPT-2's "
+            f"format."
         )
     if unknown := [token for token in made if token not in vocabulary]:
         raise disagree(f"{len(unknown)} merges make tokens without an id, such as {unknown[0]!r}")
@@ -229,7 +279,8 @@ def _ranks(
 
 
 def _eos_token(folder: Path) -> str:
-    """The end-of-text token that tokenizer_config.json names, GPT-2's own where the file or the entry is absent."""
+    """The end-of-text token that tokenizer_config.json names, GPT-2's own where the file or the
+    entry is absent."""
     path = folder / "tokenizer_config.json"
     token = read_json(path).get("eos_token") if path.exists() else None
     if isinstance(token, dict):  # older files write {"content": "<|endoftext|>", ...}

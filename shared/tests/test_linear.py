@@ -1,4 +1,4 @@
-"""Packed linear layers: the plain layer's results, and the plain layer wherever packing cannot be had."""
+"""Packed linear layers: the plain layer's results, and the plain layer where packing is impossible."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_parts_divide_or_there_are_none(features, count):
 
 @needs_packing
 @torch.inference_mode()
-def test_a_whole_model_says_the_same_packed():
+def test_a_whole_packed_model_computes_the_same():
     """In a batch of rows and in one row; the GELU moves into the layer before it."""
     checkpoint = random_checkpoint(SHAPES["wide"], spread=1.0)
     plain, packed = load_model(checkpoint), load_model(checkpoint)
@@ -65,22 +65,56 @@ def test_a_whole_model_says_the_same_packed():
 
 @needs_packing
 def test_plain_layers_must_beat_the_best_of_the_packed_ways(monkeypatch):
-    """A single row may make all the difference, so the way for it is chosen first; and its weight is copied once for all ways."""
-    asked = []
+    """The way for a single row is chosen first, and its weight is copied once for all ways."""
+    calls = []
 
     def faster(first, second, rows, dtype):
-        asked.append((first, second, rows))
+        calls.append((first, second, rows))
         return True
 
     monkeypatch.setattr(linear, "faster", faster)
     assert linear.optimize(load_model(random_checkpoint(SHAPES["wide"])), "auto") == "packed"
-    *ways, (plain, best, rows) = asked
+    *ways, (plain, best, rows) = calls
     assert rows == (1, 32) and all(isinstance(layer, nn.Linear) for _, layer in plain)
     assert {layer.single for _, layer in best} == {linear.ONE_ROW[-1]}
     first, last = (
-        [layer.rows for _, layer in tried if layer.rows is not None] for _, tried, _ in ways
+        {layer.rows.data_ptr() for _, layer in tried if layer.rows is not None}
+        for _, tried, _ in ways
     )
-    assert {each.data_ptr() for each in first} <= {each.data_ptr() for each in last}
+    assert first <= last
+
+
+class Adapter(nn.Linear):
+    """A subclass, as of LoRA or quantization: its forward is its own."""
+
+
+class Quantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.in_features = self.out_features = 8
+        self.weight = torch.zeros(8, 8, dtype=torch.int8)
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@torch.inference_mode()
+def test_what_is_unknown_stays_as_it_is(dtype):
+    """A subclass, a quantized layer, another kind of module, another dtype, a weight of another class."""
+
+    class Scaled(torch.Tensor):
+        pass
+
+    wrapped = nn.Linear(8, 8)
+    wrapped.weight = nn.Parameter(wrapped.weight.data.as_subclass(Scaled), requires_grad=False)
+    unknown = [Adapter(8, 8), Quantized(), nn.Bilinear(8, 8, 8), nn.Linear(8, 8).double(), wrapped]
+    gelu = nn.GELU(approximate="tanh")
+    model = nn.Sequential(*unknown, nn.Linear(8, 16).to(dtype), gelu, Adapter(16, 8), gelu)
+    assert linear.optimize(model, "packed") == "packed"
+    assert list(model)[: len(unknown)] == unknown
+    assert [type(module) for module in list(model)[len(unknown) :]] == [
+        linear.PackedLinear, nn.Identity, Adapter, nn.GELU
+    ]  # fmt: skip
+    assert linear.optimize(nn.Sequential(*unknown[:3]), "packed") == "plain"
 
 
 @needs_packing
@@ -95,7 +129,7 @@ def test_float64_stays_plain_to_the_last_bit(mode, tiny):
     assert isinstance(model.lm_head, nn.Linear)
 
 
-def test_what_cannot_be_had_is_said(tiny):
+def test_modes_that_are_impossible_or_unknown_are_refused(tiny):
     model = load_model(tiny, dtype=torch.float64)
     with pytest.raises(UserError, match="float64 on cpu"):
         linear.optimize(model, "packed")
@@ -103,7 +137,7 @@ def test_what_cannot_be_had_is_said(tiny):
         linear.optimize(model, "fast")
 
 
-def test_the_faster_way_is_found_by_measuring():
+def test_the_faster_layers_are_found_by_measuring():
     slow = torch.randn(300, 300)
     lazy = [(4, lambda x: [slow @ slow for _ in range(20)][0])]
     quick = [(4, lambda x: x)]
