@@ -176,10 +176,13 @@ def read_outcomes(path: Path) -> Outcomes:
     """The outcomes in a JUnit XML file of pytest's."""
     outcomes: Outcomes = {}
     for case in ET.parse(path).getroot().iter("testcase"):
+        # stage.tests.test_x.TestClass: classes follow the module.
         stage, *rest = case.attrib["classname"].split(".")
+        end = next(place for place, part in enumerate(rest, 1) if part.startswith("test_"))
+        test = "::".join([f"{'/'.join(rest[:end])}.py", *rest[end:], case.attrib["name"]])
         bad = [*case.findall("failure"), *case.findall("error")]
         said = "".join(f"{each.attrib.get('message', '')}\n{each.text or ''}" for each in bad)
-        outcomes[stage, f"{'/'.join(rest)}.py::{case.attrib['name']}"] = said
+        outcomes[stage, test] = said
     return outcomes
 
 
