@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve(settings: Settings, template: ChatTemplate | None, listening: socket.socket) -> None:
-    """Answer on `listening` until the process is told to stop."""
+    """Answer on `listening` until a signal ends the process."""
     thread = EngineThread()
     engine, loaded = thread.run(lambda: make_engine(settings)).result()
     app = create_app(engine, loaded, settings, template, thread)

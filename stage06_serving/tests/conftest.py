@@ -1,4 +1,4 @@
-"""Real server processes, reached over real sockets: what all tests of this stage start from."""
+"""Real server processes, reached over real sockets, for all tests of this stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from safetensors.torch import save_file
 from shared.config import Config
 from shared.course.testing import FIELDS, make_folder, random_checkpoint
 from shared.server import OwnServer, own_server, python
+from stage05_paged.blocks import BlockPool
+from stage05_paged.make import make as make_paged
+from stage06_serving.engines import Paged
 from stage06_serving.settings import PREFIX
+from stage06_serving.tests.tools import Failing, Gate, alone, words
 
 ALWAYS = ("--sanitize", "--linear", "plain")
 FEW_BLOCKS = ("--kv-memory", "8MiB")  # the sanitizer checks all blocks after every step
@@ -64,41 +68,40 @@ def serving(
 
 
 def read_metrics(url: str) -> dict[str, float]:
-    """The server's numbers, by name and labels as Prometheus writes them; the label of the model is left out."""
-    found = {}
-    for family in text_string_to_metric_families(
-        httpx2.get(f"{url}/metrics", trust_env=False, timeout=60, verify=False).text
-    ):
+    """The server's metrics by name and labels, without the label of the model."""
+    text = httpx2.get(f"{url}/metrics", trust_env=False, timeout=60, verify=False).text
+    values = {}
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            labels = ",".join(
-                f'{name}="{value}"' for name, value in sample.labels.items() if name != "model_name"
-            )
-            found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
-    return found
+            labels = [f'{name}="{value}"' for name, value in sample.labels.items()]
+            kept = ",".join(label for label in labels if not label.startswith("model_name="))
+            values[sample.name + (f"{{{kept}}}" if kept else "")] = sample.value
+    return values
 
 
 def until_idle(url: str, timeout: float = 60) -> dict[str, float]:
-    """Wait until nothing runs or waits and no block is owned; the server's numbers then. Fails after `timeout` seconds."""
+    """The server's metrics once nothing runs or waits and no block is owned. Fails after `timeout`
+    seconds."""
     deadline = time.monotonic() + timeout
-    while True:
-        found = read_metrics(url)
-        if not any(found[name] for name in IDLE):
-            return found
-        busy = {name: found[name] for name in IDLE}
+    while any((values := read_metrics(url))[name] for name in IDLE):
+        busy = {name: values[name] for name in IDLE}
         assert time.monotonic() < deadline, f"not idle after {timeout:g} s: {busy}"
         time.sleep(0.02)
+    return values
 
 
 @pytest.fixture(scope="session")
 def serve() -> Serve:
-    """`with serve(*arguments, env=..., module=...) as running`: a server for as long as the block lasts."""
+    """`with serve(*arguments, env=..., module=...) as running`: a server while the block lasts."""
     return serving
 
 
 @pytest.fixture(scope="session")
 def house() -> Iterator[House]:
-    """house(*arguments, env=...): a server that shares its process with others and lasts as long as they: quick to start. For
-    tests that neither stop it nor look at the process. It can be made to fail: see faulty_server.py."""
+    """house(*arguments, env=...): a server in a process that it shares with others, quick to start.
+
+    For tests that neither stop it nor look at its process. It can fail: see faulty_server.py.
+    """
     with python(["-m", "stage06_serving.tests.house"], environment()) as process:
 
         def start(*arguments: str, env: Mapping[str, str] | None = None) -> Running:
@@ -117,52 +120,90 @@ def house() -> Iterator[House]:
 def locked(tiny_folder: Path) -> Iterator[Running]:
     """A server with three keys, and without a chat template."""
     key = {f"{PREFIX}API_KEY": "first-key, second-key, zweiter-schlüssel"}
-    with serving(
-        "--model", str(tiny_folder), "--kv-memory", "64KiB", "--chat-template", "none", env=key
-    ) as running:
+    options = ("--kv-memory", "64KiB", "--chat-template", "none")
+    with serving("--model", str(tiny_folder), *options, env=key) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
-    """One server for all tests, on the embedded model and with the usual settings. Nobody may break or stop it."""
+    """One server on the embedded model for all tests; none may break or stop it."""
     with serving(*FEW_BLOCKS) as running:
         yield running
-        assert running.process.poll() is None and "Traceback" not in running.stderr(), (
-            running.stderr()
-        )
+        log = running.stderr()
+        assert running.process.poll() is None and "Traceback" not in log, log
 
 
 @pytest.fixture(scope="session")
 def client(server: Running) -> Iterator[openai.OpenAI]:
     """The official client of `server`, without retries."""
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
-    ) as client:
+    url = f"{server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def metrics() -> Callable[[str], dict[str, float]]:
-    """metrics(url): the server's numbers."""
+    """metrics(url): the server's metrics."""
     return read_metrics
 
 
 @pytest.fixture(scope="session")
 def wait_idle() -> Callable[..., dict[str, float]]:
-    """wait_idle(url, timeout=60): until /metrics says 0 running, 0 waiting and 0 cache usage; the numbers then."""
+    """wait_idle(url, timeout=60): the server's metrics once it is idle."""
     return until_idle
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint folder for servers that must be quick: 2 layers, 256 positions, bytes for tokens (256 is end-of-text, and the
-    ids up to 299 have no token). Its random answers are mostly no UTF-8."""
+    """A checkpoint folder for quick servers: 2 layers, 256 positions, bytes for tokens.
+
+    256 is end-of-text, and the ids up to 299 have no token. Most random answers are not UTF-8.
+    """
     folder = make_folder(tmp_path_factory.mktemp("serving") / "tiny")
     fields = FIELDS | {"n_positions": 256}
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    save_file(
-        random_checkpoint(Config.from_dict(fields), spread=16.0).tensors,
-        folder / "model.safetensors",
-    )
+    tensors = random_checkpoint(Config.from_dict(fields), spread=16.0).tensors
+    save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture
+def engine(tiny_model):
+    """make(**options): an engine that checks its memory after every step."""
+
+    def make(blocks=80, **options):
+        options = {"max_sequences": 8, **options}
+        return Paged(make_paged(tiny_model, pool=BlockPool(blocks, 4), sanitize=True, **options))
+
+    return make
+
+
+@pytest.fixture
+def gated(engine):
+    """make(**options): an engine, and the gate before its passes."""
+
+    def make(**options):
+        made = engine(**options)
+        gate = made.engine.runner.run = Gate(made.engine.runner.run)
+        return made, gate
+
+    return make
+
+
+@pytest.fixture
+def failing(engine):
+    """make(which, error=None, **options): an engine whose passes with these numbers fail."""
+
+    def make(which, error=None, **options):
+        made = engine(**options)
+        made.engine.runner.run = Failing(made.engine.runner.run, which, error)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def expected(tiny_model):
+    """expected(prompt, count): the tokens of stage 01."""
+    return lambda prompt, count: alone(tiny_model, prompt, words(count))
