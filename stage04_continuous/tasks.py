@@ -89,7 +89,7 @@ TASKS = (
             "tests/test_scheduler.py::"
             "test_the_lowest_free_slot_is_taken_and_a_freed_one_is_filled_in_the_next_pass",
             "tests/test_scheduler.py::"
-            "test_nobody_starves_under_a_constant_stream_of_urgent_requests",
+            "test_no_request_starves_under_a_constant_stream_of_urgent_ones",
         ),
     ),
     Task(

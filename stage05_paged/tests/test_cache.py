@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.config import Config
-from stage01_forward.attention import Recompute, explicit_attention
+from stage01_forward.attention import explicit_attention
 from stage05_paged import cache as module
 from stage05_paged.blocks import Move
 from stage05_paged.cache import CALL, PagedCache, batches, runs
@@ -16,7 +16,6 @@ from stage05_paged.cache import CALL, PagedCache, batches, runs
 CONFIG = Config(vocab_size=11, n_positions=256, n_embd=12, n_layer=2, n_head=3, name="small")
 SIZES = (1, 3, 16, 128)  # of blocks
 TILES = (1, 2000, 12_000, 2**23)  # bytes: a head at a time; some heads; some sequences; all
-IDS = [7, 3, 99, 14, 14, 56, 2, 81, 33, 60, 5, 21]
 
 
 def blocks_for(tokens, size):
@@ -183,31 +182,6 @@ def test_a_gather_goes_in_tiles_of_so_many_bytes(tile_bytes, shapes, monkeypatch
 # ---- attention, whatever the tables ----
 
 
-@pytest.mark.parametrize("kind", ["whole", "chunk", "decode", "mixed"])
-@pytest.mark.parametrize("size", SIZES)
-def test_lengths_around_a_block_are_explicit_attention(size, kind, tile):
-    """Prompts of 1, B - 1, B, B + 1 and 2B tokens, computed whole, in two chunks, token by token, or all at once."""
-    lengths = sorted({1, max(1, size - 1), size, size + 1, 2 * size})
-    sequences = Sequences(size, len(lengths) + 1, 2 * size + 10)
-    everybody = list(enumerate(lengths))
-    if kind == "whole":
-        sequences.compute(*everybody)
-    elif kind == "chunk":
-        for part in (lambda length: length // 2, lambda length: length - length // 2):
-            sequences.compute(*[(i, part(length)) for i, length in everybody if part(length)])
-    elif kind == "decode":
-        sequences.compute(*everybody)
-        for _ in range(4):
-            sequences.compute(*[(i, 1) for i, _ in everybody])
-    else:
-        sequences.compute((0, 3), *everybody[2:])
-        sequences.compute(
-            *[(i, 1) for i, _ in everybody[2:]], (1, lengths[1]), (0, 4), (len(lengths), size + 1)
-        )
-    if kind != "whole":
-        sequences.compute(*[(i, 1) for i, _ in everybody if sequences.length(i)])
-
-
 @pytest.mark.parametrize("size", SIZES)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
@@ -227,30 +201,6 @@ def test_any_packing_is_explicit_attention_of_each_sequence(size, data):
             sequences.compute(*parts)
 
 
-@pytest.mark.parametrize("cuts", [[12], [1] * 12, [5, 7], [5, 1, 6], [11, 1]], ids=str)
-@torch.inference_mode()
-def test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass(cuts, tiny_model):
-    """Two sequences, one a token behind the other: so their positions differ in every pass."""
-    whole = tiny_model(torch.tensor(IDS), torch.arange(12), Recompute().attend)
-    cache = PagedCache(tiny_model.config, 9, 5, dtype=torch.float64)
-    tables = {"behind": [8, 0, 3], "ahead": [2, 7, 1]}
-
-    done, parts = 0, []
-    for cut in cuts:
-        shares = [("ahead", done, cut)]
-        if done + cut > 1:
-            shares.append(("behind", max(0, done - 1), min(cut, done + cut - 1)))
-        attention = cache.extend([(tables[name], start, count) for name, start, count in shares])
-        ids = torch.tensor([id for _, start, count in shares for id in IDS[start : start + count]])
-        hidden = tiny_model(ids[attention.order], attention.positions, attention.attend)
-        hidden = hidden[attention.order.argsort()]
-        parts.append(hidden[:cut])
-        for _, start, count in shares[1:]:
-            assert torch.allclose(hidden[cut:], whole[start : start + count], rtol=0, atol=1e-12)
-        done += cut
-    assert torch.allclose(torch.cat(parts), whole, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-4), (torch.bfloat16, 0.15)], ids=str)
 def test_the_cache_has_a_dtype_of_its_own(dtype, atol):
     """Queries are float64 here, and so is what comes out."""
@@ -266,20 +216,6 @@ def test_several_heads_of_queries_share_one_of_keys_and_values(group, tile):
     sequences.compute((0, 9), (1, 4), (2, 9))
     sequences.compute((2, 1), (0, 1), (1, 1))
     sequences.compute((0, 3), (1, 3))
-
-
-def test_sequences_may_share_blocks_that_neither_writes():
-    """As after a prefix hit: two tables that begin with the same blocks, each with an end of its own."""
-    sequences = Sequences(4, 2, 64)
-    sequences.compute((0, 8))
-    sequences.tables[1] = list(sequences.tables[0])
-    sequences.past[1] = sequences.past[0]
-    sequences.compute((0, 3), (1, 3))
-    sequences.compute((1, 1), (0, 1))
-    assert (
-        sequences.tables[0][:2] == sequences.tables[1][:2]
-        and sequences.tables[0][2] != sequences.tables[1][2]
-    )
 
 
 @pytest.mark.parametrize("broken", [0, 1], ids=["the short one", "the long one"])

@@ -81,18 +81,6 @@ def test_the_whole_memory_of_a_small_crowd():
     assert [record.preempted for record in engine.steps] == [0] * 5
 
 
-def test_memory_alone_decides_how_many_run():
-    """Nothing else holds a request back, and one that waits runs when memory is given back."""
-    engine = engine_of(blocks=9, prefix_caching=False)
-    for _ in range(6):
-        ask(engine, 12, 4)  # 3 blocks, and a fourth for the answer
-    finish(engine)
-    # The watermark is a block: beside one that runs, 3 blocks and 1 must be free.
-    assert [record.owned_blocks for record in engine.steps] == [6, 8, 8, 8] * 3
-    assert {record.rows for record in engine.steps} == {2}
-    assert engine.scheduler.counts.preemptions == 0
-
-
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_a_block_is_taken_for_the_token_that_needs_it_and_not_before(size):
     """Catches: a block border that is off by one."""
@@ -313,22 +301,6 @@ def test_a_preempted_request_resumes_on_its_own_prefix(swap_blocks, gone):
     assert preemptions == ((0, 1, 1) if swap_blocks else (1, 0, 0))
 
 
-def test_the_latest_arrival_gives_way_and_comes_back_first():
-    """Three grow until memory is short: the last goes, and comes back before any later arrival."""
-    engine = engine_of(blocks=9, prefix_caching=False, watermark=0)
-    requests = [ask(engine, 12, 8, id) for id in "abc"] + [ask(engine, 3, 2, "d")]
-    engine.step()
-    engine.step()  # a and b need a fourth block, and there is none
-    record = engine.steps[-1]
-    assert (record.rows, record.preempted, record.owned_blocks) == (2, 1, 8)
-    assert [request.id for request in engine.scheduler.waiting] == ["c", "d"]
-    finish(engine)
-    rows = [{row.request_id for row in record.sequences} for record in list(engine.steps)[1:]]
-    back = next(number for number, row in enumerate(rows) if "c" in row)
-    assert back > 1 and not any("d" in row for row in rows[:back])
-    assert_answered(*requests)
-
-
 @pytest.mark.parametrize("swap_blocks", [0, 2, 20], ids=["recompute", "mixed", "swap"])
 def test_preemption_never_repeats_or_loses_a_streamed_token(swap_blocks):
     """Five streams in memory for two, some of them read late."""
@@ -407,16 +379,3 @@ def test_the_default_pool_holds_eight_whole_contexts_in_half_of_free_memory(monk
     assert make(the_model()).scheduler.pool.count == 10
     assert make(the_model(), 3).scheduler.pool.count == 3 * 4
     assert make(the_model(), pool=BlockPool(7, 2)).scheduler.pool.block_size == 2
-
-
-def test_the_last_token_of_an_answer_needs_no_place():
-    """13 tokens of a prompt and 8 of an answer, the last of which is never computed: 5 blocks."""
-    engine = engine_of(blocks=5)
-    with pytest.raises(
-        UserError, match="takes 6 blocks of 4 tokens, and there are 5: ask for at m"
-    ):
-        ask(engine, 13, 9)
-    request = ask(engine, 13, 8)
-    finish(engine)
-    assert_answered(request)
-    assert max(record.owned_blocks for record in engine.steps) == 5

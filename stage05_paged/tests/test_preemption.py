@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import UserError
 from stage04_continuous.request import State
 from stage05_paged.blocks import Move
 
@@ -18,7 +17,6 @@ from .test_scheduler import (
     fork,
     ids,
     preempt,
-    run_one,
     scheduler_of,
     step,
 )
@@ -62,15 +60,6 @@ def test_the_most_junior_gives_its_memory_back(policy, priorities, victim):
     assert blocks == {request.id: 3 * (request in others) for request in requests}
 
 
-def test_the_junior_gives_way_even_if_it_is_the_one_that_needs_a_block():
-    scheduler = scheduler_of(4, prefix_caching=False)
-    ask(scheduler, 9, "a", answer=8)
-    ask(scheduler, 4, "b", answer=8)
-    step(scheduler)
-    assert [id for id, *_ in step(scheduler)] == ["a"]  # which needs nothing
-    assert ids(scheduler.waiting) == ["b"]
-
-
 def test_the_senior_is_served_first_even_if_it_was_admitted_later():
     """One block is left and both need one: the junior does not take it, to be preempted at once."""
     scheduler = scheduler_of(5, policy="priority", prefix_caching=False)
@@ -83,17 +72,6 @@ def test_the_senior_is_served_first_even_if_it_was_admitted_later():
     (work,) = plan.work
     assert (work.request, ids(scheduler.waiting)) == (senior, ["junior"])
     assert plan.moves == [Move("wipe", work.table[2], work.table[2])]
-
-
-def test_a_request_with_no_junior_gives_way_itself():
-    """Of 8 blocks, the two of "d" serve "a" and "b"; for "c" only its own are left."""
-    scheduler = scheduler_of(8, prefix_caching=False)
-    for id in "abcd":
-        ask(scheduler, 8, id)
-    step(scheduler)
-    assert [id for id, *_ in step(scheduler)] == ["a", "b"]
-    assert (ids(scheduler.waiting), scheduler.counts.preemptions) == (["c", "d"], 2)
-    assert scheduler.pool.available == 2
 
 
 def test_no_request_is_admitted_in_a_step_that_preempted():
@@ -329,24 +307,6 @@ def test_a_copy_comes_from_the_parents_last_block_before_the_pass():
     assert Move("copy", source, target) in plan.moves
 
 
-def test_a_full_block_is_shared_and_never_copied():
-    scheduler = scheduler_of(10, max_sequences=4)
-    ask_samples(scheduler, 9, "s1", "s2", "s3")
-    for _ in range(3):
-        step(scheduler)
-    assert (scheduler.counts.copies, scheduler.pool.shared, scheduler.pool.owned) == (0, 2, 5)
-
-
-def test_samples_beyond_the_most_sequences_wait():
-    scheduler = scheduler_of(20, max_sequences=2)
-    samples = ask_samples(scheduler, 10, "s1", "s2", "s3")
-    step(scheduler)
-    step(scheduler)
-    assert (ids(scheduler.running), ids(scheduler.waiting)) == (["s1", "s2"], ["s3"])
-    scheduler.finish(samples[0])
-    assert step(scheduler)[1] == ("s3", 8, 2, True)  # it finds what is full
-
-
 def test_when_the_first_sample_is_aborted_the_next_one_leads():
     scheduler = scheduler_of(20, max_sequences=4, token_budget=6)
     samples = ask_samples(scheduler, 10, "s1", "s2", "s3")
@@ -354,15 +314,6 @@ def test_when_the_first_sample_is_aborted_the_next_one_leads():
     scheduler.finish(samples[0])
     assert step(scheduler) == [("s2", 4, 6, True)]  # the first block can still be found
     assert step(scheduler) == [("s2", 10, 1, True), ("s3", 9, 1, True)]
-
-
-def test_samples_can_be_aborted_in_any_order():
-    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
-        scheduler = scheduler_of(20, max_sequences=4)
-        samples = ask_samples(scheduler, 10, "s1", "s2", "s3")
-        for index in order:
-            scheduler.finish(samples[index])
-        assert (scheduler.unfinished, scheduler.waiting, scheduler.pool.owned) == (0, [], 0)
 
 
 def test_a_fork_goes_on_from_where_its_parent_is():
@@ -398,26 +349,6 @@ def test_a_fork_whose_parent_ends_first_computes_what_it_does_not_find(why):
     scheduler.finish(parent)
     hit = 0 if why == "parent waits" else 8
     assert step(scheduler) == [("child", hit, child.token_count - 1 - hit, True)]
-
-
-def test_a_fork_that_can_never_fit_is_refused():
-    scheduler = scheduler_of(10)
-    parent = ask(scheduler, 20, "parent")
-    step(scheduler)
-    with pytest.raises(UserError, match="takes 14 blocks"):
-        fork(scheduler, parent, "child", answer=37)
-    assert (scheduler.unfinished, scheduler.pool.shared) == (1, 0)
-
-
-def test_a_sample_has_its_own_salt_and_finds_no_other_tenants_blocks():
-    scheduler = scheduler_of(20, max_sequences=1)
-    first = ask(scheduler, PROMPT[:9], "s1", salt=b"tenant")
-    sample = fork(scheduler, first, "s2")
-    step(scheduler)
-    scheduler.finish(first)
-    assert step(scheduler) == [("s2", 8, 1, True)]
-    scheduler.finish(sample)
-    assert run_one(scheduler, PROMPT[:9]) == (0, 9)
 
 
 def test_a_block_stays_while_any_table_holds_it():

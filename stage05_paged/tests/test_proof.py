@@ -75,24 +75,6 @@ def test_all_scenarios_in_memory_for_one(size, tiny_model):
     assert (engine.scheduler.counts.preemptions > 0) == (size < WHOLE)
 
 
-@pytest.mark.parametrize("size, max_chunk", [(1, None), (3, 7), (3, None), (16, None), (16, 7)])
-def test_lengths_around_a_block_border(size, max_chunk):
-    """Prompts of 1, B - 1, B, B + 1 and 2B tokens, alone, together, and all of them again."""
-    lengths = sorted({1, size - 1, size, size + 1, 2 * size} - {0})
-    engine = engine_of(
-        blocks=2 * sum(blocks_for(length + 11, size) for length in lengths),
-        size=size,
-        max_chunk=max_chunk,
-    )
-    for length in lengths:
-        run(engine, request := request_of(length))
-        assert_answered(request)
-    for _ in range(2):
-        requests = [request_of(length) for length in lengths]
-        run(engine, *requests)
-        assert_answered(*requests)
-
-
 @pytest.mark.parametrize("size", [*SIZES, WHOLE])
 def test_alone_in_the_smallest_pool_that_it_fits(size):
     """The last token of an answer is never computed, so it needs no place."""
@@ -156,19 +138,6 @@ def test_what_an_aborted_request_had_computed_is_found(size):
         assert_answered(victim, aborted=True)
         assert_answered(request)
         assert engine.scheduler.counts.hit_tokens == min(computed, 25) // size * size
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_conversation_finds_its_own_answers(size):
-    """Each turn's prompt is the whole talk so far: answers are found like prompts."""
-    engine, talk = engine_of(blocks=blocks_for(200, size), size=size), prompt_of(10)
-    for turn in range(3):
-        hits = engine.scheduler.counts.hit_tokens
-        run(engine, request := Request(talk, greedy(12)))
-        assert_answered(request)
-        if turn:  # not the last token of the last answer, which was not computed, nor the new ones
-            assert engine.scheduler.counts.hit_tokens - hits == (len(talk) - 4) // size * size
-        talk = talk + request.output.token_ids + prompt_of(3, turn)
 
 
 @pytest.mark.parametrize("size", SIZES)
