@@ -133,7 +133,7 @@ def judge(
 ) -> list[Check]:
     """Compare the states before and after the load. Nothing may be refused: the queue is long."""
     growth = after.memory - before.memory
-    megabytes = [f"{state.memory / 2**20:.1f}" for state in (before, after)]
+    megabytes = f"{before.memory / 2**20:.1f}", f"{after.memory / 2**20:.1f}"
     bounded = growth < max(MOST_GROWTH[0] * before.memory, MOST_GROWTH[1])
     blocks = f"{before.blocks:.0%}", f"{after.blocks:.0%}"
     checks = [

@@ -318,7 +318,7 @@ def test_a_prompt_that_is_scored_takes_a_place_too(few, http, at_once, metrics, 
     def places_taken():
         """As somebody hears who would need all of them."""
         (taken,) = re.findall(
-            "The server has ([0-9]+) sequences in hand",
+            "The server has ([0-9]+) sequences in flight",
             error_of(post(http, running, five))["message"],
         )
         return int(taken)
