@@ -1,20 +1,26 @@
 """Checks what the lessons show: `python -m shared.course.lessons`.
 
-The lessons are README.md and each stage's README.md. A fenced block in one of them is checked by its first word:
+The lessons are README.md and each stage's README.md. The first word of a fenced block decides how
+it is checked:
 
-- `console` shows commands, each behind `$ `, and what they print. They are run, and the output is compared: `...` in a line
-  stands for any text, `...` on a line of its own for any lines, and a number behind `~` for any number, because it varies.
-- `sh` is a list of commands to try. They are not run, but every option in it must be one that the module has.
-- `python` quotes the code of the stage, or of what it stands on, line by line; `...` on a line of its own leaves lines out.
+- `console` shows commands, each behind `$ `, and their output. The commands run, and the output is
+  compared: `...` in a line matches any text, `...` on a line of its own any lines, and a number
+  behind `~` any number.
+- `sh` lists commands to try. They do not run, but every option must be one that the module has.
+- `python` quotes code of the stage, of an earlier one, or of `shared`; `...` on a line of its own
+  leaves lines out.
 
-More words say how: `console slow` takes more than a moment, so that a default run of the tests leaves it out; `console server`
-and `python server` are run while a server of stage 06 answers at 127.0.0.1:8000 (the check takes another port, and says so to
-the command), and the Python there is a whole program that must end well.
+More words say how: `console slow` takes more than a moment, and a default run of the tests leaves
+it out; `console server` and `python server` run while a server of stage 06 answers at
+127.0.0.1:8000 (the check uses another port and replaces it in the command), and the Python there is
+a whole program that must exit with status 0.
 
-Between `<!-- tasks -->` and `<!-- /tasks -->` stands the table of a stage's exercises, made from its tasks.py by `--write`.
+The table of a stage's exercises, between `<!-- tasks -->` and `<!-- /tasks -->`, is made from its
+tasks.py by `--write`.
 
-Commands are `python`, `pytest` and `curl`, without a shell: no pipes and no redirections. They run in the root of the
-repository, offline, with standard error behind standard output, and must leave no file behind.
+Commands are `python`, `pytest` and `curl`, without a shell: no pipes and no redirections. They run
+in the root of the repository, offline, with standard error mixed into standard output, and must
+leave no file behind.
 """
 
 from __future__ import annotations
@@ -28,9 +34,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,18 +43,16 @@ from tqdm import tqdm
 
 from .. import cli, paths
 from ..errors import UserError
-from . import links, mine
+from ..server import own_server
+from . import links, markdown, mine
 
 LESSON = "README.md"
 PROMPT, CONTINUED = "$ ", "\\"
 SLOW, SERVER = "slow", "server"
 ADDRESS = "127.0.0.1:8000"
 ANY = "..."
-NUMBER = re.compile(
-    r" *~\d[\d,]*(?:\.\d+)? *"
-)  # with the spaces around it: a column is as wide as its numbers
+NUMBER = re.compile(r" *~\d[\d,]*(?:\.\d+)? *")  # with its spaces: columns are as wide as numbers
 LIMIT = 300  # seconds for one command
-STARTING = 120.0  # seconds for the server
 OPTION = re.compile(r"--[a-z][\w-]*")
 TASKS = re.compile(r"^<!-- tasks -->$.*?^<!-- /tasks -->$", re.MULTILINE | re.DOTALL)
 
@@ -70,63 +72,56 @@ class Block:
 
 
 def lessons() -> list[Path]:
-    """All texts that are checked, in reading order. A stage that is being written may have none yet."""
+    """All texts to check, in reading order. A stage that is being written may have none yet."""
     found = [paths.ROOT / LESSON, *(paths.ROOT / name / LESSON for name in paths.discover())]
     return [path for path in found if path.exists()]
 
 
 def blocks(path: Path) -> list[Block]:
     """The fenced blocks of the file, in order."""
-    found, fence, start, info, inside = [], "", 0, "", list[str]()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        mark = links.FENCE.match(line)
-        if not fence and mark:
-            fence, start, info, inside = mark[1], number, line.strip().strip(mark[1][0]), []
-        elif fence and mark and mark[1].startswith(fence) and not line.strip().strip(fence[0]):
-            kind, *words = info.split() or [""]
-            found.append(Block(path, start, kind, tuple(words), tuple(inside)))
-            fence = ""
-        elif fence:
-            inside.append(line)
+    found = []
+    for fence in markdown.parse(path.read_text(encoding="utf-8")).fences:
+        kind, *words = fence.info.split() or [""]
+        found.append(Block(path, fence.line, kind, tuple(words), fence.lines))
     return found
 
 
 def checked() -> list[Block]:
-    """The blocks of all lessons that say something to check."""
-    return [
-        block
-        for path in lessons()
-        for block in blocks(path)
-        if block.kind in ("console", "sh", "python")
-    ]
+    """The blocks of all lessons that can be checked."""
+    kinds = ("console", "sh", "python")
+    return [block for path in lessons() for block in blocks(path) if block.kind in kinds]
 
 
 def check(block: Block, address: str = "") -> list[str]:
-    """What is wrong in the block. `address` ("127.0.0.1:1234") is where a server answers, for blocks that want one.
+    """The problems of a block. address: "127.0.0.1:1234", of a server for blocks that need one.
 
-    Raises UserError for a block that is not written as it should be.
+    Raises UserError for a malformed block.
     """
     if SERVER in block.words and not address:
-        raise UserError(f"{block} wants a server: give the address of one.")
+        raise UserError(f"{block} needs a server: give its address.")
     if block.kind == "sh":
-        return [each for line in block.lines for each in _check_options(line)]
+        return [problem for line in block.lines for problem in _check_options(line)]
     if block.kind == "python" and SERVER in block.words:
-        code, said = run([sys.executable, "-c", "\n".join(block.lines).replace(ADDRESS, address)])
-        return [f"the program ended with {code}:\n{said}"] if code else []
+        program = "\n".join(block.lines).replace(ADDRESS, address)
+        status, output = run([sys.executable, "-c", program])
+        return [f"the program ended with status {status}:\n{output}"] if status else []
     if block.kind == "python":
         return _check_quote(block)
     return [
-        each
+        problem
         for command, shown in commands(block)
-        for each in _check_command(command, shown, address)
+        for problem in _check_command(command, shown, address)
     ]
 
 
-# ---- commands and their output ----------------------------------------------------------------------------------
+# ---- commands and their output ------------------------------------------------------------------
 
 
 def commands(block: Block) -> list[tuple[str, list[str]]]:
-    """The commands of a console block, and the lines shown for each. UserError if it does not begin with a command."""
+    """The commands of a console block with the output shown for each.
+
+    Raises UserError if the block does not begin with a command.
+    """
     found: list[tuple[str, list[str]]] = []
     continued = False
     for line in block.lines:
@@ -144,13 +139,10 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
 
 
 def arguments(command: str) -> list[str]:
-    """The command as a list for subprocess. UserError if it is none that can be run here."""
+    """The command as a list for subprocess. Raises UserError if it cannot run here."""
     words = shlex.split(command, comments=True)
-    if (
-        not words
-        or words[0] not in ("python", "pytest", "curl")
-        or {"|", ">", "<", "&", "&&", ";"} & set(words)
-    ):
+    known = bool(words) and words[0] in ("python", "pytest", "curl")
+    if not known or {"|", ">", "<", "&", "&&", ";"} & set(words):
         raise UserError(
             f"'{command}' is not python, pytest or curl alone: show it in a block of sh."
         )
@@ -159,12 +151,12 @@ def arguments(command: str) -> list[str]:
     return [sys.executable, *(["-m", "pytest"] if words[0] == "pytest" else []), *words[1:]]
 
 
-def matches(shown: Sequence[str], said: Sequence[str]) -> bool:
-    """Whether the lines `said` are what `shown` shows."""
+def matches(shown: Sequence[str], output: Sequence[str]) -> bool:
+    """Whether the lines of an output match the lines that a lesson shows."""
     pattern = "".join(
         r"(?:.*\n)*?" if line.strip() == ANY else _pattern(line) + r"\n" for line in _trimmed(shown)
     )
-    return re.fullmatch(pattern, "".join(f"{line}\n" for line in _trimmed(said))) is not None
+    return re.fullmatch(pattern, "".join(f"{line}\n" for line in _trimmed(output))) is not None
 
 
 def _trimmed(lines: Sequence[str]) -> list[str]:
@@ -174,14 +166,11 @@ def _trimmed(lines: Sequence[str]) -> list[str]:
 
 def _pattern(line: str) -> str:
     """The regular expression of one shown line."""
-    varying = NUMBER.findall(line)
-    fixed = [
-        ".*?".join(re.escape(part) for part in piece.split(ANY)) for piece in NUMBER.split(line)
-    ]
-    # Where the lesson shows a space beside the number, there is one or more; elsewhere none.
+    fixed = [".*?".join(map(re.escape, piece.split(ANY))) for piece in NUMBER.split(line)]
+    # One or more spaces where the lesson shows any beside the number, else none.
     wild = [
-        " +" * each.startswith(" ") + r"[-+]?\d[\d,]*(?:\.\d+)?" + " +" * each.endswith(" ")
-        for each in varying
+        " +" * number.startswith(" ") + r"[-+]?\d[\d,]*(?:\.\d+)?" + " +" * number.endswith(" ")
+        for number in NUMBER.findall(line)
     ]
     return "".join(a + b for a, b in zip(fixed, [*wild, ""], strict=True))
 
@@ -190,40 +179,32 @@ def _check_command(command: str, shown: list[str], address: str) -> list[str]:
     words = arguments(command.replace(ADDRESS, address) if address else command)
     if not shutil.which(words[0]):
         return []  # some systems have no curl
-    code, said = run(words)
-    said = said.replace(address, ADDRESS) if address else said
-    if matches(shown, said.splitlines()):
+    status, output = run(words)
+    output = output.replace(address, ADDRESS) if address else output
+    if matches(shown, output.splitlines()):
         return []
-    return [
-        "\n".join(
-            [
-                f"$ {command}",
-                "-- shown:",
-                *shown,
-                f"-- printed, with exit status {code}:",
-                *said.splitlines(),
-            ]
-        )
-    ]
+    lines = [f"$ {command}", "-- shown:", *shown, f"-- printed, with exit status {status}:"]
+    return ["\n".join([*lines, *output.splitlines()])]
 
 
 def environment() -> dict[str, str]:
-    """Offline, and as wide and as plain everywhere."""
-    return os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "100",
-        "NO_COLOR": "1",
-        "PYTHONUTF8": "1",
-    }
+    """Offline, without colours, and as wide on every machine."""
+    fixed = {"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1", "PYTHONUTF8": "1"}
+    return os.environ | fixed
 
 
 def run(words: list[str]) -> tuple[int, str]:
     """Exit status and output of a command, run as a reader would."""
     try:
         done = subprocess.run(
-            words, cwd=paths.ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, timeout=LIMIT,
-        )  # fmt: skip
+            words,
+            cwd=paths.ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT,
+        )
     except subprocess.TimeoutExpired:
         return 1, f"(no end after {LIMIT} s)"
     return done.returncode, done.stdout.decode("utf-8", "replace")
@@ -231,62 +212,42 @@ def run(words: list[str]) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
-    """A server of stage 06, as its lesson starts it; yields its address. RuntimeError with its words if it does not start."""
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "stage06_serving", "--port", "0"],
-            cwd=paths.ROOT,
-            env=environment(),
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            deadline = time.monotonic() + STARTING
-            while True:
-                log.seek(0)
-                said = log.read().decode("utf-8", "replace")
-                if found := re.search(r" at http://(127\.0\.0\.1:\d+)\n", said):
-                    break
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"The server did not start: {said}")
-                time.sleep(0.1)
-            yield found[1]
-        finally:
-            process.kill()
-            process.wait()
+    """The address of a server of stage 06. Raises UserError if it does not start."""
+    with own_server(quiet=True, environment=environment()) as server:
+        yield server.url.removeprefix("http://")
 
 
-# ---- options and quotations -------------------------------------------------------------------------------------
+# ---- options and quotations ---------------------------------------------------------------------
 
 
 def _check_options(line: str) -> Iterator[str]:
     """Options in a line of sh that its module does not have."""
-    code = line.partition(" #")[0]
-    for command in re.split(r"&&|[|;]", code):
-        command = command.partition(" -- ")[0]  # what stands behind it is for another program
+    for command in re.split(r"&&|[|;]", line.partition(" #")[0]):
+        command = command.partition(" -- ")[0]  # what follows is for another program
         module = links.MODULE.search(command)
         if module and links.OURS.match(module[1]):
             known = set(OPTION.findall(_help(module[1], command[module.end() :].split())))
-            yield from (
-                f"{module[0]} has no {option}"
-                for option in OPTION.findall(command)
-                if option not in known
-            )
+            unknown = [option for option in OPTION.findall(command) if option not in known]
+            yield from (f"{module[0]} has no {option}" for option in unknown)
 
 
 def _help(module: str, words: list[str]) -> str:
-    """What --help prints, of the module and of the first of its arguments: that may be a command with options of its own."""
-    found = importlib.import_module(module)
-    program = importlib.import_module(f"{module}.__main__") if hasattr(found, "__path__") else found
-    said = io.StringIO()
+    """The --help of a module, and of its first argument, which may be a command with options."""
+    output = io.StringIO()
     for first in ([], [word for word in words[:1] if word[0] != "-"]):
-        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-            program.main([*first, "--help"])
-    return said.getvalue()
+        with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+            program(module).main([*first, "--help"])
+    return output.getvalue()
+
+
+def program(module: str) -> object:
+    """What `python -m module` runs."""
+    found = importlib.import_module(module)
+    return importlib.import_module(f"{module}.__main__") if hasattr(found, "__path__") else found
 
 
 def _check_quote(block: Block) -> list[str]:
-    """Whether the lines stand so in a file of the stage, of an earlier one, or of `shared`."""
+    """Whether a file of the stage, of an earlier one, or of `shared` has the lines."""
     parts: list[list[str]] = [[]]
     for line in block.lines:
         if line.strip() == ANY:
@@ -302,23 +263,17 @@ def _check_quote(block: Block) -> list[str]:
 
 
 def _quotes(parts: list[list[str]], source: list[str]) -> bool:
-    """Whether all parts stand in the source, one after the other, indented as a whole as they like."""
+    """Whether the source has all parts, one after the other, with any indentation of the whole."""
     place = 0
-    for part in parts:
+    for part in filter(None, parts):
         wanted, count = _dedented(part), len(part)
-        starts = (
-            at
-            for at in range(place, len(source) - count + 1)
-            if source[at].strip() == part[0].strip()
-        )
-        at = (
-            next((at for at in starts if _dedented(source[at : at + count]) == wanted), None)
-            if part
-            else place
-        )
-        if at is None:
+        for at in range(place, len(source) - count + 1):
+            same_start = source[at].strip() == part[0].strip()
+            if same_start and _dedented(source[at : at + count]) == wanted:
+                place = at + count
+                break
+        else:
             return False
-        place = at + count
     return True
 
 
@@ -326,35 +281,38 @@ def _dedented(lines: Sequence[str]) -> str:
     return textwrap.dedent("\n".join(lines))
 
 
-# ---- exercises --------------------------------------------------------------------------------------------------
+# ---- exercises ----------------------------------------------------------------------------------
 
 
 def with_tasks(path: Path) -> str:
-    """The text of a stage's lesson with the table of its tasks as it should be. UserError if it has no place for one."""
+    """The text of a stage's lesson with the right table of tasks.
+
+    Raises UserError if the lesson has no place for it.
+    """
     stage, text = path.parent.name, path.read_text(encoding="utf-8")
     tasks = mine.tasks(stage)
     if not tasks:
         return text
     if not TASKS.search(text):
         raise UserError(
-            f"{stage}/{LESSON} has no place for its tasks: put <!-- tasks --> and <!-- /tasks --> on lines of their own."
+            f"{stage}/{LESSON} has no place for its tasks: "
+            "put <!-- tasks --> and <!-- /tasks --> on lines of their own."
         )
     rows = ["| task | what to write | where | points |", "|--:|---|---|--:|"]
     for task in tasks:
         functions = ", ".join(f"`{function}`" for function in task.functions)
-        rows.append(
-            f"| {task.number} | {task.title} | {functions} in [{task.file}]({task.file}) | {task.points} |"
-        )
+        where = f"{functions} in [{task.file}]({task.file})"
+        rows.append(f"| {task.number} | {task.title} | {where} | {task.points} |")
     table = "\n".join(["<!-- tasks -->", "", *rows, "", "<!-- /tasks -->"])
-    return TASKS.sub(lambda found: table, text, count=1)
+    return TASKS.sub(lambda _: table, text, count=1)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "shared.course.lessons",
-        "Runs what the lessons show, and compares it with what they say of it.",
+        "Runs what the lessons show, and compares the output.",
         "  python -m shared.course.lessons             exit status 1 if anything differs\n"
-        "  python -m shared.course.lessons --slow      with what takes minutes\n"
+        "  python -m shared.course.lessons --slow      also what takes minutes\n"
         "  python -m shared.course.lessons --write     put the tables of tasks in first",
     )
     parser.add_argument("--slow", action="store_true", help="run the blocks marked slow, too")
@@ -370,23 +328,17 @@ def main(argv: list[str] | None = None) -> int:
             path.write_text(text, encoding="utf-8", newline="\n")
         elif text != path.read_text(encoding="utf-8"):
             wrong += 1
-            print(
-                f"{path.parent.name}/{LESSON}: the table of tasks is not that of tasks.py: write it with --write"
-            )
+            print(f"{path.parent.name}/{LESSON}: stale table of tasks: write it with --write")
     chosen = [block for block in checked() if options.slow or SLOW not in block.words]
     with contextlib.ExitStack() as stack:
-        address = (
-            stack.enter_context(serving()) if any(SERVER in block.words for block in chosen) else ""
-        )
+        needed = any(SERVER in block.words for block in chosen)
+        address = stack.enter_context(serving()) if needed else ""
         for block in tqdm(chosen, desc="lessons", unit="block", disable=None):
             for problem in check(block, address if SERVER in block.words else ""):
                 wrong += 1
                 tqdm.write(f"{block}: {problem}")
-    print(
-        f"{wrong} wrong"
-        if wrong
-        else f"{len(chosen)} blocks of {len(lessons())} lessons show what is so."
-    )
+    good = f"{len(chosen)} blocks of {len(lessons())} lessons are right."
+    print(f"{wrong} wrong" if wrong else good)
     return 1 if wrong else 0
 
 

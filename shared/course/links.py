@@ -1,12 +1,12 @@
-"""Checks what the texts point at: `python -m shared.course.links`.
+"""Checks all links, paths and commands in the texts: `python -m shared.course.links`.
 
 In every *.md file of the repository:
-- a relative link or image leads to a file or folder that exists, and its #anchor to a heading or a line there;
+- a relative link or image leads to an existing file or folder, its #anchor to a heading or line;
 - a path in code, such as `shared/cli.py`, exists, and a test named after `::` is in its file;
 - `python -m module` names a module that can be run;
-- a link into the web is well formed, and none names a package registry: everybody's pip has an index of its own.
+- a link into the web is well formed, and none names a package registry: each pip has its own index.
 
-Nothing is fetched, so that the check needs no network: whether a web page is still there, it does not know.
+The check needs no network, so it cannot tell whether a web page still exists.
 """
 
 from __future__ import annotations
@@ -17,50 +17,29 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from .. import cli, paths
+from .markdown import Text, parse
 
-FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
-CODE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
-COMMENT = re.compile(r"<!--.*?-->")
 LINKS = (
-    re.compile(
-        r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)"
-    ),  # [words](target) and ![words](target "title")
+    re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)"),  # [words](target), also images
     re.compile(r"^ {0,3}\[[^\]]+\]:\s+(\S+)"),  # [words]: target
     re.compile(r"""<(?:a|img)\b[^>]*?\b(?:href|src)=["']([^"']+)["']"""),
 )
 BARE = re.compile(r"(?<![(\"'<\w])https?://[^\s<>)\]]+|<(https?://[^>]+)>")
-WEB_TEXT = re.compile(
-    r"!?\[[^\]]*\]\(\s*<?https?://[^)]*\)"
-)  # a whole link into the web, with its words
-HEADING = re.compile(r"^ {0,3}#{1,6}\s+(.*?)\s*#*\s*$")
-NAMED = re.compile(r"""<a\b[^>]*\b(?:id|name)=["']([^"']+)["']""")
 MODULE = re.compile(r"\bpython[\d.]*(?:\.exe)? -m ([\w.]+)")
 PATH = re.compile(r"(\.?\w[\w.-]*(?:/[\w.-]+)*/?)(?:::([\w.:\[\]-]+)|:\d+(?:-\d+)?)?")
 REGISTRY = re.compile(
     r"\b(pypi|pythonhosted|npmjs|crates|rubygems|anaconda)\.(org|com|io)\b|\bdownload\.pytorch\b"
 )
-OURS = re.compile(
-    r"shared|stage\d\d_\w+"
-)  # a path that begins so is meant to be one of ours, there or not
-UNKNOWN_HERE = {".venv", ".cache"}  # made on each machine, and not part of the repository
-
-
-@dataclass
-class Text:
-    """A markdown file taken apart. Lines are counted from 1."""
-
-    prose: list[tuple[int, str]] = field(default_factory=list)  # without code and comments
-    code: list[tuple[int, str]] = field(default_factory=list)  # spans, and lines of fenced blocks
-    anchors: set[str] = field(default_factory=set)
+OURS = re.compile(r"shared|stage\d\d_\w+")  # the first part of every path and module of ours
+UNTRACKED = {".venv", ".cache"}  # made on each machine
 
 
 def texts(root: Path) -> list[Path]:
-    """Every markdown file below `root` that is not in a hidden folder or a virtual environment."""
+    """Every Markdown file below `root`, except in hidden folders and virtual environments."""
     found = []
     for folder, below, names in os.walk(root):
         below[:] = [
@@ -72,58 +51,22 @@ def texts(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def parse(content: str) -> Text:
-    """Take a markdown text apart into prose, code and anchors."""
-    text, fence, times = Text(), "", dict[str, int]()
-    for number, line in enumerate(content.splitlines(), 1):
-        mark = FENCE.match(line)
-        if fence:
-            if mark and mark[1].startswith(fence) and not line.strip().strip(fence[0]):
-                fence = ""
-            else:
-                text.code.append((number, line))
-            continue
-        if mark:
-            fence = mark[1]
-            continue
-        line = COMMENT.sub("", line)
-        text.anchors |= set(NAMED.findall(line))
-        if heading := HEADING.match(line):
-            slug = anchor(heading[1])
-            text.anchors.add(f"{slug}-{times[slug]}" if slug in times else slug)
-            times[slug] = times.get(slug, 0) + 1
-        # Another project's file is often named in code inside a link to it: the link says where it is.
-        text.code += [(number, span[2].strip()) for span in CODE.finditer(WEB_TEXT.sub("", line))]
-        text.prose.append((number, CODE.sub("", line)))
-    return text
-
-
-def anchor(heading: str) -> str:
-    """The anchor that a code host makes of a heading: "What `x` costs" -> "what-x-costs"."""
-    words = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
-    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-
-
 def problems(root: Path) -> list[str]:
-    """Everything in the texts below `root` that leads nowhere, as `file, line N: what is wrong`."""
+    """Everything in the texts below `root` that leads nowhere, as `file, line N: problem`."""
     parsed = {path: parse(path.read_text(encoding="utf-8")) for path in texts(root)}
-    found = []
+    found = set()
     for path, text in parsed.items():
-        named = path.relative_to(root).as_posix()
-        for number, line in text.prose:
-            found += [(named, number, each) for each in _check_prose(line, path, root, parsed)]
-        for number, line in text.code:
-            found += [(named, number, each) for each in _check_code(line, path, root)]
-        for number, line in text.prose + text.code:
-            if registry := REGISTRY.search(line):
-                found.append(
-                    (
-                        named,
-                        number,
-                        f"{registry[0]} is a package registry: name the package, not its host",
-                    )
-                )
-    return [f"{name}, line {number}: {what}" for name, number, what in sorted(set(found))]
+        name = path.relative_to(root).as_posix()
+        checks = [(number, _check_prose(line, path, root, parsed)) for number, line in text.prose]
+        checks += [(number, _check_code(line, path, root)) for number, line in text.code]
+        checks += [(number, _check_host(line)) for number, line in text.prose + text.code]
+        found |= {(name, number, problem) for number, each in checks for problem in each}
+    return [f"{name}, line {number}: {problem}" for name, number, problem in sorted(found)]
+
+
+def _check_host(line: str) -> Iterator[str]:
+    if registry := REGISTRY.search(line):
+        yield f"{registry[0]} is a package registry: name the package, not its host"
 
 
 def _check_prose(line: str, path: Path, root: Path, parsed: dict[Path, Text]) -> Iterator[str]:
@@ -134,7 +77,7 @@ def _check_prose(line: str, path: Path, root: Path, parsed: dict[Path, Text]) ->
         if scheme in ("http", "https"):
             host = urlsplit(target).hostname or ""
             if not re.fullmatch(r"([\w-]+\.)+[a-z]{2,}|localhost|127\.0\.0\.1", host):
-                yield f"{target} is no well-formed web address"
+                yield f"{target} is not a well-formed web address"
         elif not scheme:
             yield from _check_link(target, path, root, parsed)
         elif scheme != "mailto":
@@ -142,7 +85,7 @@ def _check_prose(line: str, path: Path, root: Path, parsed: dict[Path, Text]) ->
 
 
 def _check_link(target: str, path: Path, root: Path, parsed: dict[Path, Text]) -> Iterator[str]:
-    """A link to a file: is it there, within the repository, spelt with the right case, and does its anchor exist?"""
+    """A file must exist, in the repository, with the same case, and have the anchor."""
     name, _, mark = unquote(target).partition("#")
     place = Path(os.path.normpath(path.parent / name)) if name else path
     if "\\" in name or name.startswith("/"):
@@ -157,11 +100,11 @@ def _check_link(target: str, path: Path, root: Path, parsed: dict[Path, Text]) -
     elif mark:
         lines = re.fullmatch(r"L(\d+)(?:-L(\d+))?", mark)
         if not lines or not place.is_file():
-            yield f"{target}: such an anchor means nothing there"
-        elif max(int(each) for each in lines.groups() if each) > len(
-            place.read_text(encoding="utf-8").splitlines()
-        ):
-            yield f"{target}: the file has fewer lines"
+            yield f"{target}: this kind of file has no such anchor"
+        else:
+            count = len(place.read_text(encoding="utf-8").splitlines())
+            if max(int(line) for line in lines.groups() if line) > count:
+                yield f"{target}: the file has only {count} lines"
 
 
 def _check_code(code: str, path: Path, root: Path) -> Iterator[str]:
@@ -175,17 +118,17 @@ def _check_code(code: str, path: Path, root: Path) -> Iterator[str]:
         name, test = match.groups()
         first = name.split("/")[0]
         places = [folder for folder in (root, path.parent) if (folder / first).exists()]
-        if first in UNKNOWN_HERE or not (places or OURS.fullmatch(first)):
-            continue  # a path of somewhere else, or no path at all
-        there = [folder / name for folder in places if _exists(folder / name, root)]
-        if not there:
+        if first in UNTRACKED or not (places or OURS.fullmatch(first)):
+            continue  # a path elsewhere, or no path at all
+        existing = [folder / name for folder in places if _exists(folder / name, root)]
+        if not existing:
             yield f"`{name}` does not exist"
-        elif test and not _has_test(there[0], test):
+        elif test and not _has_test(existing[0], test):
             yield f"`{name}` has no {test}"
 
 
 def _exists(place: Path, root: Path) -> bool:
-    """Whether a file is there under exactly this name: some systems take Readme.md for README.md, and others do not."""
+    """Whether a file has exactly this name: some systems take Readme.md for README.md."""
     steps = place.relative_to(root).parts if place.is_relative_to(root) else ()
     for depth, step in enumerate(steps):
         folder = root.joinpath(*steps[:depth])
@@ -204,7 +147,7 @@ def _has_test(place: Path, test: str) -> bool:
 
 
 def runnable(module: str) -> bool:
-    """Whether `python -m module` finds something to run."""
+    """Whether `python -m module` has something to run."""
     try:
         spec: importlib.machinery.ModuleSpec | None = importlib.util.find_spec(module)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -217,7 +160,7 @@ def runnable(module: str) -> bool:
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "shared.course.links",
-        "Checks every link, file name and command in the markdown files.",
+        "Checks every link, file name and command in the Markdown files.",
         "  python -m shared.course.links             exit status 1 if anything leads nowhere",
     )
     parser.parse_args(argv)
@@ -225,11 +168,8 @@ def main(argv: list[str] | None = None) -> int:
     found = problems(paths.ROOT)
     for problem in found:
         print(problem)
-    print(
-        f"{len(found)} wrong"
-        if found
-        else f"All links of {len(texts(paths.ROOT))} texts lead somewhere."
-    )
+    count = len(texts(paths.ROOT))
+    print(f"{len(found)} wrong" if found else f"All links of {count} texts lead somewhere.")
     return 1 if found else 0
 
 

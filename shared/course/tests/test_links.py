@@ -1,4 +1,4 @@
-"""The check of the texts: what is right passes, and each kind of wrong is named with file and line."""
+"""The check of the texts: what is right passes, and each problem is named with file and line."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from shared.course import links
+from shared.course import links, markdown
 
 GOOD = """# The first *stage*
 
-See [the code](stage01_first/code.py#L2), [its folder](stage01_first/), [`code`](stage01_first/code.py "the page"),
-[below](#what-x-costs), [again](#again-1), [a lesson](stage01_first/README.md#a-lesson), [there][there].
-![a chart](stage01_first/chart.svg) <img alt="wide" src="stage01_first/chart.svg"> <a id="here"></a> [here](#here)
+See [the code](stage01_first/code.py#L2), [its folder](stage01_first/), [below](#what-x-costs),
+[`code`](stage01_first/code.py "the page"), [again](#again-1), [there][there],
+[a lesson](stage01_first/README.md#a-lesson), <a id="here"></a> [here](#here).
+![a chart](stage01_first/chart.svg) <img alt="wide" src="stage01_first/chart.svg">
 
 [there]: stage01_first/code.py
 
@@ -20,10 +21,12 @@ See [the code](stage01_first/code.py#L2), [its folder](stage01_first/), [`code`]
 ## Again
 ## Again
 
-Files: `stage01_first/code.py`, `stage01_first/`, `stage01_first/code.py::test_it[one]`, `stage01_first/code.py::Class::test_in`.
-No files of ours: `vllm/v1/engine.py`, `tok/s`, `owner/name`, `.venv/bin/python`, `a / b`, `reports/<machine>/x.json`.
+Files: `stage01_first/code.py`, `stage01_first/`, `stage01_first/code.py::test_it[one]`,
+`stage01_first/code.py::Class::test_in`. Others: `vllm/v1/engine.py`, `tok/s`, `owner/name`,
+`.venv/bin/python`, `a / b`, `reports/<machine>/x.json`.
 In another project: [`stage01_first/gone.py`](https://example.org/stage01_first/gone.py).
-Web: <https://example.org/page>, https://example.org/other. and [words](http://localhost:8000/docs) <!-- [no](gone.md) -->
+Web: <https://example.org/page>, https://example.org/other. [words](http://localhost:8000/docs)
+<!-- [no](gone.md) -->
 
 ```sh
 python -m json.tool stage01_first/code.py
@@ -44,13 +47,11 @@ def root(tmp_path: Path) -> Path:
     """A small repository without a fault."""
     stage = tmp_path / "stage01_first"
     stage.mkdir()
-    (stage / "code.py").write_text(
-        "class Class:\n    def test_in(self): ...\n\ndef test_it(): ...\n", encoding="utf-8"
-    )
+    code = "class Class:\n    def test_in(self): ...\n\ndef test_it(): ...\n"
+    lesson = "# A lesson\n\n`code.py`, [up](../README.md), `stage01_first/code.py`\n"
+    (stage / "code.py").write_text(code, encoding="utf-8")
     (stage / "chart.svg").write_text("<svg/>\n", encoding="utf-8")
-    (stage / "README.md").write_text(
-        "# A lesson\n\n`code.py`, [up](../README.md), `stage01_first/code.py`\n", encoding="utf-8"
-    )
+    (stage / "README.md").write_text(lesson, encoding="utf-8")
     (tmp_path / "README.md").write_text(GOOD, encoding="utf-8")
     return tmp_path
 
@@ -70,13 +71,13 @@ def test_a_text_without_fault(root: Path) -> None:
         ("[x](readme.md)", "readme.md does not exist"),  # on a system that ignores case too
         ("[x](#gone)", "#gone: there is no such heading"),
         ("[x](stage01_first/README.md#gone)", "there is no such heading"),
-        ("[x](stage01_first/code.py#L5)", "the file has fewer lines"),
-        ("[x](stage01_first/code.py#test_it)", "such an anchor means nothing there"),
+        ("[x](stage01_first/code.py#L5)", "the file has only 4 lines"),
+        ("[x](stage01_first/code.py#test_it)", "this kind of file has no such anchor"),
         ("[x](../README.md)", "leads out of the repository"),
         ("[x](/README.md)", "write a path from this file"),
         ("[x](stage01_first\\code.py)", "write a path from this file"),
-        ("[x](https://)", "https:// is no well-formed web address"),
-        ("<https://nowhere>", "https://nowhere is no well-formed web address"),
+        ("[x](https://)", "https:// is not a well-formed web address"),
+        ("<https://nowhere>", "https://nowhere is not a well-formed web address"),
         ("[x](ftp://example.org)", "is neither a web address nor a path"),
         ("`stage01_first/gone.py`", "`stage01_first/gone.py` does not exist"),
         ("`stage09_gone/code.py`", "`stage09_gone/code.py` does not exist"),
@@ -85,23 +86,16 @@ def test_a_text_without_fault(root: Path) -> None:
         ("`stage01_first/code.py::test_gone`", "`stage01_first/code.py` has no test_gone"),
         ("`python -m shared.gone`", "python -m shared.gone: there is no such module"),
         ("```\npython -m gone.gone\n```", "python -m gone.gone: there is no such module"),
-        (
-            "`python -m shared`",
-            "python -m shared: there is no such module",
-        ),  # a package that is none to run
+        ("`python -m shared`", "python -m shared: there is no such module"),  # has no __main__
         ("https://" + "npmjs" + ".com/x", "is a package registry"),
     ],
 )
-def test_each_kind_of_wrong_is_named(root: Path, line: str, message: str) -> None:
-    path = root / "stage01_first" / "more.md"
+def test_each_problem_is_named(root: Path, line: str, message: str) -> None:
     (root / "README.md").write_text(f"# Title\n\n{line}\n", encoding="utf-8")
-    path.write_text("# Fine\n", encoding="utf-8")
     (root / "stage01_first" / "README.md").write_text("# A lesson\n", encoding="utf-8")
-    (found,) = links.problems(root)
-    assert (
-        found.startswith(f"README.md, line {4 if line.startswith('```') else 3}: ")
-        and message in found
-    )
+    (problem,) = links.problems(root)
+    number = 4 if line.startswith("```") else 3
+    assert problem.startswith(f"README.md, line {number}: ") and message in problem
 
 
 def test_hidden_folders_and_virtual_environments_are_left_alone(root: Path) -> None:
@@ -123,4 +117,4 @@ def test_hidden_folders_and_virtual_environments_are_left_alone(root: Path) -> N
     ],
 )
 def test_anchors_are_those_of_a_code_host(heading: str, slug: str) -> None:
-    assert links.anchor(heading) == slug
+    assert markdown.anchor(heading) == slug
