@@ -1,0 +1,207 @@
+"""Errors: which exception of OpenAI's client each one becomes, and what the client does then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from stage06_serving.tests.asking import PROMPT, TOKENIZER, chat, complete, counts, first, get, post
+from stage06_serving.tests.conftest import House, Running
+from stage06_serving.tests.faulty_server import VARIABLE, Fault, until
+
+JSON = {"content-type": "application/json"}
+
+
+# ---- fields -------------------------------------------------------------------------------------
+
+
+def test_unknown_and_empty_fields_are_ignored(client):
+    plain = first(client).text
+    extra = {"mirostat": 2, "store": True, "metadata": {"a": "b"}, "tools": [], "suffix": ""}
+    extra |= {"response_format": {"type": "text"}}
+    assert first(client, user="a name", best_of=1, n=1, extra_body=extra).text == plain
+    null: dict[str, Any] = dict.fromkeys(("logprobs", "n", "seed", "top_p", "logit_bias", "echo"))
+    assert first(client, **null).text == plain
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("temperature", value) for value in (-0.1, "1", True)],
+        *[("n", value) for value in (0, 17, 10**9)],  # CVE-2026-34756
+        *[("best_of", value) for value in (3, 10**9)],  # CVE-2024-8939
+        *[("max_tokens", value) for value in (-1, 10**30)],  # CVE-2026-21869
+        *[("logit_bias", value) for value in ({"x": 1}, {"2048": 1}, {"-1": 1})],
+        *[("stop_token_ids", value) for value in ([-1], [2048])],
+        *[("stop", value) for value in ("", ["a"] * 5)],
+        *[("tools", [{"type": {}}]), ("guided_regex", "(a+)+$")],  # CVE-2025-48942, 48944
+        *[("chat_template", "{% for i in range(10**9) %}{% endfor %}")],  # CVE-2025-61620
+        *[("prompt_embeds", "gASVAAAA"), ("response_format", {"type": "json_object"})],
+        ("stream_options", {"include_usage": True}),  # without a stream
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_wrong_field_is_named(client, field, value):
+    """test_protocol.py has all the bounds."""
+    with pytest.raises(openai.BadRequestError) as refusal:
+        complete(client, extra_body={field: value})
+    assert field in refusal.value.message and len(refusal.value.response.content) < 700
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_logprobs": 21}, {"max_completion_tokens": 0}, {"n": 17}, {"tools": ["a"]}]
+)
+def test_a_wrong_field_of_a_chat_is_named(client, fields):
+    with pytest.raises(openai.BadRequestError, match=f"'{next(iter(fields))}'"):
+        chat(client, extra_body={"logprobs": True, **fields})
+
+
+def test_equal_samples_are_refused(client):
+    with pytest.raises(openai.BadRequestError, match="temperature 0"):
+        complete(client, n=2)
+
+
+# ---- models and other endpoints -----------------------------------------------------------------
+
+
+def test_models(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("stories", "model", "staircase")
+    assert isinstance(model.created, int) and model.max_model_len == 1024
+    assert client.models.retrieve("stories") == model
+    for name in ("gpt-5", "folder/name"):
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve(name)
+
+
+def test_another_model_is_not_found(client, server):
+    for ask in (complete, chat):
+        with pytest.raises(openai.NotFoundError, match="'gpt-5' does not exist") as refusal:
+            ask(client, model="gpt-5")
+        assert (refusal.value.param, refusal.value.type) == ("model", "NotFoundError")
+    assert post(server, json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200  # no model
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        assert post(server, path, json={**body, "model": "gpt-5"}).status_code == 404
+
+
+def test_text_to_tokens_and_back(server):
+    text = "Once, 日本 😀\nthe end <|endoftext|>"
+    tokens = TOKENIZER.encode(text)
+    body = post(server, "/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    strings = [TOKENIZER.decode([token]) for token in tokens]
+    assert body == {
+        **{"count": len(tokens), "max_model_len": 1024},
+        **{"tokens": tokens, "token_strs": strings},
+    }
+    assert TOKENIZER.eos_id not in tokens
+    assert post(server, "/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+    empty = post(server, "/tokenize", json={"prompt": ""}).json()
+    assert empty["tokens"] == [] and "token_strs" not in empty
+    for token in (2048, -1, 2**63):
+        assert post(server, "/detokenize", json={"tokens": [token]}).status_code == 400
+
+
+def test_health_and_version(server):
+    assert get(server, "/health").json() == {"status": "ok"}
+    assert get(server, "/version").json().keys() == {"version", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "options", "status"),
+    [
+        ("POST", "/v1/completions", {"content": b"{", "headers": JSON}, 400),
+        ("POST", "/v1/completions", {"json": {}}, 400),
+        ("POST", "/v1/completions", {"json": {"prompt": "a" * 2**20}}, 413),
+        ("GET", "/v1/completions", {}, 405),
+        ("DELETE", "/v1/models", {}, 405),
+        ("GET", "/v1/nothing", {}, 404),
+        ("GET", "/health/", {}, 404),
+        ("POST", "/v1/completions/", {"json": {"prompt": "a"}}, 404),
+        ("GET", "/docs", {}, 404),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_every_error_is_an_error_object(server, method, path, options, status):
+    options = {"trust_env": False, "timeout": 60, **options}
+    answer = httpx2.request(method, server.url + path, **options)
+    assert answer.status_code == status and answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert answer.json().keys() == {"error"}
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == status and error["message"] and error["type"].endswith("Error")
+    assert status != 405 or answer.headers["allow"]
+
+
+# ---- a server with a key, one place, and one second ---------------------------------------------
+
+LONG: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 255}
+LONG["extra_body"] = {"ignore_eos": True}  # it takes longer than the server allows
+
+
+@pytest.fixture(scope="module")
+def strict(house: House, tiny_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    limits = ("--max-sequences", "1", "--max-queue", "0", "--request-timeout", "1")
+    fault = Fault(tmp_path_factory.mktemp("pace") / "fault")
+    fault.plant("0.01")  # seconds more for each pass
+    variables = {VARIABLE: str(fault.file)}
+    key = ("--api-key", "right,also right")
+    return house("--model", str(tiny_folder), *key, *limits, env=variables)
+
+
+@pytest.fixture
+def strict_client(strict: Running) -> Iterator[Callable[..., openai.OpenAI]]:
+    made: list[openai.OpenAI] = []
+
+    def make(key: str = "right", retries: int = 0) -> openai.OpenAI:
+        made.append(openai.OpenAI(base_url=f"{strict.url}/v1", api_key=key, max_retries=retries))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+def test_a_wrong_key_is_an_authentication_error(strict_client):
+    with pytest.raises(openai.AuthenticationError, match="API key") as refusal:
+        strict_client("wrong").models.list()
+    assert refusal.value.code == "401" and refusal.value.type == "AuthenticationError"
+    assert strict_client("also right").models.list().data[0].id == "tiny"
+
+
+def test_a_late_answer_is_not_requested_again(strict, strict_client):
+    def aborted() -> float:
+        text = get(strict, "/metrics", headers={"Authorization": "Bearer right"}).text
+        name = 'request_success_total{finished_reason="abort"'
+        return float(next(line for line in text.splitlines() if name in line).split()[-1])
+
+    before = aborted()
+    with pytest.raises(openai.InternalServerError, match="longer than the server") as refusal:
+        strict_client(retries=2).completions.create(**LONG)
+    answer = refusal.value.response
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false")
+    until(lambda: aborted() == before + 1)
+
+
+def test_a_late_stream_ends_with_an_error(strict_client):
+    """The client would take a stream that is only cut for a whole one."""
+    chunks = []
+    with pytest.raises(openai.APIError, match="longer than the server allows"):
+        for chunk in strict_client().completions.create(**LONG, stream=True):
+            chunks.append(chunk)
+    assert not any(chunk.choices[0].finish_reason for chunk in chunks)
+
+
+def test_a_full_server_answers_503_and_the_client_comes_back(strict_client):
+    stream = strict_client().completions.create(**LONG, stream=True)
+    next(iter(stream))
+    short = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+    with pytest.raises(openai.InternalServerError) as refusal:
+        strict_client().completions.create(**short)
+    answer = refusal.value.response
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert counts(strict_client(retries=2).completions.create(**short))[1] == 1  # a second later
+    stream.close()

@@ -1,0 +1,154 @@
+"""Log-probabilities and the echo of prompts, through OpenAI's own client."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import openai
+import pytest
+
+from stage06_serving.tests.asking import (
+    OTHER,
+    PROMPT,
+    TOKENIZER,
+    TOKENS,
+    chat,
+    complete,
+    counts,
+    first,
+    joined,
+)
+
+
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_logprobs_of_a_completion(client, count):
+    choice = first(client, logprobs=count, temperature=1, seed=3)
+    table, offset = choice.logprobs, 0
+    assert "".join(table.tokens) == choice.text and len(table.tokens) == TOKENS
+    for token, logprob, top, at in zip(
+        table.tokens, table.token_logprobs, table.top_logprobs, table.text_offset, strict=True
+    ):
+        assert logprob <= 0 and top[token] == logprob and max(count, 1) <= len(top) <= count + 1
+        assert sum(math.exp(value) for value in top.values()) < 1 + 1e-6
+        assert at == offset and choice.text[at : at + len(token)] == token
+        offset += len(token)
+    greedy = first(client, logprobs=count).logprobs
+    assert greedy.token_logprobs == [max(top.values()) for top in greedy.top_logprobs]
+
+
+def test_no_sampling_option_changes_a_logprob(client):
+    top = first(client, max_tokens=1, logprobs=20).logprobs.top_logprobs[0]
+    token = list(top)[7]
+    bias = {str(TOKENIZER.encode(token)[0]): 100}
+    forced = first(client, max_tokens=1, logprobs=0, logit_bias=bias).logprobs
+    assert forced.tokens == [token]
+    assert forced.token_logprobs[0] == pytest.approx(top[token], abs=1e-3)
+
+
+def test_echo_puts_the_prompt_first(client):
+    text = first(client).text
+    for prompt in (PROMPT, TOKENIZER.encode(PROMPT), [PROMPT]):
+        assert first(client, prompt, echo=True).text == PROMPT + text
+    odd = "né 😀 日本 \t\n"
+    assert first(client, odd, echo=True).text.startswith(odd)
+
+
+def test_echo_with_logprobs_scores_the_prompt_too(client):
+    choice = first(client, echo=True, logprobs=2)
+    table = choice.logprobs
+    assert table.token_logprobs[0] is None and table.top_logprobs[0] is None
+    assert "".join(table.tokens) == choice.text and len(table.tokens) == 4 + TOKENS
+    assert table.text_offset == [sum(map(len, table.tokens[:i])) for i in range(4 + TOKENS)]
+    assert all(2 <= len(top) <= 3 for top in table.top_logprobs[1:])
+    assert table.token_logprobs[4:] == first(client, logprobs=2).logprobs.token_logprobs
+
+
+def test_echo_without_tokens_scores_the_prompt_alone(client):
+    answered = first(client, logprobs=3)
+    scores = answered.logprobs.token_logprobs
+    ids = TOKENIZER.encode(PROMPT)
+    ids += [TOKENIZER.encode(token)[0] for token in answered.logprobs.tokens]
+    alone: dict[str, Any] = {"echo": True, "max_tokens": 0}
+    answer = complete(client, ids, logprobs=3, **alone)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (PROMPT + answered.text, "length")
+    assert counts(answer) == (4 + TOKENS, 0, 4 + TOKENS)
+    assert choice.logprobs.token_logprobs[0] is None
+    assert choice.logprobs.token_logprobs[4:] == pytest.approx(scores, abs=1e-3)
+    two = complete(client, [PROMPT, OTHER], **alone).choices
+    assert [(each.index, each.text, each.logprobs) for each in two] == [
+        (0, PROMPT, None),
+        (1, OTHER, None),
+    ]
+    usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(complete(client, **alone, **usage))
+    assert joined(chunks) == PROMPT and chunks[0].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == [] and counts(chunks[-1]) == (4, 0, 4)
+    for invalid in (alone | {"n": 2, "temperature": 1}, {"max_tokens": 0}):
+        with pytest.raises(openai.BadRequestError, match="max_tokens"):
+            complete(client, **invalid)
+
+
+def test_the_samples_of_a_prompt_have_the_same_echo(client):
+    prompts = (PROMPT, PROMPT, OTHER, OTHER)
+    fields = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1, "seed": 3}
+    choices = complete(client, [PROMPT, OTHER], **fields).choices
+    for choice, prompt in zip(choices, prompts, strict=True):
+        alone = first(client, prompt, echo=True, max_tokens=0, logprobs=1).logprobs
+        table, count = choice.logprobs, len(alone.tokens)
+        assert choice.text.startswith(prompt) and table.tokens[:count] == alone.tokens
+        scores = alone.token_logprobs[1:]
+        assert table.token_logprobs[1:count] == pytest.approx(scores, abs=1e-3)
+        offsets = [len("".join(table.tokens[:i])) for i in range(count + TOKENS)]
+        assert table.text_offset == offsets
+    assert choices[0].text != choices[1].text
+
+
+def test_one_body_has_a_bounded_number_of_logprobs(client):
+    """While it is written no other client is served. Too many are refused before they are computed;
+    a stream may have them."""
+    many: dict[str, Any] = {"prompt": [PROMPT] * 3, "max_tokens": 900, "logprobs": 20}
+    with pytest.raises(openai.BadRequestError, match=f"{3 * 900 * 21} log-prob") as refusal:
+        complete(client, **many)
+    assert refusal.value.param == "logprobs"
+    with pytest.raises(openai.BadRequestError, match="log-probabilities"):
+        chat(client, n=3, temperature=1, max_completion_tokens=900, logprobs=True, top_logprobs=20)
+    ids = (TOKENIZER.encode(PROMPT) * 256)[:800]
+    for stream in (False, True):  # the echo of all prompts is one piece
+        with pytest.raises(openai.BadRequestError, match="log-probabilities"):
+            complete(client, [ids] * 3, echo=True, max_tokens=0, logprobs=20, stream=stream)
+    ends = {str(TOKENIZER.eos_id): 100}
+    assert len(list(complete(client, **many, logit_bias=ends, stream=True))) == 3
+    assert counts(complete(client, **many | {"max_tokens": 700}, logit_bias=ends))[1] == 3
+
+
+def test_token_ids_are_returned_on_request(client):
+    body = {"return_token_ids": True}
+    whole = first(client, logprobs=0, extra_body=body)
+    assert [TOKENIZER.decode([token]) for token in whole.token_ids] == whole.logprobs.tokens
+    chunks = complete(client, stream=True, extra_body=body)
+    ids = [token for chunk in chunks for token in chunk.choices[0].token_ids]
+    assert ids == whole.token_ids and "token_ids" not in first(client).model_dump()
+
+
+@pytest.mark.parametrize("count", [None, 0, 20])
+def test_logprobs_of_a_chat(client, count):
+    fields = {"logprobs": True} | ({} if count is None else {"top_logprobs": count})
+    choice = chat(client, **fields).choices[0]
+    text, content = choice.message.content, choice.logprobs.content
+    assert "".join(each.token for each in content) == text and len(content) == TOKENS
+    assert b"".join(bytes(each.bytes) for each in content).decode() == text
+    for each in content:
+        tops = [(top.token, top.logprob) for top in each.top_logprobs]
+        assert len(tops) == (count or 0) and each.logprob <= 0
+        assert tops == sorted(tops, key=lambda top: -top[1])
+        assert not tops or tops[0] == (each.token, each.logprob)
+    chunks = chat(client, stream=True, **fields)
+    streamed = [each for chunk in chunks for each in chunk.choices[0].logprobs.content]
+    assert [(each.token, each.bytes, len(each.top_logprobs)) for each in streamed] == [
+        (each.token, each.bytes, len(each.top_logprobs)) for each in content
+    ]
+    logprobs = [each.logprob for each in content]
+    assert [each.logprob for each in streamed] == pytest.approx(logprobs, abs=1e-3)
+    assert chat(client, logprobs=False).choices[0].logprobs is None
