@@ -17,12 +17,21 @@ import torch
 
 from shared.errors import UserError
 from shared.parity import prove
-from stage01_forward.engine import Engine as Naive
 from stage01_forward.model import load_model
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 
-from .oracle import CONFIG, answer, ask, assert_answered, finish, greedy, prompt_of, the_model
+from .oracle import (
+    CONFIG,
+    answer,
+    ask,
+    assert_answered,
+    finish,
+    greedy,
+    oracle_of,
+    prompt_of,
+    the_model,
+)
 from .steps import StepContract, bad
 
 
@@ -114,19 +123,6 @@ class EngineContract(StepContract):
         assert tokens == [3, 3, 4]
         assert [record.prefill_tokens for record in engine.steps][-3:] == [13, 13, 4]
 
-    def test_equal_lengths_go_in_waves(self):
-        """The null workload: no request leaves early, so nothing is gained, and nothing is lost."""
-        engine = self.engine(4, 64)
-        engine.generate([prompt_of(6, i) for i in range(12)], greedy(5))
-        assert [
-            (record.rows, record.prefill_tokens, record.decode_tokens, record.waiting)
-            for record in engine.steps
-        ] == [
-            (4, prefill, decode, waiting)
-            for waiting in (8, 4, 0)
-            for prefill, decode in ((24, 0), (0, 4), (0, 4), (0, 4), (0, 4))
-        ]
-
     def test_records_are_timed_and_limited(self):
         engine = self.engine(2, steps_kept=3)
         engine.generate([prompt_of(length) for length in (4, 5, 6)], greedy(4))
@@ -142,14 +138,14 @@ class EngineContract(StepContract):
 
     def test_all_scenarios(self, tiny_model):
         engine = self.engine(4, 32, model=tiny_model)
-        parity = prove(engine, Naive(tiny_model), SamplingParams)
+        parity = prove(engine, oracle_of(tiny_model), SamplingParams)
         assert parity.sequences > 20 and not parity.near_ties
         self.assert_idle(engine)
 
     def test_scenarios_in_float32_differ_at_near_ties_only(self, tiny):
         model = load_model(tiny, dtype=torch.float32)
         assert (
-            prove(self.engine(model=model), Naive(model), SamplingParams).sequences > 10
+            prove(self.engine(model=model), oracle_of(model), SamplingParams).sequences > 10
         )  # raises otherwise
 
     def test_other_neighbours_of_equal_lengths_leave_every_bit_as_it_was(self):

@@ -116,11 +116,6 @@ class After:
         pool.found[b"stale"] = pool.free[0]
         return "the blocks' digests and the blocks by digest differ", None, "none"
 
-    def a_digest_is_lost(engine):
-        pool, block = engine.scheduler.pool, table(engine, "a").blocks[0]
-        del pool.found[pool.digests[block]]
-        return "the blocks' digests and the blocks by digest differ", None, "none"
-
     def a_cached_block_has_no_digest(engine):
         pool = engine.scheduler.pool
         pool.forget(block := next(iter(pool.cached)))
@@ -131,15 +126,6 @@ class After:
         pool.forget(block)
         pool.publish(block, b"what it held before")
         return "found under tokens that it does not hold", block, "a"
-
-    def digests_are_exchanged(engine):
-        pool, (block, other) = engine.scheduler.pool, table(engine, "b").blocks[:2]
-        digests = pool.digests[block], pool.digests[other]
-        pool.forget(block)
-        pool.forget(other)
-        pool.publish(other, digests[0])
-        pool.publish(block, digests[1])
-        return "found under tokens that it does not hold", block, "b"
 
     def a_published_block_changes(engine):
         block = table(engine, "b").blocks[1]
@@ -175,11 +161,6 @@ class After:
         block = engine.scheduler.swapped[engine.requests["c"]][1]
         engine.scheduler.swap_pool.give_back(block)
         return "0 references, but 1 swap tables hold it", block, "c"
-
-    def a_swap_block_is_freed_twice(engine):
-        pool = engine.scheduler.swap_pool
-        pool.free.append(pool.free[0])
-        return "in 2 of the lists of free, cached and owned swap blocks", pool.free[0], "none"
 
     def a_request_that_runs_keeps_its_swap_blocks(engine):
         engine.scheduler.swapped[engine.requests["a"]] = [engine.scheduler.swap_pool.take()]
