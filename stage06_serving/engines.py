@@ -41,7 +41,7 @@ class Stepping:
     steps: deque[BlocksRecord]
 
     def __init__(self, engine: Engine, status: Status) -> None:
-        self.engine, self.status = engine, status
+        self.engine, self.status, self.requests = engine, status, engine.requests
         # For `check` on any thread: a scheduler without requests, which never schedules.
         self._config, self._idle = engine.config, copy.deepcopy(engine.scheduler)
         engine.observers.append(self)
@@ -238,8 +238,7 @@ class Batches:
         self.engine = engine
         self.status = Status(rows, rows, engine.config.n_positions)
         self.steps: deque[BlocksRecord] = deque(maxlen=steps_kept)
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
+        self.requests: dict[str, Request] = {}  # those that wait or run
         self._batch: list[Request] = []  # as it was started, ended requests included
         self._tokens: Iterator[tuple[int, Token]] = iter(())
         self._arrivals = 0
@@ -252,30 +251,32 @@ class Batches:
         request.move(State.WAITING)
         request.arrival = self._arrivals
         self._arrivals += 1
-        self._waiting.append(request)
+        self.requests[request.id] = request
         self._report()
         return request
 
     def abort(self, request_id: str) -> Output:
-        requests = [*self._running, *self._waiting]
-        request = next(request for request in requests if request.id == request_id)
+        if request_id not in self.requests:
+            raise UserError(
+                f"There is no request '{request_id}' in the engine: "
+                "it was never added, or it has ended already."
+            )
+        request = self.requests[request_id]
         request.output.finish_reason = "abort"
-        self._finish([request])
+        self._release()
         return request.output
 
     def step(self) -> list[tuple[str, Token]]:
-        if not self._running:
-            if not self._waiting:
+        if not self._in(State.RUNNING):
+            self._batch = self._in(State.WAITING)[: self.status.max_sequences]
+            if not self._batch:
                 return []
-            rows = self.status.max_sequences
-            self._batch, self._waiting = self._waiting[:rows], self._waiting[rows:]
             for request in self._batch:
                 request.move(State.RUNNING)
-            self._running = list(self._batch)
             self._report()
             self._tokens = self.engine.start(self._batch)
-        started = time.perf_counter()
-        before = {request.id: len(request.output.token_ids) for request in self._running}
+        running, started = self._in(State.RUNNING), time.perf_counter()
+        before = {request.id: len(request.output.token_ids) for request in running}
         tokens: list[tuple[str, Token]] = []
         with contextlib.suppress(UserError):  # the logits of an engine with one row are not finite
             for count, (row, token) in enumerate(self._tokens, 1):
@@ -285,42 +286,44 @@ class Batches:
                     tokens.append((request.id, token))
                 if count == self.engine.record.rows:
                     break
-        for request in self._running:
+        for request in running:
             if len(request.output.token_ids) == before[request.id]:
                 request.output.fail(UserError(NOT_FINITE))
         if tokens:
-            self._record(started, before)
-        ended = [request for request in self._running if request.output.finish_reason is not None]
-        self._finish(ended)
+            self._record(running, started, before)
+        self._release()
         return tokens
 
     def fail(self, error: UserError) -> list[Request]:
-        failed = self._running or self._waiting
+        failed = self._in(State.RUNNING) or self._in(State.WAITING)
         for request in failed:
             request.output.fail(error)
-        self._finish(failed)
+        self._release()
         return failed
 
     def map(self) -> Sequence[int]:
         return slot_map(self.status)
 
-    def _finish(self, ended: Sequence[Request]) -> None:
-        for request in ended:
-            request.move(State.FINISHED)
-        self._running = [each for each in self._running if each.state is not State.FINISHED]
-        self._waiting = [each for each in self._waiting if each.state is not State.FINISHED]
+    def _in(self, state: State) -> list[Request]:
+        return [request for request in self.requests.values() if request.state is state]
+
+    def _release(self) -> None:
+        """Forget the requests that have ended."""
+        for request in list(self.requests.values()):
+            if request.output.finish_reason is not None:
+                request.move(State.FINISHED)
+                del self.requests[request.id]
         self._report()
 
     def _report(self) -> None:
-        running = tuple((request.id, request.arrival) for request in self._running)
-        self.status = replace(
-            self.status, owned=len(running), running=running, waiting=len(self._waiting)
-        )
+        running = tuple((request.id, request.arrival) for request in self._in(State.RUNNING))
+        waiting = len(self._in(State.WAITING))
+        self.status = replace(self.status, owned=len(running), running=running, waiting=waiting)
 
-    def _record(self, started: float, before: dict[str, int]) -> None:
+    def _record(self, running: list[Request], started: float, before: dict[str, int]) -> None:
         """Note the pass: prompts if it is the first of its batch, else one token for each row."""
         sequences = []
-        for request in self._running:
+        for request in running:
             output = request.output
             prefill = 0 if before[request.id] else len(output.prompt_ids)
             sequences.append(
@@ -336,7 +339,7 @@ class Batches:
                 record.wasted_tokens,
                 started,
                 tuple(sequences),
-                len(self._waiting),
+                self.status.waiting,
                 owned_blocks=self.status.owned,
             )
         )

@@ -162,7 +162,8 @@ class StepContract:
         engine.step()
         if how == "finished":
             ask(engine, 2, 1, how)
-            engine.step()
+            while how in engine.requests:
+                engine.step()
         elif how == "aborted":
             ask(engine, 2, 9, how)
             engine.abort(how)

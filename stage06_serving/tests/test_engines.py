@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 import openai
@@ -15,15 +15,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from shared import peers
 from shared.checkpoint import Checkpoint
 from shared.errors import UserError
-from stage01_forward.engine import Engine as Naive
 from stage01_forward.model import load_model
-from stage01_forward.params import SamplingParams
 from stage04_continuous.make import make as make_slots
 from stage04_continuous.request import Request, State
+from stage04_continuous.tests.oracle import the_model
+from stage04_continuous.tests.steps import StepContract
 from stage05_paged.blockmap import FREE
+from stage05_paged.blocks import BlockPool
+from stage05_paged.make import make as make_paged
 from stage06_serving import __main__ as stage
 from stage06_serving.async_engine import BROKEN, AsyncEngine
-from stage06_serving.engines import Batches, OneByOne, Slots, Static, Transformers
+from stage06_serving.engines import Batches, OneByOne, Paged, Slots, Static, Transformers
 from stage06_serving.live import look
 from stage06_serving.metrics import Metrics
 from stage06_serving.settings import parse
@@ -47,19 +49,6 @@ from stage06_serving.tests.tools import (
 KINDS = ("continuous", "static", "sequential", "transformers")
 ALONE = KINDS[2:]  # one request at a time
 ROWS = 3  # of the other two
-PARAMS = [
-    SamplingParams(max_tokens=9),
-    SamplingParams(max_tokens=14, temperature=1, seed=1),
-    SamplingParams(max_tokens=3, temperature=1.3, top_k=20, seed=2),
-    SamplingParams(max_tokens=11, temperature=0.8, top_p=0.9, min_p=0.01, seed=3),
-    SamplingParams(max_tokens=1),
-    SamplingParams(max_tokens=40, temperature=1, stop_token_ids=tuple(range(20)), seed=4),
-    SamplingParams(max_tokens=12, repetition_penalty=1.8, logprobs=2),
-    SamplingParams(max_tokens=7, temperature=1, logit_bias={5: 3, 7: -100}, min_tokens=3, seed=5),
-    SamplingParams(max_tokens=20, ignore_eos=True),  # more than its context has room for
-]
-LENGTHS = [1, 6, 11, 16, 4, 9, 14, 2, 58]
-
 Make = Callable[..., AnyEngine]
 
 
@@ -107,54 +96,44 @@ def finish(engine: AnyEngine) -> list[set[str]]:
     raise AssertionError("the engine does not come to an end")
 
 
-# ---- tokens -------------------------------------------------------------------------------------
+# ---- the contract of all engines ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_tokens_are_those_of_the_first_stage(make, model, kind):
-    """More requests than rows, with options of all kinds, and one that fills the context."""
-    engine = make(kind)
-    requests = [
-        Request(prompt_of(length, number), params, f"r{number}")
-        for number, (length, params) in enumerate(zip(LENGTHS, PARAMS, strict=True))
-    ]
-    for request in requests:
-        assert engine.add(request) is request
-    assert engine.status.waiting == len(requests)
-    tokens: dict[str, list[Any]] = {request.id: [] for request in requests}
-    while not is_empty(engine):
-        for name, token in engine.step():
-            tokens[name].append(token)
-    for request in requests:
-        expected = Naive(model).generate([request.prompt_ids], request.sampling)[0]
-        assert request.output.token_ids == expected.token_ids
-        assert [token.id for token in tokens[request.id]] == expected.token_ids
-        *before, last = [token.finish_reason for token in tokens[request.id]]
-        assert last == expected.finish_reason and not any(before)
-        assert request.state is State.FINISHED
-        scores = [logprobs.token for logprobs in request.output.logprobs]
-        assert scores == pytest.approx([logprobs.token for logprobs in expected.logprobs])
-    assert len(requests[-1].output.token_ids) == 64 - 58
-    assert max(record.rows for record in engine.steps) == (1 if kind in ALONE else ROWS)
-    assert engine.step() == []
+class Adapted(StepContract):
+    """Engines whose requests have all their tokens computed in the pass that admits them."""
+
+    phases: ClassVar = {("waiting", False, False), ("running", False, True)}
+
+    def assert_idle(self, engine: Any) -> None:
+        assert engine.requests == {} and is_empty(engine) and engine.step() == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("prompt", "params", "message"),
-    [
-        ([], words(1), "empty"),
-        ([1] * 64, words(1), "shorten the prompt"),
-        ([101], words(1), "not in the vocabulary"),
-        ([5], SamplingParams(stop_token_ids=(101,)), "stop_token_ids"),
-    ],
-)
-def test_invalid_requests_are_refused(make, kind, prompt, params, message):
-    engine = make(kind)
-    for refuse in (engine.check, engine.add):
-        with pytest.raises(UserError, match=message):
-            refuse(Request(prompt, params, "invalid"))
-    assert is_empty(engine)
+class TestPaged(Adapted):
+    phases: ClassVar = StepContract.phases
+
+    def engine(self, sequences: int = 4, budget: int = 32, **options: Any) -> Any:
+        options |= {"max_sequences": sequences, "token_budget": budget}
+        return Paged(make_paged(the_model(), pool=BlockPool(64, 8), **options))
+
+
+class TestSlots(Adapted):
+    phases: ClassVar = StepContract.phases
+
+    def engine(self, sequences: int = 4, budget: int = 32, **options: Any) -> Any:
+        return Slots(make_slots(the_model(), sequences, token_budget=budget, **options))
+
+
+class TestStatic(Adapted):
+    def engine(self, sequences: int = 4, *_: Any, **options: Any) -> Any:
+        return Batches(Static(the_model(), sequences), sequences, 1000)
+
+
+class TestSequential(Adapted):
+    together = 1
+    test_abort_at_any_moment_changes_no_other_request = None  # see test_one_request_at_a_time
+
+    def engine(self, *_: Any, **options: Any) -> Any:
+        return Batches(OneByOne(the_model()), 1, 1000)
 
 
 # ---- which requests run when, and together with which -------------------------------------------
@@ -286,22 +265,6 @@ def test_the_map_shows_the_slots(make, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failure_ends_the_running_requests_alone(make, model, kind):
-    engine = make(kind)
-    requests = [ask(engine, name, 5, 30) for name in "abcd"]
-    engine.step()
-    rows = 1 if kind in ALONE else ROWS
-    failed = engine.fail(UserError("it broke"))
-    assert failed == requests[:rows] and not engine.status.running and not engine.status.owned
-    for request in failed:
-        assert (request.output.error, request.output.finish_reason) == ("it broke", "error")
-    requests.append(ask(engine, "e", 7, 6))
-    finish(engine)
-    for request in requests[rows:]:
-        assert request.output.token_ids == alone(model, request.prompt_ids, request.sampling)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_failure_without_running_requests_ends_all(make, kind):
     """The next step would fail in the same way, and the one after it."""
     engine = make(kind)
@@ -309,14 +272,14 @@ def test_a_failure_without_running_requests_ends_all(make, kind):
     assert engine.fail(UserError("it broke")) == requests and is_empty(engine)
 
 
-def test_a_request_admitted_by_the_pass_that_failed_ends_with_it(make):
-    """Stage 04 admits requests at the beginning of a step."""
+def test_a_failed_pass_is_in_the_status_until_its_requests_end(make):
+    """/metrics shows the requests that a pass admitted though the pass raised."""
     engine = make("continuous")
     requests = [ask(engine, name, 5, 30) for name in "abcd"]
     engine.engine.runner.run = Failing(engine.engine.runner.run, {1})
     with pytest.raises(RuntimeError):
         engine.step()
-    assert len(engine.status.running) == ROWS  # as /metrics shows it meanwhile
+    assert len(engine.status.running) == ROWS
     assert engine.fail(UserError("it broke")) == requests[:ROWS]
     assert (engine.status.running, engine.status.waiting) == ((), 1)
 
