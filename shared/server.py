@@ -1,4 +1,4 @@
-"""Our server as a process of its own, started like any other program, for clients that speak HTTP."""
+"""Our server as a process of its own, started like any other program, for clients over HTTP."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from .paths import ROOT
 
 MODULE = "stage06_serving"
 READY = "Staircase serves "
-STARTING = (
-    180.0  # seconds until the server must be ready: it loads a model, maybe on a busy machine
-)
+STARTING = 180.0  # seconds until the server must be ready: it loads a model
 STOPPING = 15.0  # seconds until a server that was told to stop is killed
 POLL = 0.05  # seconds between two looks at the log
 
@@ -44,7 +42,7 @@ class OwnServer:
         return self.log.read_bytes()[self.begins :].decode(errors="replace")
 
     def wait(self) -> None:
-        """Wait until the server is ready. Raises UserError with its last line if it does not start."""
+        """Wait until the server is ready. Raises UserError with its last line if it never is."""
         deadline = time.monotonic() + STARTING
         while time.monotonic() < deadline:
             ended, lines = self.process.poll() is not None, self.stderr().splitlines(keepends=True)
