@@ -22,8 +22,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -32,7 +33,7 @@ from . import linear
 from .errors import UserError
 from .paths import ROOT
 
-SCHEMA = 1
+SCHEMA = 2
 REPORTS = ROOT / "reports"
 PACKAGES = (
     "torch",
@@ -171,26 +172,33 @@ def rounds(names: Sequence[str], repeats: int) -> list[list[str]]:
     ]
 
 
-def alternate(
-    variants: Mapping[str, Callable[[], object]],
-    repeats: int,
-    warmup: int = 1,
-    progress: Callable[[str], object] | None = None,
-) -> dict[str, list[float]]:
-    """Time all variants `repeats` times each, in turn, after `warmup` rounds that do not count.
+Result = TypeVar("Result")
 
-    Taken in turn, a slow minute of a shared machine falls on all of them and not on one; in rotated order, none always
-    follows the same other. `progress(name)` is called after every run, the warm-up's too. Returns seconds by name.
+
+def turns(
+    variants: Mapping[str, Callable[[], Result]], repeats: int | Mapping[str, int], warmup: int = 1
+) -> dict[str, list[Result]]:
+    """What all variants return, `repeats` times each, in turn, after `warmup` rounds that do not
+    count. Variants with fewer repeats than others sit out the last rounds.
+
+    In turn, a slow minute of a shared machine affects all of them and not one; in rotated order,
+    none always follows the same other.
     """
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for number, names in enumerate(rounds(list(variants), warmup + repeats)):
+    often = repeats if isinstance(repeats, Mapping) else dict.fromkeys(variants, repeats)
+    results: dict[str, list[Result]] = {name: [] for name in variants}
+    for number, names in enumerate(rounds(list(variants), warmup + max(often.values()))):
         for name in names:
-            taken = seconds(variants[name])
-            if number >= warmup:
-                times[name].append(taken)
-            if progress is not None:
-                progress(name)
-    return times
+            if number < warmup + often[name]:
+                result = variants[name]()
+                results[name] += [result] if number >= warmup else []
+    return results
+
+
+def alternate(
+    variants: Mapping[str, Callable[[], object]], repeats: int | Mapping[str, int], warmup: int = 1
+) -> dict[str, list[float]]:
+    """The seconds that all variants take, in turn: see `turns`."""
+    return turns({name: partial(seconds, run) for name, run in variants.items()}, repeats, warmup)
 
 
 @dataclass(frozen=True)
@@ -418,24 +426,21 @@ def command() -> str:
     return shlex.join(["python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]])
 
 
-def save(
-    path: Path,
+def content(
     kind: str,
     configuration: Mapping[str, Any],
     results: Any,
-    *,
-    seed: int | None = None,
-    order: str = "rotated rounds: A B C, B C A, C A B, ...",
-    limits: Limits | None = None,
+    limits: Limits,
     device: Device = "cpu",
+    seed: int = 0,
+    order: str = "rotated rounds: A B C, B C A, C A B, ...",
 ) -> dict[str, Any]:
-    """Write `results`, every repeat of them, with all that one must know to read or repeat them; returns what was written.
+    """`results`, every repeat of them, with what it takes to read or repeat them.
 
-    `kind` names what was measured, `order` in which order the variants ran. Raises ValueError for NaN and infinity, which
-    JSON does not have: a measurement that is not a number is a mistake.
+    `kind` names what was measured, `order` in which order the variants ran.
     """
     commit, dirty = git_state()
-    content = {
+    return {
         "schema": SCHEMA,
         "kind": kind,
         "command": command(),
@@ -446,15 +451,19 @@ def save(
         "threads": torch.get_num_threads(),
         "seed": seed,
         "order": order,
-        "limits": asdict(limits) if limits else None,
+        "limits": asdict(limits),
         "configuration": dict(configuration),
         "results": results,
     }
+
+
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    """Write what `content` gave. Raises ValueError for NaN and infinity, which JSON does not have: a
+    measurement that is not a number is a mistake."""
     _write(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    return content
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, expected: int = SCHEMA) -> dict[str, Any]:
     """What `save` wrote. UserError if the file is absent, damaged, or of another schema."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
@@ -467,9 +476,9 @@ def load(path: Path) -> dict[str, Any]:
             f"The results {path} are damaged ({error}): run the stage's benchmark again."
         ) from None
     schema = content.get("schema") if isinstance(content, dict) else None
-    if schema != SCHEMA:
+    if schema != expected:
         raise UserError(
-            f"The results {path} have schema {schema}, and this version reads {SCHEMA}: run the benchmark again."
+            f"The results {path} have schema {schema}, and this version reads {expected}: run the benchmark again."
         )
     return content
 

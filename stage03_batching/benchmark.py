@@ -1,518 +1,291 @@
-"""What a batch buys, where it buys nothing, and what its padding costs: `python -m stage03_batching.benchmark`.
-
-Writes reports/<machine>/stage03_batching.json; `python -m shared.bench.report` turns it into tables and charts. This engine, that
-of stage 02 and `transformers` run in turn on the same weights, dtype, threads and prompts.
-
-Every answer of this engine that was timed is proved: one pass over prompt and answer alone, without cache, batch or padding,
-must choose the same tokens. An answer, or the beginning of one, that was proved before for the same prompt in another batch
-is not run again. Nothing is written if one differs.
-"""
+"""What a batch buys, where it buys nothing, and what its padding costs:
+`python -m stage03_batching.benchmark`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import psutil
-import torch
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from shared import charts as draw
-from shared import checkpoint, cli, measure, roofline
-from shared.bench import benchmarks, profile
-from shared.bench.tables import label, limits_of, limits_table, median, milliseconds, profile_table
-from shared.parity import random_prompt
-from shared.peers import transformers_batch, transformers_model
-from stage01_forward.generation import Output, Sampling
-from stage02_kv_cache.benchmark import greedy, packed_model, proof_text, prove, shape_of
+from shared import charts, cli, measure
+from shared.bench.forecast import static_costs
+from shared.bench.kit import (
+    Benchmark,
+    Case,
+    Group,
+    Lengths,
+    Plan,
+    Runs,
+    Subject,
+    beside_peers,
+    cases,
+    compare,
+    greedy,
+    packed,
+    profiled,
+)
+from shared.bench.rows import (
+    DECODE,
+    PREFILL,
+    Column,
+    Results,
+    Row,
+    median,
+    ms,
+    operators,
+    over,
+    tables,
+)
+from shared.measure import Summary
 from stage02_kv_cache.engine import Engine as SingleEngine
 
 from .engine import Engine
 
-STAGE = "stage03_batching"
-MODEL = "gpt2"
-DTYPES = (torch.float32, torch.bfloat16)
-PROMPT, TOKENS = 64, 32  # of every sequence, where nothing else is said
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-# Prompts of 512 sequences alone take half a minute, and their proof as long. With 8 tokens each they add less than two
-# minutes to a run for both dtypes, where 32 would take three.
-WIDE, WIDE_TOKENS = 512, 8
-PEERS = {8: 3, 32: 3, 64: 2}  # sequences -> repeats
-SINGLE = {1: 5, 32: 2}  # against stage 02, sequences -> repeats: the null control, and the win
-WASTE_ROWS, SHORT, LONG_ANSWER, LONG_PROMPT = 32, 16, 256, 512  # all rows short but one
-PROFILE = (32, 8, 64)  # sequences, prompt, new tokens: nearly all of it decode
+SINGLE, BATCH = "single", "batch"
 
 
-class Subject:
-    """The model of one dtype, this stage's engine, and what has been proved of it."""
-
-    def __init__(self, shape: checkpoint.Checkpoint, dtype: torch.dtype) -> None:
-        self.config = shape.config
-        self.model, linear = packed_model(shape, dtype)
-        self.engine = Engine(self.model, max_batch=WIDE)
-        self.about = {"model": shape.config.name, "dtype": label(dtype), "linear": linear}
-        self.proved: dict[
-            tuple[int, ...], list[tuple[list[int], dict[str, Any]]]
-        ] = {}  # prompt -> answers and their proofs
-        self.engine.generate(self.prompts(2), greedy(2))  # warms up
-
-    def prompts(self, count: int, length: int = 0) -> list[list[int]]:
-        """The first `count` prompts: those of a small batch are among those of a large one."""
-        return [random_prompt(length or PROMPT, self.config, f"row {row}") for row in range(count)]
-
-    def prove(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """stage 02's `prove` for a whole batch: tokens, near ties and the widest gap of all its rows together."""
-        found = [self._prove(output.prompt_ids, output.token_ids) for output in outputs]
-        return {
-            "tokens": sum(each["tokens"] for each in found),
-            "near_ties": sum(each["near_ties"] for each in found),
-            "widest_gap": max(each["widest_gap"] for each in found),
-        }
-
-    def _prove(self, prompt: list[int], answer: list[int]) -> dict[str, Any]:
-        known = self.proved.setdefault(tuple(prompt), [])
-        for longer, proof in known:
-            if longer == answer:
-                return proof
-            if longer[: len(answer)] == answer and not proof["near_ties"]:
-                return {**proof, "tokens": len(answer)}
-        proof = prove(self.model, prompt, answer)
-        known.append((list(answer), proof))
-        return proof
+@dataclass(frozen=True)
+class Sizes(Plan):
+    prompt: int = 64
+    answer: int = 32
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    # Once, and with few tokens: its prompts alone take half a minute, and their proof as long. 0: no.
+    wide: int = 512
+    wide_answer: int = 8
+    repeats: int = 2
+    peers: tuple[tuple[int, int], ...] = ((8, 3), (32, 3), (64, 2))  # sequences, repeats
+    single: tuple[tuple[int, int], ...] = ((1, 5), (32, 2))  # the null control, and the win
+    waste_rows: int = 32  # all short but one
+    short: int = 16
+    long_answer: int = 256
+    long_prompt: int = 512
+    profiled: tuple[int, int, int] = (32, 8, 64)  # sequences, prompt, answer: nearly all decode
 
 
-class Runs:
-    """One workload of this engine, as often as it is called: its answers, and the record of every pass."""
-
-    def __init__(
-        self, subject: Subject, prompts: Sequence[Sequence[int]], sampling: Sampling
-    ) -> None:
-        self.subject, self.prompts, self.sampling = subject, prompts, sampling
-        self.outputs: list[Output] = []  # of all runs
-        self.steps: list[list[Any]] = []  # a run -> StepRecords
-
-    def __call__(self) -> None:
-        self.outputs += self.subject.engine.generate(self.prompts, self.sampling)
-        self.steps.append(list(self.subject.engine.steps))
-
-    def proof(self) -> dict[str, Any]:
-        """Every run's answers are proved; what is told is of one run."""
-        for start in range(0, len(self.outputs), len(self.prompts)):
-            proof = self.subject.prove(self.outputs[start : start + len(self.prompts)])
-        return proof
+FULL = Sizes()
+QUICK = replace(
+    FULL,
+    batches=(1, 8, 64),
+    wide=0,
+    answer=8,
+    repeats=1,
+    peers=((8, 2),),
+    single=((1, 2), (8, 1)),
+    waste_rows=8,
+    long_answer=64,
+    long_prompt=128,
+    profiled=(32, 8, 16),
+)
 
 
-def fits(config: checkpoint.Config, dtype: torch.dtype, batch: int, new: int) -> bool:
-    """Whether a batch leaves half of the free memory free: its cache, its prefill (12 C numbers a token) and its logits."""
-    cache = batch * (PROMPT + new - 1) * config.kv_bytes_per_token(dtype)
-    numbers = batch * (PROMPT * 12 * config.n_embd + 2 * config.vocab_size)
-    return cache + numbers * dtype.itemsize < psutil.virtual_memory().available / 2
-
-
-def measure_scaling(
-    subject: Subject, batches: Sequence[int], wide: int, count: int, repeats: int, bar: tqdm
-) -> list[Any]:
-    """Seconds of every pass for batches of equal rows. `wide` rows run once, a few tokens long, where memory allows; 0: no."""
-    runs = {str(batch): Runs(subject, subject.prompts(batch), greedy(count)) for batch in batches}
-    cache_bytes: dict[str, int] = {}
-
-    def progress(name: str) -> None:
-        cache_bytes[name] = subject.engine.cache_bytes
-        bar.update()
-
-    measure.alternate(runs, repeats, warmup=0, progress=progress)
-    if wide and fits(subject.config, subject.model.dtype, wide, WIDE_TOKENS):
-        runs[str(wide)] = Runs(subject, subject.prompts(wide), greedy(WIDE_TOKENS))
-        runs[str(wide)]()
-        progress(str(wide))
-    elif wide:
-        bar.write(
-            f"note: {wide} sequences in {subject.about['dtype']} are left out, since too little memory is free"
-        )
-    return [
-        {
-            **subject.about,
-            "batch": len(run.prompts),
-            "prompt": PROMPT,
-            "tokens": len(run.outputs[0].token_ids),
-            "cache_bytes": cache_bytes[name],
-            "prefill": [steps[0].seconds for steps in run.steps],
-            "decode": [[step.seconds for step in steps[1:]] for steps in run.steps],
-            "proof": run.proof(),
-        }
-        for name, run in runs.items()
-    ]
-
-
-def measure_single(subject: Subject, workloads: dict[int, int], count: int, bar: tqdm) -> list[Any]:
-    """Seconds from prompts to the last of `count` tokens each: as one batch, and one after the other by stage 02."""
-    single = SingleEngine(subject.model)
-    single.generate(subject.prompts(1), greedy(2))  # warms up
-    rows = []
-    for batch, repeats in workloads.items():
-        ours = Runs(subject, subject.prompts(batch), greedy(count))
-        variants: dict[str, Callable[[], object]] = {
-            "batch": ours,
-            "single": partial(single.generate, ours.prompts, greedy(count)),
-        }
-        seconds = measure.alternate(variants, repeats, warmup=0, progress=lambda _: bar.update())
-        rows.append(
+def alternated(
+    subject: Subject, workloads: Mapping[str, Lengths], repeats: int, **fields: Any
+) -> list[Group]:
+    """Several workloads of this engine in turn, each as one batch, with the seconds of every pass."""
+    engine = Engine(subject.model, max_batch=max(map(len, workloads.values())))
+    runs = {
+        name: Runs(engine, subject.prompts(prompt for prompt, _ in pairs), [n for _, n in pairs])
+        for name, pairs in workloads.items()
+    }
+    seconds = measure.alternate(runs, repeats, warmup=0)
+    groups = []
+    for name, run in runs.items():
+        steps = run.steps[-1]
+        useful = sum(step.prefill_tokens + step.decode_tokens for step in steps)
+        groups.append(
             {
                 **subject.about,
-                "batch": batch,
-                "prompt": PROMPT,
-                "tokens": count,
-                "proof": ours.proof(),
-                "seconds": seconds,
+                **fields,
+                "case": name,
+                "lengths": packed(workloads[name]),
+                "bytes": run.bytes,
+                "seconds": seconds[name],
+                "passes": len(steps),
+                "useful": useful,
+                "wasted": sum(step.wasted_tokens for step in steps),
+                "decode": [[step.seconds for step in steps[1:]] for steps in run.steps],
+                "proof": [subject.prove(outputs) for outputs in run.outputs][-1],
             }
         )
-    return rows
+    return groups
 
 
-def measure_peers(
-    shape: checkpoint.Checkpoint, subject: Subject, workloads: dict[int, int], count: int, bar: tqdm
-) -> list[dict[str, Any]]:
-    """This engine beside `transformers.generate` (both its attentions): 1 token, and `count`, after the same prompts.
-
-    "same": how many rows of a peer's long answer are ours to the last token.
-    """
-    peers = {
-        f"transformers, {kind}": transformers_model(shape, subject.model.dtype, kind)
-        for kind in ("sdpa", "eager")
-    }
-    for peer in peers.values():
-        transformers_batch(peer, subject.prompts(2), 2)  # warms up
-    rows = []
-    for batch, repeats in workloads.items():
-        prompts = subject.prompts(batch)
-        found: dict[str, Any] = {**subject.about, "batch": batch, "prompt": PROMPT, "tokens": count}
-        answers: dict[str, list[list[int]]] = {}
-        for name, new in (("short", 1), ("long", count)):
-            ours = Runs(subject, prompts, greedy(new))
-            variants: dict[str, Callable[[], object]] = {"ours": ours}
-            for peer_name, peer in peers.items():
-                variants[peer_name] = partial(_keep_answers, answers, peer_name, peer, prompts, new)
-            found[name] = measure.alternate(
-                variants, repeats, warmup=0, progress=lambda _: bar.update()
-            )
-            found["proof"] = ours.proof()
-        said = [output.token_ids for output in ours.outputs[-batch:]]
-        found["same"] = {
-            name: sum(a == b for a, b in zip(said, theirs, strict=True))
-            for name, theirs in answers.items()
-        }
-        rows.append(found)
-    return rows
+def fits(subject: Subject, rows: int, prompt: int, answer: int) -> bool:
+    """Whether a batch leaves half of the free memory free: its cache, prefill and logits."""
+    config, size = subject.config, subject.dtype.itemsize
+    cache = rows * (prompt + answer - 1) * config.kv_bytes_per_token(subject.dtype)
+    numbers = rows * (prompt * 12 * config.n_embd + 2 * config.vocab_size)
+    return cache + numbers * size < psutil.virtual_memory().available / 2
 
 
-def _keep_answers(
-    answers: dict[str, list[list[int]]], name: str, peer: Any, prompts: list[list[int]], count: int
-) -> None:
-    answers[name] = transformers_batch(peer, prompts, count)
+def scaling(subject: Subject, plan: Sizes) -> list[Group]:
+    """Batches of equal rows."""
+    equal = {str(rows): [(plan.prompt, plan.answer)] * rows for rows in plan.batches}
+    groups = alternated(subject, equal, plan.repeats)
+    if plan.wide and fits(subject, plan.wide, plan.prompt, plan.wide_answer):
+        wide = {str(plan.wide): [(plan.prompt, plan.wide_answer)] * plan.wide}
+        groups += alternated(subject, wide, 1)
+    elif plan.wide:
+        tqdm.write(f"note: {plan.wide} sequences are left out: too little memory is free")
+    return groups
 
 
-Lengths = list[tuple[int, int]]  # tokens of prompt and answer of each row
+def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """One after the other by stage 02, and as one batch."""
+    for rows, repeats in plan.single:
+        engines = {SINGLE: SingleEngine(subject.model), BATCH: Engine(subject.model)}
+        lengths = [(plan.prompt, plan.answer)] * rows
+        yield compare(subject, engines, lengths, repeats, batch=rows)[0]
 
 
-def waste_cases(rows: int, long_answer: int, long_prompt: int) -> dict[str, dict[str, Lengths]]:
+def peers(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    for rows, repeats in plan.peers:
+        lengths = [(plan.prompt, plan.answer)] * rows
+        yield beside_peers(subject, Engine(subject.model), lengths, repeats)
+
+
+def unlike(plan: Sizes) -> dict[str, dict[str, Lengths]]:
     """One row unlike the others, and the same number of tokens spread evenly over the rows."""
+    rows, short = plan.waste_rows, plan.short
 
-    def spread(total: int) -> list[int]:
-        return [(total + row) // rows for row in range(rows)]
+    def spread(longest: int) -> list[int]:
+        return [(short * (rows - 1) + longest + row) // rows for row in range(rows)]
 
-    others, count = [(SHORT, SHORT)] * (rows - 1), SHORT * (rows - 1)
+    others = [(short, short)] * (rows - 1)
     return {
         "answers": {
-            "equal answers": [(SHORT, each) for each in spread(count + long_answer)],
-            "one long answer": [*others, (SHORT, long_answer)],
+            "equal answers": [(short, answer) for answer in spread(plan.long_answer)],
+            "one long answer": [*others, (short, plan.long_answer)],
         },
         "prompts": {
-            "equal prompts": [(each, SHORT) for each in spread(count + long_prompt)],
-            "one long prompt": [*others, (long_prompt, SHORT)],
+            "equal prompts": [(prompt, short) for prompt in spread(plan.long_prompt)],
+            "one long prompt": [*others, (plan.long_prompt, short)],
         },
     }
 
 
-def measure_waste(
-    subject: Subject, workloads: dict[str, dict[str, Lengths]], repeats: int, bar: tqdm
-) -> list[Any]:
-    """Rows of unlike lengths beside rows of equal lengths: seconds, and what went through the model for nobody."""
-    rows = []
-    for pair, cases in workloads.items():
-        runs = {}
-        for name, lengths in cases.items():
-            prompts = [
-                random_prompt(length, subject.config, f"waste {row}")
-                for row, (length, _) in enumerate(lengths)
-            ]
-            runs[name] = Runs(subject, prompts, [greedy(count) for _, count in lengths])
-        seconds = measure.alternate(runs, repeats, warmup=0, progress=lambda _: bar.update())
-        for name, run in runs.items():
-            steps = run.steps[-1]
-            rows.append(
-                {
-                    **subject.about,
-                    "pair": pair,
-                    "case": name,
-                    "lengths": cases[name],
-                    "passes": len(steps),
-                    "useful": sum(step.prefill_tokens + step.decode_tokens for step in steps),
-                    "wasted": sum(step.wasted_tokens for step in steps),
-                    "seconds": seconds[name],
-                    "proof": run.proof(),
-                }
-            )
-    return rows
+def waste(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    for pair, workloads in unlike(plan).items():
+        yield from alternated(subject, workloads, plan.repeats, pair=pair)
 
 
-def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
-    """Measure everything: configuration, results, limits. `quick` leaves out what takes minutes."""
-    shape = checkpoint.load(MODEL, random_weights=True)
-    limits = measure.limits(refresh=True)
-    batches, wide, count, repeats = (BATCHES[::3], 0, 8, 1) if quick else (BATCHES, WIDE, TOKENS, 2)
-    peers, single = ({min(PEERS): 2}, {1: 2, min(PEERS): 1}) if quick else (PEERS, SINGLE)
-    smaller = 4 if quick else 1
-    waste = waste_cases(WASTE_ROWS // smaller, LONG_ANSWER // smaller, LONG_PROMPT // smaller)
-    profile_rows, profile_prompt, profile_new = PROFILE
-    results: dict[str, Any] = {"scaling": [], "single": [], "peers": [], "waste": [], "profile": {}}
-    total = len(DTYPES) * (
-        len(batches) * repeats + bool(wide) + 6 * sum(peers.values()) + 2 * sum(single.values())
-    )
-    with tqdm(total=total + repeats * sum(map(len, waste.values())), unit="run") as bar:
-        for dtype in DTYPES:
-            subject = Subject(shape, dtype)
-            results["scaling"] += measure_scaling(subject, batches, wide, count, repeats, bar)
-            results["peers"] += measure_peers(shape, subject, peers, count, bar)
-            results["single"] += measure_single(subject, single, count, bar)
-            if dtype == torch.float32:
-                results["waste"] += measure_waste(subject, waste, repeats, bar)
-            decode = partial(
-                subject.engine.generate,
-                subject.prompts(profile_rows, profile_prompt),
-                greedy(profile_new // smaller),
-            )
-            results["profile"][label(dtype)] = profile.profile(
-                decode, rows=6, dtype=dtype, warmup=0
-            )
-    configuration = {
-        "quick": quick, "models": [f"{MODEL} shape, random weights"], "prompt": PROMPT, "new tokens": count,
-        "repeats": {"scaling": repeats, "single": single, "peers": peers, "waste": repeats},
-    }  # fmt: skip
-    return configuration, results, limits
+def profile(subject: Subject, plan: Sizes) -> list[Group]:
+    rows, prompt, answer = plan.profiled
+    prompts = subject.prompts([prompt] * rows, "profile")
+    decode = partial(Engine(subject.model).generate, prompts, greedy(answer))
+    return [profiled(subject, f"In {subject.about['dtype']}", decode, warmup=0)]
 
 
-# ---- predictions ------------------------------------------------------------------------------------------------------
+# ---- tables and charts --------------------------------------------------------------------------
 
 
-def decode_cost(row: dict[str, Any]) -> roofline.Cost:
-    """Of the decode step in the middle of an answer: one new token of each row."""
-    cached = row["prompt"] + (row["tokens"] - 2) // 2
-    return roofline.forward_cost(
-        shape_of(row["model"]), getattr(torch, row["dtype"]), 1, cached, rows=row["batch"]
-    )
-
-
-def predicted_seconds(
-    limits: measure.Limits, model: str, dtype: str, lengths: Sequence[tuple[int, int]]
-) -> float:
-    """The least seconds for one batch of rows (prompt, new tokens), all as wide as the longest and as long as the last."""
-    config, kind = shape_of(model), getattr(torch, dtype)
-    width, rows = max(prompt for prompt, _ in lengths), len(lengths)
-    passes = [roofline.forward_cost(config, kind, width, rows=rows)]
-    for done in range(1, max(new for _, new in lengths)):
-        alive = sum(new > done for _, new in lengths)
-        passes.append(roofline.forward_cost(config, kind, 1, width + done - 1, alive, rows))
-    return sum(cost.seconds(limits, kind) for cost in passes)
-
-
-# ---- from results to tables and charts ----------------------------------------------------------------------------------
-
-
-def step_seconds(row: dict[str, Any]) -> measure.Summary:
-    """The median of all decode steps, with the range of the repeats' own medians."""
+def step(row: Row) -> Summary:
+    """Seconds of a decode step: the median of all, and the range of the repeats' own medians."""
     own = [median(run) for run in row["decode"]]
-    return measure.Summary(
-        median([seconds for run in row["decode"] for seconds in run]), min(own), max(own)
-    )
+    return Summary(median(s for run in row["decode"] for s in run), min(own), max(own))
 
 
-def scaling_table(results: dict[str, Any]) -> str:
-    lines = [
-        "| dtype | batch | decode, tok/s | limit, tok/s | step, ms | bound by | of bandwidth (MBU) | of peak (MFU) "
-        "| cache, MB | by formula, MB | same tokens |",
-        "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|---|",
-    ]
-    limits = limits_of(results)
-    for row in results["results"]["scaling"]:
-        kind, cost, taken, batch = (
-            getattr(torch, row["dtype"]),
-            decode_cost(row),
-            step_seconds(row),
-            row["batch"],
-        )
-        formula = (
-            batch
-            * (row["prompt"] + row["tokens"] - 1)
-            * shape_of(row["model"]).kv_bytes_per_token(kind)
-        )
-        step = measure.Summary(taken.median * 1e3, taken.low * 1e3, taken.high * 1e3)
-        lines.append(
-            f"| {row['dtype']} | {batch} | {batch / taken.median:,.1f} | {batch / cost.seconds(limits, kind):,.0f} "
-            f"| {step.show()} | {cost.bound(limits, kind)} "
-            f"| {cost.bytes / taken.median / 1e9 / limits.bandwidth_gb_s:.0%} "
-            f"| {cost.flops / taken.median / 1e9 / limits.gflops[row['dtype']]:.0%} "
-            f"| {row['cache_bytes'] / 1e6:,.1f} | {formula / 1e6:,.1f} | {proof_text(row['proof'])} |"
-        )
-    return "\n".join(lines)
+def limit(row: Row) -> float:
+    """Seconds of a decode step, at least."""
+    return row.costs[1].seconds(row.results.limits, row.kind)
 
 
-def decode_rate(row: dict[str, Any], name: str) -> float:
-    """Tokens per second of all rows, without their first: by the medians of long answers and of those of one token."""
-    return (
-        row["batch"]
-        * (row["tokens"] - 1)
-        / (median(row["long"][name]) - median(row["short"][name]))
-    )
+def predicted(row: Row) -> float:
+    """Least seconds, one after the other or as one batch."""
+    size = 1 if row.variant == SINGLE else row.requests
+    return row.least(static_costs(row.config, row.kind, row.lengths, size))
 
 
-def peers_table(results: dict[str, Any]) -> str:
-    lines = [
-        "| dtype | batch | engine | first tokens, ms | prefill, tok/s | decode, tok/s | GB/s | of bandwidth | GFLOP/s | of peak "
-        "| same tokens |",
-        "|---|--:|---|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    limits = limits_of(results)
-    for row in results["results"]["peers"]:
-        cost, batch = decode_cost(row), row["batch"]
-        prefill = {
-            name: batch * row["prompt"] / median(seconds) for name, seconds in row["short"].items()
-        }
-        decode = {name: decode_rate(row, name) for name in row["short"]}
-        for name, seconds in row["short"].items():
-            steps = decode[name] / batch  # a second
-            speed, work = steps * cost.bytes / 1e9, steps * cost.flops / 1e9
-            same = (
-                proof_text(row["proof"])
-                if name == "ours"
-                else f"{row['same'][name]} of {batch} answers as ours"
-            )
-            lines.append(
-                f"| {row['dtype']} | {batch} | {name} | {milliseconds(seconds, 0)} | {prefill[name]:,.0f} | {decode[name]:,.1f} "
-                f"| {speed:.1f} | {speed / limits.bandwidth_gb_s:.0%} | {work:,.0f} | {work / limits.gflops[row['dtype']]:.0%} "
-                f"| {same} |"
-            )
-        gains = [
-            rates["ours"] / max(rate for name, rate in rates.items() if name != "ours")
-            for rates in (prefill, decode)
-        ]  # each against the peer that is faster at it
-        lines.append(
-            f"| {row['dtype']} | {batch} | **ours against the faster transformers** | | {gains[0]:.2f}x | {gains[1]:.2f}x "
-            "| | | | | |"
-        )
-    return "\n".join(lines)
+def against_equal(row: Row) -> str:
+    """Tokens per second over those of equal rows, and what was predicted of it."""
+    pairs = row.results.groups("waste", pair=row["pair"], dtype=row["dtype"])
+    if row["case"] == pairs[0]["case"]:
+        return ""
+    base = pairs[0]
+    share = (row.tokens / predicted(row)) / (base.tokens / predicted(base))
+    return f"{row.rate.median / base.rate.median:.2f}x ({share:.2f}x)"
 
 
-def single_table(results: dict[str, Any], alone: bool) -> str:
-    """Against stage 02: a batch of one if `alone`, or else the larger ones."""
-    lines = [
-        "| dtype | sequences | one after the other (stage 02), ms | as a batch, ms | as a batch, tok/s | gain | predicted gain "
-        "| same tokens |",
-        "|---|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    limits = limits_of(results)
-    for row in results["results"]["single"]:
-        if (row["batch"] == 1) != alone:
-            continue
-        lengths, seconds = [(row["prompt"], row["tokens"])], row["seconds"]
-        single, batch = (
-            predicted_seconds(limits, row["model"], row["dtype"], lengths * n)
-            for n in (1, row["batch"])
-        )
-        lines.append(
-            f"| {row['dtype']} | {row['batch']} | {milliseconds(seconds['single'])} | {milliseconds(seconds['batch'])} "
-            f"| {row['batch'] * row['tokens'] / median(seconds['batch']):,.1f} "
-            f"| {median(seconds['single']) / median(seconds['batch']):.2f}x | {row['batch'] * single / batch:.2f}x "
-            f"| {proof_text(row['proof'])} |"
-        )
-    return "\n".join(lines)
+def wasted(row: Row) -> str:
+    tokens = row["useful"] + row["wasted"]
+    return f"{tokens:,} ({row['wasted'] / tokens:.0%})"
 
 
-def new_tokens(row: dict[str, Any]) -> int:
-    return sum(new for _, new in row["lengths"])
+def held(row: Row) -> float:
+    """Bytes of the cache by the formula."""
+    ((prompt, answer), *_) = row.lengths
+    return row.requests * (prompt + answer - 1) * row.config.kv_bytes_per_token(row.kind)
 
 
-def waste_table(results: dict[str, Any]) -> str:
-    """Each case of unlike rows below its case of equal rows."""
-    lines = [
-        "| dtype | rows | new tokens | passes | tokens computed | of them wasted | new tok/s | against equal rows | predicted "
-        "| same tokens |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    limits = limits_of(results)
-    equal: dict[
-        str, tuple[float, float]
-    ] = {}  # pair -> measured and predicted tok/s of its first case
-    for row in results["results"]["waste"]:
-        rate = measure.summarize(row["seconds"]).of(new_tokens(row))
-        limit = new_tokens(row) / predicted_seconds(
-            limits, row["model"], row["dtype"], row["lengths"]
-        )
-        ratios = ""
-        if row["pair"] in equal:
-            measured, predicted = equal[row["pair"]]
-            ratios = f"{rate.median / measured:.2f}x | {limit / predicted:.2f}x"
-        equal.setdefault(row["pair"], (rate.median, limit))
-        lines.append(
-            f"| {row['dtype']} | {len(row['lengths'])}, {row['case']} | {new_tokens(row)} | {row['passes']} "
-            f"| {row['useful'] + row['wasted']:,} | {wasted_share(row):.0%} | {rate.show()} | {ratios or ' | '} "
-            f"| {proof_text(row['proof'])} |"
-        )
-    return "\n".join(lines)
+def of_limit(work: str) -> Callable[[Row], str]:
+    def share(row: Row) -> str:
+        most = row.bandwidth if work == "bytes" else row.peak
+        return f"{getattr(row.costs[1], work) / step(row).median / most:.0%}"
+
+    return share
 
 
-def wasted_share(row: dict[str, Any]) -> float:
-    return row["wasted"] / (row["useful"] + row["wasted"])
+COLUMNS: dict[str, Column] = {
+    "batch": "requests",
+    "sequences": "requests",
+    "decode, tok/s (limit)": lambda row: (
+        f"{row.requests / step(row).median:,.1f} ({row.requests / limit(row):,.0f})"
+    ),
+    "step, ms": lambda row: Summary(*(value * 1e3 for value in vars(step(row)).values())).show(),
+    "bound by": lambda row: row.costs[1].bound(row.results.limits, row.kind),
+    "MBU": of_limit("bytes"),
+    "MFU": of_limit("flops"),
+    "cache, MB (formula)": lambda row: f"{row['bytes'] / 1e6:,.1f} ({held(row) / 1e6:,.1f})",
+    "one after the other (stage 02), ms": ms(SINGLE),
+    "as a batch, ms": ms(BATCH),
+    "gain (predicted)": over(SINGLE, BATCH, predicted),
+    "same tokens": lambda row: row.of(BATCH).proof,
+    "rows": lambda row: f"{row.requests}, {row['case']}",
+    "passes": "passes",
+    "tokens computed (wasted)": wasted,
+    "over equal rows (predicted)": against_equal,
+    "same tokens as ours": lambda row: row.alike("ours", "ours"),
+}
+SINGLES = "dtype | sequences | one after the other (stage 02), ms | as a batch, ms | gain (predicted) | same tokens"
+DRAW = tables(
+    COLUMNS,
+    {
+        "scaling": "dtype | batch | decode, tok/s (limit) | step, ms | bound by | MBU | MFU | cache, MB (formula) | same tokens",
+        "prefill": ("peers", f"dtype | batch | {PREFILL}"),
+        "decode": ("peers", f"dtype | batch | {DECODE} | same tokens as ours"),
+        "win": (
+            lambda results: [row for row in results.groups("single") if row.requests > 1],
+            SINGLES,
+        ),
+        "null": (
+            lambda results: [row for row in results.groups("single") if row.requests == 1],
+            SINGLES,
+        ),
+        "waste": "rows | passes | tokens computed (wasted) | tok/s | over equal rows (predicted) | same tokens",
+        "profile": operators(),
+    },
+)
 
 
-def profile_tables(results: dict[str, Any]) -> str:
-    return "\n\n".join(
-        f"In {dtype}:\n\n{profile_table(found)}"
-        for dtype, found in results["results"]["profile"].items()
-    )
-
-
-def tables(results: dict[str, Any]) -> dict[str, str]:
-    return {
-        "limits": limits_table(results),
-        "scaling": scaling_table(results),
-        "peers": peers_table(results),
-        "win": single_table(results, alone=False),
-        "null": single_table(results, alone=True),
-        "waste": waste_table(results),
-        "profile": profile_tables(results),
-    }
-
-
-def scaling_chart(results: dict[str, Any]) -> Any:
-    rows, limits = results["results"]["scaling"], limits_of(results)
-    batches = sorted({row["batch"] for row in rows})
+def scaling_chart(results: Results) -> Figure:
+    rows = results.groups("scaling")
+    sizes = sorted({row.requests for row in rows})
     series: dict[str, list[float]] = {}
-    for dtype in map(label, DTYPES):
-        own = {row["batch"]: row for row in rows if row["dtype"] == dtype}
-        kind = getattr(torch, dtype)
-        rates = {batch: batch / step_seconds(row).median for batch, row in own.items()}
-        bounds = {
-            batch: batch / decode_cost(row).seconds(limits, kind) for batch, row in own.items()
-        }
-        series[dtype] = [rates.get(batch, math.nan) for batch in batches]
-        series[f"limit, {dtype}"] = [bounds.get(batch, math.nan) for batch in batches]
-    return draw.lines(
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        own = {row.requests: row for row in rows if row["dtype"] == dtype}
+        for name, seconds in ((dtype, lambda row: step(row).median), (f"limit, {dtype}", limit)):
+            series[name] = [n / seconds(own[n]) if n in own else math.nan for n in sizes]
+    return charts.lines(
         "More rows in a pass cost little, until the processor has enough to do",
         "sequences in the batch (GPT-2 124M shape)",
         "decode, tok/s",
-        batches,
+        sizes,
         series,
         dashed=[name for name in series if name.startswith("limit")],
         log_x=True,
@@ -520,54 +293,51 @@ def scaling_chart(results: dict[str, Any]) -> Any:
     )
 
 
-def roofline_chart(results: dict[str, Any]) -> Any:
-    limits = limits_of(results)
+def roofline_chart(results: Results) -> Figure:
     points: dict[str, list[tuple[float, float, str]]] = {}
-    for row in results["results"]["scaling"]:
-        cost = decode_cost(row)
-        rate = cost.flops / step_seconds(row).median / 1e9
-        points.setdefault(row["dtype"], []).append((cost.intensity, rate, str(row["batch"])))
-    return draw.roofline(
-        "Batches climb the memory's slope, until arithmetic is the limit",
-        "GPT-2 124M shape; the numbers are batches",
-        limits.bandwidth_gb_s,
-        limits.gflops,
-        points,
+    for row in results.groups("scaling"):
+        cost = row.costs[1]
+        point = (cost.intensity, cost.flops / step(row).median / 1e9, str(row.requests))
+        points.setdefault(row["dtype"], []).append(point)
+    title = "Batches climb the memory's slope, until arithmetic is the limit"
+    note, found = "GPT-2 124M shape; the numbers are batches", results.limits
+    return charts.roofline(title, note, found.bandwidth_gb_s, found.gflops, points)
+
+
+def waste_chart(results: Results) -> Figure:
+    rows = results.groups("waste")
+    title = "One longer row, and most of the work is wasted"
+    x = f"tokens that went through the model, {rows[0].requests} rows"
+    series = {name: [row[name] for row in rows] for name in ("useful", "wasted")}
+    return charts.bars(title, x, [row["case"] for row in rows], series, digits=0)
+
+
+def headline(results: Results) -> str:
+    row = max(results.groups("single", dtype="float32"), key=lambda row: row.requests)
+    gain = row.of(SINGLE).median / row.of(BATCH).median
+    return (
+        f"{row.requests} prompts as one batch: {gain:.1f}x one after the other "
+        "(GPT-2 124M shape, float32)"
     )
 
 
-def waste_chart(results: dict[str, Any]) -> Any:
-    rows = results["results"]["waste"]
-    return draw.bars(
-        "One longer row, and most of the work is for nobody",
-        f"tokens that went through the model, {len(rows[0]['lengths'])} rows",
-        [row["case"] for row in rows],
-        {"useful": [row["useful"] for row in rows], "wasted": [row["wasted"] for row in rows]},
-        digits=0,
-    )
-
-
-def charts(results: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    return {
-        "roofline": lambda: roofline_chart(results),
-        "scaling": lambda: scaling_chart(results),
-        "waste": lambda: waste_chart(results),
-    }
-
-
-def headline(results: dict[str, Any]) -> str:
-    row = max(
-        (row for row in results["results"]["single"] if row["dtype"] == "float32"),
-        key=lambda row: row["batch"],
-    )
-    gain = median(row["seconds"]["single"]) / median(row["seconds"]["batch"])
-    return f"{row['batch']} prompts as one batch: {gain:.1f}x one after the other (GPT-2 124M shape, float32)"
-
-
-def main(argv: list[str] | None = None) -> None:
-    about = "Measures batches of many sizes on this CPU, beside the stage before and transformers, and proves every answer."
-    benchmarks.main(STAGE, about, run, tables, argv)
-
+BENCHMARK = Benchmark(
+    "stage03_batching",
+    "Measures batches of many sizes on this CPU, beside the stage before and transformers.",
+    FULL,
+    QUICK,
+    cases(
+        Case("scaling", scaling),
+        Case("peers", peers),
+        Case("single", single),
+        Case("waste", waste, dtypes=1),
+        Case("profile", profile),
+    ),
+    DRAW,
+    {"roofline": roofline_chart, "scaling": scaling_chart, "waste": waste_chart},
+    headline,
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     cli.run(main)

@@ -69,7 +69,11 @@ def gantt(steps: Sequence[SlotsRecord], title: str, slots: int | None = None) ->
     """
     if not steps:
         raise ValueError("no steps, so there is nothing to draw")
-    tenants = bars(steps)
+    return draw(bars(steps), len(steps), title, slots)
+
+
+def draw(tenants: Sequence[Bar], steps: int, title: str, slots: int | None = None) -> Figure:
+    """The Gantt chart of bars that were worked out before, over a number of steps."""
     rows = max(slots or 0, 1 + max((bar.slot for bar in tenants), default=0))
     figure, axes = charts.new_figure(title, "step", "slot", size=(7.2, min(12, 1.8 + 0.3 * rows)))
     with matplotlib.rc_context(charts.style()):
@@ -87,7 +91,7 @@ def gantt(steps: Sequence[SlotsRecord], title: str, slots: int | None = None) ->
             outlines = [(bar.start, bar.end - bar.start) for bar in mine]
             frame: dict[str, Any] = {"facecolor": "none", "edgecolor": charts.INK, "linewidth": 0.8}
             axes.broken_barh(outlines, (slot - 0.4, 0.8), **frame)
-        axes.set_xlim(0, len(steps))
+        axes.set_xlim(0, steps)
         axes.set_ylim(rows - 0.5, -0.5)
         every = next(every for every in (1, 2, 4, 8, 16, 32, rows) if rows / every <= 24)
         axes.set_yticks(range(0, rows, every))

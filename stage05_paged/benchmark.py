@@ -1,11 +1,8 @@
-"""What memory in blocks buys, where it buys nothing, and what it costs: `python -m stage05_paged.benchmark`.
+"""What memory in blocks buys, where it buys nothing, and what it costs:
+`python -m stage05_paged.benchmark`.
 
-Writes reports/<machine>/stage05_paged.json; `python -m shared.bench.report` turns it into tables and charts. Stages 02 to 04 and this
-one run in turn on the same weights, dtype, threads and prompts, each answer with the same number of tokens, and where it
-matters in the same memory for keys and values.
-
-Every answer is proved: one pass over prompt and answer alone, without cache or neighbours, must choose the same tokens. Of a
-single pass the contiguous cache is the judge. Nothing is written if a token differs.
+Stages 02 to 04 and this one run in turn, and where it matters in the same memory for keys and
+values. Every answer is proved; the judge of a single pass is the contiguous cache.
 """
 
 from __future__ import annotations
@@ -13,1088 +10,845 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import accumulate, groupby
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import matplotlib
 import torch
+from matplotlib.figure import Figure
 from torch.nn.functional import pad
 from tqdm import tqdm
 
-from shared import charts as draw
-from shared import checkpoint, cli, measure
-from shared.bench import benchmarks, profile
-from shared.bench.tables import label, limits_of, limits_table, median, milliseconds, profile_table
-from shared.parity import near_tie, random_prompt
-from stage01_forward.generation import Output, Sampling, sampling_per_prompt
-from stage01_forward.model import GPT2
-from stage02_kv_cache.benchmark import greedy, proof_text, shape_of
-from stage02_kv_cache.engine import Engine as SingleEngine
-from stage03_batching import benchmark as static_benchmark
-from stage03_batching.benchmark import Subject
-from stage03_batching.engine import Engine as StaticEngine
-from stage04_continuous import benchmark as continuous_benchmark
-from stage04_continuous.benchmark import (
-    SINGLE,
-    STATIC,
+from shared import charts, cli, measure
+from shared.bench.forecast import Part, Watch, pass_cost, simulate, static_costs
+from shared.bench.kit import (
+    Benchmark,
+    Case,
+    Group,
     Lengths,
-    Part,
-    Runs,
-    in_turn,
-    pass_cost,
+    Plan,
+    Subject,
+    cases,
+    compare,
+    greedy,
+    lognormal,
+    profiled,
+    prove,
     run_lengths,
-    tokens_of,
 )
+from shared.bench.rows import Column, Results, Row, gain, median, operators, table, tables
+from shared.checkpoint import PRESETS, Config
+from shared.measure import summarize
+from stage01_forward.generation import Output
+from stage02_kv_cache.engine import Engine as SingleEngine
+from stage03_batching.engine import Engine as StaticEngine
 from stage04_continuous.cache import SlotCache
-from stage04_continuous.engine import Engine as SlotEngine
-from stage04_continuous.engine import SlotsRecord
+from stage04_continuous.make import make as make_slots
+from stage04_continuous.plan import Plan as StepPlan
 from stage04_continuous.request import Request, State
+from stage04_continuous.runner import Runner
 from stage04_continuous.scheduler import Scheduler as SlotScheduler
 
 from .blockmap import blockmap, picture
 from .blocks import BlockPool
 from .cache import PagedCache
-from .engine import BlocksRecord, Engine
-from .memory import Cost, block_bytes, free_memory, make_pool, most_sequences
+from .engine import Engine, make
+from .memory import Cost, block_bytes, free_memory, make_pool, measure_cost, most_sequences
 from .scheduler import Counts, Scheduler
 
-STAGE = "stage05_paged"
-CONTINUOUS = continuous_benchmark.OURS
-PAGED_STATIC, OURS = "stage 05, in static batches", "stage 05, paged"
+SINGLE, STATIC = "stage 02, one request", "stage 03, static"
+CONTINUOUS, OURS = "stage 04, continuous", "stage 05, paged"
+PAGED_STATIC = "stage 05, in static batches"
 WIN, NULL = "answers of unlike lengths", "all at full length"
 MISS, HIT = "shared, first request", "shared, later ones"
 FRESH_ON, FRESH_OFF = "none shared, caching on", "none shared, caching off"
+RECOMPUTE, SWAP, FOUND = "recompute", "swap", "recompute, own blocks cached"
 DRAWN = 48  # blocks on the map: more would be thinner than a letter
-RECOMPUTE, SWAP, FOUND = "recompute", "swap", "recompute, own blocks cached"  # ways of a preemption
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is measured, and how often. Lengths are in tokens; a budget is that of a pass."""
+class Sizes(Plan):
+    """A budget is that of a pass, in tokens."""
 
-    model: str = "gpt2"
-    small: str = "stories"
-    # The same memory for all: of so many tokens. A contiguous engine makes slots of whole contexts of it.
-    budget_tokens: int = 4096
+    models: tuple[str, ...] = ("gpt2", "stories")
+    # The same memory for all, in tokens. A contiguous engine makes slots of whole contexts of it.
+    memory: int = 4096
     block_size: int = 16
     budget: int = 256
-    # Win: answers of very different lengths, nearly all much shorter than the context. It is the winning case of stage 04.
-    win_dtypes: tuple[str, ...] = ("float32",)
+    # Win: answers of very different lengths, nearly all much shorter than the context.
     requests: int = 96
     prompts: tuple[int, int] = (16, 64)
     answers: tuple[int, int] = (8, 512)
     middle: int = 66
-    win_repeats: int = 2
-    static_repeats: int = 1  # of the two engines that run the same in static batches, in float32
+    repeats: tuple[int, int] = (2, 1)  # of continuous engines, of the same in static batches
     # Null: every request fills a whole context.
-    null_requests: int = 8
-    null_prompt: int = 960
-    null_answer: int = 64
+    null: tuple[int, int, int] = (8, 960, 64)  # requests, prompt, answer
     null_repeats: int = 2
     # Lose: one request, and the gather.
     singles: tuple[tuple[int, int], ...] = ((64, 64), (900, 32))
     single_repeats: int = 3
     rows: tuple[int, ...] = (1, 32)
     contexts: tuple[int, ...] = (64, 128, 256, 512, 1008)
-    sized_context: int = 256  # of the most rows, where the block size is varied, and in the profile
-    gather_repeats: int = 7
-    # Memory that is reserved and not used.
     sizes: tuple[int, ...] = (1, 8, 16, 32, 128)
-    # The reference's table: memory against batch.
+    sized_context: int = 256  # of the most rows, where the block size varies, and in the profile
+    gather_repeats: int = 7
+    # A table by arithmetic: memory against sequences.
     batches: tuple[int, ...] = (1, 8, 32, 128, 256, 512)
-    table_blocks: int = 1900
-    table_prompt: int = 16
-    table_answer: int = 50
-    # A system prompt that all requests have in common, and what each has of its own.
+    table: tuple[int, int, int] = (1900, 16, 50)  # blocks, prompt, answer
+    # A system prompt that all requests share, and what each has of its own.
     system: int = 512
     own: int = 32
     prefix_repeats: int = 5
-    # A single request loses its memory at this length.
-    preempted: tuple[int, ...] = (32, 128, 512, 960)
+    preempted: tuple[int, ...] = (32, 128, 512, 960)  # lengths
     plain_steps: int = 3
     preemption_repeats: int = 3
-    # Passes of the winning run that are drawn as a map of the blocks.
-    frames: int = 150
-
-    @property
-    def slots(self) -> int:
-        """Whole contexts that the memory has room for."""
-        return self.budget_tokens // shape_of(self.model).n_positions
-
-    @property
-    def lengths(self) -> Lengths:
-        """The requests of the winning case, drawn as in stage 04."""
-        like = {
-            "requests": self.requests,
-            "prompts": self.prompts,
-            "answers": self.answers,
-            "middle": self.middle,
-        }
-        return continuous_benchmark.workload(continuous_benchmark.Plan(**like))  # type: ignore[arg-type]
-
-    @property
-    def runs(self) -> int:
-        """How many steps the progress bar has: timed runs, pairs of caches, and the map."""
-        capacity = 2 * (
-            len(self.win_dtypes) * self.win_repeats + self.static_repeats + self.null_repeats
-        )
-        both = len(self.rows) * len(self.contexts) + 3 * len(self.singles) * self.single_repeats
-        models = 4 * self.prefix_repeats + 3 * self.preemption_repeats * len(self.preempted)
-        return capacity + 2 * both + len(self.sizes) + 2 * models + 1
+    frames: int = 150  # passes of the winning run on the map of the blocks
 
 
-FULL = Plan()
-QUICK = Plan(
-    budget_tokens=2048, requests=12, answers=(4, 64), middle=24, win_repeats=1,
-    null_requests=3, null_prompt=1016, null_answer=8, null_repeats=1, singles=((64, 16),), single_repeats=2,
-    rows=(32,), contexts=(64, 256), gather_repeats=3, sizes=(1, 16), prefix_repeats=1,
-    preempted=(32, 512), preemption_repeats=1, frames=40,
-)  # fmt: skip
+FULL = Sizes()
+QUICK = replace(
+    FULL,
+    models=("gpt2",),
+    memory=2048,
+    requests=12,
+    answers=(4, 64),
+    middle=24,
+    repeats=(1, 1),
+    null=(3, 1016, 8),
+    null_repeats=1,
+    singles=((64, 16),),
+    single_repeats=2,
+    rows=(32,),
+    frames=40,
+    contexts=(64, 256),
+    gather_repeats=3,
+    sizes=(1, 16),
+    prefix_repeats=1,
+    preempted=(32, 512),
+    preemption_repeats=1,
+)
 
 
-# ---- measuring: the same memory -----------------------------------------------------------------------------------------
+def workload(plan: Sizes) -> Lengths:
+    """The requests of the winning case, as in stage 04."""
+    return lognormal(plan.requests, plan.prompts, plan.answers, plan.middle)
+
+
+# ---- the same memory ----------------------------------------------------------------------------
 
 
 def start_cold(pool: BlockPool) -> None:
-    """Evict all cached blocks of a pool of which none is owned, so that nothing of earlier requests can be found."""
-    for block in reversed(
-        [pool.take() for _ in range(pool.count)]
-    ):  # so the next request takes the same blocks again
+    """Evict all cached blocks of a pool of which none is owned, so that no request finds a block of
+    an earlier one."""
+    for block in reversed([pool.take() for _ in range(pool.count)]):  # the order stays
         pool.give_back(block)
 
 
-class Paged:
-    """This stage's engine, whose every call of `generate` starts cold: a repeat must not find what the last one has left.
+class Cold:
+    """An engine whose every call starts with an empty prefix cache, and whose memory is watched.
 
-    batch: so many prompts at a time, the next ones when the last of them has ended, as a static engine takes them; 0: all.
+    batch: at most this many prompts at a time, the next ones when the last of them has ended, as a
+    static engine takes them; 0: all.
     """
 
-    def __init__(self, model: GPT2, pool: BlockPool, budget: int, batch: int = 0) -> None:
-        self.engine = Engine(model, scheduler=Scheduler(pool, min(pool.count, budget), budget))
-        self.batch = batch
-        self.steps: list[BlocksRecord] = []  # of the last call
+    def __init__(self, engine: Any, reserved: Callable[[], int], batch: int = 0) -> None:
+        self.engine, self.batch, self.runner = engine, batch, engine.runner
+        self.watch = Watch(engine.scheduler, reserved)
+        engine.observers.append(self.watch)
+        self.steps: list[Any] = []
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
-        params, size = sampling_per_prompt(prompts, sampling), self.batch or len(prompts)
-        start_cold(self.engine.scheduler.pool)
-        self.steps = []
-        outputs = []
-        for first in range(0, len(prompts), size):
-            outputs += self.engine.generate(
-                prompts[first : first + size], params[first : first + size]
-            )
+    def generate(self, prompts: list[list[int]], sampling: Sequence[Any]) -> list[Output]:
+        if isinstance(self.engine.scheduler, Scheduler):
+            start_cold(self.engine.scheduler.pool)
+        self.watch.memory, self.steps, outputs = [0, 0], [], []
+        size = self.batch or len(prompts)
+        for at in range(0, len(prompts), size):
+            outputs += self.engine.generate(prompts[at : at + size], sampling[at : at + size])
             self.steps += self.engine.steps
         return outputs
 
 
-def pool_of(subject: Subject, plan: Plan) -> BlockPool:
-    """All blocks that the memory of the plan has room for."""
-    dtype = subject.model.dtype
-    return make_pool(
-        plan.budget_tokens * subject.config.kv_bytes_per_token(dtype),
-        subject.config,
-        dtype,
-        plan.block_size,
-    )
+def slots(plan: Sizes, config: Config) -> int:
+    """Whole contexts that the memory has room for."""
+    return plan.memory // config.n_positions
 
 
-def static_batch(pool: BlockPool, lengths: Lengths) -> int:
-    """Requests of average length that fit into the pool together."""
-    return most_sequences(pool, math.ceil(sum(map(sum, lengths)) / len(lengths)))
+def paged(subject: Subject, plan: Sizes, budget: int, batch: int = 0) -> Cold:
+    dtype, config = subject.dtype, subject.config
+    pool = make_pool(plan.memory * config.kv_bytes_per_token(dtype), config, dtype, plan.block_size)
+    options = {"max_sequences": min(pool.count, budget), "token_budget": budget}
+    return Cold(make(subject.model, pool=pool, **options), partial(owned, pool), batch)
 
 
-def measure_capacity(
-    subject: Subject, plan: Plan, case: str, lengths: Lengths, repeats: tuple[int, int], bar: tqdm
-) -> dict[str, Any]:
-    """One workload in the same memory, contiguous and paged. repeats: of the continuous engines, and of the static ones."""
-    prompts = [
-        random_prompt(prompt, subject.config, f"request {i}")
-        for i, (prompt, _) in enumerate(lengths)
-    ]
-    counts = [count for _, count in lengths]
-    batch = static_batch(pool_of(subject, plan), lengths)
-    engines: dict[str, Any] = {
-        CONTINUOUS: SlotEngine(subject.model, scheduler=SlotScheduler(plan.slots, plan.budget)),
-        OURS: Paged(subject.model, pool_of(subject, plan), plan.budget),
-    }
-    if repeats[1]:
-        engines[STATIC] = StaticEngine(subject.model, max_batch=plan.slots)
-        engines[PAGED_STATIC] = Paged(subject.model, pool_of(subject, plan), plan.budget, batch)
-    runs = {name: Runs(engine, prompts, counts) for name, engine in engines.items()}
-    seconds = in_turn(runs, {name: repeats[name in (STATIC, PAGED_STATIC)] for name in runs}, bar)
-    paged = {
-        name: each.steps[-1] for name, each in runs.items() if isinstance(engines[name], Paged)
-    }
-    return {
-        **subject.about, "case": case, "slots": plan.slots, "budget": plan.budget, "batch": batch, "lengths": lengths,
-        "blocks": engines[OURS].engine.scheduler.pool.count, "block_size": plan.block_size, "seconds": seconds,
-        "passes": {name: each.passes for name, each in runs.items()},
-        "rows": {name: run_lengths([step.rows for step in each.steps[-1]]) for name, each in runs.items()},
-        "crowded": {name: crowded_rows(runs[name].steps[-1]) for name in (CONTINUOUS, OURS)},
-        "preemptions": {name: sum(step.preempted for step in steps) for name, steps in paged.items()},
-        "memory": {
-            CONTINUOUS: slot_memory(runs[CONTINUOUS].steps[-1], subject.config.n_positions),
-            **{name: block_memory(steps, plan.block_size) for name, steps in paged.items()},
-        },
-        "cache_bytes": {CONTINUOUS: engines[CONTINUOUS].cache.bytes, OURS: engines[OURS].engine.cache.bytes},
-        "proof": {name: each.proof(subject) for name, each in runs.items()},
-        "same": {name: sum(a == b for a, b in zip(each.answers, runs[CONTINUOUS].answers, strict=True)) for name, each in
-                 runs.items()},
-    }  # fmt: skip
+def owned(pool: BlockPool) -> int:
+    """Tokens that memory is taken for."""
+    return pool.owned * pool.block_size
 
 
-def crowded_rows(steps: Sequence[SlotsRecord | BlocksRecord]) -> float:
+def contiguous(subject: Subject, plan: Sizes, budget: int) -> Cold:
+    scheduler = SlotScheduler(slots(plan, subject.config), budget)
+    context = subject.config.n_positions
+    engine = make_slots(subject.model, scheduler=scheduler)
+    return Cold(engine, lambda: len(scheduler.running) * context)
+
+
+def capacity(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """Workloads in the same memory, contiguous and paged; the winning one in static batches too."""
+    requests, *null = plan.null
+    full = [tuple(null)] * requests
+    for case, lengths in ((WIN, workload(plan)), (NULL, full)):
+        ours = paged(subject, plan, plan.budget)
+        mean = math.ceil(sum(map(sum, lengths)) / len(lengths))
+        batch = most_sequences(ours.engine.scheduler.pool, mean)
+        engines: dict[str, Any] = {CONTINUOUS: contiguous(subject, plan, plan.budget), OURS: ours}
+        repeats = dict.fromkeys(engines, plan.repeats[0] if case == WIN else plan.null_repeats)
+        if case == WIN:
+            size = slots(plan, subject.config)
+            engines[STATIC] = StaticEngine(subject.model, max_batch=size)
+            engines[PAGED_STATIC] = paged(subject, plan, plan.budget, batch)
+            repeats |= dict.fromkeys((STATIC, PAGED_STATIC), plan.repeats[1])
+        group, runs = compare(subject, engines, lengths, repeats, case=case, **about(ours, plan))
+        watched = {name: each for name, each in engines.items() if isinstance(each, Cold)}
+        yield group | {
+            "batch": batch,
+            "slots": slots(plan, subject.config),
+            "memory": {name: each.watch.memory for name, each in watched.items()},
+            "crowded": {name: crowded(runs[name].steps[-1]) for name in watched},
+            "preemptions": {
+                name: sum(getattr(step, "preempted", 0) for step in runs[name].steps[-1])
+                for name in watched
+            },
+        }
+
+
+def about(ours: Cold, plan: Sizes) -> dict[str, int]:
+    pool = ours.engine.scheduler.pool
+    return {"budget": plan.budget, "blocks": pool.count, "block_size": pool.block_size}
+
+
+def crowded(steps: Sequence[Any]) -> float:
     """Sequences in a pass, on average over those after which others still waited."""
     rows = [step.rows for step in steps if step.waiting]
     return sum(rows) / len(rows) if rows else 0.0
 
 
-def slot_memory(steps: Sequence[SlotsRecord], slot_tokens: int) -> list[int]:
-    """[reserved, used] in tokens, added up over the passes: each request that has a slot has all of it."""
-    tokens: dict[str, int] = {}  # computed, of each request that has a slot
-    reserved = used = 0
-    for step in steps:
-        for each in step.slots:
-            tokens[each.request_id] = (
-                tokens.get(each.request_id, 0) + each.prefill_tokens + each.decode_tokens
-            )
-        reserved += len(tokens) * slot_tokens
-        used += sum(tokens.values())
-        for each in step.slots:
-            if each.finish_reason is not None:
-                del tokens[each.request_id]
-    return [reserved, used]
-
-
-def block_memory(steps: Sequence[BlocksRecord], block_size: int) -> list[int]:
-    """[reserved, used] in tokens, added up over the passes: each block that a table holds, and what is in it."""
-    return [
-        sum(step.owned_blocks for step in steps) * block_size,
-        sum(step.used_tokens for step in steps),
-    ]
-
-
-def measure_single(
-    subject: Subject, plan: Plan, lengths: tuple[int, int], bar: tqdm
-) -> dict[str, Any]:
+def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """A single request on the engines of three stages, each of which runs its prompt whole."""
-    (length, count), budget = lengths, max(plan.budget, lengths[0])
-    engines: dict[str, Any] = {
-        SINGLE: SingleEngine(subject.model),
-        CONTINUOUS: SlotEngine(subject.model, scheduler=SlotScheduler(plan.slots, budget)),
-        OURS: Paged(subject.model, pool_of(subject, plan), budget),
-    }
-    prompt = random_prompt(length, subject.config, "single")
-    runs = {name: Runs(engine, [prompt], [count]) for name, engine in engines.items()}
-    seconds = measure.alternate(
-        runs, plan.single_repeats, warmup=0, progress=lambda _: bar.update()
-    )
-    return {
-        **subject.about, "slots": plan.slots, "budget": budget, "lengths": [lengths], "seconds": seconds,
-        "blocks": engines[OURS].engine.scheduler.pool.count, "block_size": plan.block_size,
-        "proof": {name: each.proof(subject) for name, each in runs.items()},
-    }  # fmt: skip
+    for lengths in plan.singles:
+        budget = max(plan.budget, lengths[0])
+        ours = paged(subject, plan, budget)
+        engines = {
+            SINGLE: SingleEngine(subject.model),
+            CONTINUOUS: contiguous(subject, plan, budget),
+            OURS: ours,
+        }
+        fields = about(ours, plan) | {"budget": budget, "slots": slots(plan, subject.config)}
+        yield compare(subject, engines, [lengths], plan.single_repeats, "single", **fields)[0]
 
 
-def measure_map(subject: Subject, plan: Plan, bar: tqdm) -> list[str]:
-    """The blocks of the winning case, after each of its first passes: a text for each block, see `packed`."""
-    engine = Paged(subject.model, pool_of(subject, plan), plan.budget).engine
-    for i, (prompt, count) in enumerate(plan.lengths):
-        engine.add(Request(random_prompt(prompt, subject.config, f"request {i}"), greedy(count)))
+def waste(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """Tokens reserved and used in the winning case with memory for all requests: by the schedulers
+    alone, without a model."""
+    context, lengths = subject.config.n_positions, workload(plan)
+    for name, exact in (("whole context", False), ("exact length known", True)):
+        scheduler = SlotScheduler(plan.requests, plan.budget)
+        reserved = partial(slot_tokens, scheduler, None if exact else context)
+        memory = simulate(scheduler, lengths, reserved).memory
+        yield {**subject.about, "name": f"contiguous, {name}", "memory": memory}
+    for size in plan.sizes:
+        pool = BlockPool(plan.requests * -(-context // size), size)
+        scheduler = Scheduler(pool, min(pool.count, plan.budget), plan.budget)
+        memory = simulate(scheduler, lengths, partial(owned, pool)).memory
+        yield {**subject.about, "name": f"paged, blocks of {size}", "memory": memory}
+
+
+def slot_tokens(scheduler: SlotScheduler, size: int | None) -> int:
+    """Tokens that the slots in use have room for; None: each for just its request."""
+    if size is not None:
+        return len(scheduler.running) * size
+    running = scheduler.running
+    return sum(len(one.prompt_ids) + one.sampling.max_tokens - 1 for one in running)
+
+
+def block_map(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """What each block held after each of the first passes of the winning case: [state, passes]
+    pairs, a list a block."""
+    engine = paged(subject, plan, plan.budget).engine
+    lengths = workload(plan)
+    prompts = subject.prompts(prompt for prompt, _ in lengths)
+    for prompt, (_, answer) in zip(prompts, lengths, strict=True):
+        engine.add(Request(prompt, greedy(answer)))
     frames: list[list[int]] = []
-    while len(frames) < plan.frames and engine.scheduler.unfinished:
+    while len(frames) < plan.frames and engine.requests:
         engine.step()
         frames.append(blockmap(engine.scheduler))
-    bar.update()
-    return packed(frames)
+    yield {**subject.about, "blocks": [run_lengths(states) for states in zip(*frames, strict=True)]}
 
 
-def packed(frames: Sequence[Sequence[int]]) -> list[str]:
-    """Frames of blocks as a text for each block: "-1x3 7x2" is free for three passes, and then of sequence 7 for two."""
-    columns = zip(*frames, strict=True)
-    return [
-        " ".join(f"{state}x{len(list(group))}" for state, group in groupby(column))
-        for column in columns
-    ]
-
-
-def unpacked(texts: Sequence[str]) -> list[list[int]]:
-    """The frames again."""
-    pairs = [[piece.split("x") for piece in text.split()] for text in texts]
-    columns = [[int(state) for state, times in each for _ in range(int(times))] for each in pairs]
-    return [list(frame) for frame in zip(*columns, strict=True)]
-
-
-def measure_waste(plan: Plan) -> dict[str, list[int]]:
-    """[reserved, used] of the winning case with memory for everybody: what the schedulers do, without a model."""
-    n_positions, requests = shape_of(plan.model).n_positions, plan.requests
-    kinds = {"contiguous, whole context": n_positions, "contiguous, exact length known": None}
-    passes = {
-        name: simulate_slots(plan.lengths, requests, plan.budget, tokens)
-        for name, tokens in kinds.items()
-    }
-    for block_size in plan.sizes:
-        blocks = requests * -(-n_positions // block_size)
-        passes[f"paged, blocks of {block_size}"] = simulate_blocks(
-            plan.lengths, blocks, block_size, plan.budget
-        )
-    return {
-        name: [sum(each.reserved for each in found), sum(each.used for each in found)]
-        for name, found in passes.items()
-    }
-
-
-# ---- measuring: what the gather costs -----------------------------------------------------------------------------------
+# ---- what the gather costs ----------------------------------------------------------------------
 
 
 class Pair:
-    """A contiguous cache and a paged one that hold the same `context` tokens of each of `rows` sequences, the blocks shuffled.
+    """A contiguous cache and a paged one that hold the same `context` tokens of each of `rows`
+    sequences, the blocks shuffled. `contiguous` and `paged` are a decode pass over them."""
 
-    `contiguous` and `paged` are a decode pass over them: the logits (rows, V).
-    """
-
-    def __init__(self, subject: Subject, rows: int, context: int, block_size: int) -> None:
-        config, dtype = subject.config, subject.model.dtype
-        self.model, self.context = subject.model, context
-        self.slots = SlotCache(config, rows, context + 1, dtype)
-        self.slots.kv.normal_(generator=torch.Generator().manual_seed(0))
-        each = -(-(context + 1) // block_size)
-        self.blocks = PagedCache(config, rows * each, block_size, dtype=dtype)
-        order = list(range(rows * each))
+    def __init__(self, subject: Subject, rows: int, context: int, size: int) -> None:
+        config, dtype = subject.config, subject.dtype
+        held = SlotCache(config, rows, context + 1, dtype)
+        held.kv.normal_(generator=torch.Generator().manual_seed(0))
+        count = -(-(context + 1) // size)
+        self.cache = PagedCache(config, rows * count, size, dtype=dtype)
+        order = list(range(rows * count))
         random.Random("blocks").shuffle(order)
-        self.tables = [order[row * each : (row + 1) * each] for row in range(rows)]
-        for row, table in enumerate(self.tables):
-            lines = pad(
-                self.slots.kv[:, :, row], (0, 0, 0, each * block_size - context - 1)
-            )  # (layers, 2, H, tokens, D)
-            self.blocks.kv[:, :, :, table] = lines.unflatten(3, (each, block_size))
-        self.ids = torch.arange(rows) % config.vocab_size
-
-    @torch.inference_mode()
-    def contiguous(self) -> torch.Tensor:
-        attention = self.slots.extend([(row, self.context, 1) for row in range(len(self.ids))])
-        return self.model.logits(self.model(self.ids, attention.positions, attention.attend))
-
-    @torch.inference_mode()
-    def paged(self) -> torch.Tensor:
-        attention = self.blocks.extend([(table, self.context, 1) for table in self.tables])
-        return self.model.logits(self.model(self.ids, attention.positions, attention.attend))
+        self.tables = [order[row * count : (row + 1) * count] for row in range(rows)]
+        for row, blocks in enumerate(self.tables):
+            lines = pad(held.kv[:, :, row], (0, 0, 0, count * size - context - 1))
+            self.cache.kv[:, :, :, blocks] = lines.unflatten(3, (count, size))
+        ids, every = [row % config.vocab_size for row in range(rows)], range(rows)
+        slots = [(row, context, 1) for row in every]
+        self.shares = [(table, context, 1) for table in self.tables]
+        self.contiguous = partial(Runner(subject.model, held).run, ids, slots, every)
+        self.paged = partial(Runner(subject.model, self.cache).run, ids, self.shares, every)
 
     @property
-    def gathered_bytes(self) -> int:
-        """What a paged pass copies together, in all layers: counted, not worked out."""
-        attention = self.blocks.extend([(table, self.context, 1) for table in self.tables])
-        return len(self.blocks.kv) * sum(tile.target.nbytes for tile in attention.tiles)
-
-    def prove(self) -> dict[str, Any]:
-        """That both passes choose the same tokens. Raises AssertionError at a difference that is no near tie."""
-        scores, taken = self.contiguous().float(), self.paged().argmax(-1)
-        best, differs = scores.amax(-1), scores.argmax(-1) != taken
-        below = best - scores.gather(1, taken[:, None])[:, 0]  # (rows,)
-        for highest, gap in zip(best[differs].tolist(), below[differs].tolist(), strict=True):
-            if gap >= near_tie(self.model.dtype, highest):
-                raise AssertionError(
-                    f"the paged pass took a token whose logit lies {gap:.3g} below the best, {highest:.3g}"
-                )
-        gaps = below[differs].tolist()
-        return {"tokens": len(taken), "near_ties": len(gaps), "widest_gap": max(gaps, default=0.0)}
+    def gathered(self) -> int:
+        """Bytes that a paged pass copies together, in all layers: counted, not worked out."""
+        tiles = self.cache.extend(self.shares).tiles
+        return len(self.cache.kv) * sum(tile.target.nbytes for tile in tiles)
 
 
-def measure_gather(
-    subject: Subject, cases: Sequence[tuple[int, int, int]], repeats: int, bar: tqdm
-) -> list[dict[str, Any]]:
-    """A decode pass over equal sequences, contiguous and paged in turn; cases: rows, context and block size."""
-    found = []
-    for rows, context, block_size in cases:
-        needed = 2 * rows * context * subject.config.kv_bytes_per_token(subject.model.dtype)
+def decode_pairs(
+    subject: Subject, wanted: Sequence[tuple[int, int, int]], repeats: int
+) -> Iterator[Group]:
+    """A decode pass over equal sequences, contiguous and paged; wanted: rows, context, block size."""
+    for rows, context, size in wanted:
+        needed = 2 * rows * context * subject.config.kv_bytes_per_token(subject.dtype)
         if needed > free_memory() / 2:
-            bar.write(
-                f"note: {rows} sequences of {context} tokens take {needed / 1e9:.1f} GB in two caches: left out"
+            tqdm.write(
+                f"note: {rows} sequences of {context} tokens take {needed / 1e9:.1f} GB in two "
+                "caches: left out"
             )
-        else:
-            pair = Pair(subject, rows, context, block_size)
-            seconds = measure.alternate(
-                {"contiguous": pair.contiguous, "paged": pair.paged}, repeats
-            )
-            found.append(
-                {**subject.about, "rows": rows, "context": context, "block_size": block_size, "seconds": seconds,
-                 "gathered_bytes": pair.gathered_bytes, "proof": pair.prove()}
-            )  # fmt: skip
-        bar.update()
-    return found
+            continue
+        pair = Pair(subject, rows, context, size)
+        proof = prove(pair.contiguous().float(), pair.paged().argmax(-1), subject.dtype)
+        ways = {"contiguous": pair.contiguous, "paged": pair.paged}
+        fields = {"rows": rows, "context": context, "block_size": size, "bytes": pair.gathered}
+        seconds = measure.alternate(ways, repeats)
+        yield {**subject.about, **fields, "seconds": seconds, "proof": proof}
 
 
-def measure_profile(subject: Subject, plan: Plan) -> dict[str, Any]:
-    """Where the time of such a pass goes, contiguous and paged."""
-    pair = Pair(subject, max(plan.rows), plan.sized_context, plan.block_size)
-    found = {
-        name: profile.profile(run, rows=100)
-        for name, run in (("contiguous", pair.contiguous), ("paged", pair.paged))
-    }
-    return {
-        **subject.about,
-        "rows": max(plan.rows),
-        "context": plan.sized_context,
-        "operators": found,
-    }
+def gather(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    wanted = [(rows, context, plan.block_size) for rows in plan.rows for context in plan.contexts]
+    yield from decode_pairs(subject, wanted, plan.gather_repeats)
 
 
-# ---- measuring: prefixes and preemption ---------------------------------------------------------------------------------
+def sizes(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    wanted = [(max(plan.rows), plan.sized_context, size) for size in plan.sizes]
+    yield from decode_pairs(subject, wanted, plan.gather_repeats)
 
 
-def measure_prefix(subject: Subject, plan: Plan, bar: tqdm) -> dict[str, Any]:
-    """Seconds from a request's arrival to its first token, with and without a beginning that is there already."""
-    length, config = plan.system + plan.own, subject.config
-    system = random_prompt(plan.system, config, "system")
-    blocks = 4 * -(-length // plan.block_size)
-    schedulers = {
-        on: Scheduler(BlockPool(blocks, plan.block_size), 1, length, prefix_caching=on)
+def profile(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    rows, context = max(plan.rows), plan.sized_context
+    pair = Pair(subject, rows, context, plan.block_size)
+    title = f"{rows} sequences at {context}, {subject.about['dtype']}"
+    for name, run in (("contiguous", pair.contiguous), ("paged", pair.paged)):
+        yield profiled(subject, "", run, most=100) | {"name": name, "of": title}
+
+
+# ---- prefixes and preemption --------------------------------------------------------------------
+
+
+def prefix(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """Seconds to a request's first token, with and without a beginning that is cached already."""
+    length = plan.system + plan.own
+    (system,) = subject.prompts([plan.system], "system")
+    blocks, options = (
+        4 * -(-length // plan.block_size),
+        {"max_sequences": 1, "token_budget": length},
+    )
+    engines = {
+        on: make(
+            subject.model, pool=BlockPool(blocks, plan.block_size), prefix_caching=on, **options
+        )
         for on in (True, False)
     }
-    engines = {
-        on: Engine(subject.model, scheduler=scheduler) for on, scheduler in schedulers.items()
-    }
+    numbers = iter(range(10**6))
+
+    def first_token(name: str) -> dict[str, Any]:
+        engine = engines[name != FRESH_OFF]
+        start_cold(engine.scheduler.pool)
+        if name == HIT:
+            engine.generate([system + subject.prompts([plan.own], "earlier")[0]], greedy(1))
+        shared = name in (MISS, HIT)
+        rest = subject.prompts([plan.own if shared else length], f"{name} {next(numbers)}")[0]
+        request = Request(system + rest if shared else rest, greedy(2))
+        engine.steps.clear()
+        engine.scheduler.counts = Counts()
+        started = time.perf_counter()
+        engine.add(request)
+        while not request.output.token_ids:
+            engine.step()
+        taken = time.perf_counter() - started
+        for _ in engine.run():
+            pass
+        computed = sum(step.prefill_tokens for step in engine.steps)
+        rate, proof = engine.scheduler.counts.hit_rate, subject.prove([request.output])
+        return {"seconds": taken, "computed": computed, "hit_rate": rate, "proof": proof}
+
     names = [MISS, HIT, FRESH_ON, FRESH_OFF]
-    found: dict[str, Any] = {
-        key: {name: [] for name in names} for key in ("seconds", "computed", "hit_rate")
+    found = measure.turns({name: partial(first_token, name) for name in names}, plan.prefix_repeats)
+    every = {
+        key: {name: [run[key] for run in runs] for name, runs in found.items()}
+        for key in ("seconds", "computed", "hit_rate")
     }
-    proof: dict[str, Any] = {}
-    for number, order in enumerate([names, *measure.rounds(names, plan.prefix_repeats)]):
-        for name in order:
-            engine = engines[name != FRESH_OFF]
-            start_cold(engine.scheduler.pool)
-            if name == HIT:
-                engine.generate([system + random_prompt(plan.own, config, "earlier")], greedy(1))
-            prompt = system + random_prompt(plan.own, config, f"{name} {number}")
-            request = Request(
-                prompt
-                if name in (MISS, HIT)
-                else random_prompt(length, config, f"{name} {number}"),
-                greedy(2),
-            )
-            taken, counts = first_token(engine, request), engine.scheduler.counts
-            proof[name] = subject.prove([request.output])
-            if number:  # the round before the first warms up
-                found["seconds"][name].append(taken)
-                found["computed"][name].append(sum(step.prefill_tokens for step in engine.steps))
-                found["hit_rate"][name].append(counts.hit_rate)
-                bar.update()
-    return {
-        **subject.about,
-        "system": plan.system,
-        "own": plan.own,
-        "block_size": plan.block_size,
-        **found,
-        "proof": proof,
-    }
+    about = {"system": plan.system, "own": plan.own, "block_size": plan.block_size}
+    proofs = {name: runs[-1]["proof"] for name, runs in found.items()}
+    yield {**subject.about, **about, **every, "proof": proofs}
 
 
-def first_token(engine: Engine, request: Request) -> float:
-    """Run one request to its end; seconds to its first token. Records and counts are of this request alone."""
-    engine.steps.clear()
-    engine.scheduler.counts = Counts()
-    started = time.perf_counter()
-    engine.add(request)
-    while not request.output.token_ids:
-        engine.step()
-    taken = time.perf_counter() - started
-    for _ in engine.run():
-        pass
-    return taken
-
-
-def measure_preemption(subject: Subject, plan: Plan, bar: tqdm) -> dict[str, Any]:
-    """What it costs a request to lose its memory, at several lengths: seconds to its next token, less those of a plain step."""
+def preemption(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """What it costs a request to lose its memory, at several lengths: seconds to its next token,
+    less those of a plain step."""
     most = max(plan.preempted) + plan.plain_steps + 1
-    blocks = -(-most // plan.block_size)
-    pool, swap_pool = (BlockPool(2 * blocks, plan.block_size) for _ in range(2))
-    engine = Engine(
-        subject.model, scheduler=Scheduler(pool, 1, most, preemption=SWAP, swap_pool=swap_pool)
-    )
-    cost = engine.measure_cost()
-    rows = []
-    for context in plan.preempted:
-        ways: list[str] = [RECOMPUTE, SWAP, FOUND]
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for number, order in enumerate([ways, *measure.rounds(ways, plan.preemption_repeats)]):
-            for name in order:
-                taken, proof = preempted_seconds(subject, engine, context, plan.plain_steps, name)
-                if number:  # the round before the first warms up
-                    seconds[name].append(taken)
-                    bar.update()
-        rows.append({"context": context, "seconds": seconds, "proof": proof})
+    blocks = 2 * -(-most // plan.block_size)
+    pool, swap_pool = (BlockPool(blocks, plan.block_size) for _ in range(2))
+    options = {"max_sequences": 1, "token_budget": most, "preemption": SWAP}
+    engine = make(subject.model, pool=pool, swap_pool=swap_pool, **options)
+    cost = measure_cost(engine.runner, pool, swap_pool, subject.dtype)
     rates = {"flops": cost.flops, "bandwidth": cost.bandwidth, "overhead": cost.overhead}
-    return {**subject.about, "rates": rates, "contexts": rows}
+    for context in plan.preempted:
+        ways = {
+            way: partial(preempt, subject, engine, context, plan.plain_steps, way)
+            for way in (RECOMPUTE, SWAP, FOUND)
+        }
+        found = measure.turns(ways, plan.preemption_repeats)
+        seconds = {way: [taken for taken, _ in runs] for way, runs in found.items()}
+        proofs = {way: runs[-1][1] for way, runs in found.items()}
+        about = {"context": context, "rates": rates}
+        yield {**subject.about, **about, "seconds": seconds, "proof": proofs}
 
 
-def preempted_seconds(
+def preempt(
     subject: Subject, engine: Engine, context: int, steps: int, way: str
 ) -> tuple[float, dict[str, Any]]:
-    """Seconds that a preemption at about `context` tokens costs, and the proof of the answer around it."""
+    """Seconds that a preemption at about `context` tokens costs, and the proof of the answer."""
     scheduler = engine.scheduler
     scheduler.preemption = SWAP if way == SWAP else RECOMPUTE
     scheduler.prefix_caching = way == FOUND
     start_cold(scheduler.pool)
-    request = engine.add(
-        Request(random_prompt(context - steps, subject.config, "preempted"), greedy(steps + 2))
-    )
+    (prompt,) = subject.prompts([context - steps], "preempted")
+    request = engine.add(Request(prompt, greedy(steps + 2)))
     engine.step()
     plain = [measure.seconds(engine.step) for _ in range(steps)]
-    started = time.perf_counter()
-    scheduler.preempt(request)
+    started, plan = time.perf_counter(), StepPlan()
+    scheduler._preempt(plan, request)
+    engine.runner.move(plan.moves)
     engine.step()
     taken = time.perf_counter() - started
     if request.state is not State.FINISHED:
-        raise AssertionError("the request did not get on in the step after it was preempted")
+        raise AssertionError("the request was not resumed in the step after it was preempted")
     return taken - median(plain), subject.prove([request.output])
 
 
-# ---- measuring all ------------------------------------------------------------------------------------------------------
+# ---- predictions --------------------------------------------------------------------------------
 
 
-def measure_all(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
-    """Measure everything that `plan` says: configuration, results, limits."""
-    shape = checkpoint.load(plan.model, random_weights=True)
-    limits = measure.limits(refresh=True)
-    names = ("capacity", "single", "gather", "sizes", "prefix", "preemption")
-    results: dict[str, Any] = {name: [] for name in names} | {"waste": measure_waste(plan)}
-    with tqdm(total=plan.runs, unit="run") as bar:
-        for dtype in (torch.float32, torch.bfloat16):
-            subject = Subject(shape, dtype)
-            whole = dtype == torch.float32
-            if label(dtype) in plan.win_dtypes:
-                repeats = (plan.win_repeats, plan.static_repeats * whole)
-                results["capacity"].append(
-                    measure_capacity(subject, plan, WIN, plan.lengths, repeats, bar)
-                )
-            results["single"] += [
-                measure_single(subject, plan, lengths, bar) for lengths in plan.singles
-            ]
-            cases = [
-                (rows, context, plan.block_size) for rows in plan.rows for context in plan.contexts
-            ]
-            results["gather"] += measure_gather(subject, cases, plan.gather_repeats, bar)
-            if whole:
-                full = [(plan.null_prompt, plan.null_answer)] * plan.null_requests
-                results["capacity"].append(
-                    measure_capacity(subject, plan, NULL, full, (plan.null_repeats, 0), bar)
-                )
-                cases = [(max(plan.rows), plan.sized_context, size) for size in plan.sizes]
-                results["sizes"] = measure_gather(subject, cases, plan.gather_repeats, bar)
-                results["profile"] = measure_profile(subject, plan)
-                results["map"] = measure_map(subject, plan, bar)
-                small = Subject(
-                    checkpoint.load(plan.small, random_weights=plan.small != "stories"), dtype
-                )
-                for each in (subject, small):
-                    results["prefix"].append(measure_prefix(each, plan, bar))
-                    results["preemption"].append(measure_preemption(each, plan, bar))
-    return {"plan": asdict(plan)}, results, limits
+def passes(row: Row) -> Watch:
+    """What the scheduler of stage 04 or of this stage plans of a row's workload."""
+    lengths, budget = row.lengths, row["budget"]
+    if row.variant == CONTINUOUS:
+        slots = SlotScheduler(row["slots"], budget)
+        return simulate(slots, lengths, partial(slot_tokens, slots, row.config.n_positions))
+    size = row["batch"] if row.variant == PAGED_STATIC else len(lengths)
+    found = []
+    for start in range(0, len(lengths), size):
+        pool = BlockPool(row["blocks"], row["block_size"])
+        scheduler = Scheduler(pool, min(pool.count, budget), budget)
+        found.append(simulate(scheduler, lengths[start : start + size], partial(owned, pool)))
+    whole = found[0]
+    for watch in found[1:]:
+        whole.passes += watch.passes
+        whole.memory = [a + b for a, b in zip(whole.memory, watch.memory, strict=True)]
+    return whole
 
 
-def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
-    """Measure everything: configuration, results, limits. `quick` leaves out what takes minutes."""
-    configuration, results, limits = measure_all(QUICK if quick else FULL)
-    return {"quick": quick, **configuration}, results, limits
+def gathered(row: Row, parts: Sequence[Part]) -> int:
+    """Bytes that a pass copies together: the whole blocks of each part but those of whole prompts,
+    which need nothing cached."""
+    size = row["block_size"]
+    blocks = sum(-(-(part.cached + part.count) // size) for part in parts if part.cached)
+    return blocks * block_bytes(row.config, row.kind, size)
 
 
-# ---- predictions ------------------------------------------------------------------------------------------------------
+def pass_seconds(row: Row, parts: Sequence[Part], gathers: bool) -> float:
+    """The least seconds for a pass. A gather adds the time of reading what it copies: nothing
+    computes meanwhile, and attention then reads the copy from the processor's cache."""
+    seconds = row.least([pass_cost(row.config, row.kind, parts)])
+    return seconds + (gathered(row, parts) / row.bandwidth if gathers else 0)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A pass that a scheduler made: what it computed, the tokens that memory was taken for, and those that were in it."""
-
-    parts: list[Part]
-    reserved: int
-    used: int
-
-
-def simulate(scheduler: Any, lengths: Lengths, reserved: Callable[[], int]) -> list[Pass]:
-    """The passes that a scheduler makes of requests that are all there at once, without a model.
-
-    `reserved` is asked during each pass. No two requests begin alike.
-    """
-    requests = [
-        Request([number] * prompt, greedy(count)) for number, (prompt, count) in enumerate(lengths)
-    ]
-    numbers = {id(request): number for number, request in enumerate(requests)}
-    passes = []
-    for request in requests:
-        scheduler.add(request)
-    while scheduler.unfinished:
-        work = scheduler.schedule()
-        taken = reserved()
-        for each in work:
-            each.request.computed += each.count
-            each.request.output.token_ids += [numbers[id(each.request)]] * each.samples
-        if isinstance(scheduler, Scheduler):
-            scheduler.moves.clear()
-            for each in work:
-                scheduler.publish(each)
-        if work:
-            parts = [
-                Part(numbers[id(each.request)], each.start, each.count, each.samples)
-                for each in work
-            ]
-            passes.append(
-                Pass(parts, taken, sum(request.computed for request in scheduler.running))
-            )
-        for request in list(scheduler.running):
-            if len(request.output.token_ids) == request.sampling.max_tokens:
-                scheduler.finish(request)
-    return passes
+@cache
+def forecast(row: Row) -> tuple[int, float]:
+    """Passes of a row's engine for its workload, and the least seconds for them."""
+    if row.variant in (SINGLE, STATIC):
+        size = row["slots"] if row.variant == STATIC else 1
+        costs = static_costs(row.config, row.kind, row.lengths, size)
+        return len(costs), row.least(costs)
+    planned = passes(row).passes
+    gathers = row.variant != CONTINUOUS
+    return len(planned), sum(pass_seconds(row, parts, gathers) for parts in planned)
 
 
-def simulate_slots(
-    lengths: Lengths, slots: int, budget: int, slot_tokens: int | None
-) -> list[Pass]:
-    """On stage 04's scheduler; slot_tokens None: each slot has room for just its request, whose length is known."""
-    scheduler = SlotScheduler(slots, budget)
-
-    def reserved() -> int:
-        exact = [
-            len(request.prompt_ids) + request.sampling.max_tokens - 1
-            for request in scheduler.running
-        ]
-        return sum(exact) if slot_tokens is None else len(exact) * slot_tokens
-
-    return simulate(scheduler, lengths, reserved)
-
-
-def simulate_blocks(lengths: Lengths, blocks: int, block_size: int, budget: int) -> list[Pass]:
-    """On this stage's scheduler."""
-    pool = BlockPool(blocks, block_size)
-    return simulate(
-        Scheduler(pool, min(blocks, budget), budget), lengths, lambda: pool.owned * pool.block_size
-    )
-
-
-def passes_of(row: dict[str, Any], name: str) -> list[Pass]:
-    """What the scheduler of stage 04, or of this one, makes of a row's workload."""
-    lengths, budget = [(prompt, count) for prompt, count in row["lengths"]], row["budget"]
-    if name == CONTINUOUS:
-        return simulate_slots(lengths, row["slots"], budget, shape_of(row["model"]).n_positions)
-    size = row["batch"] if name == PAGED_STATIC else len(lengths)
-    batches = [lengths[first : first + size] for first in range(0, len(lengths), size)]
-    return [
-        each
-        for batch in batches
-        for each in simulate_blocks(batch, row["blocks"], row["block_size"], budget)
-    ]
-
-
-def gathered_bytes(
-    config: checkpoint.Config, dtype: torch.dtype, parts: Sequence[Part], block_size: int
-) -> int:
-    """What a pass copies together: the whole blocks of each part but those of whole prompts, which need nothing cached."""
-    blocks = sum(-(-(part.cached + part.count) // block_size) for part in parts if part.cached)
-    return blocks * block_bytes(config, dtype, block_size)
-
-
-def pass_seconds(
-    results: dict[str, Any], row: dict[str, Any], parts: Sequence[Part], gathers: bool
-) -> float:
-    """The least seconds for a pass. A gather adds the time of reading what it copies: nothing computes meanwhile, and
-    attention then reads the copy from the processor's cache."""
-    limits, config, kind = limits_of(results), shape_of(row["model"]), getattr(torch, row["dtype"])
-    seconds = pass_cost(config, kind, parts).seconds(limits, kind)
-    if gathers:
-        seconds += gathered_bytes(config, kind, parts, row["block_size"]) / (
-            limits.bandwidth_gb_s * 1e9
-        )
-    return seconds
-
-
-def predicted(results: dict[str, Any], row: dict[str, Any], name: str) -> tuple[int, float]:
-    """Passes of an engine for a row's workload, and the least seconds for them."""
-    if name in (SINGLE, STATIC):
-        lengths, slots = (
-            [tuple(each) for each in row["lengths"]],
-            row["slots"] if name == STATIC else 1,
-        )
-        batches = [lengths[start : start + slots] for start in range(0, len(lengths), slots)]
-        seconds = [
-            static_benchmark.predicted_seconds(
-                limits_of(results), row["model"], row["dtype"], batch
-            )
-            for batch in batches
-        ]
-        return sum(max(count for _, count in batch) for batch in batches), sum(seconds)
-    passes = passes_of(row, name)
-    return len(passes), sum(
-        pass_seconds(results, row, each.parts, name != CONTINUOUS) for each in passes
-    )
+def least(row: Row) -> float:
+    return forecast(row)[1]
 
 
 def crossing(places: Sequence[int], recompute: Sequence[float], swap: Sequence[float]) -> str:
-    """From how many tokens on swapping is cheaper, between the measured places on a straight line."""
+    """From how many tokens on swapping is cheaper, on straight lines between the places."""
     gains = [one - other for one, other in zip(recompute, swap, strict=True)]
     if gains[-1] <= 0:
         return f"never, up to {places[-1]}"
-    last = max((i for i, gain in enumerate(gains) if gain <= 0), default=-1)
+    last = max((i for i, saved in enumerate(gains) if saved <= 0), default=-1)
     if last < 0:
         return f"always, from {places[0]}"
     share = -gains[last] / (gains[last + 1] - gains[last])
     return f"from {places[last] + share * (places[last + 1] - places[last]):,.0f} tokens"
 
 
-# ---- from results to tables and charts ----------------------------------------------------------------------------------
+# ---- tables and charts --------------------------------------------------------------------------
 
 
-def most_rows(row: dict[str, Any], name: str) -> int:
-    return max(rows for rows, _ in row["rows"][name])
+def mean_rows(row: Row) -> float:
+    return row["busy"] / row["passes"]
 
 
-def mean_rows(row: dict[str, Any], name: str) -> float:
-    return sum(rows * times for rows, times in row["rows"][name]) / row["passes"][name]
+def most_rows(row: Row) -> int:
+    return max(rows for rows, _ in row["rows"])
 
 
 def unused(memory: Sequence[int]) -> float:
     """The share of what was reserved that was not used."""
-    reserved, used = memory
-    return 1 - used / reserved
+    return 1 - memory[1] / memory[0]
 
 
-def same_text(row: dict[str, Any], name: str) -> str:
-    proof = proof_text(row["proof"][name])
-    return (
-        proof
-        if name == CONTINUOUS
-        else f"{proof}; {row['same'][name]} of {len(row['lengths'])} answers as stage 04"
-    )
+def same_memory(results: Results) -> list[Row]:
+    return [group.of(name) for group in results.groups("capacity") for name in (CONTINUOUS, OURS)]
 
 
-def win_row(results: dict[str, Any]) -> dict[str, Any]:
+def win(results: Results) -> Row:
     """The winning case in float32."""
-    return next(row for row in results["results"]["capacity"] if row["case"] == WIN)
+    return results.groups("capacity", case=WIN)[0]
 
 
-def capacity_table(results: dict[str, Any]) -> str:
-    lines = [
-        "| workload | dtype | engine | most at once | mean where others wait | mean | passes | predicted | tok/s | seconds "
-        "| limit | preemptions | memory unused | cache, MB | against stage 04 | predicted | same tokens |",
-        "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    for row in results["results"]["capacity"]:
-        forecast = {name: predicted(results, row, name) for name in (CONTINUOUS, OURS)}
-        base, least = median(row["seconds"][CONTINUOUS]), forecast[CONTINUOUS][1]
-        for name, (passes, limit) in forecast.items():
-            taken = measure.summarize(row["seconds"][name])
-            lines.append(
-                f"| {len(row['lengths'])}, {row['case']} | {row['dtype']} | {name} | {most_rows(row, name)} "
-                f"| {row['crowded'][name]:.1f} | {mean_rows(row, name):.1f} | {row['passes'][name]:,} | {passes:,} "
-                f"| {taken.of(tokens_of(row)).show()} | {taken.show(2)} | {limit:.2f} | {row['preemptions'].get(name, 0)} "
-                f"| {unused(row['memory'][name]):.0%} | {row['cache_bytes'][name] / 1e6:,.0f} | {base / taken.median:.2f}x "
-                f"| {least / limit:.2f}x | {same_text(row, name)} |"
-            )
-    return "\n".join(lines)
+CELLS = {
+    STATIC: "contiguous, static",
+    CONTINUOUS: "contiguous, continuous",
+    PAGED_STATIC: "paged, static",
+    OURS: "paged, continuous",
+}
 
 
-def grid_table(results: dict[str, Any]) -> str:
-    """Contiguous or paged, static or continuous; and what each brings alone, and both together."""
-    row = win_row(results)
-    lines = [
-        "| cache | batches | engine | mean at once | passes | predicted | tok/s | seconds | against stage 03 | predicted "
-        "| same tokens |",
-        "|---|---|---|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    cells = {STATIC: ("contiguous", "static"), CONTINUOUS: ("contiguous", "continuous"),
-             PAGED_STATIC: ("paged", "static"), OURS: ("paged", "continuous")}  # fmt: skip
-    forecast = {name: predicted(results, row, name) for name in cells}
-    taken = {name: measure.summarize(row["seconds"][name]) for name in cells}
-    gain = {name: taken[STATIC].median / each.median for name, each in taken.items()}
-    least = {name: forecast[STATIC][1] / limit for name, (_, limit) in forecast.items()}
-    for name, (cache, batches) in cells.items():
-        lines.append(
-            f"| {cache} | {batches} | {name} | {mean_rows(row, name):.1f} | {row['passes'][name]:,} | {forecast[name][0]:,} "
-            f"| {taken[name].of(tokens_of(row)).show()} | {taken[name].show(2)} | {gain[name]:.2f}x | {least[name]:.2f}x "
-            f"| {same_text(row, name)} |"
-        )
-    both = [
-        "| | continuous alone | paged alone | the two multiplied | together |",
-        "|---|--:|--:|--:|--:|",
-    ]
-    for title, each in (("measured", gain), ("predicted", least)):
-        alone = each[CONTINUOUS], each[PAGED_STATIC]
-        both.append(
-            f"| {title} | {alone[0]:.2f}x | {alone[1]:.2f}x | {math.prod(alone):.2f}x | {each[OURS]:.2f}x |"
-        )
-    return "\n".join(lines) + "\n\n" + "\n".join(both)
+def alone_and_together(results: Results) -> list[dict[str, str]]:
+    """What continuous batches and paged memory bring alone, and both together."""
+    base = win(results).of(STATIC)
+
+    def line(title: str, seconds: Callable[[Row], float]) -> dict[str, str]:
+        gains = {name: seconds(base) / seconds(base.of(name)) for name in CELLS}
+        cells = [gains[CONTINUOUS], gains[PAGED_STATIC]]
+        cells += [math.prod(cells), gains[OURS]]
+        return {"": title, **{name: f"{x:.2f}x" for name, x in zip(ALONE, cells, strict=True)}}
+
+    return [line("measured", lambda row: row.median), line("predicted", least)]
 
 
-def lose_table(results: dict[str, Any]) -> str:
-    lines = [
-        "| dtype | prompt | answer | engine | tok/s | limit, tok/s | against stage 02 | predicted | same tokens |",
-        "|---|--:|--:|---|--:|--:|--:|--:|---|",
-    ]
-    for row in results["results"]["single"]:
-        limits = {name: predicted(results, row, name)[1] for name in row["seconds"]}
-        ((prompt, answer),) = row["lengths"]
-        for name, taken in row["seconds"].items():
-            gain = median(row["seconds"][SINGLE]) / median(taken)
-            lines.append(
-                f"| {row['dtype']} | {prompt} | {answer} | {name} | {measure.summarize(taken).of(answer).show()} "
-                f"| {answer / limits[name]:,.1f} | {gain:.2f}x | {limits[SINGLE] / limits[name]:.2f}x "
-                f"| {proof_text(row['proof'][name])} |"
-            )
-    return "\n".join(lines)
+ALONE = ("continuous alone", "paged alone", "the two multiplied", "together")
 
 
-def waste_table(results: dict[str, Any]) -> str:
-    """With memory for everybody by the scheduler alone, and in the memory of the winning run by the engines' records."""
-    row, plan = win_row(results), results["configuration"]["plan"]
-    names = list(results["results"]["waste"])
-    measured = {
-        names[0]: row["memory"][CONTINUOUS],
-        f"paged, blocks of {plan['block_size']}": row["memory"][OURS],
-    }
-    lines = [
-        "| memory is taken | unused, scheduler alone | unused, measured in the winning run |",
-        "|---|--:|--:|",
-    ]
-    for name, memory in results["results"]["waste"].items():
-        found = f"{unused(measured[name]):.1%}" if name in measured else ""
-        lines.append(f"| {name} | {unused(memory):.1%} | {found} |")
-    return "\n".join(lines)
+def measured_waste(row: Row) -> str:
+    """In the winning run, for the two kinds of memory that it had."""
+    run, size = win(row.results), row.results.plan["block_size"]
+    names = {"contiguous, whole context": CONTINUOUS, f"paged, blocks of {size}": OURS}
+    name = names.get(row["name"])
+    return f"{unused(run.of(name)['memory']):.1%}" if name else ""
 
 
-def crossover(pool_blocks: int, block_size: int, slot_tokens: int) -> int:
-    """The least number of slots that take more memory than the pool."""
-    return pool_blocks * block_size // slot_tokens + 1
+def crossover(blocks: int, size: int, context: int) -> int:
+    """The least number of slots that take more memory than a pool."""
+    return blocks * size // context + 1
 
 
-def memory_table(results: dict[str, Any]) -> str:
-    """By arithmetic from the shape: slots of whole contexts, a pool of fixed size, and a pool of just the blocks in use."""
-    plan = Plan(**results["configuration"]["plan"])
-    config, kind = shape_of(plan.model), torch.float32
-    pool, megabytes = (
-        BlockPool(plan.table_blocks, plan.block_size),
-        block_bytes(config, kind, plan.block_size) / 1e6,
-    )
-    tokens = (
-        plan.table_prompt + plan.table_answer - 1
-    )  # the last token of an answer is never computed
+def memory_table(results: Results) -> str:
+    """By arithmetic: slots of whole contexts, a pool of fixed size, one of just the blocks in use."""
+    size, config, kind = results.plan["block_size"], PRESETS["gpt2"], torch.float32
+    count, prompt, answer = results.plan["table"]
+    pool, one = BlockPool(count, size), block_bytes(config, kind, size) / 1e6
+    tokens = prompt + answer - 1  # the last token of an answer is never computed
     each, most = pool.blocks_for(tokens), most_sequences(pool, tokens)
     slot = config.n_positions * config.kv_bytes_per_token(kind) / 1e6
-    lines = [
-        f"| sequences | contiguous, MB | pool of {pool.count:,} blocks, MB | at once in it | of it in use "
-        "| pool of the blocks in use, MB | contiguous against that |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for batch in plan.batches:
-        here, least = min(batch, most), batch * each * megabytes
-        lines.append(
-            f"| {batch} | {batch * slot:,.0f} | {pool.count * megabytes:,.0f} | {here} | {here * each / pool.count:.0%} "
-            f"| {least:,.0f} | {batch * slot / least:.1f}x |"
-        )
-    fixed, own = (
-        crossover(blocks, plan.block_size, config.n_positions) for blocks in (pool.count, each)
-    )
-    lines.append(f"| smaller than contiguous | | from {fixed} sequences on | | | from {own} on | |")
-    return "\n".join(lines)
+    columns: dict[str, Column] = {
+        "sequences": str,
+        "contiguous, MB": lambda n: f"{n * slot:,.0f}",
+        f"pool of {count:,} blocks, MB": lambda n: f"{count * one:,.0f}",
+        "at once in it": lambda n: f"{min(n, most)} ({min(n, most) * each / count:.0%} of it)",
+        "pool of the blocks in use, MB": lambda n: f"{n * each * one:,.0f}",
+        "contiguous over that": lambda n: f"{n * slot / (n * each * one):.1f}x",
+    }
+    lines = table(results.plan["batches"], " | ".join(columns), columns)
+    fixed, own = (crossover(blocks, size, config.n_positions) for blocks in (count, each))
+    return f"{lines}\n| smaller than contiguous | | from {fixed} on | | from {own} on | |"
 
 
-def gather_ratio(row: dict[str, Any]) -> measure.Summary:
-    """Time of the paged pass over that of the contiguous one: the median of the pairs that ran side by side, and their range."""
-    pairs = zip(row["seconds"]["paged"], row["seconds"]["contiguous"], strict=True)
-    return measure.summarize([paged / contiguous for paged, contiguous in pairs])
+def ratio(row: Row) -> str:
+    """Paged over contiguous, of the pairs that ran side by side; and as predicted."""
+    taken = zip(row["seconds"]["paged"], row["seconds"]["contiguous"], strict=True)
+    parts = [Part(number, row["context"], 1) for number in range(row["rows"])]
+    slow, fast = (pass_seconds(row, parts, gathers) for gathers in (True, False))
+    return f"{summarize([one / other for one, other in taken]).show(2)}, {slow / fast:.2f}"
 
 
-def predicted_ratio(results: dict[str, Any], row: dict[str, Any]) -> float:
-    parts = [Part(number, row["context"], 1, True) for number in range(row["rows"])]
-    contiguous, paged = (pass_seconds(results, row, parts, gathers) for gathers in (False, True))
-    return paged / contiguous
+def few_pairs(results: Results) -> list[Row]:
+    """In float32, with the shortest context, one between, and the longest."""
+    wanted = sorted({row["context"] for row in results.groups("gather")})
+    shown = {wanted[0], wanted[len(wanted) // 2], wanted[-1]}
+    return [row for row in results.groups("gather", dtype="float32") if row["context"] in shown]
 
 
-def gather_table(results: dict[str, Any]) -> str:
-    """By context, and below it by block size."""
-    bandwidth = limits_of(results).bandwidth_gb_s * 1e9
-    texts = []
-    for rows in (results["results"]["gather"], results["results"]["sizes"]):
-        lines = [
-            "| dtype | sequences | context | block size | contiguous, ms | paged, ms | ratio | predicted | gathered, MB "
-            "| at full bandwidth, ms | same tokens |",
-            "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
-        ]
-        for row in rows:
-            seconds, gathered = row["seconds"], row["gathered_bytes"]
-            lines.append(
-                f"| {row['dtype']} | {row['rows']} | {row['context']:,} | {row['block_size']} "
-                f"| {milliseconds(seconds['contiguous'])} | {milliseconds(seconds['paged'])} | {gather_ratio(row).show(2)} "
-                f"| {predicted_ratio(results, row):.2f} | {gathered / 1e6:,.0f} | {gathered / bandwidth * 1e3:.1f} "
-                f"| {proof_text(row['proof'])} |"
-            )
-        texts.append("\n".join(lines))
-    return "\n\n".join(texts)
+def first_token_limit(row: Row) -> float:
+    """Least seconds to the first token, with what the prefix cache holds."""
+    system = row["system"]
+    cached, new = (system, row["own"]) if row.variant == HIT else (0, system + row["own"])
+    return pass_seconds(row, [Part(0, cached, new)], True)
 
 
-def prefix_table(results: dict[str, Any]) -> str:
-    lines = [
-        "| model | prefix | TTFT, ms | limit, ms | tokens computed | found in the cache | against the first | predicted "
-        "| same tokens |",
-        "|---|---|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    for row in results["results"]["prefix"]:
-        whole = [Part(0, 0, row["system"] + row["own"], True)]
-        parts = dict.fromkeys(row["seconds"], whole) | {
-            HIT: [Part(0, row["system"], row["own"], True)]
+def ways(row: Row) -> dict[str, tuple[float, float]]:
+    """Seconds of both ways of a preemption: measured and predicted."""
+    cost = Cost(row.config, row.kind, **row["rates"])
+    predicted = {RECOMPUTE: cost.recompute, SWAP: cost.swap}
+    return {name: (row.of(name).median, of(row["context"])) for name, of in predicted.items()}
+
+
+def way(name: str) -> Column:
+    return lambda row: f"{row.of(name).ms}, {ways(row)[name][1] * 1e3:.1f}"
+
+
+def cheaper(row: Row) -> str:
+    costs = ways(row)
+    best, predicted = (min(costs, key=lambda name: costs[name][at]) for at in (0, 1))
+    return f"{best} ({predicted})"
+
+
+def crossings(results: Results) -> Iterator[dict[str, str]]:
+    """Where one way of a preemption becomes cheaper than the other."""
+    for model in dict.fromkeys(row["model"] for row in results.groups("preemption")):
+        rows = results.groups("preemption", model=model)
+        cost = Cost(rows[0].config, rows[0].kind, **rows[0]["rates"])
+        places = range(1, rows[0].config.n_positions)
+        measured = ([row.of(name).median for row in rows] for name in (RECOMPUTE, SWAP))
+        yield {
+            "model": model,
+            "computes at, GFLOP/s": f"{cost.flops / 1e9:,.0f}",
+            "copies at, GB/s": f"{cost.bandwidth / 1e9:.1f}",
+            "swap is cheaper": crossing([row["context"] for row in rows], *measured),
+            "predicted": crossing(
+                places, *([of(n) for n in places] for of in (cost.recompute, cost.swap))
+            ),
         }
-        least = {name: pass_seconds(results, row, each, True) for name, each in parts.items()}
-        for name, taken in row["seconds"].items():
-            lines.append(
-                f"| {row['model']} | {name} | {milliseconds(taken)} | {least[name] * 1e3:.1f} "
-                f"| {median(row['computed'][name]):,.0f} | {median(row['hit_rate'][name]):.0%} "
-                f"| {median(row['seconds'][MISS]) / median(taken):.2f}x | {least[MISS] / least[name]:.2f}x "
-                f"| {proof_text(row['proof'][name])} |"
-            )
-    return "\n".join(lines)
 
 
-def preemption_table(results: dict[str, Any]) -> str:
-    """What each way costs by length; and where one becomes cheaper than the other."""
-    lines = [
-        "| model | context | recompute, ms | predicted | swap, ms | predicted | cheaper | predicted | recompute with own blocks "
-        "cached, ms | same tokens |",
-        "|---|--:|--:|--:|--:|--:|---|---|--:|---|",
-    ]
-    second = [
-        "| model | computes at, GFLOP/s | copies at, GB/s | swap is cheaper | predicted |",
-        "|---|--:|--:|---|---|",
-    ]
-    for row in results["results"]["preemption"]:
-        config = shape_of(row["model"])
-        cost = Cost(config, getattr(torch, row["dtype"]), **row["rates"])
-        forecasts = {RECOMPUTE: cost.recompute, SWAP: cost.swap}
-        for each in row["contexts"]:
-            found = {name: median(taken) for name, taken in each["seconds"].items()}
-            forecast = {name: seconds(each["context"]) for name, seconds in forecasts.items()}
-            ways = [
-                f"{milliseconds(each['seconds'][name])} | {forecast[name] * 1e3:.1f}"
-                for name in (RECOMPUTE, SWAP)
-            ]
-            best = [min((RECOMPUTE, SWAP), key=costs.__getitem__) for costs in (found, forecast)]
-            lines.append(
-                f"| {row['model']} | {each['context']} | {' | '.join(ways)} | {' | '.join(best)} "
-                f"| {milliseconds(each['seconds'][FOUND])} | {proof_text(each['proof'])} |"
-            )
-        measured = (
-            [median(each["seconds"][name]) for each in row["contexts"]] for name in forecasts
-        )
-        places = range(1, config.n_positions)
-        second.append(
-            f"| {row['model']} | {cost.flops / 1e9:,.0f} | {cost.bandwidth / 1e9:.1f} "
-            f"| {crossing([each['context'] for each in row['contexts']], *measured)} "
-            f"| {crossing(places, *([seconds(place) for place in places] for seconds in forecasts.values()))} |"
-        )
-    return "\n".join(lines) + "\n\n" + "\n".join(second)
-
-
-def profile_parts(operators: Sequence[dict[str, Any]]) -> dict[str, float]:
+def parts_of(operators: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Milliseconds of each part of a pass."""
     parts = dict.fromkeys(("gather", "attention", "linear layers", "rest"), 0.0)
-    for each in operators:
-        part = {"index_select": "gather"}.get(each["operator"], each["kind"])
-        parts[part if part in parts else "linear layers" if each["product"] else "rest"] += (
-            each["seconds"] * 1e3
-        )
+    for one in operators:
+        part = "gather" if one["operator"] == "index_select" else one["kind"]
+        part = part if part in parts else "linear layers" if one["product"] else "rest"
+        parts[part] += one["seconds"] * 1e3
     return parts
 
 
-def parts_table(results: dict[str, Any]) -> str:
-    """Milliseconds and shares of the parts, contiguous and paged; and the operators of the paged pass that take most."""
-    found = results["results"]["profile"]
-    parts = {name: profile_parts(operators) for name, operators in found["operators"].items()}
-    lines = [
-        f"| {found['rows']} sequences at {found['context']}, {found['dtype']} | contiguous, ms | share | paged, ms | share |",
-        "|---|--:|--:|--:|--:|",
-    ]
-    for part in parts["paged"]:
-        cells = [
-            f"{each[part]:.1f} | {each[part] / sum(each.values()):.0%}" for each in parts.values()
-        ]
-        lines.append(f"| {part} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n\n" + profile_table(found["operators"]["paged"][:6])
+def parts_table(results: Results) -> str:
+    found = {row["name"]: parts_of(row["operators"]) for row in results.groups("profile")}
+    title = results["profile"][0]["of"]
+    columns: dict[str, Column] = {title: str}
+    for name, parts in found.items():
+        columns[f"{name}, ms"] = lambda part, parts=parts: f"{parts[part]:.1f}"
+        total = sum(parts.values())
+        columns[f"share, {name}"] = lambda part, parts=parts, total=total: (
+            f"{parts[part] / total:.0%}"
+        )
+    return table(found["paged"], " | ".join(columns), columns)
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
-    return {
-        "limits": limits_table(results),
-        "capacity": capacity_table(results),
-        "grid": grid_table(results),
-        "lose": lose_table(results),
-        "waste": waste_table(results),
-        "memory": memory_table(results),
-        "gather": gather_table(results),
-        "prefix": prefix_table(results),
-        "preemption": preemption_table(results),
-        "profile": parts_table(results),
-    }
+def plain(header: str) -> dict[str, Column]:
+    return {name: name for name in header.split(" | ")}
 
 
-def capacity_chart(results: dict[str, Any]) -> Any:
+CROSSINGS = "model | computes at, GFLOP/s | copies at, GB/s | swap is cheaper | predicted"
+COLUMNS: dict[str, Column] = {
+    **plain(CROSSINGS),
+    **{name: name for name in ("", *ALONE)},
+    "workload": lambda row: f"{row.requests}, {row['case']}",
+    "passes (predicted)": lambda row: f"{row['passes']:,} ({forecast(row)[0]:,})",
+    "over stage 04 (predicted)": gain(CONTINUOUS, least),
+    "over stage 03 (predicted)": gain(STATIC, least),
+    "over stage 02 (predicted)": gain(SINGLE, least),
+    "same tokens": lambda row: (
+        row.alike(CONTINUOUS, "stage 04") if "case" in row.group else row.proof
+    ),
+    "seconds, limit": lambda row: f"{summarize(row['seconds']).show(2)}, {least(row):.2f}",
+    "limit, tok/s": lambda row: f"{row.tokens / least(row):,.1f}",
+    "most at once": most_rows,
+    "mean while others wait": lambda row: f"{row['crowded']:.1f}",
+    "mean at once": lambda row: f"{mean_rows(row):.1f}",
+    "preemptions": "preemptions",
+    "memory unused": lambda row: f"{unused(row['memory']):.0%}",
+    "cache, batches": lambda row: CELLS[row.variant],
+    "prompt": lambda row: row.lengths[0][0],
+    "answer": "tokens",
+    "memory is taken": "name",
+    "unused, scheduler alone": lambda row: f"{unused(row['memory']):.1%}",
+    "unused, measured in the winning run": measured_waste,
+    "sequences": "rows",
+    "context": "context:,",
+    "block size": "block_size",
+    "contiguous, ms": lambda row: row.of("contiguous").ms,
+    "paged, ms": lambda row: row.of("paged").ms,
+    "paged over contiguous, predicted": ratio,
+    "gathered, MB": lambda row: f"{row['bytes'] / 1e6:,.0f}",
+    "at full bandwidth, ms": lambda row: f"{row['bytes'] / row.bandwidth * 1e3:.1f}",
+    "prefix": "variant",
+    "TTFT, limit, ms": lambda row: f"{row.ms}, {first_token_limit(row) * 1e3:.1f}",
+    "tokens computed": lambda row: f"{median(row['computed']):,.0f}",
+    "found in the cache": lambda row: f"{median(row['hit_rate']):.0%}",
+    "over the first (predicted)": gain(MISS, first_token_limit),
+    "recompute, predicted, ms": way(RECOMPUTE),
+    "swap, predicted, ms": way(SWAP),
+    "cheaper (predicted)": cheaper,
+    "recompute with own blocks cached, ms": lambda row: row.of(FOUND).ms,
+    "tokens proved": lambda row: row.of(FOUND).proof,
+}
+PAIR = "context | block size | contiguous, ms | paged, ms | paged over contiguous, predicted"
+TABLES = tables(
+    COLUMNS,
+    {
+        "capacity": (
+            same_memory,
+            "workload | engine | tok/s | passes (predicted) | over stage 04 (predicted) "
+            "| same tokens",
+        ),
+        "capacity_memory": (
+            same_memory,
+            "workload | engine | most at once | mean while others wait | mean at once "
+            "| preemptions | memory unused | cache, MB | seconds, limit",
+        ),
+        "grid": (
+            lambda results: [win(results).of(name) for name in CELLS],
+            "cache, batches | mean at once | passes (predicted) | tok/s "
+            "| over stage 03 (predicted) | same tokens",
+        ),
+        "grid_alone": (alone_and_together, f" | {' | '.join(ALONE)}"),
+        "lose": (
+            "single",
+            "dtype | prompt | answer | engine | tok/s | limit, tok/s | over stage 02 (predicted) "
+            "| same tokens",
+        ),
+        "waste": "memory is taken | unused, scheduler alone | unused, measured in the winning run",
+        "memory": memory_table,
+        "gather": (
+            few_pairs,
+            "sequences | context | contiguous, ms | paged, ms | paged over contiguous, predicted "
+            "| gathered, MB",
+        ),
+        "gather_all": (
+            "gather",
+            f"dtype | sequences | {PAIR} | gathered, MB | at full bandwidth, ms | same tokens",
+        ),
+        "sizes": f"dtype | sequences | {PAIR} | gathered, MB | at full bandwidth, ms",
+        "prefix": (
+            lambda results: results.rows("prefix"),
+            "model | prefix | TTFT, limit, ms | tokens computed | found in the cache "
+            "| over the first (predicted) | same tokens",
+        ),
+        "preemption": "model | context | recompute, predicted, ms | swap, predicted, ms "
+        "| cheaper (predicted) | recompute with own blocks cached, ms | tokens proved",
+        "crossing": (crossings, CROSSINGS),
+        "parts": parts_table,
+        "profile": lambda results: operators()(results).split("\n\n")[-1],
+    },
+)
+
+
+def capacity_chart(results: Results) -> Figure:
     """Sequences in each pass of the winning case, contiguous and paged."""
-    row = win_row(results)
-    title = (
-        f"In the memory of {row['slots']} whole contexts, up to {most_rows(row, OURS)} sequences"
-    )
-    figure, axes = draw.new_figure(title, "forward pass", "sequences in it")
-    with matplotlib.rc_context(draw.style()):
-        for name, colour in ((OURS, draw.COLOURS[3]), (CONTINUOUS, draw.COLOURS[0])):
-            rows = [count for count, _ in row["rows"][name]]
-            edges = [0, *accumulate(times for _, times in row["rows"][name])]
+    group = win(results)
+    ours, base = group.of(OURS), group.of(CONTINUOUS)
+    title = f"In the memory of {group['slots']} whole contexts, up to {most_rows(ours)} sequences"
+    figure, axes = charts.new_figure(title, "forward pass", "sequences in it")
+    with matplotlib.rc_context(charts.style()):
+        for row, colour in ((ours, charts.COLOURS[3]), (base, charts.COLOURS[0])):
+            rows = [count for count, _ in row["rows"]]
+            edges = [0, *accumulate(times for _, times in row["rows"])]
             axes.fill_between(edges, [*rows, rows[-1]], step="post", facecolor=colour, linewidth=0)
             words = (
-                f"{name}:\n{edges[-1]:,} passes, {mean_rows(row, name):.1f} sequences on average"
+                f"{row.variant}:\n{edges[-1]:,} passes, {mean_rows(row):.1f} sequences on average"
             )
-            end = edges[-1] if name == CONTINUOUS else edges[-1] / 2
-            side = "right" if name == CONTINUOUS else "left"
-            axes.annotate(words, (end, most_rows(row, name) / (1 if name == CONTINUOUS else 2)), (0, 6),
-                          textcoords="offset points", ha=side, fontsize=9)  # fmt: skip
+            half, side = (2, "left") if row is ours else (1, "right")
+            place = (edges[-1] / half, most_rows(row) / half)
+            axes.annotate(words, place, (0, 6), textcoords="offset points", ha=side, fontsize=9)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
     return figure
 
 
-def waste_chart(results: dict[str, Any]) -> Any:
-    found = results["results"]["waste"]
-    return draw.bars(
-        "Small blocks leave hardly any memory unused",
-        "% of the reserved memory that holds nothing, over all passes",
-        list(found),
-        {"unused": [100 * unused(memory) for memory in found.values()]},
-    )
+def waste_chart(results: Results) -> Figure:
+    found = results.groups("waste")
+    title = "Small blocks leave hardly any memory unused"
+    x = "% of the reserved memory that holds nothing, over all passes"
+    series = {"unused": [100 * unused(row["memory"]) for row in found]}
+    return charts.bars(title, x, [row["name"] for row in found], series)
 
 
-def blocks_chart(results: dict[str, Any]) -> Any:
-    frames = unpacked(results["results"]["map"])
-    title = (
-        f"Freed blocks go on to the next sequence (the first {DRAWN} of {len(frames[0])} blocks)"
-    )
-    return picture([frame[:DRAWN] for frame in frames], title)
+def blocks_chart(results: Results) -> Figure:
+    blocks = [
+        [state for state, n in runs for _ in range(n)] for runs in results["map"][0]["blocks"]
+    ]
+    title = f"Freed blocks go on to the next sequence (the first {DRAWN} of {len(blocks)} blocks)"
+    return picture([list(frame[:DRAWN]) for frame in zip(*blocks, strict=True)], title)
 
 
-def charts(results: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    drawn = {"capacity": capacity_chart, "waste": waste_chart, "blocks": blocks_chart}
-    return {name: partial(draw_it, results) for name, draw_it in drawn.items()}
-
-
-def headline(results: dict[str, Any]) -> str:
-    row = win_row(results)
-    gain = median(row["seconds"][CONTINUOUS]) / median(row["seconds"][OURS])
+def headline(results: Results) -> str:
+    group = win(results)
+    ours, base = group.of(OURS), group.of(CONTINUOUS)
     return (
-        f"in the memory of {row['slots']} slots, {row['crowded'][OURS]:.0f} sequences at once while others wait, and "
-        f"{gain:.1f}x the tok/s (GPT-2 124M shape, {row['dtype']})"
+        f"in the memory of {group['slots']} slots, {ours['crowded']:.0f} sequences at once while "
+        f"others wait, and {base.median / ours.median:.1f}x the tok/s (GPT-2 124M shape, "
+        f"{group['dtype']})"
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    about = "Measures paged memory on this CPU, beside the stages before, and proves every answer."
-    benchmarks.main(STAGE, about, run, tables, argv)
-
+BENCHMARK = Benchmark(
+    "stage05_paged",
+    "Measures paged memory on this CPU, beside the stages before.",
+    FULL,
+    QUICK,
+    cases(
+        Case("capacity", capacity, dtypes=1),
+        Case("single", single),
+        Case("gather", gather),
+        Case("sizes", sizes, dtypes=1),
+        Case("profile", profile, dtypes=1),
+        Case("map", block_map, dtypes=1),
+        Case("waste", waste, dtypes=1),
+        Case("prefix", prefix, models=None, dtypes=1),
+        Case("preemption", preemption, models=None, dtypes=1),
+    ),
+    TABLES,
+    {"capacity": capacity_chart, "waste": waste_chart, "blocks": blocks_chart},
+    headline,
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     cli.run(main)

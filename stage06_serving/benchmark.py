@@ -1,78 +1,69 @@
-"""What HTTP costs, where it costs nothing, and where it costs most: `python -m stage06_serving.benchmark`.
+"""What HTTP costs, where it costs nothing, and where it costs most:
+`python -m stage06_serving.benchmark`.
 
-Writes reports/<machine>/stage06_serving.json; `python -m shared.bench.report` turns it into tables and charts. The engine of stage 05,
-in a process of its own with nothing around it, and a server process (`python -m stage06_serving`) with clients in another one,
-run in turn: the same weights, dtype, threads, memory and requests, and the same number of them in hand at a time.
+The engine of stage 05, in a process of its own with nothing around it, and a server process
+(`python -m stage06_serving`) with clients in another one run in turn: the same weights, dtype,
+threads, memory and requests, and the same number of requests in flight.
 
-The engine's process can serve too, with everything in it being watched: every pass, and the processor time of each thread. So
-the same engine is seen alone and beside the event loop. What is written down of a token's way on the loop is measured with the
-server's own functions on tokens that nobody has computed.
-
-Every answer is proved: one pass over prompt and answer alone, without cache or neighbours, must choose the same tokens. Nothing
-is written if one differs.
+The engine's process can serve too, and is then watched: every pass, and the processor time of each
+thread. So the same engine is measured alone and beside the event loop, whose time Python's profiler
+divides among the parts of a token's way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import cProfile
 import json
-import math
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 import torch
 import uvicorn
-from starlette.requests import Request as HTTPRequest
-from starlette.types import ASGIApp
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from shared import charts as draw
-from shared import checkpoint, cli, measure
-from shared.bench import benchmarks
-from shared.bench.tables import limits_table, median
-from shared.cli import Loaded
-from shared.parity import random_prompt
+from shared import charts, cli, measure
+from shared.bench.kit import Benchmark, Group, Subject, greedy, packed, shape
+from shared.bench.rows import Column, Results, Row, median, percentile, tables
+from shared.measure import Summary, summarize
 from shared.server import own_server
-from stage01_forward.generation import Output, Token
-from stage01_forward.params import SamplingParams
-from stage02_kv_cache.benchmark import greedy, proof_text
-from stage03_batching.benchmark import Subject
-from stage04_continuous.benchmark import percentile
-from stage04_continuous.engine import Engine
+from stage01_forward.generation import Output
 from stage04_continuous.request import Request
-from stage05_paged.records import BlocksRecord
 
 from .__main__ import SWITCH, listen, make_engine
-from .app import Api, create_app
-from .async_engine import AsyncEngine, EngineThread, Step, Ticket
-from .engines import Paged
-from .protocol import CompletionBody
-from .service import Service
-from .settings import PREFIX, Settings, parse
+from .app import create_app
+from .async_engine import EngineThread
+from .settings import PREFIX, parse
 
-STAGE = "stage06_serving"
 HTTP, NULL, LOSE = "http", "null", "lose"
 OFFLINE, SERVER = "engine alone", "server"
-AIM = 0.95  # share of the throughput offline, at the most streams
+AIM = 0.95  # share of the throughput offline, with the most streams
 LONGEST_EVENT = 2**20  # bytes
-PARTS = ("waking the readers", "text", "chunk and JSON", "HTTP and socket")
+# The way of a token on the event loop, by the files and packages whose functions run.
+PARTS = {
+    "HTTP and socket": ("uvicorn", "h11", "starlette", "fastapi", "anyio", "sse.py", "guard.py"),
+    "chunk and JSON": ("json", "pydantic", "formats.py", "protocol.py"),
+    "text": ("tiktoken", "text.py", "tokenizer.py", "service.py"),
+    "waking the readers": ("asyncio", "selectors.py"),
+}
 REST = "tickets, metrics, requests"
 
 
 @dataclass(frozen=True)
 class Load:
-    """So many requests, sent by `streams` that each send their next one when their last one has ended. Lengths in tokens."""
+    """Requests that `streams` send, each its next one when its last one has ended. In tokens."""
 
     case: str  # HTTP, NULL or LOSE
     streams: int
@@ -80,17 +71,13 @@ class Load:
     prompt: int
     answer: int
 
-    @property
-    def tokens(self) -> int:
-        """Of all answers."""
-        return self.requests * self.answer
-
 
 @dataclass(frozen=True)
 class Plan:
     """What is measured, and how often."""
 
-    # Models and dtypes. The first is measured in all cases, the others with the most streams, and in float32 where it loses.
+    # Models and dtypes: the first in all cases, the others with the most streams, and in float32
+    # where HTTP costs most.
     subjects: tuple[tuple[str, str], ...] = (
         ("gpt2", "float32"),
         ("gpt2", "bfloat16"),
@@ -99,133 +86,126 @@ class Plan:
     max_sequences: int = 32
     kv_memory: str = "512MiB"
     options: tuple[str, ...] = ()  # more of them, for engine and server
-    # Win: streams, and how many requests they send in all.
+    # Win: streams, and the requests that they send in all.
     streams: tuple[tuple[int, int], ...] = ((1, 2), (8, 8), (32, 64))
     prompt: int = 64
     answer: int = 64
     repeats: int = 3
-    # Null: one request, nearly as long as the context.
-    null_answer: int = 900
+    null_answer: int = 900  # Null: one request, nearly as long as the context.
     null_repeats: int = 1
-    # Lose: the least that can be asked for, by the most streams.
-    lose_requests: int = 200
-    lose_prompt: int = 8
-    # Seconds after which a thread that waits for Python's lock asks for it, beside the server's own setting: Python's.
+    lose: tuple[int, int] = (
+        200,
+        8,
+    )  # Lose: requests and prompt of the least that can be asked for.
+    # Seconds after which a thread that waits for Python's lock asks for it: Python's own setting.
     switches: tuple[float, ...] = (0.005,)
 
     def loads(self, subject: tuple[str, str]) -> list[Load]:
         whole, most = subject == self.subjects[0], self.streams[-1][0]
-        found = [
-            Load(HTTP, *each, self.prompt, self.answer)
-            for each in self.streams[0 if whole else -1 :]
-        ]
+        streams = self.streams if whole else self.streams[-1:]
+        found = [Load(HTTP, *some, self.prompt, self.answer) for some in streams]
         if whole:
             found.append(Load(NULL, 1, 1, self.prompt, self.null_answer))
         if subject[1] == "float32":
-            found.append(Load(LOSE, most, self.lose_requests, self.lose_prompt, 1))
+            found.append(Load(LOSE, most, *self.lose, 1))
         return found
 
-    def switches_of(self, subject: tuple[str, str], load: Load) -> list[float]:
-        """Seconds of the switch intervals with which the load is watched, the server's first. A long request tells no more."""
-        if load.case == NULL:
-            return []
+    def repeats_of(self, subject: tuple[str, str], load: Load) -> dict[str, int]:
+        """How often each variant runs. A long request shows nothing new when it is watched."""
+        often = self.null_repeats if load.case == NULL else self.repeats
         more = self.switches if load.case == HTTP and subject == self.subjects[0] else ()
-        return [SWITCH, *more]
-
-    def repeats_of(self, load: Load) -> int:
-        """How often the engine alone and the server run; what is watched runs once."""
-        return self.null_repeats if load.case == NULL else self.repeats
-
-    @property
-    def runs(self) -> int:
-        """How many timed runs that is."""
-        every = [(each, load) for each in self.subjects for load in self.loads(each)]
-        return sum(
-            2 * self.repeats_of(load) + len(self.switches_of(each, load)) for each, load in every
-        )
+        watched = [] if load.case == NULL else [watched_name(s) for s in (SWITCH, *more)]
+        return {OFFLINE: often, SERVER: often} | dict.fromkeys(watched, 1)
 
 
 FULL = Plan()
-QUICK = Plan(
-    subjects=(("gpt2", "float32"),), streams=((1, 1), (32, 32)), answer=24, repeats=2, null_answer=128, null_repeats=1,
-    lose_requests=96,
-)  # fmt: skip
+QUICK = replace(
+    FULL,
+    subjects=FULL.subjects[:1],
+    streams=((1, 1), (32, 32)),
+    answer=24,
+    repeats=2,
+    null_answer=128,
+    lose=(96, 8),
+)
 
 
 def watched_name(switch: float) -> str:
-    """Of the variant in which the engine's own process serves, with this switch interval in seconds."""
+    """The variant in which the engine's own process serves, with this switch interval in seconds."""
     return f"watched, {switch * 1e3:g} ms"
 
 
 def options(plan: Plan, model: str, dtype: str, linear: str) -> list[str]:
-    """The command line of the server; the engine alone is made by the same.
-
-    Prefixes are not cached: the second run would find what the first has computed.
-    """
+    """The command line of the server; the engine alone is made by the same. Prefixes are not
+    cached: the second run would find what the first has computed."""
+    given = {
+        "model": model,
+        "device": "cpu",
+        "dtype": dtype,
+        "linear": linear,
+        "kv-memory": plan.kv_memory,
+        "threads": torch.get_num_threads(),
+        "max-sequences": plan.max_sequences,
+    }
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     weights = [] if model == "stories" else ["--random-weights"]
-    return [
-        "--model", model, *weights, "--device", "cpu", "--dtype", dtype, "--linear", linear,
-        "--threads", str(torch.get_num_threads()), "--max-sequences", str(plan.max_sequences), "--kv-memory", plan.kv_memory,
-        "--no-prefix-caching", "--port", "0", *plan.options,
-    ]  # fmt: skip
+    return [*words, *weights, "--no-prefix-caching", *plan.options]
 
 
-# ---- one run ------------------------------------------------------------------------------------------------------------
+def clean_environment() -> dict[str, str]:
+    """Without the user's own settings of a server."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+
+
+# ---- one run ------------------------------------------------------------------------------------
 
 
 @dataclass
 class Run:
-    """A load, once through. Lists are by request, in the order of sending; times are `time.perf_counter()`."""
+    """A load, once through. Lists are by request, in the order of sending; times are
+    `time.perf_counter()`."""
 
     seconds: float
     sent: list[float]
     times: list[list[float]]  # when there was something new: tokens, or an event
     ids: list[list[int]]
-    cpu: dict[
-        str, float
-    ]  # seconds of processor time, by who took them: "engine", "loop" or "client"
-    steps: dict[str, Any]  # see `steps_of`
+    cpu: dict[str, float]  # seconds of processor time of the "engine", the "loop", the "client"
+    steps: dict[str, Any] = field(default_factory=dict)  # see `steps_of`
+    parts: dict[str, float] = field(default_factory=dict)  # shares of the loop's time
 
-    def told(self) -> dict[str, Any]:
-        """What is kept of it."""
+    def kept(self) -> dict[str, Any]:
         first = [times[0] - sent for times, sent in zip(self.times, self.sent, strict=True)]
-        between = [
-            later - earlier
-            for times in self.times
-            for earlier, later in zip(times, times[1:], strict=False)
-        ]
+        between = [later - earlier for times in self.times for earlier, later in pairwise(times)]
         return {
-            "seconds": self.seconds, "cpu": self.cpu, "steps": self.steps,
+            "seconds": self.seconds,
+            "cpu": self.cpu,
+            "steps": self.steps,
             "ttft": [percentile(first, share) for share in (0.5, 0.99)],
             "itl": [percentile(between, share) for share in (0.5, 0.99)] if between else None,
-        }  # fmt: skip
+        }
 
 
-def steps_of(records: Sequence[BlocksRecord], streams: int) -> dict[str, Any]:
-    """How many passes there were; and of those that decode for every stream and do nothing else, medians in seconds: of the pass,
-    of what in it was not the model, and from its end to the beginning of the next one. None if there was no such pass."""
+def steps_of(records: Sequence[Any], streams: int) -> dict[str, Any]:
+    """The number of passes; and of those that decode for every stream and do nothing else, medians
+    in seconds: of the pass, of what in it was not the model, and from its end to the next one's
+    beginning. None if there was no such pass."""
     decodes = [record.decode_tokens == streams and not record.prefill_tokens for record in records]
     full = [record for record, decode in zip(records, decodes, strict=True) if decode]
     gaps = [
         later.started - earlier.started - earlier.seconds
-        for earlier, later, *both in zip(records, records[1:], decodes, decodes[1:], strict=False)
+        for (earlier, later), both in zip(pairwise(records), pairwise(decodes), strict=True)
         if all(both)
     ]
     return {
         "passes": len(records),
-        "seconds": median([record.seconds for record in full]) if full else None,
-        "bookkeeping": median([record.bookkeeping_seconds for record in full]) if full else None,
+        "seconds": median(record.seconds for record in full) if full else None,
+        "bookkeeping": median(record.bookkeeping_seconds for record in full) if full else None,
         "between": median(gaps) if gaps else None,
     }
 
 
-def run_offline(
-    engine: Engine,
-    load: Load,
-    prompts: Sequence[list[int]],
-    after_step: Callable[[], object] = lambda: None,
-) -> Run:
-    """The engine with nothing around it: a loop that makes steps, and adds a request whenever one has ended."""
+def run_offline(engine: Any, load: Load, prompts: Sequence[list[int]]) -> Run:
+    """The engine with nothing around it: a loop that steps, and adds a request when one has ended."""
     engine.steps.clear()
     requests: list[Request] = []
     numbers: dict[str, int] = {}
@@ -242,55 +222,46 @@ def run_offline(
     cpu, started = time.process_time(), time.perf_counter()
     for _ in range(load.streams):
         send()
-    while engine.scheduler.unfinished:
-        said = engine.step()
+    while engine.requests:
+        tokens = engine.step()
         now = time.perf_counter()
-        for name, token in said:
+        for name, token in tokens:
             times[numbers[name]].append(now)
             if token.finish_reason is not None:
                 send()
-        after_step()
-    ended, cpu = time.perf_counter(), time.process_time() - cpu
+    ended, used = time.perf_counter(), {"engine": time.process_time() - cpu}
     ids = [request.output.token_ids for request in requests]
-    return Run(
-        ended - started,
-        sent,
-        times,
-        ids,
-        {"engine": cpu},
-        steps_of(list[Any](engine.steps), load.streams),
-    )
+    return Run(ended - started, sent, times, ids, used, steps_of(engine.steps, load.streams))
 
 
 def body_of(prompt: list[int], answer: int) -> dict[str, Any]:
-    """A request for exactly `answer` greedy tokens, which are to be told by their ids too."""
-    return {
-        "prompt": prompt, "max_tokens": answer, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
-    }  # fmt: skip
+    """A request for exactly `answer` greedy tokens, with their ids."""
+    greedily = {"max_tokens": answer, "temperature": 0, "ignore_eos": True}
+    return {"prompt": prompt, "stream": True, "return_token_ids": True} | greedily
 
 
 async def run_client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
     """All requests of a load to the server at `url`, each stream over one connection.
 
-    It is written on bare sockets: a library's client takes as long for an event as the server does, and where both share two
-    cores that would pass for the server's time. What events say is looked at when all of them are there. Raises RuntimeError
-    for an answer that is none.
+    It is written on bare sockets: a library's client takes as long for an event as the server does,
+    and would count as the server's time where both share two cores. Events are read when all have
+    arrived. Raises RuntimeError for an invalid answer.
     """
     place = urlsplit(url)
     messages = []
     for prompt in prompts:
         body = json.dumps(body_of(prompt, load.answer)).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Type: application/json\r\n"
-        messages.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        messages.append(head.encode() + body)
     sent = [0.0 for _ in prompts]
     times: list[list[float]] = [[] for _ in prompts]
     events: list[list[bytes]] = [[] for _ in prompts]
     queue = iter(range(len(prompts)))
 
     async def stream() -> None:
-        reader, writer = await asyncio.open_connection(
-            place.hostname, place.port, limit=LONGEST_EVENT
-        )
+        connection = asyncio.open_connection(place.hostname, place.port, limit=LONGEST_EVENT)
+        reader, writer = await connection
         with closing(writer):
             for number in queue:
                 sent[number] = time.perf_counter()
@@ -306,103 +277,112 @@ async def run_client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
 
     cpu, started = time.process_time(), time.perf_counter()
     await asyncio.gather(*(stream() for _ in range(load.streams)))
-    ended, cpu = time.perf_counter(), time.process_time() - cpu
-    return Run(ended - started, sent, times, [ids_of(each) for each in events], {"client": cpu}, {})
+    ended, used = time.perf_counter(), {"client": time.process_time() - cpu}
+    return Run(ended - started, sent, times, [ids_of(some) for some in events], used)
 
 
 def ids_of(events: Sequence[bytes]) -> list[int]:
-    """The tokens that some events tell of. Raises RuntimeError if one is an error."""
+    """The tokens in some events. Raises RuntimeError if one is an error."""
     found: list[int] = []
-    for each in events:
-        data = json.loads(each.partition(b"data: ")[2])
+    for event in events:
+        data = json.loads(event.partition(b"data: ")[2])
         if "error" in data:
             raise RuntimeError(f"the server broke an answer off: {data['error']['message']}")
         found += data["choices"][0]["token_ids"]
     return found
 
 
-# ---- processes ----------------------------------------------------------------------------------------------------------
+def client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
+    return asyncio.run(run_client(url, load, prompts))
 
 
-class Helper:
-    """A process of its own that runs `target(connection, *arguments)` and does what it is asked."""
+# ---- processes ----------------------------------------------------------------------------------
 
-    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(
-            target=target, args=(theirs, *arguments), name=target.__name__, daemon=True
-        )
-        self.process.start()
-        theirs.close()
 
-    def ask(self, *question: Any) -> Any:
-        """Its answer. Raises RuntimeError if it has ended instead; it has said why."""
-        self.connection.send(question)
-        return self.answer()
+def process(initial: Callable[..., None] | None = None, *arguments: Any) -> Executor:
+    """A process of its own that runs what it is given, after `initial(*arguments)`."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawn, initial, arguments)
 
-    def answer(self) -> Any:
+
+class Engine:
+    """What the engine's process has: made by the server's command line, and able to serve.
+
+    As in the server, one thread computes and no other.
+    """
+
+    made: Engine
+
+    def __init__(self, arguments: list[str]) -> None:
+        for name in os.environ.keys() - clean_environment().keys():
+            del os.environ[name]
+        self.settings, self.thread = parse(arguments), EngineThread()
+        make = partial(make_engine, self.settings)
+        self.engine, self.loaded = self.thread.run(make).result()
+
+    @classmethod
+    def make(cls, arguments: list[str]) -> None:
+        cls.made = cls(arguments)
+
+    def offline(self, load: Load, prompts: Sequence[list[int]]) -> Run:
+        run: Run = self.thread.run(partial(run_offline, self.engine.engine, load, prompts)).result()
+        return run
+
+    async def watched(
+        self, load: Load, prompts: Sequence[list[int]], switch: float, profile: bool
+    ) -> Run:
+        """Serve a load to a client in another process, with `switch` seconds as Python's switch
+        interval; the loop's time is divided into PARTS if it is to `profile`."""
+        app = create_app(self.engine, self.loaded, self.settings, None, self.thread)
+        profiler, usual = cProfile.Profile(time.thread_time), sys.getswitchinterval()
+        sys.setswitchinterval(switch)
         try:
-            return self.connection.recv()
-        except EOFError:
-            raise RuntimeError(f"{self.process.name} has ended, and said why") from None
-
-    def __enter__(self) -> Helper:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.connection.close()  # that ends it
-        self.process.join(10)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.process.close()
-
-
-def questions(connection: Connection) -> Iterator[tuple[Any, ...]]:
-    """What the helper is asked, until there is nobody who could ask."""
-    try:
-        while True:
-            yield connection.recv()
-    except EOFError:
-        return
+            with process() as clients:
+                async with listening(app) as url:
+                    self.engine.steps.clear()
+                    loop, every = time.thread_time(), time.process_time()
+                    if profile:
+                        profiler.enable()
+                    sent = clients.submit(client, url, load, prompts)
+                    run = await asyncio.wrap_future(sent)
+                    profiler.disable()
+                    loop, every = time.thread_time() - loop, time.process_time() - every
+        finally:
+            sys.setswitchinterval(usual)
+        run.cpu |= {"engine": every - loop, "loop": loop}
+        run.steps = steps_of(list(self.engine.steps), load.streams)
+        run.parts = shares(profiler) if profile else {}
+        return run
 
 
-def client_process(connection: Connection) -> None:
-    """Sends loads: asked (url, load, prompts), answers a Run."""
-    for asked in questions(connection):
-        connection.send(asyncio.run(run_client(*asked)))
+def offline(load: Load, prompts: Sequence[list[int]]) -> Run:
+    return Engine.made.offline(load, prompts)
 
 
-def engine_process(connection: Connection, arguments: list[str]) -> None:
-    """The engine that the server's command line makes. Asked ("offline", load, prompts) it answers a Run; the other two kinds of
-    question serve meanwhile: see `watched` and `parts`."""
-    for name in [name for name in os.environ if name.startswith(PREFIX)]:
-        del os.environ[name]
-    settings = parse(arguments)
-    thread = EngineThread()  # as in the server: nobody else may compute
-    engine, loaded = thread.run(lambda: make_engine(settings)).result()
-    assert isinstance(engine, Paged)
-    connection.send("ready")
-    for kind, *asked in questions(connection):
-        if kind == "offline":
-            connection.send(thread.run(partial(run_offline, engine.engine, *asked)).result())
-        elif kind == "watched":
-            connection.send(
-                asyncio.run(watched(connection, thread, engine, loaded, settings, *asked))
-            )
-        else:
-            connection.send(
-                asyncio.run(parts(connection, thread, engine, loaded, settings, *asked))
-            )
+def watched(load: Load, prompts: Sequence[list[int]], switch: float, profile: bool = False) -> Run:
+    return asyncio.run(Engine.made.watched(load, prompts, switch, profile))
+
+
+def shares(profiler: cProfile.Profile) -> dict[str, float]:
+    """Shares of PARTS in the time that was profiled. A built-in function counts for its caller."""
+    profiler.create_stats()
+    seconds: dict[str, float] = dict.fromkeys((*PARTS, REST), 0.0)
+    for (file, *_), (_, _, own, _, callers) in profiler.stats.items():
+        builtin = {caller[0]: times[2] for caller, times in callers.items()} if file == "~" else {}
+        for place, taken in (builtin or {file: own}).items():
+            words = place.replace("\\", "/").split("/")
+            part = (name for name, files in PARTS.items() if not set(files).isdisjoint(words))
+            seconds[next(part, REST)] += taken
+    total = sum(seconds.values())
+    return {name: taken / total for name, taken in seconds.items()}
 
 
 @asynccontextmanager
-async def listening(app: ASGIApp) -> AsyncIterator[str]:
-    """The address at which `app` is served by this process, as `python -m stage06_serving` serves its own."""
+async def listening(app: Any) -> AsyncIterator[str]:
+    """The address at which this process serves `app`, as `python -m stage06_serving` serves its."""
     place = listen("127.0.0.1", 0)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, http="h11", ws="none", server_header=False
+        app, http="h11", ws="none", log_level="warning", access_log=False, server_header=False
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[place]))
@@ -417,566 +397,347 @@ async def listening(app: ASGIApp) -> AsyncIterator[str]:
         await serving
 
 
-async def watched(
-    connection: Connection,
-    thread: EngineThread,
-    engine: Paged,
-    loaded: Loaded,
-    settings: Settings,
-    load: Load,
-    switch: float,
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Serve one load, with `switch` seconds as Python's switch interval: tells the address, and is told when all is answered.
-
-    Returns processor time of "engine" (all threads but the loop's) and "loop", and what `steps_of` makes of the passes.
-    """
-    app = create_app(engine, loaded, settings, None, thread)
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(switch)
-    try:
-        async with listening(app) as url:
-            records: list[BlocksRecord] = []
-
-            def keep(step: Step, spoke: list[Ticket], ended: list[Ticket]) -> None:
-                if step.record is not None:
-                    records.append(step.record)
-
-            app.state.engine.listeners.append(keep)
-            loop, process = time.thread_time(), time.process_time()
-            connection.send(url)
-            await asyncio.to_thread(connection.recv)
-            loop, process = time.thread_time() - loop, time.process_time() - process
-    finally:
-        sys.setswitchinterval(usual)
-    return {"engine": process - loop, "loop": loop}, steps_of(records, load.streams)
-
-
-def clocks(server: psutil.Process) -> dict[str, float]:
-    """Seconds of processor time so far: of the loop, which runs on the main thread, and of all other threads.
-
-    Where the system does not number threads as Linux does, the loop's counts as the engine's.
-    """
-    times = server.cpu_times()
-    loop = sum(
-        each.user_time + each.system_time for each in server.threads() if each.id == server.pid
-    )
+def clocks(pid: int) -> dict[str, float]:
+    """Seconds of processor time so far: of the loop, which runs on the main thread, and of all other
+    threads. Where the system does not number threads as Linux does, the loop's count as the engine's."""
+    server = psutil.Process(pid)
+    times, threads = server.cpu_times(), [one for one in server.threads() if one.id == pid]
+    loop = sum(one.user_time + one.system_time for one in threads)
     return {"engine": times.user + times.system - loop, "loop": loop}
 
 
-# ---- a token's way on the loop, part by part ----------------------------------------------------------------------------
-
-
-class MadeUp:
-    """Stands where the AsyncEngine does, and says tokens that nobody has computed: one to everybody at each tick."""
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self.ids = ids
-        self.tickets: list[Ticket] = []  # of those that have begun to read
-
-    def submit(
-        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], salt: bytes
-    ) -> list[list[Ticket]]:
-        return [
-            [
-                Ticket("made up", len(prompt), each, time.perf_counter(), asyncio.Event())
-                for each in sampling
-            ]
-            for prompt in prompts
-        ]
-
-    def tick(self) -> None:
-        for ticket in self.tickets:
-            ticket.news.set()
-
-    async def tokens(
-        self, tickets: Sequence[Ticket], deadline: float
-    ) -> AsyncIterator[tuple[Ticket, list[Token]]]:
-        (ticket,) = tickets
-        self.tickets.append(ticket)
-        for left, each in zip(reversed(range(len(self.ids))), self.ids, strict=True):
-            await ticket.news.wait()
-            ticket.news.clear()
-            yield ticket, [Token(each, None, None if left else "length")]
-
-    def abort(self, ticket: Ticket, reason: str = "abort") -> None:
-        """Nobody computes it."""
-
-
-async def parts(
-    connection: Connection,
-    thread: EngineThread,
-    engine: Paged,
-    loaded: Loaded,
-    settings: Settings,
-    load: Load,
-) -> dict[str, float]:
-    """Seconds of processor time that a token takes on the loop in each of PARTS, with as many streams as `load` has requests.
-
-    Made-up tokens go ever further on the way of real ones, from one measurement to the next, and the difference is the part. They
-    come at the pace of real passes, which another thread makes meanwhile: in a loop that did nothing else everything would be in
-    the processor's cache, and nobody would hold Python's lock. For the last part, tells an address and is told when all is
-    answered.
-    """
-    prompts = [
-        random_prompt(load.prompt, loaded.config, f"made up {number}")
-        for number in range(load.requests)
-    ]
-    body = CompletionBody.model_validate(body_of(prompts[0], load.answer))
-    loop = asyncio.get_running_loop()
-
-    def new_service() -> tuple[MadeUp, Service]:
-        made_up: Any = MadeUp(random_prompt(load.answer, loaded.config, "made up"))
-        return made_up, Service(made_up, loaded, loaded.config.name, None, settings.request_timeout)
-
-    async def waking(service: Service) -> AsyncIterator[object]:
-        (choice,) = await service.complete(body, b"")
-        return service.engine.tokens([choice.ticket], math.inf)
-
-    async def text(service: Service) -> AsyncIterator[object]:
-        return service.pieces(await service.complete(body, b""), math.inf)
-
-    async def chunk(service: Service) -> AsyncIterator[object]:
-        response: Any = await Api(service).complete(
-            HTTPRequest({"type": "http", "tenant": b""}), body
-        )
-        return response.body_iterator
-
-    async def read(items: AsyncIterator[object]) -> None:
-        async for _ in items:
-            pass
-
-    async def cost(
-        made_up: MadeUp, answered: Awaitable[object], serving: AsyncEngine | None = None
-    ) -> float:
-        """Processor time of the loop until all is `answered`, from when everybody has begun to read. While it is `serving`, the
-        engine's thread is reached through that."""
-        while len(made_up.tickets) < load.requests:
-            await asyncio.sleep(0.001)
-        started = time.thread_time()
-        tick = partial(loop.call_soon_threadsafe, made_up.tick)
-        if serving is None:
-            await asyncio.wrap_future(thread.run(partial(run_offline, engine.engine, load, prompts, tick)))
-        else:
-            await serving.call(lambda _: run_offline(engine.engine, load, prompts, tick))
-        await answered
-        return (time.thread_time() - started) / load.tokens
-
-    costs = [0.0]
-    for way in (waking, text, chunk):
-        made_up, service = new_service()
-        costs.append(
-            await cost(made_up, asyncio.gather(*[read(await way(service)) for _ in prompts]))
-        )
-    app = create_app(engine, loaded, settings, None, thread)
-    async with listening(app) as url:
-        made_up, service = new_service()
-        app.state.api = Api(service)
-        connection.send(url)
-        costs.append(await cost(made_up, asyncio.to_thread(connection.recv), app.state.engine))
-    return {name: more - less for name, (less, more) in zip(PARTS, pairwise(costs), strict=True)}
-
-
-# ---- measuring ----------------------------------------------------------------------------------------------------------
+# ---- measuring ----------------------------------------------------------------------------------
 
 
 def measure_load(
-    subject: Subject,
-    load: Load,
-    repeats: int,
-    switches: Sequence[float],
-    engine: Helper,
-    client: Helper,
-    server: tuple[str, psutil.Process],
-    bar: tqdm,
-) -> dict[str, Any]:
-    """One load in turn by the engine alone, by the server, and, once for each of `switches`, by the engine's process serving."""
-    prompts = [
-        random_prompt(load.prompt, subject.config, f"request {number}")
-        for number in range(load.requests)
-    ]
-    url, process = server
-
-    def over_http() -> Run:
-        before = clocks(process)
-        run: Run = client.ask(url, load, prompts)
-        run.cpu |= {name: seconds - before[name] for name, seconds in clocks(process).items()}
-        return run
-
-    def by_engine(switch: float) -> Run:
-        address = engine.ask("watched", load, switch)
-        run: Run = client.ask(address, load, prompts)
-        cpu, run.steps = engine.ask("answered")
-        run.cpu |= cpu
-        return run
-
-    ways: dict[str, Callable[[], Run]] = {
-        OFFLINE: lambda: engine.ask("offline", load, prompts),
-        SERVER: over_http,
+    subject: Subject, load: Load, repeats: Mapping[str, int], ways: Mapping[str, Callable[..., Run]]
+) -> Group:
+    """One load in turn by each of the ways, every answer proved."""
+    prompts = subject.prompts([load.prompt] * load.requests)
+    found = measure.turns(
+        {name: partial(ways[name], load, prompts) for name in repeats}, repeats, warmup=0
+    )
+    proofs = {
+        name: [prove(subject, load, prompts, run.ids) for run in runs][-1]
+        for name, runs in found.items()
     }
-    ways |= {watched_name(switch): partial(by_engine, switch) for switch in switches}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-    said: dict[str, list[list[int]]] = {}
-    proof: dict[str, Any] = {}
-    for number, names in enumerate(measure.rounds(list(ways), repeats)):
-        for name in names:
-            if number == 0 or name in (OFFLINE, SERVER):
-                run = ways[name]()
-                runs[name].append(run.told())
-                said[name] = run.ids
-                proof[name] = prove(subject, load, prompts, run.ids)
-                bar.update()
+    alone = found[OFFLINE][-1].ids
+    kept = {name: [run.kept() for run in runs] for name, runs in found.items()}
+    keys = ("seconds", "cpu", "steps", "ttft", "itl")
     return {
-        **subject.about, **asdict(load), "runs": runs, "proof": proof,
-        "same": {name: sum(a == b for a, b in zip(ids, said[OFFLINE], strict=True)) for name, ids in said.items()},
-    }  # fmt: skip
+        **subject.about,
+        **asdict(load),
+        "lengths": packed([(load.prompt, load.answer)] * load.requests),
+        **{key: {name: [run[key] for run in runs] for name, runs in kept.items()} for key in keys},
+        "proof": proofs,
+        "same": {name: sum(map(list.__eq__, runs[-1].ids, alone)) for name, runs in found.items()},
+    }
 
 
 def prove(
     subject: Subject, load: Load, prompts: Sequence[list[int]], ids: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """That every answer is as long as it should be, and what the model says. Raises AssertionError."""
-    if wrong := [len(each) for each in ids if len(each) != load.answer]:
+    """That every answer has its length, and is what stage 01 would choose. Raises AssertionError."""
+    if wrong := [len(answer) for answer in ids if len(answer) != load.answer]:
         raise AssertionError(
-            f"{len(wrong)} answers of {wrong[0]} tokens and the like, where {load.answer} were asked for"
+            f"{len(wrong)} answers have another length than {load.answer}, such as {wrong[0]} tokens"
         )
-    return subject.prove(
-        [Output(prompt, answer) for prompt, answer in zip(prompts, ids, strict=True)]
-    )
+    return subject.prove(map(Output, prompts, ids))
 
 
-def measure_parts(load: Load, engine: Helper, client: Helper) -> dict[str, float]:
-    """Seconds a token of each of PARTS."""
-    address = engine.ask("parts", load)
-    client.ask(address, load, [[0] * load.prompt] * load.requests)
-    return engine.ask("answered")
-
-
-def measure_all(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
-    """Measure everything that `plan` says: configuration, results, limits."""
-    limits = measure.limits(refresh=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+def run(plan: Plan) -> dict[str, Any]:
     results: dict[str, Any] = {HTTP: [], NULL: [], LOSE: [], "parts": {}}
-    with tqdm(total=plan.runs, unit="run") as bar, Helper(client_process) as client:
+    todo = [(subject, load) for subject in plan.subjects for load in plan.loads(subject)]
+    with tqdm(total=len(todo), unit="load") as bar, process() as clients:
         for model, dtype in plan.subjects:
-            subject = Subject(
-                checkpoint.load(model, random_weights=model != "stories"), getattr(torch, dtype)
-            )
+            subject = Subject(shape(model), getattr(torch, dtype))
             arguments = options(plan, model, dtype, subject.about["linear"])
-            loads = plan.loads((model, dtype))
             with ExitStack() as stack:
-                engine = stack.enter_context(Helper(engine_process, arguments))
-                engine.answer()  # it is ready: both try out their linear layers, and must not do so at the same time
-                own = stack.enter_context(own_server(arguments, True, environment))
-                server = own.url, psutil.Process(own.pid)
-                most = max(
-                    (load for load in loads if load.case == HTTP), key=lambda load: load.streams
-                )
+                engine = stack.enter_context(process(Engine.make, arguments))
+                # Both try out their linear layers, and must not do so at the same time.
+                engine.submit(int).result()
+                server = own_server(arguments, quiet=True, environment=clean_environment())
+                serving = stack.enter_context(server)
+
+                def by_engine(do: Any, *arguments: Any, engine: Any = engine) -> Run:
+                    done: Run = engine.submit(do, *arguments).result()
+                    return done
+
+                def by_server(load: Load, prompts: Any, serving: Any = serving) -> Run:
+                    before = clocks(serving.pid)
+                    run: Run = clients.submit(client, serving.url, load, prompts).result()
+                    now = clocks(serving.pid)
+                    run.cpu |= {name: now[name] - before[name] for name in now}
+                    return run
+
+                ways: dict[str, Any] = {OFFLINE: partial(by_engine, offline), SERVER: by_server}
+                for switch in (SWITCH, *plan.switches):
+                    watch = lambda *given, by=by_engine, s=switch: by(watched, *given, s)  # noqa: E731
+                    ways[watched_name(switch)] = watch
+                loads = plan.loads((model, dtype))
+                http = [load for load in loads if load.case == HTTP]
+                most = max(http, key=lambda load: load.streams)
                 warm = replace(most, requests=most.streams, answer=2)
-                prompts = [
-                    random_prompt(warm.prompt, subject.config, f"warm {number}")
-                    for number in range(warm.requests)
-                ]
-                engine.ask("offline", warm, prompts)
-                client.ask(server[0], warm, prompts)
+                for name in (OFFLINE, SERVER):
+                    ways[name](warm, subject.prompts([warm.prompt] * warm.requests, "warm"))
                 for load in loads:
-                    switches = plan.switches_of((model, dtype), load)
-                    found = measure_load(
-                        subject, load, plan.repeats_of(load), switches, engine, client, server, bar
-                    )
-                    results[load.case].append(found)
+                    bar.set_postfix_str(f"{load.case}, {load.streams} streams, {model}, {dtype}")
+                    repeats = plan.repeats_of((model, dtype), load)
+                    results[load.case].append(measure_load(subject, load, repeats, ways))
+                    bar.update()
                 if not results["parts"]:
-                    results["parts"] = measure_parts(
-                        replace(most, requests=most.streams), engine, client
-                    )
-    return {"plan": asdict(plan)}, results, limits
+                    prompts = subject.prompts([most.prompt] * most.requests)
+                    profiled = by_engine(watched, most, prompts, SWITCH, True)
+                    results["parts"] = profiled.parts
+    return results
 
 
-def run(quick: bool) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
-    """Measure everything: configuration, results, limits. `quick` leaves out what takes minutes."""
-    configuration, results, limits = measure_all(QUICK if quick else FULL)
-    return {"quick": quick, **configuration}, results, limits
+# ---- predictions --------------------------------------------------------------------------------
 
 
-# ---- predictions ------------------------------------------------------------------------------------------------------
+def beside(row: Row) -> Row:
+    """The engine with the server's own switch interval, watched; where nothing is, the server."""
+    watched = [name for name in row.group["seconds"] if name not in (OFFLINE, SERVER)]
+    return row.of(next(iter(watched), SERVER))
 
 
-def watched_runs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those with the server's own switch interval, the first that are watched; where nothing is, the server itself."""
-    return next(
-        (runs for name, runs in row["runs"].items() if name not in (OFFLINE, SERVER)),
-        row["runs"][SERVER],
-    )
-
-
-def python_seconds(row: Mapping[str, Any], who: str) -> float:
+def python_seconds(row: Row, who: str) -> float:
     """Processor time of the "loop" or the "client" for the whole load, as it was watched."""
-    return median([run["cpu"][who] for run in watched_runs(row)])
+    return median(cpu[who] for cpu in beside(row)["cpu"])
 
 
-def predicted(results: dict[str, Any], row: Mapping[str, Any]) -> tuple[float, float]:
-    """Shares of the throughput offline that should be left, the least and the most, by what loop and client compute.
-
-    The least: the engine stands still for all of it. The most: it takes its share of every processor, and nobody waits.
-    """
-    alone = median(values(row, OFFLINE, "seconds"))
+def predicted(row: Row) -> tuple[float, float]:
+    """Shares of the throughput offline that should be left, the least and the most, by what loop
+    and client compute. The least: the engine stands still for all of it. The most: it takes its
+    share of every processor."""
+    alone = row.of(OFFLINE).median
     more = python_seconds(row, "loop") + python_seconds(row, "client")
-    return alone / (alone + more), alone / (alone + more / results["machine"]["cpus"])
+    cpus = row.results.content["machine"]["cpus"]
+    return alone / (alone + more), alone / (alone + more / cpus)
 
 
-# ---- from results to tables and charts ----------------------------------------------------------------------------------
+def share(row: Row) -> Summary:
+    """Throughput of the server over that of the engine alone, of the pairs that ran in turn."""
+    pairs = zip(row.of(OFFLINE)["seconds"], row.of(SERVER)["seconds"], strict=True)
+    return summarize([alone / server for alone, server in pairs])
 
 
-def values(row: Mapping[str, Any], name: str, key: str) -> list[float]:
-    """One figure of every run of a variant."""
-    return [run[key] for run in row["runs"][name]]
+# ---- tables and charts --------------------------------------------------------------------------
 
 
-def share(row: Mapping[str, Any]) -> measure.Summary:
-    """Throughput of the server over that of the engine alone: the median of the pairs that ran side by side, and their range."""
-    pairs = zip(values(row, OFFLINE, "seconds"), values(row, SERVER, "seconds"), strict=True)
-    return measure.summarize([alone / server for alone, server in pairs])
+def share_text(row: Row) -> str:
+    found, (least, most) = share(row), predicted(row)
+    spread = f"{found.median:.1%} ({found.low:.1%} to {found.high:.1%})"
+    return f"{spread}, {least:.1%} to {most:.1%}"
 
 
-def share_text(results: dict[str, Any], row: Mapping[str, Any], name: str) -> str:
-    """Two cells: the share of the throughput offline, and what was predicted."""
-    if name == OFFLINE:
-        return " | "
-    found, (least, most) = share(row), predicted(results, row)
-    return f"{found.median:.1%} ({found.low:.1%} to {found.high:.1%}) | {least:.1%} to {most:.1%}"
+def quantile(key: str, place: int) -> Column:
+    """The median of the runs, in ms."""
+
+    def text(row: Row) -> str:
+        runs = row[key]
+        return f"{median(run[place] for run in runs) * 1e3:,.1f}" if all(runs) else ""
+
+    return text
 
 
-def percentiles(row: Mapping[str, Any], name: str, key: str) -> str:
-    """Two cells: p50 and p99 in ms, each the median of the runs."""
-    found = [run[key] for run in row["runs"][name]]
-    return (
-        " | ".join(f"{median([each[i] for each in found]) * 1e3:,.1f}" for i in (0, 1))
-        if all(found)
-        else " | "
-    )
+def busy(who: str) -> Column:
+    """Processors that the engine, the loop or the client kept busy on average."""
+
+    def text(row: Row) -> str:
+        pairs = zip(row["cpu"], row["seconds"], strict=True)
+        found = [cpu[who] / seconds for cpu, seconds in pairs if who in cpu]
+        return f"{median(found):.2f}" if found else ""
+
+    return text
 
 
-def same_text(row: Mapping[str, Any], name: str) -> str:
-    proof = proof_text(row["proof"][name])
-    return (
-        proof
-        if name == OFFLINE
-        else f"{proof}; {row['same'][name]} of {row['requests']} answers as alone"
-    )
-
-
-def busy(row: Mapping[str, Any], name: str) -> str:
-    """Three cells: processors that engine, loop and client kept busy on average."""
-    runs = row["runs"][name]
-    cells = [
-        [run["cpu"][who] / run["seconds"] for run in runs if who in run["cpu"]]
-        for who in ("engine", "loop", "client")
+def both(case: str) -> Callable[[Results], list[Row]]:
+    return lambda results: [
+        row.of(name) for row in results.groups(case) for name in (OFFLINE, SERVER)
     ]
-    return " | ".join(f"{median(cell):.2f}" if cell else "" for cell in cells)
 
 
-def http_table(results: dict[str, Any]) -> str:
-    return load_table(results, results["results"][HTTP])
+def pass_of(row: Row) -> dict[str, float] | None:
+    """Medians of some runs: seconds of a pass that decodes for all streams, of what in it is not
+    the model, and from its end to the next one. None if they had no such pass."""
+    names = ("seconds", "bookkeeping", "between")
+    if row.variant == SERVER or any(
+        steps.get(name) is None for steps in row["steps"] for name in names
+    ):
+        return None
+    return {name: median(steps[name] for steps in row["steps"]) for name in names}
 
 
-def null_table(results: dict[str, Any]) -> str:
-    return load_table(results, results["results"][NULL])
-
-
-def load_table(results: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The engine alone and the server, with what was predicted, latencies, and who kept how many processors busy."""
-    lines = [
-        "| model | dtype | streams | requests | answer | engine | tok/s | share | predicted | TTFT p50, ms | p99, ms "
-        "| ITL p50, ms | p99, ms | CPUs: engine | loop | client | same tokens |",
-        "|---|---|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    for row in rows:
-        for name in (OFFLINE, SERVER):
-            rate = measure.summarize(values(row, name, "seconds")).of(
-                row["requests"] * row["answer"]
+def passes(results: Results) -> list[dict[str, str]]:
+    """The engine's thread, alone and beside the loop: how many times its own time the loop costs the
+    engine, with the server's switch interval and with others."""
+    lines = []
+    for row in results.rows(HTTP):
+        alone, found = pass_of(row.of(OFFLINE)), pass_of(row)
+        if alone is None or found is None:
+            continue
+        cells = {key: f"{seconds * 1e3:.2f}" for key, seconds in found.items()}
+        line = {
+            "dtype": row["dtype"],
+            "streams": str(row["streams"]),
+            "engine's thread": row.variant,
+        }
+        line |= {"pass, ms": f"{cells['seconds']}, {cells['bookkeeping']}"}
+        line |= {"until the next, ms": cells["between"], **dict.fromkeys(BESIDE, "")}
+        if row.variant != OFFLINE:
+            longer = sum(found[key] - alone[key] for key in ("seconds", "between"))
+            runs = list(zip(row["cpu"], row["steps"], strict=True))
+            loop, client = (
+                median(c[who] / s["passes"] for c, s in runs) for who in ("loop", "client")
             )
-            lines.append(
-                f"| {row['model']} | {row['dtype']} | {row['streams']} | {row['requests']} | {row['answer']} | {name} "
-                f"| {rate.show()} | {share_text(results, row, name)} | {percentiles(row, name, 'ttft')} "
-                f"| {percentiles(row, name, 'itl')} | {busy(row, name)} | {same_text(row, name)} |"
-            )
-    return "\n".join(lines)
+            values = (f"{x * 1e3:.2f}" for x in (longer, loop, client))
+            line |= dict(zip(BESIDE, (*values, f"{longer / loop:.1f}x"), strict=True))
+        lines.append(line)
+    return lines
 
 
-def lose_table(results: dict[str, Any]) -> str:
-    lines = [
-        "| model | streams | requests | prompt | engine | requests/s | share | predicted | passes | TTFT p50, ms | p99, ms "
-        "| loop, us a request | client, us a request | same tokens |",
-        "|---|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    for row in results["results"][LOSE]:
-        for name in (OFFLINE, SERVER):
-            rate = measure.summarize(values(row, name, "seconds")).of(row["requests"])
-            runs = row["runs"][OFFLINE] if name == OFFLINE else watched_runs(row)
-            each = [python_seconds(row, who) / row["requests"] * 1e6 for who in ("loop", "client")]
-            lines.append(
-                f"| {row['model']} | {row['streams']} | {row['requests']} | {row['prompt']} | {name} | {rate.show()} "
-                f"| {share_text(results, row, name)} | {median([run['steps']['passes'] for run in runs]):.0f} "
-                f"| {percentiles(row, name, 'ttft')} | {' | ' if name == OFFLINE else f'{each[0]:,.0f} | {each[1]:,.0f}'} "
-                f"| {same_text(row, name)} |"
-            )
-    return "\n".join(lines)
+BESIDE = ("longer than alone, ms", "the loop, ms", "the client, ms", "longer over the loop's")
 
 
-@dataclass(frozen=True)
-class Pass:
-    """Seconds of a pass that decodes for all streams: itself, what in it is not the model, from its end to the next one."""
-
-    seconds: float
-    bookkeeping: float
-    between: float
-
-
-def pass_of(runs: Sequence[Mapping[str, Any]]) -> Pass | None:
-    """The medians of some runs; None if they had no such pass."""
-    found = [[run["steps"][key] for run in runs] for key in ("seconds", "bookkeeping", "between")]
-    return None if None in sum(found, []) else Pass(*map(median, found))
-
-
-def steps_table(results: dict[str, Any]) -> str:
-    """The engine's thread: passes that decode for all streams, alone and beside the loop. A table for the lock's sake too: how
-    many times its own time the loop costs the engine, with the server's switch interval and with others."""
-    lines = [
-        "| dtype | streams | the engine's thread | pass, ms | of it not the model | until the next, ms | longer than alone, ms "
-        "| the loop computes, ms | the client, ms | longer by, over the loop's |",
-        "|---|--:|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in results["results"][HTTP]:
-        alone = pass_of(row["runs"][OFFLINE])
-        for name, runs in row["runs"].items():
-            found = None if name == SERVER else pass_of(runs)
-            if found is None or alone is None:
-                continue
-            cells = ["", "", "", ""]
-            if name != OFFLINE:
-                longer = found.seconds + found.between - alone.seconds - alone.between
-                loop, client = (
-                    median([run["cpu"][who] / run["steps"]["passes"] for run in runs])
-                    for who in ("loop", "client")
-                )
-                cells = [
-                    f"{longer * 1e3:.2f}",
-                    f"{loop * 1e3:.2f}",
-                    f"{client * 1e3:.2f}",
-                    f"{longer / loop:.1f}x",
-                ]
-            lines.append(
-                f"| {row['dtype']} | {row['streams']} | {'alone' if name == OFFLINE else name} | {found.seconds * 1e3:.2f} "
-                f"| {found.bookkeeping * 1e3:.2f} | {found.between * 1e3:.2f} | {' | '.join(cells)} |"
-            )
-    return "\n".join(lines)
-
-
-def main_row(results: dict[str, Any]) -> dict[str, Any]:
+def main_row(results: Results) -> Row:
     """The first model with the most streams."""
-    rows = results["results"][HTTP]
-    return max((row for row in rows if row["dtype"] == rows[0]["dtype"] and row["model"] == rows[0]["model"]),
-               key=lambda row: row["streams"])  # fmt: skip
+    first, *_ = results.groups(HTTP)
+    own = results.groups(HTTP, model=first["model"], dtype=first["dtype"])
+    return max(own, key=lambda row: row["streams"])
 
 
-def loop_parts(results: dict[str, Any]) -> dict[str, float]:
-    """Microseconds a token on the loop, part by part; the rest is what the loop took in all, less those."""
+def loop_parts(results: Results) -> dict[str, float]:
+    """Microseconds a token on the loop, part by part."""
     row = main_row(results)
-    found = {name: seconds * 1e6 for name, seconds in results["results"]["parts"].items()}
-    total = python_seconds(row, "loop") / (row["requests"] * row["answer"]) * 1e6
-    return found | {REST: total - sum(found.values())}
+    total = python_seconds(row, "loop") / row.tokens * 1e6
+    return {name: part * total for name, part in results["parts"].items()}
 
 
-def tokens_table(results: dict[str, Any]) -> str:
-    """A token's way on the loop; and below it the engine's thread."""
-    row, found = main_row(results), loop_parts(results)
+def token_lines(results: Results) -> list[tuple[str, float, float | None]]:
+    """A token's way on the loop, in microseconds and shares."""
+    found, row = loop_parts(results), main_row(results)
     total = sum(found.values())
-    lines = [
-        f"| on the loop, {row['streams']} streams, {row['dtype']} | us a token | share |",
-        "|---|--:|--:|",
-    ]
-    lines += [f"| {name} | {part:.1f} | {part / total:.0%} |" for name, part in found.items()]
-    client = python_seconds(row, "client") / (row["requests"] * row["answer"]) * 1e6
-    lines += [
-        f"| **all of it** | {total:.1f} | |",
-        f"| the client, in its own process | {client:.1f} | |",
-    ]
-    return "\n".join(lines) + "\n\n" + steps_table(results)
+    lines: list[Any] = [(name, part, part / total) for name, part in found.items()]
+    own = python_seconds(row, "client") / row.tokens * 1e6
+    return [*lines, ("**all of it**", total, None), ("the client, in its own process", own, None)]
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
-    return {
-        "limits": limits_table(results),
-        "http": http_table(results),
-        "tokens": tokens_table(results),
-        "null": null_table(results),
-        "lose": lose_table(results),
-    }
+def a_request(who: str) -> Column:
+    return lambda row: f"{python_seconds(row, who) / row['requests'] * 1e6:,.0f}"
 
 
-def http_chart(results: dict[str, Any]) -> Any:
+def requests_a_second(variant: str) -> Column:
+    return lambda row: summarize(row.of(variant)["seconds"]).of(row["requests"]).show()
+
+
+COLUMNS: dict[str, Column] = {
+    "model": lambda row: f"{row['model']}, {row['dtype']}",
+    "streams": "streams",
+    "requests": lambda row: row["requests"],
+    "answer": "answer",
+    "alone, tok/s": lambda row: row.of(OFFLINE).rate.show(),
+    "server, tok/s": lambda row: row.of(SERVER).rate.show(),
+    "share, predicted": share_text,
+    "same tokens": lambda row: (row if row.variant else row.of(SERVER)).alike(OFFLINE, "alone"),
+    **{f"TTFT {name}, ms": quantile("ttft", at) for at, name in enumerate(("p50", "p99"))},
+    **{f"ITL {name}, ms": quantile("itl", at) for at, name in enumerate(("p50", "p99"))},
+    **{f"CPUs: {who}": busy(who) for who in ("engine", "loop", "client")},
+    "alone, requests/s": requests_a_second(OFFLINE),
+    "server, requests/s": requests_a_second(SERVER),
+    "passes": lambda row: ", ".join(
+        f"{median(steps['passes'] for steps in one['steps']):.0f}"
+        for one in (row.of(OFFLINE), beside(row))
+    ),
+    "loop, us a request": a_request("loop"),
+    "client, us a request": a_request("client"),
+    "on the loop": lambda line: line[0],
+    "us a token": lambda line: f"{line[1]:.1f}",
+    "share": lambda line: "" if line[2] is None else f"{line[2]:.0%}",
+}
+THREAD = f"dtype | streams | engine's thread | pass, ms | until the next, ms | {' | '.join(BESIDE)}"
+LOADS = "model | streams | alone, tok/s | server, tok/s | share, predicted | same tokens"
+LATENCIES = (
+    "model | streams | requests | answer | engine | TTFT p50, ms | TTFT p99, ms | ITL p50, ms "
+    "| ITL p99, ms | CPUs: engine | CPUs: loop | CPUs: client"
+)
+TABLES = tables(
+    COLUMNS,
+    {
+        HTTP: LOADS,
+        "http_latency": (both(HTTP), LATENCIES),
+        "tokens": (token_lines, "on the loop | us a token | share"),
+        NULL: LOADS,
+        "null_latency": (both(NULL), LATENCIES),
+        LOSE: "model | streams | alone, requests/s | server, requests/s | share, predicted | passes "
+        "| loop, us a request | client, us a request",
+        "lose_latency": (
+            both(LOSE),
+            "model | streams | engine | TTFT p50, ms | TTFT p99, ms | same tokens",
+        ),
+    },
+) | tables({name: name for name in THREAD.split(" | ")}, {"passes": (passes, THREAD)})
+
+
+def http_chart(results: Results) -> Figure:
     """Share of the throughput offline by streams, of the first model; with both predictions."""
     first = main_row(results)
-    rows = [
-        row
-        for row in results["results"][HTTP]
-        if (row["model"], row["dtype"]) == (first["model"], first["dtype"])
-    ]
-    found, forecast = [share(row) for row in rows], [predicted(results, row) for row in rows]
-    return draw.lines(
+    rows = results.groups(HTTP, model=first["model"], dtype=first["dtype"])
+    found, forecast = [share(row) for row in rows], [predicted(row) for row in rows]
+    aim = f"aim at {first['streams']}"
+    return charts.lines(
         "What is left of the engine's throughput behind HTTP",
         f"streams (GPT-2 124M shape, {first['dtype']})",
         "% of the tok/s of the engine alone",
         [row["streams"] for row in rows],
         {
-            "server": [100 * each.median for each in found],
+            "server": [100 * one.median for one in found],
             "if nobody waits": [100 * most for _, most in forecast],
             "if the engine waits": [100 * least for least, _ in forecast],
-            f"aim at {first['streams']}": [100 * AIM for _ in rows],
+            aim: [100 * AIM for _ in rows],
         },
-        spread={"server": [(100 * each.low, 100 * each.high) for each in found]},
-        dashed=("if nobody waits", "if the engine waits", f"aim at {first['streams']}"),
+        spread={"server": [(100 * one.low, 100 * one.high) for one in found]},
+        dashed=("if nobody waits", "if the engine waits", aim),
         log_x=True,
     )
 
 
-def where_chart(results: dict[str, Any]) -> Any:
-    """What a token costs beside its pass: how much longer the engine's thread takes, and what the loop does."""
+def where_chart(results: Results) -> Figure:
+    """What a token costs beside its pass: how much longer the engine's thread takes, and the loop."""
     row = main_row(results)
-    alone, beside = pass_of(row["runs"][OFFLINE]), pass_of(watched_runs(row))
-    found = {}
-    if alone and beside:
-        found = {
-            "thread: longer pass": (beside.seconds - alone.seconds) / row["streams"] * 1e6,
-            "thread: longer until the next": (beside.between - alone.between)
-            / row["streams"]
-            * 1e6,
-        }
+    alone, watched = pass_of(row.of(OFFLINE)), pass_of(beside(row))
+    found: dict[str, float] = {}
+    if alone and watched:
+        names = {"seconds": "thread: longer pass", "between": "thread: longer until the next"}
+        for key, name in names.items():
+            found[name] = (watched[key] - alone[key]) / row["streams"] * 1e6
     found |= {f"loop: {name}": part for name, part in loop_parts(results).items()}
-    found["client"] = python_seconds(row, "client") / (row["requests"] * row["answer"]) * 1e6
-    return draw.bars(
-        "What a token costs beside its pass",
-        f"microseconds a token, {row['streams']} streams (GPT-2 124M shape, {row['dtype']})",
-        list(found),
-        {"beside the loop": [max(0.0, each) for each in found.values()]},
-    )
+    found["client"] = python_seconds(row, "client") / row.tokens * 1e6
+    title = "What a token costs beside its pass"
+    x = f"microseconds a token, {row['streams']} streams (GPT-2 124M shape, {row['dtype']})"
+    shown = {"beside the loop": [max(0.0, cost) for cost in found.values()]}
+    return charts.bars(title, x, list(found), shown)
 
 
-def charts(results: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    return {"http": partial(http_chart, results), "where": partial(where_chart, results)}
-
-
-def headline(results: dict[str, Any]) -> str:
+def headline(results: Results) -> str:
     row = main_row(results)
     return (
-        f"{share(row).median:.0%} of the offline engine's tok/s behind HTTP, {row['streams']} streams (GPT-2 124M shape, "
-        f"{row['dtype']})"
+        f"{share(row).median:.0%} of the offline engine's tok/s behind HTTP, {row['streams']} "
+        f"streams (GPT-2 124M shape, {row['dtype']})"
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    about = "Measures the server against the engine alone on this CPU, and proves every answer."
-    benchmarks.main(STAGE, about, run, tables, argv)
-
+BENCHMARK = Benchmark(
+    "stage06_serving",
+    "Measures the server against the engine alone on this CPU.",
+    FULL,
+    QUICK,
+    run,
+    TABLES,
+    {"http": http_chart, "where": where_chart},
+    headline,
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     cli.run(main)

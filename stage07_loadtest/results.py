@@ -25,6 +25,7 @@ from .client import Record
 from .load import Point
 from .metrics import Slo, Summary, summarize
 
+SCHEMA = 1  # of a folder
 KIND = "stage07_loadtest"
 REQUESTS, SUMMARY = "requests.jsonl", "summary.json"
 INFINITE = "inf"  # JSON has no infinity
@@ -66,7 +67,7 @@ class Writer:
             raise UserError(f"{folder} is not writable: name another folder with --out.")
         commit, dirty = measure.git_state()
         self.about = {
-            "schema": measure.SCHEMA,
+            "schema": SCHEMA,
             "kind": KIND,
             "command": without(secret, measure.command()),
             "commit": commit,
@@ -158,7 +159,7 @@ def load(folder: Path) -> Run:
             f"{folder} holds no run ({SUMMARY} is missing): "
             f"write one with python -m {KIND} --out {folder}."
         )
-    about = measure.load(path)
+    about = measure.load(path, SCHEMA)
     points = about.pop("results", None)
     if about.get("kind") != KIND or not isinstance(points, list):
         raise UserError(

@@ -1,19 +1,19 @@
-"""Draws all charts and writes all tables of the reports from the results in reports/: `python -m shared.bench.report`.
+"""Draws all charts and writes all tables of the reports from the results in reports/:
+`python -m shared.bench.report`.
 
-Numbers are never typed by hand. A stage's `benchmark.py` turns its results into tables (markdown) and charts (figures):
-
-    tables(results) -> {name: markdown}         charts(results) -> {stem: function that returns a Figure}
-
-Tables go between markers on lines of their own, in README.md and in a stage's README.md and REPORT.md:
+No number is typed by hand. A benchmark turns its results into tables (markdown), charts (figures)
+and a headline. Tables go between markers on lines of their own, in README.md, reports/README.md,
+and a stage's README.md and REPORT.md:
 
     <!-- table: speed -->                       the stage's own table, or the only one of that name
-    <!-- table: stage02_kv_cache.speed -->      a stage's table, wherever the marker stands
+    <!-- table: stage02_kv_cache.speed -->      a stage's table, in any text
     <!-- table: speed @ nvidia-h200 -->         from another machine than the default one
-    <!-- table: stages -->                      all stages: question, result in one line, file to open first
-    <!-- table: references -->                  what other projects say, from reports/references.json, and our counterpart
+    <!-- table: stages -->                      all stages: question, result, file to open first
+    <!-- table: references -->                  other projects' claims, from reports/references.json
     <!-- /table -->
 
-Charts go to reports/<machine>/<stage>_<stem>.svg. `--check` writes nothing and says what a run without it would change.
+Charts go to reports/<machine>/<stage>_<name>.svg. `--check` writes nothing and names what a run
+without it would change.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +38,15 @@ TABLE = re.compile(r"^<!-- table: (?P<name>[\w.-]+)(?: @ (?P<machine>[\w.-]+))? 
 END = "<!-- /table -->"
 # `![words](path)`, `[words](path)` and src="path", with a path into reports/
 LINK = re.compile(r"""(?:\]\(|src=")([^)"#\s]*reports/[^)"#\s]+)""")
-
-# (machine, stage) -> name -> markdown. The machine None is the one whose numbers the texts show, the stage "" is all of them.
-Tables = dict[tuple[str | None, str], dict[str, str]]
-
-
-@dataclass
-class Build:
-    """Every file as it should be, by path from the root, and what stands in the way."""
-
-    files: dict[Path, bytes] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def stale(self, root: Path) -> list[Path]:
-        """The files that are absent or differ. Git may have given text files Windows' line ends: they do not count."""
-        return [path for path, content in self.files.items() if _read(root / path) != content]
+UPDATE = "run python -m shared.bench.report"
+UNMEASURED = "not measured yet"
 
 
 def benchmarks() -> dict[str, Any]:
-    """The benchmark module of every stage that has one, in reading order, and the staircase, which compares them."""
+    """Every stage's benchmark in reading order, and the staircase, which compares them."""
     names = [name for name in paths.discover() if (paths.ROOT / name / "benchmark.py").exists()]
-    return {name: importlib.import_module(f"{name}.benchmark") for name in names} | {
-        staircase.KIND: staircase
-    }
+    found = {name: importlib.import_module(f"{name}.benchmark").BENCHMARK for name in names}
+    return found | {staircase.KIND: staircase.BENCHMARK}
 
 
 def drawn_with() -> dict[str, str]:
@@ -70,266 +54,244 @@ def drawn_with() -> dict[str, str]:
     return {"matplotlib": matplotlib.__version__, "system": f"{sys.platform} {platform.machine()}"}
 
 
-def build(root: Path, modules: Mapping[str, Any], check: bool = False) -> Build:
-    """What the reports below `root` should be, given the stages' benchmark `modules`.
+class Report:
+    """Every file below `root` as it should be, by path from there, and what prevents that.
 
-    To `check`, charts that another version or system drew are only looked for, since their bytes would differ. The default
-    machine, whose numbers the texts show, is kept in reports/machines.json; at first it is the first in the alphabet. A stage
-    that has not run there shows the numbers of another machine.
+    To `check`, charts that another version or system drew must only exist, since their bytes would
+    differ. The default machine, whose numbers the texts show, is kept in reports/machines.json; at
+    first it is the first in the alphabet. A stage that has not run there shows another machine's.
     """
-    result = Build()
-    reports = root / "reports"
-    files = sorted(path for path in reports.glob("*/*.json") if path.stem in modules)
-    for path in sorted(set(reports.glob("*/*.json")) - set(files)):
-        result.problems.append(
-            f"{_name(path, root)} belongs to no stage with a benchmark: delete it"
-        )
-    if not files:
-        result.notes.append("there are no results in reports/ yet")
-    settings = _settings(reports / "machines.json")
-    names = sorted({path.parent.name for path in files})
-    default = settings.get("default") if settings.get("default") in names or not names else names[0]
-    drawers = settings.get("charts", drawn_with()) if check else drawn_with()
-    draw = drawers == drawn_with()
-    if files and not draw:
-        theirs, ours = (" on ".join(each.values()) for each in (drawers, drawn_with()))
-        result.notes.append(
-            f"charts were not compared: matplotlib {theirs} drew them, and here is {ours}"
-        )
-    # A stage that has not run on the default machine shows what another one measured.
-    homes = {path.stem: path.parent.name for path in reversed(files)}
-    homes |= {path.stem: path.parent.name for path in files if path.parent.name == default}
-    tables: Tables = {}
-    headlines: dict[str, str] = {}
-    folders = sorted(path.parent for path in root.glob("stage[0-9][0-9]_*/__init__.py"))
-    pictures: set[Path] = set()
-    for path in files:
-        stage, machine = path.stem, path.parent.name
-        try:
-            results = measure.load(path)
-        except UserError as error:
-            result.problems.append(str(error))
-            continue
-        tables[machine, stage] = modules[stage].tables(results)
-        if machine == homes[stage] and root / stage in folders:
-            headlines[stage] = modules[stage].headline(results)
-        for stem, function in modules[stage].charts(results).items():
-            picture = Path("reports") / machine / f"{stage}_{stem}.svg"
-            pictures.add(picture)
-            if draw:
-                result.files[picture] = charts.render(function())
-            elif not (root / picture).exists():
-                result.problems.append(
-                    f"{picture.as_posix()} does not exist: run python -m shared.bench.report"
-                )
-    for path in sorted(reports.glob("*/*.svg")):
-        if path.relative_to(root) not in pictures:
-            result.problems.append(f"{_name(path, root)} is drawn by no benchmark: delete it")
-    if files:
-        content = {"default": default, "charts": drawers}
-        result.files[Path("reports/machines.json")] = (
-            json.dumps(content, indent=1) + "\n"
-        ).encode()
-    for stage, machine in sorted(homes.items()):
-        if (machine, stage) in tables:
-            tables[None, stage] = tables[machine, stage]
-    if folders:
-        tables[None, ""] = {
-            "stages": _stages_table(folders, headlines, result),
-            "references": _references_table(reports / "references.json", headlines, result),
-        }
-    for path in _texts(root):
-        _build_text(path, root, tables, pictures, result)
-    return result
 
-
-def _build_text(path: Path, root: Path, tables: Tables, pictures: set[Path], result: Build) -> None:
-    """Add one text to `result`, with its tables filled in; complain of markers and links that lead nowhere."""
-    lines, fill = [], None
-    text = _read(path) or b""
-    for number, line in enumerate(text.decode("utf-8").split("\n"), 1):
-        where = f"{_name(path, root)}, line {number}"
-        marker = TABLE.match(line)
-        if marker and fill is None:
-            fill = _find(marker["name"], path.parent.name, marker["machine"], tables)
-            if isinstance(fill, Missing):
-                result.problems.append(f"{where}: {fill.why}")
-        elif line == END and fill is not None:
-            lines += [] if isinstance(fill, Missing) else ["", *fill.strip("\n").split("\n"), ""]
-            fill = None
-        elif marker or line == END:
-            result.problems.append(
-                f"{where}: '{line}' where {'the table before has not ended' if marker else 'no table began'}"
+    def __init__(self, root: Path, modules: Mapping[str, Any], check: bool = False) -> None:
+        self.root, self.modules = root, modules
+        self.files: dict[Path, bytes] = {}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        # (machine, stage) -> name -> markdown. The machine None is the one whose numbers the texts
+        # show, the stage "" is all of them.
+        self.tables: dict[tuple[str | None, str], dict[str, str]] = {}
+        self.headlines: dict[str, str] = {}
+        self.pictures: set[Path] = set()
+        self.folders = sorted(path.parent for path in root.glob("stage[0-9][0-9]_*/__init__.py"))
+        every = set(root.glob("reports/*/*.json"))
+        found = sorted(path for path in every if path.stem in modules)
+        for path in sorted(every - set(found)):
+            self.problems.append(
+                f"{self._name(path)} belongs to no stage with a benchmark: delete it"
             )
+        settings = _settings(root / "reports" / "machines.json")
+        self._results(found, settings, check)
+        if self.folders:
+            self.tables[None, ""] = {
+                "stages": self._stages_table(),
+                "references": self._references_table(),
+            }
+        for path in _texts(root):
+            self._text(path)
+
+    @property
+    def stale(self) -> list[Path]:
+        """The files that are absent or differ, line ends apart: git may have changed them."""
+        return [path for path, wanted in self.files.items() if _read(self.root / path) != wanted]
+
+    def write(self) -> list[Path]:
+        """Write the files that are stale; returns them."""
+        stale = self.stale
+        for path in stale:
+            (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / path).write_bytes(self.files[path])
+        return stale
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    # ---- results ----------------------------------------------------------------------------
+
+    def _results(self, found: list[Path], settings: Mapping[str, Any], check: bool) -> None:
+        """Tables, charts and headlines."""
+        if not found:
+            self.notes.append("there are no results in reports/ yet")
             return
-        elif fill is not None and not isinstance(fill, Missing):
-            continue  # the table as it was
-        lines.append(line)
-        for link in LINK.findall(line):
-            target = (path.parent / link).resolve()
-            known = (
-                target.relative_to(root.resolve()) in pictures
-                if target.is_relative_to(root.resolve())
-                else False
-            )
-            if not known and not target.is_file():
-                result.problems.append(f"{where}: {link} does not exist")
-    if fill is not None:
-        result.problems.append(f"{_name(path, root)}: the last table has no '{END}'")
-    else:
-        result.files[path.relative_to(root)] = "\n".join(lines).encode()
+        machines = sorted({path.parent.name for path in found})
+        chosen = settings.get("default")
+        default = chosen if chosen in machines else machines[0]
+        drawers = settings.get("charts", drawn_with()) if check else drawn_with()
+        if drawers != drawn_with():
+            theirs, ours = (" on ".join(drawn.values()) for drawn in (drawers, drawn_with()))
+            self.notes.append(f"charts were not compared: drawn by matplotlib {theirs}, not {ours}")
+        homes = {path.stem: path.parent.name for path in reversed(found)}
+        homes |= {path.stem: path.parent.name for path in found if path.parent.name == default}
+        for path in found:
+            stage, machine = path.stem, path.parent.name
+            try:
+                results = measure.load(path)
+            except UserError as error:
+                self.problems.append(str(error))
+                continue
+            self.tables[machine, stage] = self.modules[stage].tables(results)
+            if machine == homes[stage]:
+                self.tables[None, stage] = self.tables[machine, stage]
+                self.headlines[stage] = self.modules[stage].headline(results)
+            for name, draw in self.modules[stage].charts(results).items():
+                picture = Path("reports") / machine / f"{stage}_{name}.svg"
+                self.pictures.add(picture)
+                if drawers == drawn_with():
+                    self.files[picture] = charts.render(draw())
+                elif not (self.root / picture).exists():
+                    self.problems.append(f"{picture.as_posix()} does not exist: {UPDATE}")
+        for path in sorted(self.root.glob("reports/*/*.svg")):
+            if path.relative_to(self.root) not in self.pictures:
+                self.problems.append(f"{self._name(path)} is drawn by no benchmark: delete it")
+        content = json.dumps({"default": default, "charts": drawers}, indent=1) + "\n"
+        self.files[Path("reports/machines.json")] = content.encode()
 
-
-def _stages_table(folders: list[Path], headlines: Mapping[str, str], result: Build) -> str:
-    """The table of the top README. What a stage says of itself is in its __init__.py; `headlines` are those of the results."""
-    lines = ["| stage | question | result | open first |", "|---|---|---|---|"]
-    for folder in folders:
-        about = _constants(folder / "__init__.py")
-        for name in ("QUESTION", "FIRST_FILE"):
-            if not about.get(name):
-                result.problems.append(f"{folder.name}/__init__.py does not say its {name}")
-        question, first = about.get("QUESTION", ""), about.get("FIRST_FILE", "")
-        if not (folder / first).exists():
-            result.problems.append(
-                f"{folder.name}/__init__.py names the file {first}, which does not exist"
-            )
-        stage, opened = f"[{folder.name}]({folder.name}/)", f"[`{first}`]({folder.name}/{first})"
-        lines.append(
-            f"| {stage} | {question} | {headlines.get(folder.name, 'not measured yet')} | {opened} |"
-        )
-    return "\n".join(lines)
-
-
-def _references_table(path: Path, headlines: Mapping[str, str], result: Build) -> str:
-    """What others say of engines like these, what to know about it, and what the stage that does the same found here."""
-    lines = ["| project | says | on | what to know | our counterpart |", "|---|---|---|---|---|"]
-    try:
-        for each in json.loads(_read(path) or b"[]"):
-            ours = f"[{each['stage']}](../{each['stage']}/REPORT.md): {headlines.get(each['stage'], 'not measured yet')}"
+    def _stages_table(self) -> str:
+        """The table of the top README: what each stage's __init__.py tells, and its headline."""
+        lines = ["| stage | question | result | open first |", "|---|---|---|---|"]
+        for folder in self.folders:
+            name, about = folder.name, _constants(folder / "__init__.py")
+            for constant in ("QUESTION", "FIRST_FILE"):
+                if not about.get(constant):
+                    self.problems.append(f"{name}/__init__.py has no {constant}")
+            first = about.get("FIRST_FILE", "")
+            if not (folder / first).exists():
+                self.problems.append(f"{name}/__init__.py names {first}, which does not exist")
+            result, question = self.headlines.get(name, UNMEASURED), about.get("QUESTION", "")
             lines.append(
-                f"| {each['project']} | {each['says']} | {each['on']} | {each['caveat']} | {ours} |"
+                f"| [{name}]({name}/) | {question} | {result} | [`{first}`]({name}/{first}) |"
             )
-    except (ValueError, TypeError, KeyError) as error:
-        result.problems.append(
-            f"{path.name} is damaged ({error}): it is a list of project, says, on, caveat and stage"
-        )
-    return "\n".join(lines)
+        return "\n".join(lines)
+
+    def _references_table(self) -> str:
+        """What other projects claim, what to know about it, and this project's counterpart."""
+        lines = [
+            "| project | says | on | what to know | our counterpart |",
+            "|---|---|---|---|---|",
+        ]
+        try:
+            for one in json.loads(_read(self.root / "reports" / "references.json") or b"[]"):
+                stage = one["stage"]
+                ours = f"[{stage}](../{stage}/REPORT.md): {self.headlines.get(stage, UNMEASURED)}"
+                cells = [one["project"], one["says"], one["on"], one["caveat"], ours]
+                lines.append(f"| {' | '.join(cells)} |")
+        except (ValueError, TypeError, KeyError) as error:
+            self.problems.append(
+                f"references.json is damaged ({error}): it is a list of project, says, on, caveat "
+                "and stage"
+            )
+        return "\n".join(lines)
+
+    # ---- texts ------------------------------------------------------------------------------
+
+    def _text(self, path: Path) -> None:
+        """One text with its tables filled in; names markers and links that lead nowhere."""
+        lines: list[str] = []
+        inside, fill = False, None  # between two markers, and the table that belongs there
+        text = (_read(path) or b"").decode("utf-8")
+        for number, line in enumerate(text.split("\n"), 1):
+            where, marker = f"{self._name(path)}, line {number}", TABLE.match(line)
+            if marker and not inside:
+                inside, fill = True, self._find(marker, path.parent.name, where)
+            elif line == END and inside:
+                lines += ["", *fill.strip("\n").split("\n"), ""] if fill is not None else []
+                inside, fill = False, None
+            elif marker or line == END:
+                why = "the table before has not ended" if marker else "no table began"
+                self.problems.append(f"{where}: '{line}' where {why}")
+                return
+            elif inside and fill is not None:
+                continue  # the table as it was
+            lines.append(line)
+            for link in LINK.findall(line):
+                target = (path.parent / link).resolve()
+                drawn = {(self.root / picture).resolve() for picture in self.pictures}
+                if target not in drawn and not target.is_file():
+                    self.problems.append(f"{where}: {link} does not exist")
+        if inside:
+            self.problems.append(f"{self._name(path)}: the last table has no '{END}'")
+        else:
+            self.files[path.relative_to(self.root)] = "\n".join(lines).encode()
+
+    def _find(self, marker: re.Match[str], here: str, where: str) -> str | None:
+        """The table of a marker in the folder `here`; None, and a problem, if there is none."""
+        name, machine = marker["name"], marker["machine"]
+        own = {stage: found for (at, stage), found in self.tables.items() if at == machine}
+        stage, _, short = name.partition(".")
+        if short in own.get(stage, {}):
+            return own[stage][short]
+        stages = [stage for stage, found in own.items() if name in found]
+        if here in stages or len(stages) == 1:
+            return own[here if here in stages else stages[0]][name]
+        if stages:
+            why = f"the table '{name}' is one of {' and '.join(stages)}: write {stages[0]}.{name}"
+        else:
+            source = f" from {machine}" if machine else ""
+            why = f"there is no table '{name}'{source}: run the benchmark, or correct the name"
+        self.problems.append(f"{where}: {why}")
+        return None
+
+
+def _texts(root: Path) -> Iterator[Path]:
+    """The texts that may hold tables."""
+    for pattern in ("README.md", "reports/README.md", "stage[0-9][0-9]_*/RE*.md"):
+        yield from sorted(root.glob(pattern))
 
 
 def _constants(path: Path) -> dict[str, str]:
     """The texts that a module names at its top level, read without running it."""
     found: dict[str, str] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        targets = (
-            node.targets
-            if isinstance(node, ast.Assign)
-            else [node.target]
-            if isinstance(node, ast.AnnAssign)
-            else []
-        )
-        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            found |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            found |= dict.fromkeys(names, str(node.value.value))
     return found
 
 
-@dataclass(frozen=True)
-class Missing:
-    """A table that cannot be filled in, and why."""
-
-    why: str
-
-
-def _find(name: str, here: str, machine: str | None, tables: Tables) -> str | Missing:
-    """The table `name` as seen from the folder `here`; `machine` None: from the one whose numbers the texts show."""
-    found = {
-        stage: each[name]
-        for (where, stage), each in tables.items()
-        if where == machine and name in each
-    }
-    stage, _, own = name.partition(".")
-    if own in tables.get((machine, stage), {}):
-        return tables[machine, stage][own]
-    if here in found:
-        return found[here]
-    if len(found) > 1:
-        return Missing(
-            f"the table '{name}' is one of {' and '.join(found)}: write {next(iter(found))}.{name}"
-        )
-    if not found:
-        return Missing(
-            f"there is no table '{name}'{f' from {machine}' if machine else ''}: run the stage's benchmark, or mend the name"
-        )
-    return next(iter(found.values()))
-
-
-def _texts(root: Path) -> list[Path]:
-    """The texts that may hold tables."""
-    found = [
-        root / "README.md",
-        *root.glob("stage[0-9][0-9]_*/README.md"),
-        *root.glob("stage[0-9][0-9]_*/REPORT.md"),
-    ]
-    return sorted(path for path in [*found, root / "reports" / "README.md"] if path.exists())
-
-
 def _settings(path: Path) -> dict[str, Any]:
-    """What reports/machines.json says; {} if it is absent. UserError if it is damaged."""
+    """The content of reports/machines.json; {} if it is absent. UserError if it is damaged."""
     content = _read(path)
-    if content is None:
-        return {}
     try:
-        settings = json.loads(content)
-        return {"default": str(settings["default"]), "charts": dict(settings["charts"])}
+        settings = json.loads(content or b"{}")
+        if content is not None:
+            return {"default": str(settings["default"]), "charts": dict(settings["charts"])}
     except (ValueError, TypeError, KeyError):
-        raise UserError(f"{path} is damaged: delete it and run python -m shared.bench.report.") from None
+        raise UserError(f"{path} is damaged: delete it and {UPDATE}.") from None
+    return {}
 
 
 def _read(path: Path) -> bytes | None:
     return path.read_bytes().replace(b"\r\n", b"\n") if path.is_file() else None
 
 
-def _name(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix()
-
-
-def update(root: Path, result: Build) -> list[Path]:
-    """Write the files that are stale; returns them."""
-    stale = result.stale(root)
+def report(root: Path, modules: Mapping[str, Any], check: bool) -> int:
+    """Check or update the reports below `root` and print what was found; returns the exit status."""
+    found = Report(root, modules, check)
+    stale = found.stale if check else found.write()
     for path in stale:
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(result.files[path])
-    return stale
+        print(f"{'stale' if check else 'written'}: {path.as_posix()}")
+    for problem in found.problems:
+        print(f"problem: {problem}")
+    for note in found.notes:
+        print(f"note: {note}")
+    if check and stale:
+        print(f"Update them: {UPDATE}")
+    if not stale and not found.problems:
+        print(f"All {len(found.files)} files of the reports match the results.")
+    return 1 if found.problems or (check and stale) else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "shared.bench.report",
-        "Draws every chart and writes every table of the reports anew from the results in reports/.",
+        "Draws every chart and writes every table of the reports from the results in reports/.",
         "  python -m shared.bench.report            after a benchmark\n"
-        "  python -m shared.bench.report --check    is anything stale? then exit status 1",
+        "  python -m shared.bench.report --check    exit status 1 if anything is stale",
     )
     parser.add_argument(
         "--check", action="store_true", help="write nothing; name what is stale or missing"
     )
     return report(paths.ROOT, benchmarks(), parser.parse_args(argv).check)
-
-
-def report(root: Path, modules: Mapping[str, Any], check: bool) -> int:
-    """Check or update the reports below `root` and say what was found; returns the exit status."""
-    result = build(root, modules, check)
-    stale = result.stale(root) if check else update(root, result)
-    for path in stale:
-        print(f"{'stale' if check else 'written'}: {path.as_posix()}")
-    for problem in result.problems:
-        print(f"problem: {problem}")
-    for note in result.notes:
-        print(f"note: {note}")
-    if check and stale:
-        print("Run python -m shared.bench.report to bring them up to date.")
-    if not stale and not result.problems:
-        print(f"All {len(result.files)} files of the reports are as the results say.")
-    return 1 if result.problems or (check and stale) else 0
 
 
 if __name__ == "__main__":

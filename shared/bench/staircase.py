@@ -1,11 +1,12 @@
 """One workload through every stage, and through `transformers`: `python -m shared.bench.staircase`.
 
-Some requests, all there at the start, with prompts and answers of different lengths. Each stage works through them in a process
-of its own, as a user of it would have to: one prompt after the other where it takes one, as many together as it can in the same
-memory where it takes several; the server over HTTP. The processes run in turn, several rounds of them. Every token is compared
-with stage 01's, and nothing is written if one differs without a near tie.
+Some requests, all there at the start, with prompts and answers of different lengths. Each stage
+works through them in a process of its own, as its user would have to: one prompt after the other
+where it takes one, as many together as fit into the same memory where it takes several; the server
+over HTTP. The processes run in turn, several rounds of them, and every token is proved.
 
-Writes reports/<machine>/staircase.json; `python -m shared.bench.report` draws the chart that the main README opens with.
+Writes reports/<machine>/staircase.json; `python -m shared.bench.report` draws the chart that the
+main README opens with.
 """
 
 from __future__ import annotations
@@ -16,27 +17,31 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import aiohttp
 import torch
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from .. import charts as draw
-from .. import checkpoint, cli, measure, parity, paths
+from stage01_forward.generation import Output
+
+from .. import charts, cli, measure
 from ..checkpoint import PRESETS
 from ..course import stages
 from ..errors import UserError
-from ..linear import optimize
+from ..parity import random_prompt
+from ..paths import discover
 from ..peers import transformers_batch, transformers_greedy, transformers_model
 from ..server import MODULE, own_server
-from .tables import limits_table, median
+from . import kit
+from .rows import Column, Results, Row, median, tables
 
 KIND = "staircase"
-FIRST = paths.discover()[0]
+FIRST = discover()[0]
 ONE_BY_ONE, BATCH = "transformers", "transformers, a batch"
 TITLES = {ONE_BY_ONE: "transformers, one by one", BATCH: "transformers, one batch"}
 
@@ -51,38 +56,28 @@ class Plan:
     requests: int = 24
     prompts: tuple[int, int] = (8, 64)
     answers: tuple[int, int] = (8, 64)
-    contexts: int = 8  # memory for keys and values: so many whole contexts, where a stage takes several sequences at a time
+    contexts: int = 8  # memory for keys and values, where a stage takes several sequences
     rounds: int = 2
+    peers: tuple[tuple[str, str, str], ...] = ()  # other servers: name, URL, how it was started
 
 
 QUICK = Plan(requests=8, answers=(4, 32), contexts=2, rounds=1)
 
 
-def read_plan(fields: Mapping[str, Any]) -> Plan:
-    """What `asdict` and JSON made of a plan, as it was."""
-    known: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
-    }
-    return Plan(**known)
-
-
 def workload(plan: Plan) -> tuple[list[list[int]], list[int]]:
-    """Prompts (token ids), and how many tokens each is to be answered with: seeded, the same for all."""
-    rng = random.Random("staircase")
-    config = PRESETS[plan.model]
-    prompts = [
-        parity.random_prompt(rng.randint(*plan.prompts), config, number)
-        for number in range(plan.requests)
-    ]
+    """Prompts (token ids), and how many tokens each answer has."""
+    rng, config = random.Random(KIND), PRESETS[plan.model]
+    lengths = [rng.randint(*plan.prompts) for _ in range(plan.requests)]
+    prompts = [random_prompt(length, config, number) for number, length in enumerate(lengths)]
     return prompts, [rng.randint(*plan.answers) for _ in prompts]
 
 
-# ---- one run, in a process of its own -------------------------------------------------------------------------------------
+# ---- one run, in a process of its own -----------------------------------------------------------
 
 
 @dataclass
 class Run:
-    """What a variant said, and when: seconds from the start, at which every answer was whole."""
+    """What a variant answered, and when each answer was whole: seconds from the start."""
 
     seconds: float = 0.0
     ends: list[float] = field(default_factory=list)
@@ -90,42 +85,33 @@ class Run:
     server_bytes: int = 0  # peak memory of the server's process, where there is one
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a process is to do."""
-
-    variant: str  # a stage, or one of TITLES, or a server's name with `url`
-    plan: Plan
-    threads: int
-    url: str = ""
-
-
-def work(job: Job) -> Run:
-    """Do it, after a short warm-up: libraries choose their kernels at the first call."""
-    prompts, counts = workload(job.plan)
-    if job.url or job.variant == MODULE:
-        return asyncio.run(over_http(job, prompts, counts))
-    torch.set_num_threads(job.threads)
-    dtype, device = getattr(torch, job.plan.dtype), torch.device(job.plan.device)
-    weights = checkpoint.load(job.plan.model, random_weights=job.plan.model != "stories")
-    if job.variant in TITLES:
-        return by_transformers(
-            job.variant, transformers_model(weights, dtype).to(device), prompts, counts
-        )
-    model = stages.load_model(weights, dtype=dtype, device=device)
-    weights.tensors.clear()
-    optimize(model)
-    engine = stages.engines()[job.variant](model, job.plan.contexts)
-    params = stages.sampling_params()
-    warm_up = [params(max_tokens=2, ignore_eos=True)] * 2
-    for _ in stages.answer(job.variant, engine, prompts[:2], warm_up):
+def work(variant: str, plan: Plan, threads: int) -> Run:
+    """Run `variant`: a stage, one of TITLES, or a peer's URL. A short warm-up comes first: libraries
+    choose their kernels at the first call."""
+    prompts, counts = workload(plan)
+    if variant == MODULE:
+        return by_server(plan, threads)
+    if variant.startswith("http"):
+        return asyncio.run(ask_all(variant, prompts, counts))
+    torch.set_num_threads(threads)
+    dtype, device, shape = (
+        getattr(torch, plan.dtype),
+        torch.device(plan.device),
+        kit.shape(plan.model),
+    )
+    if variant in TITLES:
+        model = transformers_model(shape, dtype).to(device)
+        return by_transformers(variant, model, prompts, counts)
+    model = kit.Subject(shape, dtype, device).model
+    shape.tensors.clear()
+    engine = stages.engines()[variant](model, plan.contexts)
+    for _ in stages.answer(variant, engine, prompts[:2], [kit.greedy(2)] * 2):
         pass
     run = Run(ends=[0.0] * len(prompts), tokens=[[] for _ in prompts])
     measure.synchronize(device)
     started = time.perf_counter()
-    for place, token in stages.answer(
-        job.variant, engine, prompts, [params(max_tokens=count, ignore_eos=True) for count in counts]
-    ):
+    sampling = [kit.greedy(count) for count in counts]
+    for place, token in stages.answer(variant, engine, prompts, sampling):
         run.tokens[place].append(token.id)
         run.ends[place] = time.perf_counter() - started
     run.seconds = time.perf_counter() - started
@@ -135,14 +121,15 @@ def work(job: Job) -> Run:
 def by_transformers(
     variant: str, model: Any, prompts: Sequence[list[int]], counts: Sequence[int]
 ) -> Run:
-    """transformers' `generate`, as its users call it. A batch says as many tokens to everybody as the longest answer has."""
+    """transformers' `generate`, as its users call it. In a batch every answer gets as many tokens as
+    the longest one."""
     transformers_batch(model, list(prompts[:2]), 2)
     run = Run()
     started = time.perf_counter()
     if variant == BATCH:
-        said = transformers_batch(model, list(prompts), max(counts))
+        answers = transformers_batch(model, list(prompts), max(counts))
         run.ends = [time.perf_counter() - started] * len(prompts)
-        run.tokens = [ids[:count] for ids, count in zip(said, counts, strict=True)]
+        run.tokens = [ids[:count] for ids, count in zip(answers, counts, strict=True)]
     else:
         for prompt, count in zip(prompts, counts, strict=True):
             run.tokens.append(transformers_greedy(model, prompt, count))
@@ -151,330 +138,239 @@ def by_transformers(
     return run
 
 
-async def over_http(job: Job, prompts: Sequence[list[int]], counts: Sequence[int]) -> Run:
-    """All requests at once, to the server at `job.url`, or to ours, started for it."""
-    if job.url:
-        return await ask_all(job.url, prompts, counts)
-    plan = job.plan
+def by_server(plan: Plan, threads: int) -> Run:
+    """All requests at once, to our server, started for them."""
+    config, dtype = PRESETS[plan.model], getattr(torch, plan.dtype)
+    given = {
+        "model": plan.model,
+        "dtype": plan.dtype,
+        "device": plan.device,
+        "threads": threads,
+        "kv-memory": plan.contexts * config.n_positions * config.kv_bytes_per_token(dtype),
+        "max-sequences": plan.requests,
+    }
+    options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     weights = [] if plan.model == "stories" else ["--random-weights"]
-    options = [
-        "--model",
-        plan.model,
-        *weights,
-        "--dtype",
-        plan.dtype,
-        "--device",
-        plan.device,
-        "--threads",
-        str(job.threads),
-    ]
-    config = PRESETS[plan.model]
-    memory = (
-        plan.contexts * config.n_positions * config.kv_bytes_per_token(getattr(torch, plan.dtype))
-    )
-    options += ["--kv-memory", str(memory), "--max-sequences", str(plan.requests)]
-    with own_server(options, quiet=True) as server:
-        run = await ask_all(server.url, prompts, counts)
+    with own_server([*options, *weights], quiet=True) as server:
+        run = asyncio.run(ask_all(server.url, *workload(plan)))
         run.server_bytes = measure.peak_so_far(server.pid)
         return run
 
 
 async def ask_all(url: str, prompts: Sequence[list[int]], counts: Sequence[int]) -> Run:
     """Raises UserError if the server does not answer, or not as OpenAI's does."""
+    run = Run(ends=[0.0] * len(prompts), tokens=[[] for _ in prompts])
+
+    async def ask(place: int, prompt: list[int], count: int) -> None:
+        body = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                text = (await response.text())[:300]
+                raise UserError(f"{url} answered {response.status}: {text}")
+            answer = await response.json()
+        run.ends[place] = time.perf_counter() - started
+        run.tokens[place] = answer["choices"][0].get("token_ids") or []
+        if (got := answer["usage"]["completion_tokens"]) != count:
+            raise UserError(f"{url} gave {got} tokens where {count} were requested.")
+
     try:
-        return await _ask_all(url, prompts, counts)
+        endless = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(timeout=endless) as session:
+            async with session.get(f"{url}/v1/models") as response:
+                model = (await response.json())["data"][0]["id"]
+            started = time.perf_counter()
+            await asyncio.gather(*(ask(0, prompt, 2) for prompt in prompts[:2]))  # warms up
+            started = time.perf_counter()
+            await asyncio.gather(*map(ask, range(len(prompts)), prompts, counts))
+            run.seconds = time.perf_counter() - started
     except (aiohttp.ClientError, ValueError, KeyError, IndexError, TypeError) as error:
         raise UserError(
-            f"{url} does not serve completions ({type(error).__name__}: {error}): ask it by hand first."
+            f"{url} does not serve completions ({type(error).__name__}: {error}): "
+            "try a request by hand first."
         ) from None
-
-
-async def _ask_all(url: str, prompts: Sequence[list[int]], counts: Sequence[int]) -> Run:
-    run = Run(ends=[0.0] * len(prompts), tokens=[[] for _ in prompts])
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
-        async with session.get(f"{url}/v1/models") as response:
-            model = (await response.json())["data"][0]["id"]
-
-        async def ask(place: int, prompt: list[int], count: int) -> None:
-            body = {
-                "model": model, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
-                "return_token_ids": True,
-            }  # fmt: skip
-            async with session.post(f"{url}/v1/completions", json=body) as response:
-                if response.status != 200:
-                    raise UserError(
-                        f"{url} answered {response.status}: {(await response.text())[:300]}"
-                    )
-                answer = await response.json()
-            run.ends[place] = time.perf_counter() - started
-            run.tokens[place] = answer["choices"][0].get("token_ids") or []
-            if answer["usage"]["completion_tokens"] != count:
-                raise UserError(
-                    f"{url} gave {answer['usage']['completion_tokens']} tokens, and {count} were asked for."
-                )
-
-        started = time.perf_counter()
-        await asyncio.gather(*(ask(0, prompt, 2) for prompt in prompts[:2]))  # to warm up
-        started = time.perf_counter()
-        await asyncio.gather(*map(ask, range(len(prompts)), prompts, counts))
-        run.seconds = time.perf_counter() - started
     return run
 
 
-# ---- all of them ----------------------------------------------------------------------------------------------------------
+# ---- all of them --------------------------------------------------------------------------------
 
 
-def variants(plan: Plan) -> list[str]:
-    """In the order of the chart: transformers, and then the stages that answer prompts."""
+def variants(plan: Plan) -> dict[str, str]:
+    """What each process runs, by name, in the order of the chart."""
     peers = [] if plan.device == "mps" else list(TITLES)
-    return [*peers, *stages.engines(), MODULE]
+    names = [*peers, *stages.engines(), MODULE]
+    return {name: name for name in names} | {name: url for name, url, _ in plan.peers}
 
 
-@dataclass(frozen=True)
-class Peer:
-    """Another server, started by somebody else with the same model, threads and dtype: `command` says how."""
+def run(plan: Plan) -> dict[str, Any]:
+    """Raises AssertionError for a wrong token, UserError for a run that fails, and for a peer that
+    does not answer before anything is measured."""
+    for _, url, _ in plan.peers:
+        asyncio.run(ask_all(url, [[1, 2, 3]], [2]))
+    wanted, threads = variants(plan), torch.get_num_threads()
+    with tqdm(total=len(wanted) * plan.rounds, unit="run") as bar:
 
-    name: str
-    url: str
-    command: str
-
-
-def measure_all(
-    plan: Plan, peers: Sequence[Peer] = ()
-) -> tuple[dict[str, Any], dict[str, Any], measure.Limits]:
-    """Configuration, results, limits. Raises ParityError for a token that differs, UserError for a run that fails, and for a peer
-    that does not answer before anything is measured."""
-    for each in peers:
-        asyncio.run(ask_all(each.url, [[1, 2, 3]], [2]))
-    limits = measure.limits(plan.device, refresh=True)
-    names = variants(plan)
-    urls = {peer.name: peer.url for peer in peers}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in [*names, *urls]}
-    tokens: dict[str, list[list[int]]] = {}
-    order = measure.rounds(list(runs), plan.rounds)
-    with tqdm(total=sum(map(len, order)), unit="run") as bar:
-        for name in (name for each in order for name in each):
+        def fresh(name: str) -> tuple[Run, int]:
             bar.set_postfix_str(name)
-            job = Job(name, plan, torch.get_num_threads(), urls.get(name, ""))
+            job = json.dumps([wanted[name], asdict(plan), threads])
             try:
-                fresh = measure.run_fresh(f"shared.bench.{KIND}", ["--job", json.dumps(asdict(job))])
+                done = measure.run_fresh(f"shared.bench.{KIND}", ["--job", job])
             except RuntimeError as error:
                 raise UserError(f"{name} could not be measured: {error}") from None
-            run = Run(**json.loads(fresh.output.splitlines()[-1]))
-            runs[name].append(
-                {
-                    "seconds": run.seconds,
-                    "ends": run.ends,
-                    "bytes": run.server_bytes or fresh.peak_bytes,
-                }
-            )
-            tokens.setdefault(name, run.tokens)
             bar.update()
-    proof = {
-        name: asdict(prove(plan, tokens[FIRST], said))
-        for name, said in tokens.items()
-        if name not in urls and name != FIRST
-    }
-    configuration = {"plan": asdict(plan), "peers": [asdict(peer) for peer in peers]}
-    return configuration, {"runs": runs, "proof": proof}, limits
+            found = Run(**json.loads(done.output.splitlines()[-1]))
+            return found, found.server_bytes or done.peak_bytes
+
+        ways = {name: partial(fresh, name) for name in wanted}
+        found = measure.turns(ways, plan.rounds, warmup=0)
+    return {"steps": [together(plan, found)]}
 
 
-@dataclass
-class Said:
-    """An answer, with the names that `parity.compare` reads."""
-
-    token_ids: list[int]
-    finish_reason: str | None = None
-
-
-def prove(plan: Plan, expected: Sequence[list[int]], got: Sequence[list[int]]) -> parity.Parity:
-    """Compare with stage 01's tokens. Raises ParityError.
-
-    How near a tie is, only stage 01 can say, and it is asked only about answers that differ.
-    """
-    found = parity.Parity()
+def together(plan: Plan, found: dict[str, list[tuple[Run, int]]]) -> kit.Group:
+    """The runs as a group, every answer of a variant but a peer's proved."""
     prompts, counts = workload(plan)
-    engine = None
-    dtype = getattr(torch, plan.dtype)
-    for prompt, count, want, have in zip(prompts, counts, expected, got, strict=True):
-        right: Any = Said(want)
-        reason = None
-        if want != have:
-            if engine is None:
-                weights = checkpoint.load(plan.model, random_weights=plan.model != "stories")
-                engine = stages.oracle(
-                    stages.load_model(weights, dtype=dtype, device=torch.device(plan.device))
-                )
-            params = stages.sampling_params()(
-                max_tokens=count, ignore_eos=True, logprobs=parity.LIKELIEST
-            )
-            (right,) = engine.generate([prompt], params)
-            reason = right.finish_reason
-        parity.compare(KIND, [right], [Said(have, reason)], dtype, found)
-    return found
-
-
-# ---- from results to tables and charts ------------------------------------------------------------------------------------
-
-
-def shown(name: str) -> str:
-    return TITLES.get(name, name)
-
-
-def rate(results: Mapping[str, Any], name: str) -> measure.Summary:
-    """Output tok/s."""
-    tokens = sum(workload(plan_of(results))[1])
-    return measure.summarize([run["seconds"] for run in results["results"]["runs"][name]]).of(
-        tokens
+    subject = kit.Subject(
+        kit.shape(plan.model), getattr(torch, plan.dtype), torch.device(plan.device)
     )
-
-
-def plan_of(results: Mapping[str, Any]) -> Plan:
-    return read_plan(results["configuration"]["plan"])
-
-
-def mark(results: Mapping[str, Any], name: str) -> str:
-    """Whether the tokens are stage 01's."""
-    if name == FIRST:
-        return "the oracle"
-    proof = results["results"]["proof"].get(name)
-    if proof is None:
-        return "not compared"
-    ties = len(proof["near_ties"])
-    return (
-        "all equal"
-        if not ties
-        else f"equal, but {ties} of {proof['sequences']} answers part at a near tie"
-    )
-
-
-def steps_table(results: dict[str, Any]) -> str:
-    """A line a variant."""
-    lines = [
-        "| | tok/s | over stage 01 | an answer takes, s (mean) | the slowest, s | peak memory, MiB | tokens |",
-        "|---|--:|--:|--:|--:|--:|---|",
-    ]
-    first = rate(results, FIRST).median
-    for name, runs in results["results"]["runs"].items():
-        found = rate(results, name)
-        mean = median([statistics.fmean(run["ends"]) for run in runs])
-        slowest = median([max(run["ends"]) for run in runs])
-        cells = [
-            shown(name), found.show(), f"{found.median / first:.1f}x", f"{mean:.1f}", f"{slowest:.1f}",
-            f"{median([run['bytes'] for run in runs]) / 2**20:,.0f}", mark(results, name),
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def workload_table(results: dict[str, Any]) -> str:
-    """What was asked."""
-    plan = plan_of(results)
-    prompts, counts = workload(plan)
-    return (
-        "| model | dtype | requests | prompt tokens | answer tokens | memory, whole contexts | rounds |\n"
-        "|---|---|--:|--:|--:|--:|--:|\n"
-        f"| {plan.model}, random weights | {plan.dtype} | {plan.requests} | {sum(map(len, prompts))}: {plan.prompts[0]} to "
-        f"{plan.prompts[1]} each | {sum(counts)}: {plan.answers[0]} to {plan.answers[1]} each | {plan.contexts} "
-        f"| {plan.rounds} |"
-    )
-
-
-def tables(results: dict[str, Any]) -> dict[str, str]:
+    proofs = {}
+    for name, runs in found.items():
+        if name in TITLES or name in discover():
+            for done, _ in runs:
+                if list(map(len, done.tokens)) != counts:
+                    raise AssertionError(f"{name}: answers have another length than requested")
+                outputs = map(Output, prompts, done.tokens)
+                proofs[name] = subject.prove(outputs)
+    lengths = [(len(prompt), count) for prompt, count in zip(prompts, counts, strict=True)]
     return {
-        "limits": limits_table(results),
-        "workload": workload_table(results),
-        "steps": steps_table(results),
+        **subject.about,
+        "lengths": kit.packed(lengths),
+        "seconds": {name: [done.seconds for done, _ in runs] for name, runs in found.items()},
+        "ends": {name: [done.ends for done, _ in runs] for name, runs in found.items()},
+        "bytes": {name: [peak for _, peak in runs] for name, runs in found.items()},
+        "proof": proofs,
     }
 
 
-def steps_chart(results: dict[str, Any]) -> Any:
+# ---- tables and charts --------------------------------------------------------------------------
+
+
+def span(row: Row, place: int) -> str:
+    """All tokens of prompts or answers, and their range."""
+    lengths = [pair[place] for pair in row.lengths]
+    return f"{sum(lengths)}: {min(lengths)} to {max(lengths)} each"
+
+
+def proof(row: Row) -> str:
+    if row.variant in row.group["proof"]:
+        return row.proof
+    return "the oracle" if row.variant == FIRST else "not compared"
+
+
+COLUMNS: dict[str, Column] = {
+    "engine": lambda row: TITLES.get(row.variant, row.variant),
+    "over stage 01": lambda row: f"{row.of(FIRST).median / row.median:.1f}x",
+    "an answer takes, s (mean)": lambda row: f"{median(map(statistics.fmean, row['ends'])):.1f}",
+    "the slowest, s": lambda row: f"{median(map(max, row['ends'])):.1f}",
+    "peak memory, MiB": lambda row: f"{median(row['bytes']) / 2**20:,.0f}",
+    "tokens proved": proof,
+    "prompt tokens": lambda row: span(row, 0),
+    "answer tokens": lambda row: span(row, 1),
+    "memory, whole contexts": lambda row: row.results.plan["contexts"],
+    "rounds": lambda row: row.results.plan["rounds"],
+}
+STEPS = (
+    "engine | tok/s | over stage 01 | an answer takes, s (mean) | the slowest, s | peak memory, MiB "
+    "| tokens proved"
+)
+WORKLOAD = (
+    "model | dtype | requests | prompt tokens | answer tokens | memory, whole contexts | rounds"
+)
+TABLES = tables(
+    COLUMNS, {"workload": (lambda results: results.groups("steps"), WORKLOAD), "steps": STEPS}
+)
+
+
+def steps_chart(results: Results) -> Figure:
     """Bars that grow from stage to stage, beside transformers."""
-    names = list(results["results"]["runs"])
-    found = {name: rate(results, name) for name in names}
-    best = max(
-        (name for name in names if name in stages.engines()), key=lambda name: found[name].median
-    )
-    gain = found[best].median / found[FIRST].median
-    return draw.bars(
-        f"The staircase: {gain:.0f}x the naive engine's throughput",
+    rows = {row.variant: row.rate for row in results.rows("steps")}
+    best = max(rates.median for name, rates in rows.items() if name in stages.engines())
+    return charts.bars(
+        f"The staircase: {best / rows[FIRST].median:.0f}x the naive engine's throughput",
         "output tok/s",
-        [shown(name) for name in names],
-        {"tok/s": [found[name].median for name in names]},
-        spread={"tok/s": [(found[name].low, found[name].high) for name in names]},
+        [TITLES.get(name, name) for name in rows],
+        {"tok/s": [rates.median for rates in rows.values()]},
+        spread={"tok/s": [(rates.low, rates.high) for rates in rows.values()]},
         digits=0,
     )
 
 
-def charts(results: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    return {"steps": partial(steps_chart, results)}
+def headline(results: Results) -> str:
+    group, last = results.groups("steps")[0], list(stages.engines())[-1]
+    return f"{group.of(FIRST).median / group.of(last).median:.0f}x from {FIRST} to {last}"
 
 
-def headline(results: dict[str, Any]) -> str:
-    """One line: the whole way."""
-    last = list(stages.engines())[-1]
-    return f"{rate(results, last).median / rate(results, FIRST).median:.0f}x from {FIRST} to {last}"
+BENCHMARK = kit.Benchmark(
+    KIND,
+    "Measures one workload through every stage and through transformers.",
+    Plan(),
+    QUICK,
+    run,
+    TABLES,
+    {"steps": steps_chart},
+    headline,
+)
 
 
-# ---- the command line -----------------------------------------------------------------------------------------------------
-
-
-def peer(text: str) -> Peer:
+def peer(text: str) -> tuple[str, ...]:
     """An argparse type: NAME=URL=COMMAND."""
     parts = text.split("=", 2)
     if len(parts) != 3 or not all(parts) or not parts[1].startswith("http"):
         raise argparse.ArgumentTypeError(
-            f"'{text[:80]}' is no peer: write NAME=URL=COMMAND, and the command is how that server was started"
+            f"'{text[:80]}' is not a peer: write NAME=URL=COMMAND, where COMMAND started that server"
         )
-    return Peer(parts[0], parts[1].rstrip("/"), parts[2])
+    return parts[0], parts[1].rstrip("/"), parts[2]
 
 
 def main(argv: list[str] | None = None) -> int:
+    command = f"python -m shared.bench.{KIND}"
+    like = "'llama.cpp=http://127.0.0.1:8080=llama-server -m gpt2-f32.gguf -t 2 -np 32'"
     parser = cli.Parser(
         f"shared.bench.{KIND}",
-        "Measures one workload through every stage and through transformers, for the chart that compares them all.",
-        f"  python -m shared.{KIND} --quick\n"
-        f"  python -m shared.{KIND} && python -m shared.bench.report\n"
-        f"  python -m shared.{KIND} --peer 'llama.cpp=http://127.0.0.1:8080=llama-server -m gpt2-f32.gguf -t 2 -np 32'",
+        BENCHMARK.about,
+        f"  {command} --quick\n  {command} && python -m shared.bench.report\n  {command} --peer {like}",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a smaller workload, once; the table is shown and not kept",
+        help="a smaller workload, once; shows the table and keeps nothing",
     )
     parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda", "mps"),
-        default="cpu",
-        help="where to compute; default cpu",
+        "--device", choices=("cpu", "cuda", "mps"), default="cpu", help="default cpu"
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32"
     )
     parser.add_argument(
-        "--peer", type=peer, action="append", default=[], metavar="NAME=URL=COMMAND",
-        help="an OpenAI-style server that runs already, with the same model, and how it was started; may be given several times",
-    )  # fmt: skip
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # what a process of ours is to do
+        "--peer",
+        type=peer,
+        action="append",
+        default=[],
+        metavar="NAME=URL=COMMAND",
+        help="an OpenAI-style server that runs already, with the same model, and the command that "
+        "started it; may be given several times",
+    )
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # what a process of ours runs
     options = parser.parse_args(argv)
     if options.job:
-        fields = json.loads(options.job)
-        print(json.dumps(asdict(work(Job(**fields | {"plan": read_plan(fields["plan"])})))))
+        variant, plan, threads = json.loads(options.job)
+        print(json.dumps(asdict(work(variant, Plan(**plan), threads))))
         return 0
     cli.choose_device(options.device)
-    plan = replace(QUICK if options.quick else Plan(), device=options.device, dtype=options.dtype)
-    configuration, results, limits = measure_all(plan, options.peer)
-    content = {
-        "configuration": configuration, "results": results, "limits": asdict(limits), "machine": measure.machine(plan.device),
-        "versions": measure.versions(), "threads": torch.get_num_threads(),
-    }  # fmt: skip
-    print(steps_table(content))
+    given = {"device": options.device, "dtype": options.dtype, "peers": tuple(options.peer)}
+    content = BENCHMARK.run(replace(QUICK if options.quick else Plan(), **given), options.device)
+    print(BENCHMARK.tables(content)["steps"])
     if not options.quick:
-        path = measure.results_file(KIND, plan.device)
-        measure.save(path, KIND, configuration, results, seed=0, limits=limits, device=plan.device)
-        print(
-            f"Written: {path.relative_to(measure.ROOT).as_posix()}. Next: python -m shared.bench.report"
-        )
+        kit.keep(content, options.device)
     return 0
 
 

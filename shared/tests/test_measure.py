@@ -40,13 +40,17 @@ def test_slug_names_what_did_the_work(processor: str, device: str, folder: str) 
 
 def test_variants_take_turns_in_rotated_order_and_warm_up_does_not_count() -> None:
     ran: list[str] = []
-    reported: list[str] = []
     variants = {name: lambda name=name: ran.append(name) for name in "ABC"}
-    times = measure.alternate(variants, repeats=3, warmup=1, progress=reported.append)
+    times = measure.alternate(variants, repeats=3, warmup=1)
     assert "".join(ran) == "ABC" + "BCA" + "CAB" + "ABC"
-    assert reported == ran
     assert {name: len(values) for name, values in times.items()} == {"A": 3, "B": 3, "C": 3}
     assert all(value > 0 for values in times.values() for value in values)
+
+
+def test_fewer_repeats_sit_out_the_last_rounds_and_results_are_kept() -> None:
+    count = iter(range(99))
+    variants = {name: lambda: next(count) for name in "AB"}
+    assert measure.turns(variants, {"A": 2, "B": 1}, warmup=1) == {"A": [3, 4], "B": [2]}
 
 
 def test_summary_turns_seconds_into_rates_with_the_range_the_right_way_round() -> None:
@@ -128,31 +132,32 @@ def test_a_program_that_fails_is_reported_with_what_it_said(hungry: str) -> None
         measure.run_fresh(hungry, ["many"])
 
 
+LIMITS = measure.Limits("cpu", 2, 40.0, {"float32": 500.0})
+
+
 def test_results_survive_writing_and_reading(tmp_path: Path) -> None:
     path = tmp_path / "machine" / "stage.json"
-    limits = measure.Limits("cpu", 2, 40.0, {"float32": 500.0})
-    written = measure.save(
-        path, "speed", {"model": "tiny"}, {"seconds": [0.1, 1 / 3]}, seed=7, limits=limits
-    )
+    seconds = {"seconds": [0.1, 1 / 3]}
+    written = measure.content("speed", {"model": "tiny"}, seconds, LIMITS, seed=7)
+    measure.save(path, written)
     found = measure.load(path)
     assert found == written
-    assert found["schema"] == measure.SCHEMA and found["kind"] == "speed" and found["seed"] == 7
-    assert found["results"]["seconds"] == [0.1, 1 / 3]  # to the last bit
-    assert found["limits"]["bandwidth_gb_s"] == 40.0 and found["threads"] == torch.get_num_threads()
-    assert (
-        found["machine"] == measure.machine()
-        and found["versions"] == measure.versions()
-        and found["command"]
-    )
+    assert (found["schema"], found["kind"], found["seed"]) == (measure.SCHEMA, "speed", 7)
+    assert found["results"] == seconds  # to the last bit
+    assert found["limits"] == vars(LIMITS) and found["threads"] == torch.get_num_threads()
+    assert found["machine"] == measure.machine() and found["versions"] == measure.versions()
+    assert found["command"] and found["commit"]
     assert list(path.parent.iterdir()) == [path]  # nothing half-written is left
+    with pytest.raises(UserError, match="schema 2, and this version reads 3"):
+        measure.load(path, 3)
 
 
-def test_what_is_no_number_is_not_written(tmp_path: Path) -> None:
+def test_what_is_not_a_number_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "stage.json"
-    measure.save(path, "speed", {}, {"seconds": 1.0})
+    measure.save(path, {"seconds": 1.0})
     before = path.read_bytes()
     with pytest.raises(ValueError, match="JSON"):
-        measure.save(path, "speed", {}, {"seconds": float("nan")})
+        measure.save(path, {"seconds": float("nan")})
     assert path.read_bytes() == before
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from shared import checkpoint, parity
+from shared.bench.kit import prove_answer
 from shared.course import stages
 from shared.course.testing import random_checkpoint
 from shared.peers import transformers_greedy
 from shared.tokenizer import load_tokenizer
-from stage02_kv_cache.benchmark import prove
 
 ENGINES = stages.engines()
 SAMPLING = stages.sampling_params()
@@ -24,7 +24,9 @@ NAMES = [entry.name for entry in parity.scenarios(parity.Config(101, 64, 24, 3, 
 @pytest.mark.parametrize("scenario", NAMES)
 @pytest.mark.parametrize("stage", list(ENGINES)[1:])
 def test_every_scenario_in_float64(stage, scenario, tiny_model):
-    found = parity.prove(ENGINES[stage](tiny_model), stages.oracle(tiny_model), SAMPLING, [scenario])
+    found = parity.prove(
+        ENGINES[stage](tiny_model), stages.oracle(tiny_model), SAMPLING, [scenario]
+    )
     assert found.tokens > 0
     assert found.near_ties == []
 
@@ -44,7 +46,7 @@ def test_200_prompts_by_64_tokens_in_float64(stage, longer, prompts):
     outputs = ENGINES[stage](longer).generate(many, stages.sampling_params()(max_tokens=64))
     assert [output.prompt_ids for output in outputs] == many
     for output in outputs:
-        assert prove(longer, output.prompt_ids, output.token_ids) == {
+        assert prove_answer(longer, output.prompt_ids, output.token_ids) == {
             "tokens": 64,
             "near_ties": 0,
             "widest_gap": 0.0,
@@ -55,14 +57,14 @@ def test_one_pass_over_an_answer_has_what_the_oracle_says_token_by_token(longer,
     for output in stages.oracle(longer).generate(
         prompts(longer.config, 12, 30), stages.sampling_params()(max_tokens=64)
     ):
-        assert prove(longer, output.prompt_ids, output.token_ids) == {
+        assert prove_answer(longer, output.prompt_ids, output.token_ids) == {
             "tokens": 64,
             "near_ties": 0,
             "widest_gap": 0.0,
         }
         wrong = [*output.token_ids[:-1], (output.token_ids[-1] + 1) % 101]
         with pytest.raises(AssertionError, match="below the best"):
-            prove(longer, output.prompt_ids, wrong)
+            prove_answer(longer, output.prompt_ids, wrong)
 
 
 @pytest.mark.parametrize("stage", list(ENGINES)[1:])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.bench.rows import Results
 from stage07_loadtest import benchmark, metrics
 from stage07_loadtest.client import Record
 from stage07_loadtest.mock import Behaviour
@@ -110,7 +111,8 @@ def test_the_one_request_that_is_worked_out() -> None:
 def test_the_prediction_is_what_the_roofline_gives() -> None:
     """For the round machine of stage 02, the workload "short", and the memory of 8 contexts."""
     limits = {"device": "cpu", "threads": 1, "bandwidth_gb_s": 40.0, "gflops": {"float32": 200.0}}
-    results = {"configuration": {"plan": asdict(benchmark.FULL)}, "limits": limits}
+    plan = {"plan": asdict(benchmark.FULL)}
+    results = Results({"configuration": plan, "limits": limits, "results": {}})
     assert (LENGTHS["short"], ANSWER, benchmark.FULL.contexts) == (8, 50, 8)
     for engine, users, rate in (
         (benchmark.SEQUENTIAL, 64, 81),

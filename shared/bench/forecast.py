@@ -1,0 +1,124 @@
+"""Predictions: what the passes of a workload must cost, by operations, bytes and the scheduler's own
+decisions, before anything has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shared.checkpoint import PRESETS, Config
+from shared.roofline import Cost, forward_cost
+from stage04_continuous.engine import Engine
+from stage04_continuous.plan import Plan
+from stage04_continuous.request import Request
+
+from .kit import Lengths, greedy
+
+EXAMPLE = replace(PRESETS["tiny"], n_positions=2**20)  # nothing of it but its size is used
+
+
+def static_costs(config: Config, kind: torch.dtype, lengths: Lengths, size: int) -> list[Cost]:
+    """Of the passes of static batches of `size` requests: all rows as wide as the longest prompt of
+    their batch, to its last token."""
+    costs = []
+    for start in range(0, len(lengths), size):
+        batch = lengths[start : start + size]
+        width, rows = max(prompt for prompt, _ in batch), len(batch)
+        costs.append(forward_cost(config, kind, width, rows=rows))
+        for done in range(1, max(answer for _, answer in batch)):
+            alive = sum(answer > done for _, answer in batch)
+            costs.append(forward_cost(config, kind, 1, width + done - 1, alive, rows))
+    return costs
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a pass computes of a request (by its number): `count` tokens after `cached`."""
+
+    request: int
+    cached: int
+    count: int
+    samples: bool = True  # whether a token comes of it
+
+
+def pass_cost(config: Config, kind: torch.dtype, parts: Sequence[Part]) -> Cost:
+    """Of one packed pass: weights are read once for all parts, and each part's cache by itself."""
+    sampled = sum(part.samples for part in parts)
+    weights = forward_cost(config, kind, 0, sampled=sampled)
+    each = [forward_cost(config, kind, part.count, part.cached, sampled=0) for part in parts]
+    return Cost(
+        weights.flops + sum(cost.flops for cost in each),
+        weights.bytes + sum(cost.bytes - weights.bytes for cost in each),
+    )
+
+
+class Idle:
+    """A runner that computes nothing: every logit is 0."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def move(self, moves: Sequence[Any]) -> None:
+        """There is no memory."""
+
+    def run(self, ids: Sequence[int], shares: Sequence[Any], rows: Sequence[int]) -> torch.Tensor:
+        return torch.zeros(len(rows), self.config.vocab_size)
+
+
+class Watch:
+    """Notes what each pass would compute, and what `reserved` returns during it."""
+
+    def __init__(self, scheduler: Any, reserved: Callable[[], int]) -> None:
+        self.scheduler, self.reserved = scheduler, reserved
+        self.numbers: dict[int, int] = {}  # of requests, by their identity
+        self.passes: list[list[Part]] = []
+        self.memory = [0, 0]  # tokens reserved and used, added up over the passes
+
+    def before(self, plan: Plan) -> None:
+        self.passes.append(
+            [
+                Part(
+                    self.numbers.get(id(work.request), -1), work.start, work.count, bool(work.rows)
+                )
+                for work in plan.work
+            ]
+        )
+        self.memory[0] += self.reserved()
+        self.memory[1] += sum(request.computed for request in self.scheduler.running)
+        self.memory[1] += sum(work.count for work in plan.work)
+
+    def after(self, plan: Plan) -> None:
+        if not plan:
+            self.passes.pop()
+
+
+def simulate(
+    scheduler: Any,
+    arrivals: Sequence[tuple[int, int, int]] | Lengths,
+    reserved: Callable[[], int] = int,
+) -> Watch:
+    """The passes that `scheduler` plans of requests, by the real engine without a model.
+
+    arrivals: (step, tokens of prompt, tokens of answer), or without the step: all at the start. No
+    two requests begin alike.
+    """
+    watch = Watch(scheduler, reserved)
+    config = replace(EXAMPLE, vocab_size=len(arrivals) + 1)
+    engine = Engine(Idle(config), scheduler, observers=[watch])
+    late = []
+    for number, arrival in enumerate(arrivals):
+        *step, prompt, answer = arrival
+        request = Request([number] * prompt, greedy(answer))
+        watch.numbers[id(request)] = number
+        late.append((step[0] if step else 0, number, request))
+    late.sort(key=lambda entry: entry[:2])
+    steps = 0
+    while late or engine.requests:
+        while late and late[0][0] <= steps:
+            engine.add(late.pop(0)[2])
+        engine.step()
+        steps += 1
+    return watch

@@ -1,0 +1,372 @@
+"""The bench kit: a benchmark is a list of cases, tables of columns, charts, and a few measurements
+that are its own.
+
+    BENCHMARK = Benchmark(STAGE, "Measures ...", FULL, QUICK, cases(...), TABLES, CHARTS, headline)
+    main = BENCHMARK.main
+
+A case takes a `Subject` (a model in a dtype) and gives groups of results (see `rows`). `compare` is
+the usual one: it runs a workload through several engines in turn and proves every answer that was
+timed. Nothing is written if a token differs. The machine's limits are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from shared import checkpoint, cli, linear, measure
+from shared.checkpoint import Checkpoint
+from shared.parity import near_tie, random_prompt
+from shared.peers import transformers_batch, transformers_model
+from stage01_forward.attention import Recompute
+from stage01_forward.generation import Output
+from stage01_forward.model import GPT2, load_model
+from stage01_forward.params import SamplingParams
+
+from . import profile, rows
+from .rows import Results, is_peer
+
+Group = dict[str, Any]
+Lengths = Sequence[tuple[int, int]]  # tokens of prompt and answer of each request, as they arrive
+
+
+def label(dtype: torch.dtype) -> str:
+    """The dtype without its module: float32 for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def greedy(count: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True, **more)
+
+
+def run_lengths(values: Iterable[Any]) -> list[list[Any]]:
+    """[7, 7, 3] as [[7, 2], [3, 1]]: a value, and how often it comes in a row."""
+    return [[value, len(list(same))] for value, same in groupby(values)]
+
+
+def packed(lengths: Lengths) -> list[list[int]]:
+    """As results keep them: tokens of prompt and answer, and how many requests in a row have them."""
+    return [[*pair, times] for pair, times in run_lengths(lengths)]
+
+
+def lognormal(
+    requests: int, prompts: tuple[int, int], answers: tuple[int, int], middle: int
+) -> Lengths:
+    """Prompts of any length within bounds, and lognormal answers, half of them below `middle`: most
+    are short, and a few very long. Were all alike, a scheduler would have nothing to win."""
+    rng = random.Random("lengths of stage 04")
+    shortest, longest = answers
+    lengths = []
+    for _ in range(requests):
+        answer = round(rng.lognormvariate(math.log(middle), 1.0))
+        lengths.append((rng.randint(*prompts), min(max(answer, shortest), longest)))
+    return lengths
+
+
+# ---- what is measured, and the proof that comes first -------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, and how often. Stages add their own sizes; lengths are in tokens."""
+
+    models: tuple[str, ...] = ("gpt2",)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+
+def shape(name: str) -> Checkpoint:
+    """The model of a benchmark: the embedded one, or a shape with random weights."""
+    return checkpoint.load(name, random_weights=name != "stories")
+
+
+@torch.inference_mode()
+def prove(scores: torch.Tensor, taken: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """That the oracle would choose each of the tokens `taken` (N,) too, by its logits (N, V).
+
+    Raises AssertionError at a difference that is no near tie; near ties are counted, with the widest
+    gap.
+    """
+    best, differs = scores.amax(-1), scores.argmax(-1) != taken
+    below = best - scores.gather(1, taken[:, None])[:, 0]  # (N,)
+    gaps = below[differs].tolist()
+    for highest, gap in zip(best[differs].tolist(), gaps, strict=True):
+        if gap >= near_tie(dtype, highest):
+            raise AssertionError(
+                f"an engine took a token whose logit lies {gap:.3g} below the best, {highest:.3g}"
+            )
+    return {"tokens": len(taken), "near_ties": len(gaps), "widest_gap": max(gaps, default=0.0)}
+
+
+def together(proofs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several proofs as one."""
+    found = list(proofs)
+    sums = {key: sum(proof[key] for proof in found) for key in ("tokens", "near_ties")}
+    return sums | {"widest_gap": max((proof["widest_gap"] for proof in found), default=0.0)}
+
+
+@torch.inference_mode()
+def prove_answer(model: GPT2, prompt: list[int], answer: list[int]) -> dict[str, Any]:
+    """That stage 01 would choose every token of `answer`, given those before it. One pass over
+    prompt and answer alone, without cache or neighbours, has what it would choose at each place.
+    """
+    ids = torch.tensor([*prompt, *answer[:-1]], device=model.device)
+    places, taken = torch.arange(len(ids), device=ids.device), ids.new_tensor(answer)
+    hidden = model(ids, places, Recompute().attend)[len(prompt) - 1 :]  # (answer, C)
+    return together(
+        prove(model.logits(some).float(), own, model.dtype)
+        for some, own in zip(hidden.split(128), taken.split(128), strict=True)
+    )
+
+
+class Subject:
+    """A model in a dtype with its linear layers chosen, and what was proved of it."""
+
+    def __init__(
+        self, shape: Checkpoint, dtype: torch.dtype, device: measure.Device = "cpu"
+    ) -> None:
+        self.shape, self.config, self.dtype = shape, shape.config, dtype
+        self.model: GPT2 = load_model(shape, dtype=dtype, device=torch.device(device))
+        chosen = linear.optimize(self.model, "auto")
+        self.about = {"model": shape.config.name, "dtype": label(dtype), "linear": chosen}
+        self.peer = cache(lambda attention: transformers_model(shape, dtype, attention))
+        self._proved: dict[tuple[int, ...], list[tuple[list[int], dict[str, Any]]]] = {}
+
+    def prompts(self, lengths: Iterable[int], name: str = "request") -> list[list[int]]:
+        """Random ones: those of a small workload are among those of a large one."""
+        return [random_prompt(n, self.config, f"{name} {i}") for i, n in enumerate(lengths)]
+
+    def prove(self, outputs: Iterable[Any]) -> dict[str, Any]:
+        """`prove_answer` of all `outputs` together. An answer that was proved before, or the
+        beginning of one, is not run again."""
+        return together(self._prove(output.prompt_ids, output.token_ids) for output in outputs)
+
+    def _prove(self, prompt: list[int], answer: list[int]) -> dict[str, Any]:
+        known = self._proved.setdefault(tuple(prompt), [])
+        for longer, proof in known:
+            if longer == answer:
+                return proof
+            if longer[: len(answer)] == answer and not proof["near_ties"]:
+                return {**proof, "tokens": len(answer)}
+        proof = prove_answer(self.model, prompt, answer)
+        known.append((list(answer), proof))
+        return proof
+
+
+class Peer:
+    """transformers' `generate` with the shape of our engines, for answers of one length."""
+
+    steps: Sequence[Any] = ()
+
+    def __init__(self, model: Any, use_cache: bool = True) -> None:
+        self.model, self.use_cache = model, use_cache
+
+    def generate(self, prompts: list[list[int]], sampling: Sequence[SamplingParams]) -> list[Any]:
+        (count,) = {params.max_tokens for params in sampling}
+        answers = transformers_batch(self.model, prompts, count, self.use_cache)
+        return [Output(prompt, ids) for prompt, ids in zip(prompts, answers, strict=True)]
+
+
+def peers(subject: Subject) -> dict[str, Peer]:
+    """transformers with both its attentions."""
+    return {f"transformers, {kind}": Peer(subject.peer(kind)) for kind in ("sdpa", "eager")}
+
+
+class Runs:
+    """A workload of one engine, as often as it is called: answers and records of every run."""
+
+    def __init__(self, engine: Any, prompts: list[list[int]], counts: Sequence[int]) -> None:
+        self.engine, self.prompts = engine, prompts
+        self.sampling = [greedy(count) for count in counts]
+        self.outputs: list[list[Any]] = []
+        self.steps: list[list[Any]] = []
+        self.bytes = 0  # of the cache
+        engine.generate(prompts[:2], [greedy(2)] * len(prompts[:2]))  # warms up
+
+    def __call__(self) -> None:
+        self.outputs.append(self.engine.generate(self.prompts, self.sampling))
+        self.steps.append(list(self.engine.steps))
+        held = getattr(self.engine, "runner", self.engine)
+        self.bytes = held.cache.bytes if hasattr(held, "cache") else getattr(held, "cache_bytes", 0)
+
+    @property
+    def answers(self) -> list[list[int]]:
+        return [output.token_ids for output in self.outputs[-1]]
+
+    def fields(self, subject: Subject, peer: bool) -> dict[str, Any]:
+        """What is kept of the last run, every run's answers being proved."""
+        if peer:
+            busy = sum(map(len, self.answers))
+            return {"passes": getattr(self.engine, "passes", 0), "busy": busy}
+        rows = [step.rows for step in self.steps[-1]]
+        proofs = [subject.prove(outputs) for outputs in self.outputs]
+        about = {"passes": len(rows), "busy": sum(rows), "rows": run_lengths(rows)}
+        return about | {"bytes": self.bytes, "proof": proofs[-1]}
+
+
+def compare(
+    subject: Subject,
+    engines: Mapping[str, Any],
+    lengths: Lengths,
+    repeats: int | Mapping[str, int],
+    name: str = "request",
+    like: str = "",
+    **fields: Any,
+) -> tuple[Group, dict[str, Runs]]:
+    """One workload by several engines in turn, every answer of ours proved.
+
+    "busy": places of passes that computed for a request. "same": answers equal to those of the
+    engine `like`, by default the first. Raises AssertionError for a wrong token.
+    """
+    prompts = subject.prompts([prompt for prompt, _ in lengths], name)
+    counts = [count for _, count in lengths]
+    runs = {name: Runs(engine, prompts, counts) for name, engine in engines.items()}
+    seconds = measure.alternate(runs, repeats, warmup=0)
+    kept = {name: each.fields(subject, is_peer(name)) for name, each in runs.items()}
+    same = runs[like or next(iter(runs))].answers
+    group = {
+        **subject.about,
+        **fields,
+        "lengths": packed(lengths),
+        "seconds": seconds,
+        **{
+            key: {name: own[key] for name, own in kept.items() if key in own}
+            for key in ("passes", "busy", "rows", "bytes", "proof")
+        },
+        "same": {name: sum(map(list.__eq__, each.answers, same)) for name, each in runs.items()},
+    }
+    return group, runs
+
+
+def beside_peers(
+    subject: Subject, engine: Any, lengths: Lengths, repeats: int, **fields: Any
+) -> Group:
+    """`engine` and transformers: answers of one token ("first"), and whole ones."""
+    engines = {"ours": engine, **peers(subject)}
+    first, _ = compare(subject, engines, [(prompt, 1) for prompt, _ in lengths], repeats)
+    whole = any(answer > 1 for _, answer in lengths)
+    group = compare(subject, engines, lengths, repeats, **fields)[0] if whole else first
+    return group | {"first": first["seconds"]}
+
+
+def profiled(
+    subject: Subject, title: str, run: Callable[[], object], warmup: int = 1, most: int = 6
+) -> Group:
+    """Where the time of one run goes."""
+    operators = profile.profile(run, rows=most, dtype=subject.dtype, warmup=warmup)
+    return {**subject.about, "title": title, "operators": operators}
+
+
+# ---- a benchmark --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Measures groups of results of a subject, for the first `models` models and `dtypes` dtypes
+    of the plan; None: for all."""
+
+    name: str
+    measure: Callable[[Subject, Any], Iterable[Group]]
+    models: int | None = 1
+    dtypes: int | None = None
+
+
+def cases(*listed: Case) -> Callable[[Any], dict[str, Any]]:
+    """Runs the cases, model by model."""
+
+    def run(plan: Plan) -> dict[str, Any]:
+        results: dict[str, Any] = {case.name: [] for case in listed}
+        todo = [
+            (dtype, model, case)
+            for at, dtype in enumerate(plan.dtypes)
+            for number, model in enumerate(plan.models)
+            for case in listed
+            if (case.models is None or number < case.models)
+            and (case.dtypes is None or at < case.dtypes)
+        ]
+        with tqdm(total=len(todo), unit="case") as bar:
+            for (dtype, model), own in groupby(todo, key=lambda entry: entry[:2]):
+                subject = Subject(shape(model), getattr(torch, dtype))
+                for *_, case in own:
+                    bar.set_postfix_str(f"{case.name}, {model}, {dtype}")
+                    results[case.name] += case.measure(subject, plan)
+                    bar.update()
+        return results
+
+    return run
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """`python -m <stage>.benchmark`, and what the reports draw from its results."""
+
+    stage: str
+    about: str
+    full: Any
+    quick: Any
+    measure: Callable[[Any], dict[str, Any]]
+    draw: Mapping[str, Callable[[Results], str]]
+    pictures: Mapping[str, Callable[[Results], Figure]]
+    line: Callable[[Results], str]
+
+    def tables(self, content: Mapping[str, Any]) -> dict[str, str]:
+        """Markdown by name."""
+        results = Results(content)
+        draws = {"limits": rows.limits} | dict(self.draw)
+        return {name: draw(results) for name, draw in draws.items()}
+
+    def charts(self, content: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
+        results = Results(content)
+        return {name: lambda draw=draw: draw(results) for name, draw in self.pictures.items()}  # type: ignore[misc]
+
+    def headline(self, content: Mapping[str, Any]) -> str:
+        """One line, for the table of stages."""
+        return self.line(Results(content))
+
+    def run(self, plan: Any, device: measure.Device = "cpu", **more: Any) -> dict[str, Any]:
+        """What `measure.load` would read of the run."""
+        limits = measure.limits(device, refresh=True)
+        return measure.content(
+            self.stage,
+            {"plan": asdict(plan), **more},
+            self.measure(plan),
+            seed=0,
+            limits=limits,
+            device=device,
+        )
+
+    def main(self, argv: list[str] | None = None) -> None:
+        """Measure and write reports/<machine>/<stage>.json; with --quick show the tables instead."""
+        module = f"{self.stage}.benchmark"
+        parser = cli.Parser(
+            module,
+            self.about,
+            f"  python -m {module} --quick\n  python -m {module} && python -m shared.bench.report",
+        )
+        parser.add_argument(
+            "--quick",
+            action="store_true",
+            help="a smaller grid, in a minute or two; shows the tables and keeps nothing",
+        )
+        if parser.parse_args(argv).quick:
+            for name, text in self.tables(self.run(self.quick)).items():
+                print(f"\n{name}\n\n{text}")
+        else:
+            keep(self.run(self.full))
+
+
+def keep(content: Mapping[str, Any], device: measure.Device = "cpu") -> None:
+    """Write the results of a run, for the reports."""
+    path = measure.results_file(content["kind"], device)
+    measure.save(path, content)
+    print(
+        f"Written: {path.relative_to(measure.ROOT).as_posix()}. Next: python -m shared.bench.report"
+    )

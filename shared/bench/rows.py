@@ -1,0 +1,345 @@
+"""Results as rows and rows as tables: every report's numbers come through here.
+
+A benchmark's results are lists of groups, one list a case. A group is what was measured together: a
+workload on a model in a dtype, and each field that differs between the engines (or layers, or
+caches) that ran it in turn is a mapping by variant:
+
+    {"model": "gpt2", "dtype": "float32", "lengths": [[64, 32], ...], "seconds": {"ours": [...], ...},
+     "passes": {"ours": 32, ...}, "bytes": {...}, "proof": {"ours": {...}, ...}}
+
+A `Row` is a group as one of its variants sees it. A table is a choice of rows and a list of columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared import measure
+from shared.checkpoint import PRESETS, Config
+from shared.measure import Summary, summarize
+from shared.roofline import Cost, forward_cost
+
+# What fills a column: a key and a format ("passes:,"), or a function of the row.
+Column = str | Callable[[Any], Any]
+NUMBER = re.compile(r"|inf|[\d.,]+[%x]?( (\(|to ).*)?")  # cells that are set to the right
+
+
+def is_peer(variant: str) -> bool:
+    return variant.startswith("transformers")
+
+
+def median(values: Iterable[float]) -> float:
+    return summarize(list(values)).median
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least of `values` that so large a share of them does not exceed: a measured one."""
+    return float(np.percentile(values, 100 * share, method="inverted_cdf"))
+
+
+def milliseconds(seconds: Iterable[float], digits: int = 1) -> str:
+    """The median of some seconds, and their range, in ms."""
+    return summarize([value * 1e3 for value in seconds]).show(digits)
+
+
+class Row:
+    """A group, seen as one of its variants; "" is the group as a whole."""
+
+    def __init__(self, results: Results, group: Mapping[str, Any], variant: str = "") -> None:
+        self.results, self.group, self.variant = results, group, variant
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.group[key]
+        own = isinstance(value, dict) and self.variant in value
+        return value[self.variant] if own else value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self.group else default
+
+    def of(self, variant: str) -> Row:
+        """The same group as another variant sees it."""
+        return Row(self.results, self.group, variant)
+
+    @property
+    def variants(self) -> list[Row]:
+        return [self.of(name) for name in self.group["seconds"]]
+
+    @property
+    def kind(self) -> torch.dtype:
+        kind: torch.dtype = getattr(torch, self["dtype"])
+        return kind
+
+    @property
+    def config(self) -> Config:
+        return PRESETS[self["model"]]
+
+    @property
+    def lengths(self) -> list[Any]:
+        """Tokens of prompt and answer of each request."""
+        return [pair for *pair, times in self["lengths"] for _ in range(times)]
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(answer for _, answer in self.lengths)
+
+    @property
+    def requests(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return median(self["seconds"])
+
+    @property
+    def ms(self) -> str:
+        return milliseconds(self["seconds"])
+
+    @property
+    def rate(self) -> Summary:
+        """Tokens of answers per second."""
+        return summarize(self["seconds"]).of(self.tokens)
+
+    def least(self, passes: Iterable[Cost]) -> float:
+        """Seconds that some passes take at least, by the machine's limits."""
+        return sum(cost.seconds(self.results.limits, self.kind) for cost in passes)
+
+    @property
+    def decode(self) -> float:
+        """Tokens per second without the first of each answer, whose seconds are in "first"."""
+        return (self.tokens - self.requests) / (self.median - median(self["first"]))
+
+    @property
+    def prefill(self) -> float:
+        """Tokens of prompts per second."""
+        return sum(prompt for prompt, _ in self.lengths) / median(self["first"])
+
+    @property
+    def costs(self) -> tuple[Cost, Cost]:
+        """Of the prefill, and of a decode step in the middle, of requests that are all alike."""
+        prompt, answer = self.lengths[0]
+        middle, rows = prompt + (answer - 2) // 2, self.requests
+        first = forward_cost(self.config, self.kind, prompt, rows=rows)
+        return first, forward_cost(self.config, self.kind, 1, middle, rows=rows)
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of the machine in this dtype."""
+        return self.results.limits.gflops[self["dtype"]] * 1e9
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of the machine."""
+        return self.results.limits.bandwidth_gb_s * 1e9
+
+    @property
+    def proof(self) -> str:
+        """How many tokens were compared, and how many of them only tie with the oracle's."""
+        proof = self["proof"]
+        ties = f"{proof['near_ties']} near tie{'s' if proof['near_ties'] > 1 else ''}"
+        but = f" but {ties} (gap up to {proof['widest_gap']:.1g})" if proof["near_ties"] else ""
+        return f"all {proof['tokens']}{but}"
+
+    def alike(self, other: str, name: str) -> str:
+        """The proof, where there is one, and how many answers are those of the variant `other`."""
+        proof = self.proof if self.variant in self.group["proof"] else ""
+        if self.variant == other:
+            return proof
+        same = f"{self['same']} of {self.requests} answers as {name}"
+        return f"{proof}; {same}" if proof else same
+
+
+class Results:
+    """What `measure.load` read of one benchmark, or what a run has just measured."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = content
+        self.plan: Mapping[str, Any] = content["configuration"].get("plan", {})
+        self.limits = measure.Limits(**content["limits"])
+
+    def __getitem__(self, case: str) -> Any:
+        return self.content["results"][case]
+
+    def groups(self, case: str, /, **where: Any) -> list[Row]:
+        """The groups of a case whose fields have the given values."""
+        found = [Row(self, group) for group in self[case]]
+        return [row for row in found if all(row[key] == value for key, value in where.items())]
+
+    def rows(self, case: str, /, **where: Any) -> list[Row]:
+        """The same, once as each variant that was timed."""
+        return [row for group in self.groups(case, **where) for row in group.variants]
+
+
+# ---- columns and tables -------------------------------------------------------------------------
+
+
+def fill(row: Any, column: Column) -> str:
+    """One cell."""
+    if not isinstance(column, str):
+        return str(column(row))
+    key, _, form = column.partition(":")
+    keyed = isinstance(row, Mapping) or (isinstance(row, Row) and not hasattr(row, key))
+    return format(row[key] if keyed else getattr(row, key), form)
+
+
+def table(rows: Iterable[Any], header: str, columns: Mapping[str, Column]) -> str:
+    """Markdown: a line for each row. `header` names the columns: "dtype | tok/s"."""
+    names = header.split(" | ")
+    cells = [[fill(row, columns[name]) for name in names] for row in rows]
+    right = [all(map(NUMBER.fullmatch, column)) for column in zip(*cells, strict=True)]
+    marks = ["--:" if number else "---" for number in right] or ["---"] * len(names)
+    lines = [
+        f"| {header} |",
+        f"|{'|'.join(marks)}|",
+        *(f"| {' | '.join(line)} |" for line in cells),
+    ]
+    return "\n".join(lines)
+
+
+Draw = Callable[[Results], str]
+
+
+def tables(columns: Mapping[str, Column], declared: Mapping[str, Any]) -> dict[str, Draw]:
+    """Tables by name. Each is declared as a header, which draws the case of the same name; as a pair
+    of case, or function from results to rows, and header; or as a function from results to markdown.
+    With the column "engine" a group gets a line for each of its variants."""
+    known = COLUMNS | dict(columns)
+
+    def draw(choose: str | Callable[[Results], Iterable[Any]], header: str) -> Draw:
+        def markdown(results: Results) -> str:
+            if not isinstance(choose, str):
+                return table(choose(results), header, known)
+            each = results.rows if "engine" in header.split(" | ") else results.groups
+            return table(each(choose), header, known)
+
+        return markdown
+
+    return {
+        name: how if callable(how) else draw(*((name, how) if isinstance(how, str) else how))
+        for name, how in declared.items()
+    }
+
+
+def gain(over: str, predicted: Callable[[Row], float] | None = None) -> Callable[[Row], str]:
+    """How many times as fast as the variant `over`; in brackets, by the predicted seconds."""
+
+    def text(row: Row) -> str:
+        base = row.of(over)
+        measured = f"{base.median / row.median:.2f}x"
+        if predicted is None or is_peer(row.variant):
+            return measured
+        return f"{measured} ({predicted(base) / predicted(row):.2f}x)"
+
+    return text
+
+
+def ms(variant: str, digits: int = 1) -> Callable[[Row], str]:
+    return lambda row: milliseconds(row.of(variant)["seconds"], digits)
+
+
+def rate(variant: str) -> Callable[[Row], str]:
+    return lambda row: row.of(variant).rate.show()
+
+
+def over(
+    base: str, variant: str, predicted: Callable[[Row], float] | None = None
+) -> Callable[[Row], str]:
+    """`gain` in a table with a line a group."""
+    text = gain(base, predicted)
+    return lambda row: text(row.of(variant))
+
+
+def whole(key: str) -> Callable[[Mapping[str, Any]], str]:
+    """Rounded, or nothing where there is no number."""
+    return lambda row: "" if row[key] is None else f"{row[key]:,.0f}"
+
+
+def speeds(prefill: bool) -> tuple[Callable[[Row], float], Callable[[Row], float]]:
+    """Bytes and operations per second, of the prefill or of the decode steps."""
+
+    def each(amount: str) -> Callable[[Row], float]:
+        def speed(row: Row) -> float:
+            first, step = row.costs
+            if prefill:
+                return float(getattr(first, amount)) / median(row["first"])
+            return float(getattr(step, amount)) * row.decode / row.requests
+
+        return speed
+
+    return each("bytes"), each("flops")
+
+
+(_, PREFILL_FLOPS), (DECODE_BYTES, DECODE_FLOPS) = speeds(True), speeds(False)
+PREFILL = (
+    "engine | prefill, ms | prefill, tok/s | prefill GFLOP/s | of peak in prefill | ours over it"
+)
+DECODE = "engine | decode, tok/s | GB/s | of bandwidth | of peak | ours over it in decode"
+
+
+def decoding(results: Results) -> Iterable[Row]:
+    """Of the case "peers", what decodes."""
+    return [row for row in results.rows("peers") if row.tokens > row.requests]
+
+
+COLUMNS: dict[str, Column] = {
+    "prefill, ms": lambda row: milliseconds(row["first"], 0),
+    "prefill, tok/s": "prefill:,.0f",
+    "prefill GFLOP/s": lambda row: f"{PREFILL_FLOPS(row) / 1e9:,.0f}",
+    "of peak in prefill": lambda row: f"{PREFILL_FLOPS(row) / row.peak:.0%}",
+    "ours over it": lambda row: f"{row.of('ours').prefill / row.prefill:.2f}x",
+    "decode, tok/s": "decode:,.1f",
+    "GB/s": lambda row: f"{DECODE_BYTES(row) / 1e9:.1f}",
+    "of bandwidth": lambda row: f"{DECODE_BYTES(row) / row.bandwidth:.0%}",
+    "of peak": lambda row: f"{DECODE_FLOPS(row) / row.peak:.0%}",
+    "ours over it in decode": lambda row: f"{row.of('ours').decode / row.decode:.2f}x",
+    "model": "model",
+    "dtype": "dtype",
+    "engine": "variant",
+    "requests": "requests",
+    "tok/s": lambda row: row.rate.show(),
+    "seconds": lambda row: summarize(row["seconds"]).show(2),
+    "cache, MB": lambda row: f"{row['bytes'] / 1e6:,.0f}",
+    "same tokens": "proof",
+    "share of time": "share:.0%",
+    "operator": lambda operator: f"`{operator['operator']}`",
+    "rows x in -> out": lambda operator: operator["product"] or "",
+    "kind": "kind",
+    "weights, GB/s": whole("gb_s"),
+    "GFLOP/s": whole("gflops"),
+}
+OPERATORS = "share of time | operator | rows x in -> out | kind | weights, GB/s | GFLOP/s"
+
+
+def operators(case: str = "profile", most: int = 6) -> Draw:
+    """Where the time went, for each group of a case: its title, and its dominant operators."""
+
+    def draw(results: Results) -> str:
+        texts = []
+        for group in results.groups(case):
+            title = [f"{group['title']}:"] if group["title"] else []
+            texts += [*title, table(group["operators"][:most], OPERATORS, COLUMNS)]
+        return "\n\n".join(texts)
+
+    return draw
+
+
+def limits(results: Results) -> str:
+    """The machine, and its limits as they were measured in the same run."""
+    content, machine, found = results.content, results.content["machine"], results.limits
+    cpus = f"{machine['cpus']} CPU{'s' if machine['cpus'] > 1 else ''}"
+    size, version = f"{machine['memory_gib']:.0f} GiB", f"torch {content['versions']['torch']}"
+    cells = {
+        "machine": f"{machine['processor']}, {cpus}, {size}, {version}",
+        "threads": str(content["threads"]),
+        "reads memory at": f"{found.bandwidth_gb_s:.0f} GB/s",
+        "multiplies matrices at": ", ".join(
+            f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in found.gflops.items()
+        ),
+    }
+    return table([cells], " | ".join(cells), {name: name for name in cells})

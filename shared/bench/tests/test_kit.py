@@ -1,0 +1,233 @@
+"""The kit proves before it tells, takes variants in turn, and draws tables from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared import measure, roofline
+from shared.bench import forecast, kit, rows
+from shared.bench.forecast import Part, pass_cost, simulate
+from shared.bench.kit import Benchmark, Case, Plan, Subject, cases, compare
+from shared.bench.tests.tools import LIMITS, lines, measured
+from shared.checkpoint import PRESETS, Checkpoint
+from shared.errors import UserError
+from stage01_forward.engine import Engine as NaiveEngine
+from stage02_kv_cache.engine import Engine
+from stage04_continuous.scheduler import Scheduler
+
+PLAN = Plan(models=("tiny",), dtypes=("float32", "bfloat16"))
+COLUMNS = {
+    "gain (predicted)": rows.gain("naive", lambda row: 2.0 if row.variant == "naive" else 1.0)
+}
+
+
+def speed(subject: Subject, plan: Plan) -> Iterable[kit.Group]:
+    engines = {"naive": NaiveEngine(subject.model), "cached": Engine(subject.model)}
+    yield compare(subject, engines, [(4, 3)] * 2 + [(5, 2)], 2)[0]
+
+
+BENCHMARK = Benchmark(
+    "stage99_test",
+    "Measures nothing.",
+    PLAN,
+    replace(PLAN, dtypes=("float32",)),
+    cases(Case("speed", speed)),
+    rows.tables(COLUMNS, {"speed": "engine | tok/s | gain (predicted) | same tokens"}),
+    {},
+    lambda results: f"{len(results.groups('speed'))} groups",
+)
+
+
+@pytest.fixture
+def subject(tiny: Checkpoint) -> Subject:
+    return Subject(tiny, torch.float32)
+
+
+@pytest.fixture
+def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    monkeypatch.setattr(measure, "REPORTS", tmp_path / "reports")
+    monkeypatch.setattr(measure, "limits", lambda *_, **__: LIMITS)
+    return tmp_path / "reports"
+
+
+# ---- proof ---------------------------------------------------------------------------------------
+
+
+def test_a_wrong_token_is_found_and_a_proved_answer_not_run_again(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompts = Engine(subject.model), subject.prompts([3, 4])
+    outputs = engine.generate(prompts, kit.greedy(6))
+    assert subject.prove(outputs)["tokens"] == 12
+    wrong = engine.generate(prompts, kit.greedy(6))
+    wrong[1].token_ids[4] = (wrong[1].token_ids[4] + 1) % subject.config.vocab_size
+    with pytest.raises(AssertionError, match="below the best"):
+        subject.prove(wrong)
+    monkeypatch.setattr(subject, "model", None)
+    assert subject.prove(outputs)["tokens"] == 12
+    assert subject.prove(engine.generate(prompts, kit.greedy(2)))["tokens"] == 4
+
+
+def test_a_near_tie_is_counted_with_its_gap() -> None:
+    scores = torch.tensor([[1.0, 0.9995, 0.0], [2.0, 1.0, 0.0], [0.0, 0.0002, 0.0]])
+    proof = kit.prove(scores, torch.tensor([1, 0, 1]), torch.float32)
+    assert proof == {"tokens": 3, "near_ties": 1, "widest_gap": pytest.approx(0.0005, rel=1e-3)}
+    with pytest.raises(AssertionError, match="below the best, 2"):
+        kit.prove(scores, torch.tensor([0, 1, 1]), torch.float32)
+    both = kit.together([proof, proof | {"widest_gap": 0.5}])
+    assert both == {"tokens": 6, "near_ties": 2, "widest_gap": 0.5}
+    assert kit.together([]) == {"tokens": 0, "near_ties": 0, "widest_gap": 0.0}
+
+
+def test_nothing_is_written_if_a_token_differs(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Engine.generate
+
+    def generate(self: Engine, prompts: Any, sampling: Any) -> Any:
+        outputs = honest(self, prompts, sampling)
+        outputs[-1].token_ids[-1] = (outputs[-1].token_ids[-1] + 1) % 101
+        return outputs
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    with pytest.raises(AssertionError, match="below the best"):
+        BENCHMARK.main([])
+    assert not reports.exists()
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def test_engines_run_in_turn_on_the_same_prompts(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, Any]] = []
+
+    class Watched(Engine):
+        def generate(self, prompts: Any, sampling: Any) -> Any:
+            ran.append((self.name, prompts))
+            return super().generate(prompts, sampling)
+
+    engines = {}
+    for name in "ABC":
+        engines[name] = Watched(subject.model)
+        engines[name].name = name
+    group, runs = compare(subject, engines, [(4, 3), (4, 3), (2, 5)], {"A": 2, "B": 2, "C": 1})
+    assert "".join(name for name, _ in ran) == "ABC" + "ABC" + "BA"  # the first round warms up
+    assert all(prompts == ran[3][1] for _, prompts in ran[3:])
+    assert {name: len(taken) for name, taken in group["seconds"].items()} == {
+        "A": 2,
+        "B": 2,
+        "C": 1,
+    }
+    assert group["lengths"] == [[4, 3, 2], [2, 5, 1]] and group["same"] == dict.fromkeys("ABC", 3)
+    assert group["passes"]["A"] == group["busy"]["A"] == 11 and group["rows"]["A"] == [[1, 11]]
+    assert group["bytes"]["A"] > 0 and group["proof"]["C"]["tokens"] == 11
+
+
+def test_transformers_is_compared_and_not_proved(subject: Subject) -> None:
+    group = kit.beside_peers(subject, Engine(subject.model), [(6, 4)], 1)
+    peers = ["transformers, sdpa", "transformers, eager"]
+    assert list(group["seconds"]) == list(group["first"]) == ["ours", *peers]
+    assert list(group["proof"]) == ["ours"] and set(group["same"].values()) == {1}
+
+
+def test_quick_shows_what_a_full_run_keeps(
+    reports: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    BENCHMARK.main(["--quick"])
+    out = capsys.readouterr().out
+    assert out.startswith("\nlimits\n\n| machine") and out.count("| naive |") == 1
+    assert not reports.exists()
+    BENCHMARK.main([])
+    (file,) = reports.glob("*/*.json")
+    name = f"reports/{file.parent.name}/stage99_test.json"
+    assert f"Written: {name}. Next: python -m shared.bench.report" in capsys.readouterr().out
+    kept = measure.load(file)
+    assert kept["kind"] == "stage99_test" and kept["limits"] == vars(LIMITS)
+    assert kept["configuration"]["plan"]["dtypes"] == ["float32", "bfloat16"]
+    assert [group["dtype"] for group in kept["results"]["speed"]] == ["float32", "bfloat16"]
+    assert BENCHMARK.headline(kept) == "2 groups"
+
+
+def test_a_wrong_option_is_the_users_error_before_anything_is_measured(reports: Path) -> None:
+    with pytest.raises(UserError, match="Unrecognized arguments: --quik; --help"):
+        BENCHMARK.main(["--quik"])
+
+
+# ---- rows and tables -----------------------------------------------------------------------------
+
+
+def test_a_table_has_a_line_for_each_variant_and_its_own_numbers() -> None:
+    content = measured(BENCHMARK, BENCHMARK.quick)
+    (group,) = content["results"]["speed"]
+    group["seconds"] = {"naive": [4.0, 6.0, 5.0], "cached": [2.0, 2.0, 2.5]}
+    group["proof"]["cached"] |= {"near_ties": 2, "widest_gap": 0.0004}
+    text = BENCHMARK.tables(content)["speed"]
+    assert text.splitlines()[1] == "|---|--:|--:|---|"  # numbers to the right
+    assert lines(text) == [
+        ["naive", "1.6 (1.3 to 2.0)", "1.00x (1.00x)", "all 8"],
+        ["cached", "4.0 (3.2 to 4.0)", "2.50x (2.00x)", "all 8 but 2 near ties (gap up to 0.0004)"],
+    ]
+
+
+def test_cells_are_keys_formats_attributes_and_functions() -> None:
+    @dataclass
+    class Point:
+        rate: float
+
+    columns: dict[str, rows.Column] = {"a": "rate:.1f", "b": lambda point: point.rate > 2}
+    assert rows.table([Point(1.25), Point(3.0)], "a | b", columns) == (
+        "| a | b |\n|--:|---|\n| 1.2 | False |\n| 3.0 | True |"
+    )
+    assert rows.table([{"rate": 7}], "a", columns) == "| a |\n|--:|\n| 7.0 |"
+    assert rows.table([], "a | b", columns) == "| a | b |\n|---|---|"
+
+
+def test_lengths_are_packed_and_percentiles_are_measured_values() -> None:
+    lengths = [(64, 32)] * 3 + [(5, 2)]
+    results = rows.Results({"configuration": {}, "limits": vars(LIMITS), "results": {}})
+    row = rows.Row(results, {"lengths": kit.packed(lengths)})
+    assert [tuple(pair) for pair in row.lengths] == lengths
+    assert (row.requests, row.tokens) == (4, 98)
+    assert rows.percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.0
+    assert rows.percentile([1.0] * 98 + [5.0] * 2, 0.99) == 5.0
+
+
+# ---- predictions ---------------------------------------------------------------------------------
+
+
+def test_a_packed_pass_reads_the_weights_once_and_each_cache() -> None:
+    config, kind = PRESETS["gpt2"], torch.float32
+    one = roofline.forward_cost(config, kind, 1, 79)
+    many = pass_cost(config, kind, [Part(row, 79, 1) for row in range(32)])
+    assert many == roofline.forward_cost(config, kind, 1, 79, rows=32)
+    assert many.bytes - one.bytes == 31 * 79 * config.kv_bytes_per_token(kind)
+    mixed = pass_cost(config, kind, [Part(0, 79, 1), Part(1, 128, 64, False)])
+    chunk = roofline.forward_cost(config, kind, 64, 128, sampled=0)
+    assert mixed.flops == one.flops + chunk.flops
+    assert mixed.bytes == one.bytes + 128 * config.kv_bytes_per_token(kind)
+
+
+def test_equal_requests_take_the_passes_of_a_static_batch() -> None:
+    watch = simulate(Scheduler(4, 4 * 3), [(3, 5)] * 4, reserved=lambda: 40)
+    parts = [[(part.cached, part.count) for part in step] for step in watch.passes]
+    assert parts == [[(0, 3)] * 4] + [[(n, 1)] * 4 for n in range(3, 7)]
+    assert watch.memory == [5 * 40, 4 * (3 + 4 + 5 + 6 + 7)]
+    static = forecast.static_costs(PRESETS["gpt2"], torch.float32, [(3, 5)] * 4, 4)
+    packed = [pass_cost(PRESETS["gpt2"], torch.float32, step) for step in watch.passes]
+    assert static == packed
+
+
+def test_arrivals_come_in_their_step() -> None:
+    watch = simulate(Scheduler(2, 8), [(0, 2, 6), (3, 4, 1)])
+    assert [{part.request for part in step} for step in watch.passes] == [{0}] * 3 + [{0, 1}] + [
+        {0}
+    ] * 2
