@@ -1,7 +1,9 @@
-"""The exercises: `python -m shared.course.exercise start stage04`, and then `pytest stage04_continuous --mine`.
+"""The exercises: `python -m shared.course.exercise start stage04`, then `pytest stage04_continuous
+--mine`.
 
-A stage's tasks are functions of its own code. `start` writes a copy to mine/ in which these are empty and everything else works;
-the tests of the stage judge what you write there. Nothing here ever overwrites your work without a backup in mine/backups/.
+A stage's tasks are functions of its own code. `start` writes a copy to mine/ in which these are
+empty and everything else works; the stage's tests judge the copy. Nothing here overwrites the
+student's work without a backup in mine/backups/.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from .. import cli, paths
 from ..errors import UserError
+from ..task import Task
 from . import grading, mine, proof
 from .museum import planting
 from .museum.exhibits import find
@@ -28,8 +31,9 @@ EXAMPLES = """  python -m shared.course.exercise start stage04
   python -m shared.course.exercise grade stage04 --out results.json"""
 
 
-def state(stage: str, task: mine.Task) -> str:
-    """Where the student stands with a task: "not started", "to write", "written", "passes", "fails" or "no Python: line 3"."""
+def state(stage: str, task: Task) -> str:
+    """The state of a task in the student's copy: "not started", "to write", "written", "passes",
+    "fails" or "no Python: line 3"."""
     path = mine.folder(stage) / task.file
     if not path.is_file():
         return "not started"
@@ -43,31 +47,31 @@ def state(stage: str, task: mine.Task) -> str:
 
 
 def _exhibit_in(stage: str) -> str:
-    """A sentence if a bug of the museum is planted in the copy of a stage, and else ""."""
+    """A sentence if a bug of the museum is planted in the copy of a stage, else ""."""
     planted = planting.planted()
     if planted is None or find(planted.number).stage != stage:
         return ""
     return (
-        f"Exhibit {planted.number:02} of the museum is planted in your copy of {stage}: `python -m shared.course.museum clear` takes it "
-        "out and puts everything back as it was."
+        f"Exhibit {planted.number:02} of the museum is planted in your copy of {stage}: remove it "
+        "and restore your file with `python -m shared.course.museum clear`."
     )
 
 
 def _without_exhibit(stage: str) -> None:
-    """Raises UserError if a bug of the museum is planted: nobody should take that file for the student's work."""
-    if said := _exhibit_in(stage):
-        raise UserError(said)
+    """Raises UserError if a bug of the museum is planted, so that it is not taken for work."""
+    if notice := _exhibit_in(stage):
+        raise UserError(notice)
 
 
 def start(options: argparse.Namespace) -> None:
     stage = mine.find_stage(options.stage)
     _without_exhibit(stage)
-    folder = mine.start(stage)
-    print(f"{folder} is yours to write in. Everything works but these:\n")
+    print(f"{mine.start(stage)} is your copy. Everything works but these:\n")
     _list_tasks(stage)
     print(
-        f"\nRead a task with `python -m shared.course.exercise hint {stage[:7]} 1`, write it, and test it with\n"
-        f"`python -m pytest {stage} --mine -k task1`; without -k, all of the stage's tests run that can see your copy."
+        f"\nRead a task with `{mine.command('hint', stage, 1)}`, write it, and test it with\n"
+        f"`python -m pytest {stage} --mine -k task1`; without -k, all of the stage's tests run that"
+        " can see your copy."
     )
 
 
@@ -75,91 +79,62 @@ def status(options: argparse.Namespace) -> None:
     if options.stage is not None:
         _list_tasks(mine.find_stage(options.stage))
         return
+    line = "{:20} {:>5} {:>9} {:>8} {:>5} {:>3} of {:>3}"
     print(f"{'stage':20} {'tasks':>5} {'to write':>9} {'written':>8} {'pass':>5} {'points':>10}")
     totals = [0] * 6
-    for stage in paths.discover():
+    for stage in filter(mine.tasks, paths.discover()):
         tasks = mine.tasks(stage)
-        if not tasks:
-            continue
         states = [state(stage, task) for task in tasks]
-        written = [each not in ("not started", "to write") for each in states]
-        points = sum(
-            task.points for task, each in zip(tasks, states, strict=True) if each == "passes"
-        )
-        row = [
-            len(tasks),
-            len(tasks) - sum(written),
-            sum(written),
-            states.count("passes"),
-            points,
-            sum(t.points for t in tasks),
-        ]
-        totals = [before + each for before, each in zip(totals, row, strict=True)]
+        to_write = sum(each in ("not started", "to write") for each in states)
+        won = sum(t.points for t, each in zip(tasks, states, strict=True) if each == "passes")
+        row = [len(tasks), to_write, len(tasks) - to_write, states.count("passes"), won]
+        row.append(sum(task.points for task in tasks))
+        totals = [total + count for total, count in zip(totals, row, strict=True)]
         started = "" if mine.folder(stage).is_dir() else "   not started"
-        print(
-            f"{stage:20} {row[0]:5} {row[1]:9} {row[2]:8} {row[3]:5} {row[4]:3} of {row[5]:3}{started}"
-        )
-    print(
-        f"{'all':20} {totals[0]:5} {totals[1]:9} {totals[2]:8} {totals[3]:5} {totals[4]:3} of {totals[5]:3}"
-    )
-    print(
-        "\nWhat passes is what passed in the last run of pytest --mine, if the copy is still the same."
-    )
-    for said in filter(None, map(_exhibit_in, paths.discover())):
-        print(textwrap.fill(said, WIDTH))
+        print(line.format(stage, *row) + started)
+    print(line.format("all", *totals))
+    print("\nResults are those of the last pytest --mine, while the copy is unchanged.")
+    for notice in filter(None, map(_exhibit_in, paths.discover())):
+        print(textwrap.fill(notice, WIDTH))
 
 
 def _list_tasks(stage: str) -> None:
     for task in mine.tasks(stage):
-        where = f"{task.file}: {', '.join(task.functions)}"
-        print(
-            f"  {task.number}  {state(stage, task):12} {task.points:3} points  {task.title}\n     {where}"
-        )
+        points = f"{task.points:3} points"
+        print(f"  {task.number}  {state(stage, task):12} {points}  {task.title}")
+        print(f"     {task.file}: {', '.join(task.functions)}")
 
 
 def hint(options: argparse.Namespace) -> None:
     stage = mine.find_stage(options.stage)
     task = mine.find_task(stage, options.task)
-    if not 1 <= options.step <= len(task.hints):
-        raise UserError(
-            f"{mine.label(stage, task)} has {len(task.hints)} hints: --step is from 1 to {len(task.hints)}."
-        )
-    print(
-        f"{mine.label(stage, task)}: {task.title} ({task.points} points)\n{task.file}: {', '.join(task.functions)}\n"
-    )
-    print(textwrap.fill(task.text, WIDTH) + "\n")
+    count, name = len(task.hints), mine.label(stage, task)
+    if not 1 <= options.step <= count:
+        raise UserError(f"{name} has {count} hints: --step is from 1 to {count}.")
+    print(f"{name}: {task.title} ({task.points} points)")
+    print(f"{task.file}: {', '.join(task.functions)}\n\n{textwrap.fill(task.text, WIDTH)}\n")
     if errors := mine.errors(stage, task):
-        print("Errors, in these words:\n" + "\n".join(f"  {each}" for each in errors) + "\n")
+        print("Errors, with these texts:\n" + "\n".join(f"  {error}" for error in errors) + "\n")
     for number, text in enumerate(task.hints[: options.step], 1):
-        print(textwrap.fill(f"Hint {number} of {len(task.hints)}: {text}", WIDTH) + "\n")
+        print(textwrap.fill(f"Hint {number} of {count}: {text}", WIDTH) + "\n")
     print("Judged by\n" + "\n".join(f"  {stage}/{test}" for test in task.tests))
-    if options.step < len(task.hints):
+    if options.step < count:
         print(
-            f"The next hint: python -m shared.course.exercise hint {stage[:7]} {task.number} --step {options.step + 1}"
+            "The next hint: " + mine.command("hint", stage, task.number, "--step", options.step + 1)
         )
 
 
 def diff(options: argparse.Namespace) -> None:
     stage = mine.find_stage(options.stage)
-    folder = mine.folder(stage)
-    if not folder.is_dir():
-        raise UserError(
-            f"There is no copy of {stage} to compare: `python -m shared.course.exercise start {stage[:7]}` makes one."
-        )
-    names = (
-        mine.files(stage) if options.task is None else [mine.find_task(stage, options.task).file]
-    )
+    folder, names = mine.existing(stage), mine.files(stage)
+    if options.task is not None:
+        names = [mine.find_task(stage, options.task).file]
     same = True
     for name in names:
-        path, reference = folder / name, paths.ROOT / stage / name
-        own = planting.read(path).splitlines(keepends=True) if path.is_file() else []
-        lines = difflib.unified_diff(
-            own,
-            mine.read(reference).splitlines(keepends=True),
-            f"mine/{stage}/{name}",
-            f"{stage}/{name}",
-        )
-        for line in lines:
+        path, reference = folder / name, mine.read(paths.ROOT / stage / name)
+        own = planting.read(path) if path.is_file() else ""
+        sides = own.splitlines(keepends=True), reference.splitlines(keepends=True)
+        for line in difflib.unified_diff(*sides, f"mine/{stage}/{name}", f"{stage}/{name}"):
             same = False
             print(line if line.endswith("\n") else line + "\n", end="")
     if same:
@@ -170,20 +145,17 @@ def reset(options: argparse.Namespace) -> None:
     stage = mine.find_stage(options.stage)
     task = None if options.task is None else mine.find_task(stage, options.task)
     what = f"the copy of {stage}" if task is None else mine.label(stage, task)
-    if not mine.folder(stage).is_dir():
-        raise UserError(
-            f"There is no copy of {stage} to reset: `python -m shared.course.exercise start {stage[:7]}` makes one."
-        )
+    mine.existing(stage)
     _without_exhibit(stage)
     if not options.yes and not _confirmed(f"Begin again with {what}? A backup is kept. [y/N] "):
         print("Nothing was changed.")
         return
-    print(f"{what} is empty again; what was there is in {mine.reset(stage, task)}.")
+    print(f"{what} is empty again; the old files are in {mine.reset(stage, task)}.")
 
 
 def _confirmed(question: str) -> bool:
     if sys.stdin is None or not sys.stdin.isatty():
-        raise UserError("reset asks first, and there is nobody to answer: add --yes.")
+        raise UserError("reset needs an answer, and this is not a terminal: add --yes.")
     try:
         return input(question).strip().lower() in ("y", "yes")
     except EOFError:
@@ -194,31 +166,28 @@ def grade(options: argparse.Namespace) -> None:
     out = None if options.out is None else cli.output_file(options.out, ".json")
     junit = None if options.junit is None else cli.output_file(options.junit, ".xml")
     submission = mine.HOME if options.submission is None else Path(options.submission)
-    chosen = list(dict.fromkeys(mine.find_stage(each) for each in options.stages))
+    chosen = list(dict.fromkeys(mine.find_stage(name) for name in options.stages))
     if not chosen:
-        chosen = [
-            stage
-            for stage in paths.discover()
-            if mine.tasks(stage) and (submission / stage).is_dir()
-        ]
+        known = filter(mine.tasks, paths.discover())
+        chosen = [stage for stage in known if (submission / stage).is_dir()]
     if not chosen:
         raise UserError(
-            f"{submission} holds no stage: name the stages, or the folder of the submission with --submission."
+            f"{submission} holds no stage: "
+            "name the stages, or the folder of the submission with --submission."
         )
     if options.submission is None:
         for stage in chosen:
             _without_exhibit(stage)
     verdicts = []
-    for each in grading.grade(chosen, submission, grading.Limits(options.seconds, options.memory)):
-        verdicts.append(each)
-        print(
-            f"{each.points:3} of {each.task.points:3}  {each.name} ({each.seconds:.0f} s)",
-            flush=True,
-        )
-        if each.why:
-            print(textwrap.indent(each.why, "            "))
-    points, most = sum(each.points for each in verdicts), sum(each.task.points for each in verdicts)
-    print(f"{points:3} of {most:3}  all")
+    limits = grading.Limits(options.seconds, options.memory)
+    for verdict in grading.grade(chosen, submission, limits):
+        verdicts.append(verdict)
+        points = f"{verdict.points:3} of {verdict.task.points:3}"
+        print(f"{points}  {verdict.name} ({verdict.seconds:.0f} s)", flush=True)
+        if verdict.why:
+            print(textwrap.indent(verdict.why, "            "))
+    points = f"{sum(verdict.points for verdict in verdicts):3}"
+    print(f"{points} of {sum(verdict.task.points for verdict in verdicts):3}  all")
     if out is not None:
         out.write_text(json.dumps(grading.gradescope(verdicts), indent=2) + "\n", encoding="utf-8")
     if junit is not None:
@@ -226,20 +195,16 @@ def grade(options: argparse.Namespace) -> None:
 
 
 def prove(options: argparse.Namespace) -> int:
-    chosen = [mine.find_stage(each) for each in options.stages] or [
-        each for each in paths.discover() if mine.tasks(each)
-    ]
-    complaints = [each for stage in chosen for each in proof.check(stage)]
-    if not complaints:
-        complaints = list(proof.prove(chosen))
-    for each in complaints:
-        print(each)
-    if not complaints:
+    chosen = [mine.find_stage(name) for name in options.stages]
+    chosen = chosen or list(filter(mine.tasks, paths.discover()))
+    problems = [problem for stage in chosen for problem in proof.check(stage)]
+    problems = problems or list(proof.prove(chosen))
+    for problem in problems:
+        print(problem)
+    if not problems:
         count = sum(len(mine.tasks(stage)) for stage in chosen)
-        print(
-            f"{count} tasks are good: the reference passes, and each fails alone when it is empty."
-        )
-    return 1 if complaints else 0
+        print(f"{count} tasks are good: the reference passes, and each fails alone when empty.")
+    return 1 if problems else 0
 
 
 def main(argv: list[str] | None = None) -> int | None:
@@ -253,67 +218,65 @@ def main(argv: list[str] | None = None) -> int | None:
     def command(
         name: str, do: Callable[[argparse.Namespace], int | None], about: str
     ) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=about)
-        made.set_defaults(do=do)
-        return made
+        subparser = commands.add_parser(name, help=about)
+        subparser.set_defaults(do=do)
+        return subparser
 
-    def add_stage(made: argparse.ArgumentParser, **options: str) -> None:
-        made.add_argument("stage", help="stage04_continuous, stage04 or 4", **options)  # type: ignore[arg-type]
+    def add_stage(subparser: argparse.ArgumentParser, **options: str) -> None:
+        subparser.add_argument("stage", help="stage04_continuous, stage04 or 4", **options)  # type: ignore[arg-type]
 
     add_stage(command("start", start, "make a copy of a stage with empty tasks"))
-    add_stage(
-        command("status", status, "where you stand: all stages, or the tasks of one"), nargs="?"
-    )
-    made = command("hint", hint, "a task, and hints in steps")
-    add_stage(made)
-    made.add_argument("task", type=cli.whole_number(1, 99), help="the task's number")
-    made.add_argument(
+    add_stage(command("status", status, "your results: all stages, or the tasks of one"), nargs="?")
+    parsed = command("hint", hint, "a task, and hints in steps")
+    add_stage(parsed)
+    parsed.add_argument("task", type=cli.whole_number(1, 99), help="the task's number")
+    parsed.add_argument(
         "--step",
         type=cli.whole_number(1, 99),
         default=1,
         metavar="N",
         help="show the hints up to this one",
     )
-    made = command("diff", diff, "what the reference does otherwise (it shows the solution)")
-    add_stage(made)
-    made.add_argument("task", nargs="?", type=cli.whole_number(1, 99), help="only this task's file")
-    made = command(
+    parsed = command("diff", diff, "how your copy differs from the reference (shows the solution)")
+    add_stage(parsed)
+    parsed.add_argument(
+        "task", nargs="?", type=cli.whole_number(1, 99), help="only this task's file"
+    )
+    parsed = command(
         "reset", reset, "begin again with a stage or one task; asks first and keeps a backup"
     )
-    add_stage(made)
-    made.add_argument("task", nargs="?", type=cli.whole_number(1, 99), help="only this task")
-    made.add_argument("--yes", action="store_true", help="do not ask")
-    made = command("grade", grade, "judge all tasks, each in a process of its own")
-    made.add_argument("stages", nargs="*", help="which stages; default: those in the submission")
-    made.add_argument("--submission", metavar="FOLDER", help="what to judge; default is mine/")
-    made.add_argument(
-        "--out", metavar="FILE", help="write results as Gradescope reads them, a .json file"
-    )
-    made.add_argument("--junit", metavar="FILE", help="write results as JUnit XML, a .xml file")
+    add_stage(parsed)
+    parsed.add_argument("task", nargs="?", type=cli.whole_number(1, 99), help="only this task")
+    parsed.add_argument("--yes", action="store_true", help="do not ask")
+    parsed = command("grade", grade, "judge all tasks, each in its own process")
+    parsed.add_argument("stages", nargs="*", help="which stages; default: those in the submission")
+    parsed.add_argument("--submission", metavar="FOLDER", help="what to judge; default is mine/")
+    parsed.add_argument("--out", metavar="FILE", help="write results for Gradescope, a .json file")
+    parsed.add_argument("--junit", metavar="FILE", help="write results as JUnit XML, a .xml file")
     limits = grading.Limits()
-    made.add_argument(
+    parsed.add_argument(
         "--seconds",
         type=cli.number(1, 3600),
         default=limits.seconds,
         metavar="S",
         help="time for each task; default %(default)g",
     )
-    made.add_argument(
+    parsed.add_argument(
         "--memory",
         type=cli.whole_number(256, 2**20),
         default=limits.memory,
         metavar="MIB",
         help="memory for each; default %(default)s",
     )
-    made = command("prove", prove, "for whoever changes a task: are they all good? takes minutes")
-    made.add_argument("stages", nargs="*", help="which stages; default: all")
+    parsed = command("prove", prove, "for authors of tasks: are they all good? takes minutes")
+    parsed.add_argument("stages", nargs="*", help="which stages; default: all")
     options = parser.parse_args(argv)
     done: int | None = options.do(options)
     return done
 
 
 class _command(cli.Parser):
-    """A command's own parser; argparse makes them with other arguments than ours takes."""
+    """A command's parser: argparse makes it with other arguments than cli.Parser takes."""
 
     def __init__(self, prog: str, **options: str) -> None:
         argparse.ArgumentParser.__init__(self, prog=prog, allow_abbrev=False, **options)  # type: ignore[arg-type]

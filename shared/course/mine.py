@@ -1,11 +1,13 @@
-"""The student's copy of a stage: where it is, how it is made, and how it is laid over the reference.
+"""The student's copy of a stage: where it is, how it is made, how it is laid over the reference.
 
-A copy holds the files of a stage that have tasks, with the bodies of the tasks' functions taken out and nothing else changed.
-It is cut out of the reference by line numbers, so there is no second tree of exercises that could drift away from the code.
+A copy holds the files of a stage that have tasks, with the bodies of the tasks' functions removed
+and nothing else changed. It is cut out of the reference by line numbers, so that no second tree of
+exercises can drift away from the code.
 
-A module that is in the copy is loaded from there, and everything else of the stage, its tests too, from the reference. A function
-that is still empty says so only where it is asked for; for everybody else the reference's body runs in its place. So an open task
-breaks no other, and one may begin with any of them.
+A module in the copy is loaded from there; everything else of the stage, tests included, comes from
+the reference. A function that is still empty raises its error only in tests that judge it; in all
+others the reference's body runs in its place. So an open task breaks no other one, and a student
+may begin with any of them.
 """
 
 from __future__ import annotations
@@ -32,27 +34,26 @@ from .. import paths
 from ..errors import UserError
 from ..task import Task
 
-# All copies and their backups. The variable is for those who keep theirs elsewhere, and for tests.
+# All copies and their backups. The variable is for tests, and for students who keep them elsewhere.
 HOME = Path(os.environ.get("STAIRCASE_MINE") or paths.ROOT / "mine")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-# ---- stages and tasks ----
+# ---- stages and tasks ---------------------------------------------------------------------------
 
 
 def find_stage(text: str) -> str:
-    """The stage that `text` names: stage04_continuous, stage04, 04 or 4. Raises UserError if there is none."""
+    """The stage named by `text`: stage04_continuous, stage04, 04 or 4.
+
+    Raises UserError if there is none.
+    """
     known = paths.discover()
     wanted = text.strip().rstrip("/\\")
-    found = [
-        name
-        for name in known
-        if name == wanted or name[:7] == wanted or name[5:7] == wanted.zfill(2)
-    ]
-    if not found:
-        raise UserError(f"There is no stage '{text[:40]}': the stages are {', '.join(known)}.")
-    return found[0]
+    for name in known:
+        if wanted in (name, name[:7]) or wanted.zfill(2) == name[5:7]:
+            return name
+    raise UserError(f"There is no stage '{text[:40]}': the stages are {', '.join(known)}.")
 
 
 def tasks(stage: str) -> tuple[Task, ...]:
@@ -72,39 +73,38 @@ def find_task(stage: str, number: int) -> Task:
 
 
 def label(stage: str, task: Task) -> str:
-    """How a task is called in messages: "stage04 task 2"."""
+    """The task's name in messages: "stage04 task 2"."""
     return f"{stage[:7]} task {task.number}"
 
 
+def command(words: str, stage: str, *rest: object) -> str:
+    """A command on a stage, to show: "python -m shared.course.exercise start stage04"."""
+    return " ".join(map(str, ["python -m shared.course.exercise", words, stage[:7], *rest]))
+
+
 def message(stage: str, task: Task) -> str:
-    """What an empty function says when it is called."""
-    return f"{label(stage, task)}: {task.title}; python -m shared.course.exercise hint {stage[:7]} {task.number}"
+    """The error of an empty function."""
+    return f"{label(stage, task)}: {task.title}; {command('hint', stage, task.number)}"
 
 
 def errors(stage: str, task: Task) -> list[str]:
-    """The errors that the reference raises in the task's functions, with their words: the tests may look for these words."""
+    """The errors with a text that the reference raises in the task's functions: tests may look for
+    these texts."""
     tree = parse(read(paths.ROOT / stage / task.file))
     found: list[str] = []
-    for node in filter(None, (find_function(tree, name) for name in task.functions)):
-        raised = [
-            each.exc
-            for each in ast.walk(node)
-            if isinstance(each, ast.Raise) and isinstance(each.exc, ast.Call)
-        ]
-        worded = [
-            each
-            for each in raised
-            if each.args and isinstance(each.args[0], (ast.Constant, ast.JoinedStr))
-        ]
-        found += [ast.unparse(each) for each in sorted(worded, key=lambda each: each.lineno)]
+    for function in filter(None, (find_function(tree, name) for name in task.functions)):
+        raised = [node.exc for node in ast.walk(function) if isinstance(node, ast.Raise)]
+        calls = [node for node in raised if isinstance(node, ast.Call) and node.args]
+        texts = [node for node in calls if isinstance(node.args[0], ast.Constant | ast.JoinedStr)]
+        found += [ast.unparse(node) for node in sorted(texts, key=lambda node: node.lineno)]
     return found
 
 
-# ---- copies ----
+# ---- copies -------------------------------------------------------------------------------------
 
 
 def folder(stage: str) -> Path:
-    """Where the student's copy of a stage is, whether it is there or not."""
+    """The place of the student's copy of a stage, which need not exist."""
     return HOME / stage
 
 
@@ -113,15 +113,26 @@ def files(stage: str) -> list[str]:
     return sorted({task.file for task in tasks(stage)})
 
 
+def existing(stage: str) -> Path:
+    """The student's copy of a stage. Raises UserError if there is none."""
+    if not folder(stage).is_dir():
+        advice = f"make one with `{command('start', stage)}`"
+        raise UserError(f"There is no copy of {stage}: {advice}.")
+    return folder(stage)
+
+
 def start(stage: str) -> Path:
-    """Make the copy of a stage; its folder. Raises UserError if there is one already, or nothing to do in this stage."""
+    """Make the copy of a stage, and return its folder.
+
+    Raises UserError if there is one already, or if the stage has no tasks.
+    """
     if not tasks(stage):
         raise UserError(f"{stage} has no tasks.")
     target = folder(stage)
     if target.exists():
         raise UserError(
-            f"There is a copy of {stage} in {target} already: go on with that one, or begin again with "
-            f"`python -m shared.course.exercise reset {stage[:7]}`, which keeps a backup."
+            f"There is a copy of {stage} in {target} already: continue with it, or begin again "
+            f"with `{command('reset', stage)}`, which keeps a backup."
         )
     target.mkdir(parents=True)
     for name in files(stage):
@@ -139,7 +150,7 @@ def fresh(stage: str, file: str) -> str:
 
 
 def backup(stage: str) -> Path:
-    """Copy the student's copy of a stage to a new folder among the backups; that folder."""
+    """Copy the student's copy of a stage to a new folder among the backups, and return that."""
     when = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1, 1000):
         target = HOME / "backups" / f"{stage}-{when}{'' if number == 1 else f'-{number}'}"
@@ -150,23 +161,21 @@ def backup(stage: str) -> Path:
 
 
 def reset(stage: str, task: Task | None = None) -> Path:
-    """Begin again with a whole copy, or with the functions of one task; the folder of the backup that was made before.
+    """Begin again with a whole copy, or with the functions of one task; returns the backup made
+    before.
 
-    Raises UserError if there is no copy, or if a file of it cannot be read as Python where one task alone is to be emptied.
+    Raises UserError if there is no copy, or if one task is to be emptied in a file that is not
+    Python.
     """
-    target = folder(stage)
-    if not target.is_dir():
-        raise UserError(
-            f"There is no copy of {stage} to reset: `python -m shared.course.exercise start {stage[:7]}` makes one."
-        )
+    target = existing(stage)
     new = {name: fresh(stage, name) for name in files(stage)}
     if task is not None:
         try:
             new = {task.file: emptied(read(target / task.file), stage, task)}
         except (OSError, SyntaxError, LookupError) as error:
             raise UserError(
-                f"{task.file} cannot be emptied at this task alone ({error}): mend it, or reset the whole stage with "
-                f"`python -m shared.course.exercise reset {stage[:7]}`."
+                f"This task alone cannot be emptied in {task.file} ({error}): repair the file, or "
+                f"reset the whole stage with `{command('reset', stage)}`."
             ) from None
     kept = backup(stage)
     if task is None:
@@ -178,7 +187,7 @@ def reset(stage: str, task: Task | None = None) -> Path:
 
 
 def read(path: Path) -> str:
-    """The text of a file of Python, line ends as they are. Raises SyntaxError if it is not UTF-8."""
+    """The text of a Python file, line ends as they are. Raises SyntaxError if it is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -186,42 +195,35 @@ def read(path: Path) -> str:
 
 
 def write(path: Path, source: str) -> None:
-    """Line ends are written as they are."""
+    """Write with the line ends of `source`."""
     path.write_bytes(source.encode("utf-8"))
 
 
-# ---- what passed ----
+# ---- results ------------------------------------------------------------------------------------
 
 
 def recorded(stage: str) -> dict[int, bool]:
-    """Which tasks passed and which failed when they were last tested, by number; nothing of a copy that has changed since."""
+    """Whether each task passed when it was last tested, by number; {} if the copy has changed
+    since."""
     try:
         known = json.loads((HOME / "tested.json").read_text(encoding="utf-8"))[stage]
-        return (
-            {int(number): bool(passed) for number, passed in known["tasks"].items()}
-            if known["copy"] == _digest(stage)
-            else {}
-        )
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ):  # there is none, or somebody wrote another one
-        return {}
+        if known["copy"] == _digest(stage):
+            return {int(number): bool(passed) for number, passed in known["tasks"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass  # there is none, or it is not ours
+    return {}
 
 
 def record(stage: str, passed: Mapping[int, bool]) -> None:
-    """Keep what came of some tasks, beside what is known of the others."""
+    """Keep the results of some tasks, beside those of the others."""
     path = HOME / "tested.json"
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
         known = known if isinstance(known, dict) else {}
     except (OSError, ValueError):
         known = {}
-    tasks = {str(number): each for number, each in sorted((recorded(stage) | dict(passed)).items())}
-    known[stage] = {"copy": _digest(stage), "tasks": tasks}
+    results = {str(task): ok for task, ok in sorted((recorded(stage) | dict(passed)).items())}
+    known[stage] = {"copy": _digest(stage), "tasks": results}
     path.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
 
 
@@ -232,18 +234,14 @@ def _digest(stage: str) -> str:
     return digest.hexdigest()
 
 
-# ---- functions in a file ----
+# ---- functions in a file ------------------------------------------------------------------------
 
 
 def parse(source: str) -> ast.Module:
     """Raises SyntaxError for everything that is not Python."""
     try:
         return ast.parse(source)
-    except (
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ) as error:  # a null character, or brackets without end
+    except (ValueError, RecursionError, MemoryError) as error:  # null characters, endless brackets
         raise SyntaxError(str(error) or "it is nested too deep") from None
 
 
@@ -252,58 +250,51 @@ def find_function(tree: ast.Module, name: str) -> Function | None:
     body: Sequence[ast.stmt] = tree.body
     *owners, last = name.split(".")
     for owner in owners:
-        body = next(
-            (node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner),
-            [],
-        )
+        classes = (node for node in body if isinstance(node, ast.ClassDef))
+        body = next((node.body for node in classes if node.name == owner), [])
     return next((node for node in body if isinstance(node, Function) and node.name == last), None)
 
 
-def emptied(source: str, stage: str, task: Task) -> str:
-    """`source` with the bodies of the task's functions taken out. Signatures and docstrings stay, and all else, byte for byte.
+def emptied(source: str, stage: str, task: Task, body: Sequence[str] | None = None) -> str:
+    """`source` with other bodies in the task's functions: `body`, or the task's error. All else,
+    signatures and docstrings included, stays byte for byte.
 
-    Raises SyntaxError for what is not Python, and LookupError if a function is not there.
+    Raises SyntaxError for what is not Python, and LookupError if a function is missing.
     """
+    title, _, hint = message(stage, task).rpartition("; ")
+    error = ["raise NotImplementedError(", f'    "{title}; "', f'    "{hint}"', ")"]
     for name in task.functions:
         node = find_function(parse(source), name)
         if node is None:
             raise LookupError(f"there is no {name}")
         lines = source.split("\n")
-        body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+        old = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
         if lines[node.body[0].lineno - 1][: node.body[0].col_offset].strip():
             raise LookupError(f"{name} has its body on the line of its signature")
-        # Lines are counted from 1. Comments above the first statement would tell too much, so they go too.
-        first = _first_line(body[0]) if body else (node.end_lineno or 0) + 1
+        # Lines are counted from 1. Comments above the first statement go too: they would give away
+        # the solution.
+        first = _first_line(old[0]) if old else (node.end_lineno or 0) + 1
         while lines[first - 2].strip() == "" or lines[first - 2].lstrip().startswith("#"):
             first -= 1
+        new = list(error if body is None else body)
+        yields = any(isinstance(inner, ast.Yield) for inner in ast.walk(node))
+        if isinstance(node, ast.AsyncFunctionDef) and yields:
+            new.append("yield  # so that it is still an async generator")
         ending = "\r" if lines[node.lineno - 1].endswith("\r") else ""
         indent = " " * (node.col_offset + 4)
-        title, _, command = message(stage, task).rpartition("; ")
-        stub = f"{ending}\n".join(
-            [
-                f"{indent}raise NotImplementedError(",
-                f'{indent}    "{title}; "',
-                f'{indent}    "{command}"',
-                f"{indent}){ending}",
-            ]
-        )
-        if isinstance(node, ast.AsyncFunctionDef) and any(
-            isinstance(each, ast.Yield) for each in ast.walk(node)
-        ):
-            stub = f"{stub}\n{indent}yield  # so that it is an async generator still{ending}"
-        lines[first - 1 : node.end_lineno] = [stub]
+        lines[first - 1 : node.end_lineno] = [f"{indent}{line}{ending}" for line in new]
         source = "\n".join(lines)
     return source
 
 
 def _first_line(statement: ast.stmt) -> int:
-    """Where a statement begins. A function or class that is decorated begins with its decorators."""
+    """The first line of a statement, decorators included."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(each.lineno for each in decorators)])
+    return min([statement.lineno, *(node.lineno for node in decorators)])
 
 
 def is_open(source: str, stage: str, task: Task) -> bool:
-    """Whether something of the task is still to be written: a function is not there, or still has the stub's line.
+    """Whether a function of the task is missing, or still raises the task's error.
 
     Raises SyntaxError for what is not Python.
     """
@@ -322,15 +313,16 @@ def _is_stub(node: Function | None, prefix: str) -> bool:
     return False
 
 
-# ---- laid over the reference ----
+# ---- laid over the reference --------------------------------------------------------------------
 
 
 @dataclass
 class Overlay:
-    """A copy that is laid over its stage in this process. Import the stage after `overlay` has made it, and not before.
+    """A copy that is laid over its stage in this process. The stage must be imported afterwards.
 
-    An open task's functions are the student's while its number is in `judged`, and the reference's otherwise. If `alone` is a
-    number, that task's functions are the student's and those of all others the reference's, open or not.
+    An open task's functions are the student's while its number is in `judged`, and otherwise the
+    reference's. If `alone` is a number, the student's functions are those of that task, and all
+    others the reference's, open or not.
     """
 
     stage: str
@@ -355,28 +347,21 @@ def overlay(
     files: Sequence[str] | None = None,
     alone: int | None = None,
 ) -> Overlay:
-    """Lay the copy in `source` (default: the student's) over its stage, for as long as this process lives.
+    """Lay the copy in `source` (default: the student's) over its stage, until this process ends.
 
-    files: only these of the copy; None: all its modules. Open tasks run the reference's bodies until somebody says what is
-    judged: see Overlay. Raises UserError if there is no copy, RuntimeError if it comes too late.
+    files: only these of the copy; None: all its modules. Open tasks run the reference's bodies
+    until they are judged: see Overlay. Raises UserError if there is no copy, and RuntimeError if
+    the stage is loaded already.
     """
-    source = folder(stage) if source is None else source
-    if not source.is_dir():
-        raise UserError(
-            f"There is no {source}: `python -m shared.course.exercise start {stage[:7]}` makes a copy of the stage."
-        )
-    # A copy has no business with these: the first is loaded already, and a test must never come from a copy.
-    found = sorted(
-        path.name
-        for path in source.glob("*.py")
-        if path.stem not in ("__init__", "tasks", "tests", "conftest")
-    )
+    source = existing(stage) if source is None else source
+    # Never from a copy: the package, which is loaded already, and its tasks and tests.
+    never = ("__init__", "tasks", "tests", "conftest")
+    found = sorted(path.name for path in source.glob("*.py") if path.stem not in never)
     chosen = tuple(name for name in found if files is None or name in files)
     late = [name for name in chosen if f"{stage}.{name.removesuffix('.py')}" in sys.modules]
     if late or stage in ACTIVE:
-        raise RuntimeError(
-            f"{stage} cannot be overlaid: {', '.join(late) or 'another overlay'} is loaded already"
-        )
+        loaded = ", ".join(late) or "another overlay"
+        raise RuntimeError(f"{stage} cannot be overlaid: {loaded} is loaded already")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     ACTIVE[stage] = Overlay(stage, source, chosen, alone)
@@ -384,7 +369,7 @@ def overlay(
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of the overlays before anybody else looks for them."""
+    """Finds the modules of the overlays before all other finders."""
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
@@ -394,9 +379,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if active is None or f"{name}.py" not in active.files:
             return None
         file = str(active.folder / f"{name}.py")
-        return importlib.util.spec_from_file_location(
-            fullname, file, loader=_Loader(fullname, file, active)
-        )
+        loader = _Loader(fullname, file, active)
+        return importlib.util.spec_from_file_location(fullname, file, loader=loader)
 
 
 class _Loader(SourceFileLoader):
@@ -405,7 +389,7 @@ class _Loader(SourceFileLoader):
         self.active = active
 
     def get_code(self, fullname: str) -> CodeType:
-        # No compiled file beside the source: a copy that is edited twice in a second must not run as it was before.
+        # No compiled file beside the source: it could hide the second of two edits in one second.
         return self.source_to_code(self.get_data(self.path), self.path)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -414,7 +398,7 @@ class _Loader(SourceFileLoader):
 
 
 def _fill(module: ModuleType, active: Overlay, path: Path) -> None:
-    """Put the reference's functions beside the student's wherever the latter are not always wanted."""
+    """Put the reference's functions beside the student's wherever the latter do not always run."""
     source, original = read(path), paths.ROOT / active.stage / path.name
     tree = ast.parse(read(original), str(original))
     for task in tasks(active.stage):
@@ -427,11 +411,11 @@ def _fill(module: ModuleType, active: Overlay, path: Path) -> None:
         for name in task.functions:
             *owners, last = name.split(".")
             owner: Any = module
-            for each in owners:
-                owner = getattr(owner, each, None)
+            for part in owners:
+                owner = getattr(owner, part, None)
             node = find_function(tree, name)
             if owner is None or node is None:
-                continue  # the class is gone, and whoever wants it will say so
+                continue  # the class is missing: an error where it is used
             mine = vars(owner).get(last, _missing(active.stage, task, name))
             setattr(owner, last, _either(mine, _reference(node, original, module, owner), wanted))
 
@@ -444,10 +428,10 @@ def _missing(stage: str, task: Task, name: str) -> Callable[..., Any]:
 
 
 def _reference(node: Function, path: Path, module: ModuleType, owner: Any) -> Any:
-    """The reference's function, decorators and all, with the globals of the student's module.
+    """The reference's function, decorators included, with the globals of the student's module.
 
-    It is made inside a function with a variable `__class__`, in which super() looks for its class. Annotations are not evaluated,
-    because compile() takes that over from this file.
+    It is made inside a function with a variable `__class__`, because super() looks there for its
+    class. Annotations are not evaluated: compile() inherits that from this file.
     """
     maker = ast.parse(f"def make(__class__):\n    pass\n    return {node.name}").body[0]
     assert isinstance(maker, ast.FunctionDef)
@@ -458,15 +442,11 @@ def _reference(node: Function, path: Path, module: ModuleType, owner: Any) -> An
 
 
 def _either(mine: Any, reference: Any, wanted: Callable[[], bool]) -> Any:
-    """What stands for both of two functions, methods or properties, and runs the first one when it is wanted."""
+    """A function, method or property that runs `mine` when it is wanted, else `reference`."""
     if isinstance(reference, property):
-        return property(
-            _either(_plain(mine), reference.fget, wanted),
-            reference.fset,
-            reference.fdel,
-            reference.__doc__,
-        )
-    if isinstance(reference, (staticmethod, classmethod)):
+        getter = _either(_plain(mine), reference.fget, wanted)
+        return property(getter, reference.fset, reference.fdel, reference.__doc__)
+    if isinstance(reference, staticmethod | classmethod):
         return type(reference)(_either(_plain(mine), reference.__func__, wanted))
     mine = _plain(mine)
 
@@ -479,7 +459,7 @@ def _either(mine: Any, reference: Any, wanted: Callable[[], bool]) -> Any:
 
 
 def _plain(function: Any) -> Any:
-    """The function that a property, a static method or a class method is made of."""
+    """The function inside a property, a static method or a class method."""
     if isinstance(function, property):
         return function.fget
-    return function.__func__ if isinstance(function, (staticmethod, classmethod)) else function
+    return function.__func__ if isinstance(function, staticmethod | classmethod) else function

@@ -1,8 +1,9 @@
-"""Proof that the tasks of a stage are good ones: for whoever writes or changes a task, and for CI.
+"""Proof that the tasks of a stage are good ones: for authors of tasks, and for CI.
 
-- Each task names functions that are there and tests that are there; no function and no test belongs to two tasks.
+- Each task names existing functions and tests; no function and no test belongs to two tasks.
 - An empty task fails each of its tests, with its own message, and no test of any other task.
-- A body that does nothing fails at least one of them too: the tests judge what a function does, and not that it can be called.
+- A body that does nothing fails at least one of them too, so that the tests judge what a function
+  does, not that it can be called.
 - The reference, as a copy, passes them all.
 """
 
@@ -15,41 +16,34 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from .. import paths
+from ..task import Task
 from . import mine
 
 LONGEST_LINE = 100
-QUICK = (
-    "-p",
-    "no:cacheprovider",
-    "--assert=plain",
-    "--tb=native",
-)  # of a failed test only the exception is looked at
-LONGEST_TEST = (
-    120.0  # seconds, start included, that the tests of a task may run with a body that does nothing
-)
+# Only the exception of a failed test is read.
+QUICK = ("-p", "no:cacheprovider", "--assert=plain", "--tb=native")
+LONGEST_TEST = 120.0  # seconds, start included, for a task's tests with a body that does nothing
 Copies = Mapping[str, Mapping[str, str]]  # stage -> file -> its source
-Outcomes = dict[
-    tuple[str, str], str
-]  # (stage, pytest id within it) -> "" for passed or skipped, and else what was said
+Outcomes = dict[tuple[str, str], str]  # (stage, pytest id in it) -> its error; "" for success
 
 
 def check(stage: str) -> Iterator[str]:
-    """What is wrong with a stage's tasks as they are written, without running anything."""
+    """The problems of a stage's tasks as they are written, found without running anything."""
     found = mine.tasks(stage)
     if [task.number for task in found] != list(range(1, len(found) + 1)):
         yield f"{stage}: tasks are not numbered from 1 on"
-    functions = [(task.file, name) for task in found for name in task.functions]
-    for file, name in sorted({each for each in functions if functions.count(each) > 1}):
-        yield f"{stage}: {file} {name} belongs to two tasks"
-    tests = [test for task in found for test in task.tests]
-    for test in sorted({each for each in tests if tests.count(each) > 1}):
-        yield f"{stage}: {test} belongs to two tasks"
+    owned = Counter(f"{task.file} {name}" for task in found for name in task.functions)
+    owned.update(test for task in found for test in task.tests)
+    yield from (
+        f"{stage}: {name} belongs to two tasks" for name in sorted(owned) if owned[name] > 1
+    )
     for task in found:
         name = mine.label(stage, task)
         if not (task.points > 0 and task.text and task.hints and task.tests and task.functions):
@@ -62,22 +56,24 @@ def check(stage: str) -> Iterator[str]:
         stub = re.search(rf'^ *"{name}: .*"$', source, re.MULTILINE)
         if stub and len(stub[0]) > LONGEST_LINE:
             yield f"{name}: its title is too long for a line of {LONGEST_LINE} characters"
-        for test in task.tests:
-            file, _, function = test.partition("::")
-            path = paths.ROOT / stage / file
-            *classes, function = function.split("::")
-            # A method may be inherited from a class in a file beside it.
-            files = path.parent.glob("*.py") if classes else [path]
-            source = "\n".join(mine.read(each) for each in files if path.is_file())
-            if not all(
-                re.search(rf"^\s*(async )?(def|class) {part}\b", source, re.M)
-                for part in [*classes, function]
-            ):
-                yield f"{name}: there is no test {test}"
+        yield from (f"{name}: there is no test {t}" for t in task.tests if not _exists(stage, t))
+
+
+def _exists(stage: str, test: str) -> bool:
+    """Whether a pytest id within the stage names a test. A method may be inherited from a class in
+    a file beside it."""
+    file, *names = test.split("::")
+    path = paths.ROOT / stage / file
+    places = path.parent.glob("*.py") if len(names) > 1 else [path]
+    source = "\n".join(mine.read(place) for place in places if place.is_file())
+    definition = r"^\s*(async )?(def|class) {}\b"
+    return path.is_file() and all(
+        re.search(definition.format(name), source, re.MULTILINE) for name in names
+    )
 
 
 def prove(chosen: Sequence[str]) -> Iterator[str]:
-    """What is wrong with the tasks of some stages, found by running their tests again and again. Takes minutes."""
+    """The problems of the tasks of some stages, found by running their tests. Takes minutes."""
     most = max(len(mine.tasks(stage)) for stage in chosen)
     found = [(stage, task) for stage in chosen for task in mine.tasks(stage)]
     with tqdm(total=1 + most + len(found), unit="run", disable=None) as bar:
@@ -92,51 +88,41 @@ def prove(chosen: Sequence[str]) -> Iterator[str]:
             bar.update()
 
 
-def copies(chosen: Sequence[str], number: int | None) -> Copies:
-    """Copies of some stages in which the task of this number, or none, is empty and everything else is written."""
+def copies(chosen: Sequence[str], number: int | None, body: Sequence[str] | None = None) -> Copies:
+    """Copies of some stages with everything written but the task of this number, if any: its
+    functions have `body`, or nothing."""
     found: dict[str, dict[str, str]] = {}
     for stage in chosen:
         found[stage] = {name: mine.read(paths.ROOT / stage / name) for name in mine.files(stage)}
         for task in mine.tasks(stage):
             if task.number == number:
-                found[stage][task.file] = mine.emptied(found[stage][task.file], stage, task)
+                source = mine.emptied(found[stage][task.file], stage, task, body)
+                found[stage][task.file] = source
     return found
 
 
-def passes_idle(stage: str, task: mine.Task) -> bool:
-    """Whether all tests of a task pass with bodies that do nothing. One that makes them run for ever does not pass."""
-    stub = f'raise NotImplementedError("{mine.message(stage, task)}")'
-    sources = copies([stage], task.number)[stage]
-    sources = {name: source.replace(stub, "pass") for name, source in sources.items()}
-    with laid_out({stage: sources}) as home:
+def passes_idle(stage: str, task: Task) -> bool:
+    """Whether a task's tests all pass with bodies that do nothing. A test that never ends fails."""
+    tests = [f"{stage}/{test}" for test in task.tests]
+    with laid_out(copies([stage], task.number, ["pass"])) as home:
         try:
-            return (
-                _pytest(
-                    home, [f"{stage}/{test}" for test in task.tests], "-x", seconds=LONGEST_TEST
-                ).returncode
-                == 0
-            )
+            return _pytest(home, tests, "-x", seconds=LONGEST_TEST).returncode == 0
         except subprocess.TimeoutExpired:
             return False
 
 
 def run(given: Copies, most: int | None = None) -> Outcomes:
-    """Run the tests of all tasks of some stages against copies of them, of each task all or so many.
+    """Run the tests of all tasks of some stages against copies of them; at most `most` a task.
 
     Raises RuntimeError if pytest itself fails.
     """
-    tests = [
-        f"{stage}/{test}"
-        for stage in given
-        for task in mine.tasks(stage)
-        for test in task.tests[:most]
-    ]
+    chosen = [(stage, task) for stage in given for task in mine.tasks(stage)]
+    tests = [f"{stage}/{test}" for stage, task in chosen for test in task.tests[:most]]
     with laid_out(given) as home:
         done = _pytest(home, tests, f"--junit-xml={home / 'out.xml'}")
         if done.returncode not in (0, 1):
-            raise RuntimeError(
-                f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-            )
+            output = done.stdout[-2000:] + done.stderr[-2000:]
+            raise RuntimeError(f"pytest ended with {done.returncode}:\n{output}")
         return read_outcomes(home / "out.xml")
 
 
@@ -155,14 +141,14 @@ def laid_out(given: Copies) -> Iterator[Path]:
 def _pytest(
     home: Path, tests: Sequence[str], *options: str, seconds: float | None = None
 ) -> subprocess.CompletedProcess[str]:
+    places = {
+        "STAIRCASE_MINE": str(home / "mine"),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(home / "hypothesis"),
+    }
     return subprocess.run(
         [sys.executable, "-m", "pytest", "--mine", "-q", *QUICK, *options, *tests],
         cwd=paths.ROOT,
-        env=os.environ
-        | {
-            "STAIRCASE_MINE": str(home / "mine"),
-            "HYPOTHESIS_STORAGE_DIRECTORY": str(home / "hypothesis"),
-        },
+        env=os.environ | places,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -181,42 +167,43 @@ def read_outcomes(path: Path) -> Outcomes:
         end = next(place for place, part in enumerate(rest, 1) if part.startswith("test_"))
         test = "::".join([f"{'/'.join(rest[:end])}.py", *rest[end:], case.attrib["name"]])
         bad = [*case.findall("failure"), *case.findall("error")]
-        said = "".join(f"{each.attrib.get('message', '')}\n{each.text or ''}" for each in bad)
-        outcomes[stage, test] = said
+        text = "".join(f"{node.attrib.get('message', '')}\n{node.text or ''}" for node in bad)
+        outcomes[stage, test] = text
     return outcomes
 
 
 def failures(outcomes: Outcomes, whose: str) -> Iterator[str]:
     """Every test that failed."""
-    for (stage, test), said in outcomes.items():
-        if said:
-            yield f"{stage}: {test} fails with {whose}: {said[:200]}"
+    for (stage, test), error in outcomes.items():
+        if error:
+            yield f"{stage}: {test} fails with {whose}: {error[:200]}"
 
 
 def judge_empty(outcomes: Outcomes, number: int | None, most: int | None = None) -> Iterator[str]:
-    """What is wrong where the task of this number in each stage, or each task, was empty; `most` as it was for `run`."""
+    """The problems where the task of this number in each stage, or each task, was empty; `most` as
+    for `run`."""
     for stage in sorted({stage for stage, _ in outcomes}):
         for task in mine.tasks(stage):
             empty = number in (None, task.number)
             for test in task.tests[:most]:
-                said = _of(outcomes, stage, test)
-                name = mine.label(stage, task)
-                if not said:
-                    yield f"{name}: {test} was not run"
-                elif empty and not any(said):
-                    yield f"{name}: {test} passes though the task is empty"
-                for each in filter(None, said):
+                errors = _of(outcomes, stage, test)
+                name = f"{mine.label(stage, task)}: {test}"
+                if not errors:
+                    yield f"{name} was not run"
+                elif empty and not any(errors):
+                    yield f"{name} passes though the task is empty"
+                for error in filter(None, errors):
                     if not empty:
-                        yield f"{name}: {test} fails because task {number} is empty: {each[:200]}"
-                    elif mine.message(stage, task) not in each:
-                        yield f"{name}: {test} fails with another message than the task's own: {each[:200]}"
+                        yield f"{name} fails because task {number} is empty: {error[:200]}"
+                    elif mine.message(stage, task) not in error:
+                        yield f"{name} fails with another message than the task's: {error[:200]}"
 
 
 def _of(outcomes: Outcomes, stage: str, test: str) -> list[str]:
-    """What the items of one test said; parameters make several of it."""
-    wanted = mine.Task(0, "", (), "", "", 0, (), (test,))
+    """The errors of one test, an entry for each of its parameters."""
+    wanted = Task(0, "", (), "", "", 0, (), (test,))
     return [
-        said
-        for (where, name), said in outcomes.items()
+        error
+        for (where, name), error in outcomes.items()
         if where == stage and wanted.judged_by(name)
     ]

@@ -1,10 +1,11 @@
-"""The student's copy: what `start` leaves in it, that nothing is lost, and how it is laid over the reference."""
+"""The student's copy: its contents, that no work is lost, and how it is laid over the reference."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,14 +18,10 @@ from shared.course import mine
 from shared.errors import UserError
 from shared.task import Task
 
-WITH_TASKS = [stage for stage in paths.discover() if mine.tasks(stage)]
+WITH_TASKS = list(filter(mine.tasks, paths.discover()))
 STAGE = "stage02_kv_cache"
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(mine, "HOME", tmp_path / "mine")
-    return tmp_path / "mine"
+OTHER = "stage04_continuous"
+STUB = re.compile(r" *raise NotImplementedError\(\r?\n.*\n.*exercise hint stage.*\n *\)\r?\n")
 
 
 # ---- stages and tasks ----
@@ -36,33 +33,33 @@ def test_a_stage_has_short_names(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "stage", "99", "stage02_", "kv_cache"])
-def test_what_is_no_stage_is_refused(text: str) -> None:
+def test_an_unknown_stage_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="the stages are stage01_forward, "):
         mine.find_stage(text)
 
 
-def test_a_task_that_is_not_there_is_refused() -> None:
+def test_an_unknown_task_is_refused() -> None:
     assert mine.find_task(STAGE, 1).number == 1
     with pytest.raises(UserError, match="its tasks are 1 to"):
         mine.find_task(STAGE, 99)
 
 
-def test_a_test_belongs_to_a_task_by_its_name_whatever_its_parameters() -> None:
+@pytest.mark.parametrize(
+    ("test", "judges"),
+    [
+        ("tests/test_a.py::test_one", True),
+        ("tests/test_a.py::test_one[x::y]", True),
+        ("tests/test_b.py::test_any", True),
+        ("tests/test_b.py::A::b", True),
+        ("tests/test_a.py::test_one_more", False),
+        ("tests/test_a.py::test_two", False),
+        ("tests/test_bb.py::test_any", False),
+        ("test_one", False),
+    ],
+)
+def test_a_test_judges_a_task_whatever_its_parameters(test: str, judges: bool) -> None:
     task = Task(1, "a.py", ("f",), "", "", 1, (), ("tests/test_a.py::test_one", "tests/test_b.py"))
-    for test in (
-        "tests/test_a.py::test_one",
-        "tests/test_a.py::test_one[x::y]",
-        "tests/test_b.py::test_any",
-        "tests/test_b.py::A::b",
-    ):
-        assert task.judged_by(test)
-    for test in (
-        "tests/test_a.py::test_one_more",
-        "tests/test_a.py::test_two",
-        "tests/test_bb.py::test_any",
-        "test_one",
-    ):
-        assert not task.judged_by(test)
+    assert task.judged_by(test) == judges
 
 
 @pytest.mark.parametrize("stage", WITH_TASKS)
@@ -75,8 +72,7 @@ def test_points_of_a_stage_make_a_hundred(stage: str) -> None:
 
 
 def without_bodies(source: str, names: set[str]) -> str:
-    """A dump of a module in which the named functions have nothing but signature and docstring."""
-    tree = ast.parse(source)
+    tree = mine.parse(source)
     for name in names:
         node = mine.find_function(tree, name)
         assert node is not None, name
@@ -87,22 +83,19 @@ def without_bodies(source: str, names: set[str]) -> str:
 @pytest.mark.parametrize("stage", WITH_TASKS)
 def test_a_fresh_copy_is_the_reference_without_some_bodies(stage: str, home: Path) -> None:
     folder = mine.start(stage)
-    assert folder == home / stage and sorted(path.name for path in folder.iterdir()) == mine.files(
-        stage
-    )
+    assert folder == home / stage
+    assert sorted(path.name for path in folder.iterdir()) == mine.files(stage)
     for file in mine.files(stage):
         reference, copy = mine.read(paths.ROOT / stage / file), mine.read(folder / file)
-        names = {name for task in mine.tasks(stage) if task.file == file for name in task.functions}
+        tasks = [task for task in mine.tasks(stage) if task.file == file]
+        names = {name for task in tasks for name in task.functions}
         assert without_bodies(copy, names) == without_bodies(reference, names)
-        kept = iter(
-            reference.split("\n")
-        )  # comments and blank lines too: what is not a stub's line is the reference's, in order
+        # Comments and blank lines too: what is no stub is the reference's, in order.
+        copy, count = STUB.subn("", copy)
+        assert count == len(names)
+        kept = iter(reference.split("\n"))
         for line in copy.split("\n"):
-            if (
-                "raise NotImplementedError(" not in line
-                and "so that it is an async generator" not in line
-            ):
-                assert line in kept, line
+            assert "still an async generator" in line or line in kept, line
     for task in mine.tasks(stage):
         assert mine.is_open(mine.read(folder / task.file), stage, task)
         assert not mine.is_open(mine.read(paths.ROOT / stage / task.file), stage, task)
@@ -150,18 +143,19 @@ def a_task(*functions: str) -> Task:
     return Task(2, "a.py", functions, "a title", "text", 1, ("hint",), ("tests/test_a.py",))
 
 
-STUB = (
-    'raise NotImplementedError("stage04 task 2: a title; python -m shared.course.exercise hint stage04 2")'
-)
+def stub(indent: int) -> str:
+    lines = (
+        "raise NotImplementedError(",
+        '    "stage04 task 2: a title; "',
+        '    "python -m shared.course.exercise hint stage04 2"',
+        ")",
+    )
+    return f"\n{' ' * indent}".join(lines)
 
 
 def test_bodies_go_and_the_rest_stays() -> None:
-    empty = mine.emptied(
-        SOURCE, "stage04_continuous", a_task("cached", "Thing.plain", "Thing.stream", "Thing.wait")
-    )
-    assert (
-        empty
-        == f'''\
+    functions = ("cached", "Thing.plain", "Thing.stream", "Thing.wait")
+    expected = f'''\
 """A module."""
 
 import functools  # kept
@@ -169,7 +163,7 @@ import functools  # kept
 
 @functools.cache
 def cached(a: int = 1) -> int:
-    {STUB}
+    {stub(4)}
 
 # behind it
 
@@ -180,83 +174,70 @@ class Thing:
 
         Two paragraphs.
         """
-        {STUB}
+        {stub(8)}
 
     async def stream(self):
-        {STUB}
-        yield  # so that it is an async generator still
+        {stub(8)}
+        yield  # so that it is still an async generator
 
     async def wait(self):
-        {STUB}
+        {stub(8)}
 
     def last(self): return 2
 '''
-    )
-
-
-def test_line_ends_stay_as_they_are() -> None:
-    empty = mine.emptied(
-        SOURCE.replace("\n", "\r\n"), "stage04_continuous", a_task("Thing.plain", "Thing.stream")
-    )
-    assert empty == mine.emptied(
-        SOURCE, "stage04_continuous", a_task("Thing.plain", "Thing.stream")
-    ).replace("\n", "\r\n")
+    assert mine.emptied(SOURCE, OTHER, a_task(*functions)) == expected
+    windows = mine.emptied(SOURCE.replace("\n", "\r\n"), OTHER, a_task(*functions))
+    assert windows == expected.replace("\n", "\r\n")
 
 
 @pytest.mark.parametrize("name", ["Thing.last", "Thing.none", "None.plain", "plain"])
 def test_a_function_that_cannot_be_emptied_is_named(name: str) -> None:
     with pytest.raises(LookupError, match=name):
-        mine.emptied(SOURCE, "stage04_continuous", a_task(name))
+        mine.emptied(SOURCE, OTHER, a_task(name))
 
 
 def test_a_body_may_begin_with_a_decorated_function() -> None:
     inner = "    @wrap\n    # why\n    def inner():\n        return 1\n\n    return inner\n"
-    empty = mine.emptied(
-        f"def outer():\n    'Docstring.'\n\n{inner}", "stage04_continuous", a_task("outer")
-    )
-    assert empty == f"def outer():\n    'Docstring.'\n    {STUB}\n"
+    start = "def outer():\n    'Docstring.'\n"
+    empty = mine.emptied(f"{start}\n{inner}", OTHER, a_task("outer"))
+    assert empty == f"{start}    {stub(4)}\n"
     with pytest.raises(LookupError, match="on the line of its signature"):
-        mine.emptied("def outer(): 'Docstring.'\n", "stage04_continuous", a_task("outer"))
+        mine.emptied("def outer(): 'Docstring.'\n", OTHER, a_task("outer"))
 
 
 @pytest.mark.parametrize("source", ["def (:", "x = 1\0", "(" * 10_000])
-def test_what_is_no_python_is_a_syntax_error(source: str) -> None:
+def test_what_is_not_python_is_a_syntax_error(source: str) -> None:
     with pytest.raises(SyntaxError):
-        mine.is_open(source, "stage04_continuous", a_task("cached"))
+        mine.is_open(source, OTHER, a_task("cached"))
 
 
-def test_a_task_is_open_until_its_last_line_of_stub_is_gone() -> None:
+def test_a_task_is_open_until_its_last_stub_is_gone() -> None:
     task = a_task("cached", "Thing.plain")
-    empty = mine.emptied(SOURCE, "stage04_continuous", task)
+    empty = mine.emptied(SOURCE, OTHER, task)
     for source, is_open in (
         (SOURCE, False),
         (empty, True),
-        (empty.replace(STUB, "pass", 1), True),  # one of two
-        (empty.replace(STUB, "pass"), False),
-        (
-            empty.replace(STUB, f"x = 1\n        {STUB}").replace(
-                "    x = 1\n        raise", "    x = 1\n    raise", 1
-            ),
-            True,
-        ),  # half
+        (empty.replace(stub(4), "pass"), True),  # one of two
+        (empty.replace(stub(4), "pass").replace(stub(8), "pass"), False),
+        (empty.replace(stub(4), f"x = 1\n    {stub(4)}").replace(stub(8), "pass"), True),  # half
         (SOURCE.replace("def plain", "def renamed"), True),
         (SOURCE.replace("return a", "raise NotImplementedError('another')"), False),
     ):
-        assert mine.is_open(source, "stage04_continuous", task) is is_open, source
+        assert mine.is_open(source, OTHER, task) is is_open, source
 
 
-# ---- nothing is lost ----
+# ---- no work is lost ----
 
 
 def test_start_does_not_write_over_a_copy(home: Path) -> None:
     folder = mine.start(STAGE)
     mine.write(folder / "cache.py", "my work")
-    with pytest.raises(UserError, match="go on with that one"):
+    with pytest.raises(UserError, match="continue with it"):
         mine.start(STAGE)
     assert mine.read(folder / "cache.py") == "my work"
 
 
-def test_reset_keeps_what_was_there_every_time(home: Path) -> None:
+def test_reset_keeps_a_backup_every_time(home: Path) -> None:
     with pytest.raises(UserError, match="no copy"):
         mine.reset(STAGE)
     folder = mine.start(STAGE)
@@ -265,13 +246,12 @@ def test_reset_keeps_what_was_there_every_time(home: Path) -> None:
     kept = []
     for number in range(3):  # within a second
         mine.write(folder / "cache.py", f"work {number}")
-        mine.write(folder / "more.py", "a module of one's own")
+        mine.write(folder / "more.py", "a module of the student's")
         kept.append(mine.reset(STAGE))
         assert mine.read(folder / "cache.py") == fresh and not (folder / "more.py").exists()
-    assert [mine.read(each / "cache.py") for each in kept] == ["work 0", "work 1", "work 2"]
-    assert (folder / "notes.txt").exists() and all(
-        (each / "notes.txt").exists() and (each / "more.py").exists() for each in kept
-    )
+    assert [mine.read(path / "cache.py") for path in kept] == ["work 0", "work 1", "work 2"]
+    assert (folder / "notes.txt").exists()
+    assert all((path / name).exists() for path in kept for name in ("notes.txt", "more.py"))
 
 
 def test_reset_of_one_task_leaves_the_others(home: Path) -> None:
@@ -280,16 +260,14 @@ def test_reset_of_one_task_leaves_the_others(home: Path) -> None:
     mine.write(folder / "cache.py", mine.read(paths.ROOT / STAGE / "cache.py") + "\n# mine\n")
     kept = mine.reset(STAGE, tasks[1])
     source = mine.read(folder / "cache.py")
-    assert [mine.is_open(source, STAGE, task) for task in tasks] == [
-        task is tasks[1] for task in tasks
-    ]
+    assert [task for task in tasks if mine.is_open(source, STAGE, task)] == [tasks[1]]
     assert source.endswith("# mine\n") and "# mine" in mine.read(kept / "cache.py")
 
 
-def test_a_file_that_is_broken_is_not_touched_by_a_reset_of_one_task(home: Path) -> None:
+def test_a_broken_file_is_not_touched_by_a_reset_of_one_task(home: Path) -> None:
     folder = mine.start(STAGE)
     mine.write(folder / "cache.py", "def (:")
-    with pytest.raises(UserError, match="mend it, or reset the whole stage"):
+    with pytest.raises(UserError, match="repair the file, or reset the whole stage"):
         mine.reset(STAGE, mine.find_task(STAGE, 1))
     assert mine.read(folder / "cache.py") == "def (:" and not (home / "backups").exists()
 
@@ -412,16 +390,14 @@ def test_an_open_task_speaks_only_where_it_is_judged(demo: Path, function: str) 
     active.judged.add(2)
     assert CALLS[function](work) == expected
     active.judged.add(1)
-    with pytest.raises(
-        NotImplementedError,
-        match="^stage98 task 1: all kinds; python -m shared.course.exercise hint stage98 1$",
-    ):
+    error = "^stage98 task 1: all kinds; python -m shared.course.exercise hint stage98 1$"
+    with pytest.raises(NotImplementedError, match=error):
         CALLS[function](work)
     active.judged.clear()
     assert CALLS[function](work) == expected
 
 
-def test_who_has_a_function_by_name_is_served_too(demo: Path) -> None:
+def test_a_function_imported_by_name_is_overlaid_too(demo: Path) -> None:
     active = mine.overlay(DEMO_STAGE)
     decorated = load("user").decorated
     assert decorated(5) == "reference 5 reference 5 "
@@ -446,11 +422,8 @@ def test_the_references_body_meets_the_students_helpers(demo: Path) -> None:
 
 def test_a_task_with_one_open_function_is_open_as_a_whole(demo: Path) -> None:
     """Half of a task beside half of the reference could contradict each other."""
-    half = mine.emptied(
-        DEMO.replace("reference", "mine"),
-        DEMO_STAGE,
-        Task(1, "", ("Thing.size",), "all kinds", "", 1, (), ()),
-    )
+    size = Task(1, "", ("Thing.size",), "all kinds", "", 1, (), ())
+    half = mine.emptied(DEMO.replace("reference", "mine"), DEMO_STAGE, size)
     mine.write(demo / "work.py", half)
     active = mine.overlay(DEMO_STAGE)
     assert load("work").decorated(1) == "reference 1 reference 1 "
@@ -469,10 +442,8 @@ def test_a_function_that_is_gone_is_an_open_one(demo: Path) -> None:
 
 
 def test_a_task_alone_is_the_students_and_all_others_are_the_references(demo: Path) -> None:
-    mine.write(
-        demo / "work.py",
-        DEMO.replace("reference", "mine").replace("the other task", "my other task"),
-    )
+    source = DEMO.replace("reference", "mine").replace("the other task", "my other task")
+    mine.write(demo / "work.py", source)
     mine.overlay(DEMO_STAGE, alone=2)
     work = load("work")
     assert work.decorated(1) == "reference 1 reference 1 " and work.Thing().size == "reference size"
@@ -493,7 +464,7 @@ def test_any_module_may_be_in_a_copy_but_not_the_package_and_its_tasks(demo: Pat
 
 
 def test_a_copy_that_is_edited_is_read_anew(demo: Path) -> None:
-    """Two edits of the same length within a second: nothing compiled may be left of the first."""
+    """Two edits of the same length within a second: no compiled file may hide the second."""
     for whose in ("one", "two"):
         mine.write(demo / "plain.py", f"whose = '{whose}'\n")
         mine.ACTIVE.clear()
@@ -513,7 +484,7 @@ def test_an_overlay_that_comes_too_late_is_an_error(demo: Path) -> None:
         mine.overlay(DEMO_STAGE)
 
 
-def test_a_copy_that_is_not_there_is_refused(home: Path) -> None:
+def test_a_missing_copy_is_refused(home: Path) -> None:
     with pytest.raises(UserError, match="shared.course.exercise start stage02"):
         mine.overlay(STAGE)
     assert STAGE not in mine.ACTIVE

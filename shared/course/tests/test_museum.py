@@ -20,12 +20,6 @@ NAMES = [each.name for each in EXHIBITS]
 EXHIBIT = find(2)
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(mine, "HOME", tmp_path / "mine")
-    return tmp_path / "mine"
-
-
 def reference(exhibit: Exhibit) -> str:
     return mine.read(paths.ROOT / exhibit.stage / exhibit.file)
 

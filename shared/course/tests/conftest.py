@@ -1,0 +1,16 @@
+"""Fixtures of the course's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.course import mine
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty place for the student's copies."""
+    monkeypatch.setattr(mine, "HOME", tmp_path / "mine")
+    return tmp_path / "mine"
