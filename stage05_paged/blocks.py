@@ -168,11 +168,6 @@ class BlockTable:
             self.pool.share(block)
             self.blocks.append(block)
 
-    def is_shared(self, position: int) -> bool:
-        """Whether a write at `position` would change what another table reads."""
-        index = position // self.pool.block_size
-        return index < len(self.blocks) and self.pool.references[self.blocks[index]] > 1
-
     def replace(self, position: int) -> tuple[int, int]:
         """Copy-on-write: put a new block in place of the shared one at `position`.
 

@@ -219,25 +219,14 @@ class Scheduler:
         are left, take those of the most junior. Returns whether a request was preempted."""
         preempted = False
         for request in sorted(self.running, key=self._rank):
-            while request.state is State.RUNNING and self._need(request) > self.pool.available:
+            missing = self.tables[request].missing(request.token_count)
+            while request.state is State.RUNNING and missing > self.pool.available:
                 # The last resort is `request` itself.
                 self._preempt(plan, max(self.running, key=self._rank))
                 preempted = True
             if request.state is State.RUNNING:
-                if self.tables[request].is_shared(request.computed):
-                    self._copy(plan, request, request.computed)
                 self._grow(plan, request)
         return preempted
-
-    def _need(self, request: Request) -> int:
-        """Blocks to take before the next tokens of `request` can be written."""
-        table = self.tables[request]
-        return table.missing(request.token_count) + table.is_shared(request.computed)
-
-    def _copy(self, plan: Plan, request: Request, position: int) -> None:
-        """Copy-on-write: give `request` its own copy of the shared block at `position`."""
-        plan.moves.append(Move("copy", *self.tables[request].replace(position)))
-        self.counts.copies += 1
 
     def _grow(self, plan: Plan, request: Request) -> None:
         # A new block holds another sequence's past. A mask hides it, but 0 times NaN is NaN.
@@ -271,8 +260,9 @@ class Scheduler:
         request.move(State.RUNNING)
         self.running.append(request)
         table.adopt(blocks)
-        if copied:
-            self._copy(plan, request, known)
+        if copied:  # copy-on-write: shared blocks are full ones, which are never written again
+            plan.moves.append(Move("copy", *table.replace(known)))
+            self.counts.copies += 1
         self._grow(plan, request)
         if request in self.swapped:
             self.counts.swapped_in += 1
