@@ -53,9 +53,10 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else MINUS_INFINITY
 
 
-def head(prefix: str, model: str) -> dict[str, Any]:
+def head(model: str, prefix: str, **fields: str) -> dict[str, Any]:
     """The fields that all chunks of an answer repeat."""
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    name = f"{prefix}-{uuid.uuid4().hex}"
+    return {"id": name, **fields, "created": int(time.time()), "model": model}
 
 
 def finish(piece: Piece | Answer) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class Completion:
         echoes: Mapping[int, Echo],
     ) -> None:
         self.body, self.choices, self.tokenizer = body, choices, tokenizer
-        self.head = head("cmpl", model) | {"object": "text_completion"}
+        self.head = head(model, "cmpl", object="text_completion")
         self._echoes = dict(echoes)  # those not sent yet
         self._offsets = defaultdict(
             int, {index: len(text) for index, (text, _) in echoes.items()}
@@ -157,7 +158,7 @@ class Scores:
         self, body: CompletionBody, echoes: Sequence[Echo], prompt_tokens: int, model: str
     ) -> None:
         self.body, self.usage = body, _usage(prompt_tokens, 0)
-        self.head = head("cmpl", model) | {"object": "text_completion"}
+        self.head = head(model, "cmpl", object="text_completion")
         self.choices = [
             {"index": index, "text": text, "logprobs": logprobs, "finish_reason": "length"}
             for index, (text, logprobs) in enumerate(echoes)
@@ -183,7 +184,7 @@ class Chat:
         self, body: ChatBody, choices: Sequence[Choice], model: str, tokenizer: AnyTokenizer
     ) -> None:
         self.body, self.choices, self.tokenizer = body, choices, tokenizer
-        self.head = head("chatcmpl", model)
+        self.head = head(model, "chatcmpl")
         self._greeted: set[int] = set()  # choices whose role has been sent
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
