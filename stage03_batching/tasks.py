@@ -36,8 +36,7 @@ TASKS = (
             "back to the dtype of the values after it.",
         ),
         tests=(
-            "tests/test_attention.py::test_bfloat16_is_explicit_attention_within_its_rounding",
-            "tests/test_attention.py::test_without_a_mask_one_query_sees_all",
+            "tests/test_attention.py::test_a_query_sees_what_its_mask_says",
             "tests/test_attention.py::test_hidden_keys_and_values_may_hold_any_finite_number",
             "tests/test_attention.py::test_rows_do_not_meet",
         ),
@@ -109,7 +108,7 @@ TASKS = (
         tests=(
             "tests/test_engine.py::test_a_batch_gives_the_tokens_of_one_at_a_time",
             "tests/test_engine.py::test_end_of_text_in_one_row_ends_that_row_alone",
-            "tests/test_engine.py::test_a_row_that_has_ended_says_nothing_more",
+            "tests/test_engine.py::test_a_row_that_has_ended_emits_nothing_more",
             "tests/test_engine.py::test_rows_end_at_the_end_of_the_context_while_others_go_on",
             "tests/test_engine.py::test_a_record_of_every_pass",
             "tests/test_engine.py::test_the_records_add_up",

@@ -35,12 +35,8 @@ def test_stream_is_generate_token_by_token(engine):
 
 def test_every_pass_computes_everything_again(engine):
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
-    assert [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps] == [
-        (1, 3, 0),
-        (1, 3, 1),
-        (1, 3, 2),
-        (1, 3, 3),
-    ]
+    records = [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps]
+    assert records == [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 3, 3)]
 
 
 def test_stops_at_end_of_text_unless_told_to_ignore_it(engine, tiny_model):
@@ -59,19 +55,22 @@ def test_stops_at_stop_token_ids(engine):
     assert (output.token_ids, output.finish_reason) == (free[: free.index(free[3]) + 1], "stop")
 
 
-def test_end_of_text_on_the_last_allowed_token_is_a_stop(tiny):
-    assert (
-        finish_reason([5, 7], 3, SamplingParams(max_tokens=2), tiny.config, eos_ids=(7,)) == "stop"
-    )
-    assert (
-        finish_reason([5, 6], 3, SamplingParams(max_tokens=2), tiny.config, eos_ids=(7,))
-        == "length"
-    )
-    assert finish_reason([5], 3, SamplingParams(max_tokens=2), tiny.config, eos_ids=(7,)) is None
-    assert (
-        finish_reason([7], 3, SamplingParams(max_tokens=2, min_tokens=2), tiny.config, eos_ids=(7,))
-        is None
-    )
+@pytest.mark.parametrize(
+    ("output", "options", "reason"),
+    [
+        ([5, 7], {}, "stop"),
+        ([5, 8], {}, "stop"),
+        ([5, 6], {}, "length"),
+        ([5], {}, None),
+        ([7], {"min_tokens": 2}, None),
+        ([5, 7], {"min_tokens": 2}, "stop"),
+        ([7], {"ignore_eos": True}, None),
+        ([7], {"ignore_eos": True, "stop_token_ids": (7,)}, "stop"),
+    ],
+)
+def test_end_of_text_on_the_last_allowed_token_is_a_stop(tiny, output, options, reason):
+    params = SamplingParams(max_tokens=2, **options)
+    assert finish_reason(output, 3, params, tiny.config, eos_ids=(7, 8)) == reason
 
 
 @pytest.mark.parametrize("length", [1, 62, 63])
@@ -94,9 +93,8 @@ def test_unfit_prompts_are_refused_before_any_work(engine, prompt, says):
 
 
 def test_one_sampling_for_all_or_one_each(engine):
-    outputs = engine.generate(
-        [[1], [1]], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=5)]
-    )
+    params = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=5)]
+    outputs = engine.generate([[1], [1]], params)
     assert [len(output.token_ids) for output in outputs] == [2, 5]
     with pytest.raises(UserError, match="2 prompts and 1"):
         engine.generate([[1], [1]], [SamplingParams()])

@@ -1,4 +1,4 @@
-"""The sampler: the fast one against the plain one, both against sums by hand, and the draw against chance."""
+"""The samplers: fast against plain, both against sums by hand, and the draw against chance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache: what a pass sees, what it writes, and the pitfalls of a first KV cache, each with the test that catches it."""
+"""The cache: what a pass sees and writes; one test for each pitfall of a first KV cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def whole(tiny_model):
 def test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass(
     cuts, tiny_model, cache, whole
 ):
-    """Catches: a decode step that forgets the past, positions that restart at 0, a square causal mask on a short query."""
+    """Catches a decode step that forgets the past, positions that restart at 0, a square mask."""
     done, parts = 0, []
     for cut in cuts:
         parts.append(through_cache(tiny_model, cache, IDS[done : done + cut]))
@@ -67,14 +67,13 @@ def test_a_chunk_sees_all_before_it_and_nothing_after(cache):
 def test_cropped_slots_are_never_read_again(tiny_model, cache, whole):
     through_cache(tiny_model, cache, IDS[:6] + [90, 91, 92])
     cache.crop(6)
-    cache.kv[:, :, :, 6:] = torch.nan  # whatever is left behind the end must not matter
+    cache.kv[:, :, :, 6:] = torch.nan
     rest = through_cache(tiny_model, cache, IDS[6:])
     assert torch.allclose(rest, whole[6:], rtol=0, atol=1e-12)
 
 
 @torch.inference_mode()
 def test_attention_reads_the_cache_in_place(cache):
-    """Views, not copies: what a pass reads and writes is the cache's own memory."""
     attention = cache.extend(4)
     assert attention.seen.data_ptr() == cache.kv.data_ptr()
     assert attention.new.untyped_storage().data_ptr() == cache.kv.untyped_storage().data_ptr()
@@ -91,57 +90,33 @@ def test_one_decode_step_is_explicit_attention_over_all_keys(cache):
     assert torch.allclose(last[0], explicit[:, 5], rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@torch.inference_mode()
-def test_bfloat16_is_explicit_attention_within_its_rounding(count, tiny_model):
-    """A single row attends over widened keys and values, several do not; both give back what the model computes in."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 9, 2, 12, generator=generator).bfloat16()  # (T, H, D) each
-    cache = KVCache(tiny_model.config, dtype=torch.bfloat16)
-    cache.extend(9 - count).attend(1, q[:-count], k[:-count], v[:-count])
-    attention = cache.extend(count)
-    last = attention.attend(1, q[-count:], k[-count:], v[-count:])
-    explicit = explicit_attention(*(each.double().transpose(0, 1) for each in (q, k, v))).transpose(
-        0, 1
-    )
-    assert attention.widen == (count == 1) and last.dtype == torch.bfloat16
-    # Query, scores, weights and result are rounded, by half of what neighbouring numbers of about 1 lie apart.
-    assert torch.allclose(
-        last.double(), explicit[-count:], rtol=0, atol=4 * torch.finfo(torch.bfloat16).eps / 2
-    )
-
-
 @pytest.mark.parametrize("cuts", [[9], [5, 1, 3]], ids=str)
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), (3, 1), (2, 2)])
-@pytest.mark.parametrize(
-    "dtype, stored",
-    [
-        (torch.float64, torch.float64),
-        (torch.float64, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("stored", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@torch.inference_mode()
 def test_heads_may_share_keys_and_the_cache_may_have_a_dtype_of_its_own(
     cuts, heads, kv_heads, dtype, stored
 ):
+    """A single row attends over widened bfloat16; the result has the dtype of the query."""
+    dtype, stored = getattr(torch, dtype), getattr(torch, stored)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(9, heads, 10, generator=generator).to(dtype)  # (T, H, D)
     k, v = torch.randn(2, 9, kv_heads, 10, generator=generator).to(dtype)  # (T, H_kv, D) each
     cache = KVCache(Config(5, 9, 8, 1, heads, kv_heads, 10), dtype=stored)
     assert cache.kv.shape == (1, 2, kv_heads, 9, 10)
-    parts = zip(q.split(cuts), k.split(cuts), v.split(cuts), strict=True)
-    out = torch.cat([cache.extend(len(part[0])).attend(0, *part) for part in parts])
+    parts = []
+    for part in zip(q.split(cuts), k.split(cuts), v.split(cuts), strict=True):
+        attention = cache.extend(len(part[0]))
+        assert attention.widen == (len(part[0]) == 1 and stored == torch.bfloat16)
+        parts.append(attention.attend(0, *part))
     shared = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
     explicit = explicit_attention(*(x.double().transpose(0, 1) for x in (q, *shared)))
+    out, coarsest = torch.cat(parts), min(dtype, stored, key=lambda each: each.itemsize)
+    # Query, scores, weights and result are rounded, each by half a step.
+    bound = max(4 * torch.finfo(coarsest).eps / 2, 1e-14)
     assert out.dtype == dtype
-    rounded = (
-        1e-14
-        if dtype == stored == torch.float64
-        else 4 * torch.finfo(min(dtype, stored, key=lambda each: each.itemsize)).eps / 2
-    )
-    assert torch.allclose(out.double(), explicit.transpose(0, 1), rtol=0, atol=rounded)
+    assert torch.allclose(out.double(), explicit.transpose(0, 1), rtol=0, atol=bound)
 
 
 def test_the_cache_refuses_more_than_it_holds(cache):

@@ -1,4 +1,4 @@
-"""The cached engine: the naive engine's tokens, with one pass over the prompt and then one token a pass."""
+"""The cached engine: the naive engine's tokens, with one pass over the prompt, then one a token."""
 
 from __future__ import annotations
 
@@ -19,12 +19,8 @@ def engine(tiny_model):
 
 def test_one_prefill_then_one_token_a_pass(engine):
     engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=4))
-    assert [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps] == [
-        (1, 5, 0),
-        (1, 0, 1),
-        (1, 0, 1),
-        (1, 0, 1),
-    ]
+    records = [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps]
+    assert records == [(1, 5, 0), (1, 0, 1), (1, 0, 1), (1, 0, 1)]
 
 
 def test_a_prompt_of_one_token_is_a_prefill_too(engine):
@@ -35,21 +31,18 @@ def test_a_prompt_of_one_token_is_a_prefill_too(engine):
 def test_greedy_tokens_are_those_of_transformers(engine, tiny, prompts):
     twin = transformers_model(tiny, torch.float64)
     many = prompts(tiny.config, 25, 20)
-    for prompt, output in zip(
-        many, engine.generate(many, SamplingParams(max_tokens=16)), strict=True
-    ):
+    outputs = engine.generate(many, SamplingParams(max_tokens=16))
+    for prompt, output in zip(many, outputs, strict=True):
         assert output.token_ids == transformers_greedy(twin, prompt, 16)
 
 
 def test_nothing_of_the_request_before_is_visible(engine, tiny_model):
-    """The cache is used again; poison in the slots of the last request must not reach the next."""
+    """NaN in the slots of the last request must not reach the next."""
     params = SamplingParams(max_tokens=10)
     engine.generate([[3] * 50], params)
     engine.cache.kv.fill_(torch.nan)
-    assert (
-        engine.generate([[4, 5]], params)[0].token_ids
-        == Naive(tiny_model).generate([[4, 5]], params)[0].token_ids
-    )
+    outputs = [each.generate([[4, 5]], params) for each in (engine, Naive(tiny_model))]
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("length", [1, 62, 63])
