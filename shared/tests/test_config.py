@@ -1,0 +1,160 @@
+"""Configs, the random weights of a config, and the vocabulary that fits it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.checkpoint import PRESETS, check_vocabulary, load, random_tensors
+from shared.config import Config, expected_shapes
+from shared.errors import UserError
+from shared.tokenizer import ByteTokenizer, Tokenizer
+
+SIZES = {"vocab_size": 101, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3}
+BAD: dict[str, list[tuple[Any, str]]] = {
+    **{field: [(value, "must be") for value in (None, 0, -1, 2.0, "24", True)] for field in SIZES},
+    "n_head": [
+        (0, "must be"),
+        (5, "n_embd in config.json must be a multiple of n_head, which is 5, not 24."),
+    ],
+    "n_inner": [(100, "n_inner to 100")],
+    "layer_norm_epsilon": [(value, "epsilon") for value in (0, math.nan, "1e-5")],
+    "eos_token_id": [
+        (101, "eos_token_id in config.json must be a token id from 0 to 100, not 101."),
+        (-1, "from 0 to 100, not -1."),
+        ([1, 101], "from 0 to 100, not [1, 101]."),
+        (True, "from 0 to 100, not True."),
+    ],
+    "activation_function": [("relu", "only gelu_new"), (["gelu_new"], "to ['gelu_new']")],
+    "model_type": [("llama", "model_type to 'llama'")],
+    "scale_attn_weights": [(False, "scale_attn_weights to False")],
+    "scale_attn_by_inverse_layer_idx": [(True, "scale_attn_by_inverse_layer_idx")],
+    "reorder_and_upcast_attn": [(True, "reorder_and_upcast_attn")],
+    "add_cross_attention": [(True, "add_cross_attention")],
+    "tie_word_embeddings": [(False, "tie_word_embeddings")],
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_configs_that_are_refused(field: str) -> None:
+    for value, words in BAD[field]:
+        with pytest.raises(UserError) as caught:
+            Config.from_dict({"model_type": "gpt2", **SIZES, field: value})
+        assert words in str(caught.value) and field in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"activation_function": "gelu_pytorch_tanh"}, {"n_inner": 96}, {"n_inner": None}]
+)
+def test_configs_that_are_accepted(extra: dict[str, Any]) -> None:
+    config = Config.from_dict({**SIZES, **extra}, "mine")
+    assert (config.name, config.vocab_size, config.layer_norm_epsilon) == ("mine", 101, 1e-5)
+
+
+@pytest.mark.parametrize("value, eos_ids", [(None, ()), (0, (0,)), ([1, 2], (1, 2))])
+def test_a_config_lists_the_ids_that_end_a_text(value: object, eos_ids: tuple[int, ...]) -> None:
+    assert Config.from_dict({**SIZES, "eos_token_id": value}).eos_ids == eos_ids
+
+
+def test_heads_of_keys_are_a_field_of_their_own() -> None:
+    plain = Config(101, 64, 24, 3, 2)
+    assert (plain.n_kv_head, plain.head_dim) == (2, 12)
+    grouped = Config(101, 64, 24, 3, n_head=4, n_kv_head=2, head_dim=10)
+    assert (grouped.n_kv_head, grouped.head_dim) == (2, 10)
+    assert grouped.kv_bytes_per_token(torch.bfloat16) == 3 * 2 * 2 * 10 * 2
+    with pytest.raises(ValueError, match="4 query heads"):
+        Config(101, 64, 24, 3, n_head=4, n_kv_head=3)
+
+
+def test_presets_are_the_published_models() -> None:
+    counts = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168}
+    counts |= {"gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
+    assert {name: PRESETS[name].parameter_count for name in counts} == counts
+    assert {PRESETS[name].head_dim for name in counts} == {64}
+
+
+def test_cache_bytes_per_token() -> None:
+    assert PRESETS["gpt2"].kv_bytes_per_token(torch.float32) == 12 * 2 * 768 * 4
+    assert PRESETS["gpt2"].kv_bytes_per_token(torch.bfloat16) == 12 * 2 * 768 * 2
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# ---- random weights ----
+
+
+def test_random_weights_of_a_preset() -> None:
+    first, again, other = (load("tiny", random_weights=True, seed=seed) for seed in (7, 7, 8))
+    assert first.config == PRESETS["tiny"]
+    assert first.folder is None
+    shapes = {name: tuple(tensor.shape) for name, tensor in first.tensors.items()}
+    assert shapes == expected_shapes(first.config)
+    assert_same(first.tensors, again.tensors)
+    assert not torch.equal(first.tensors["wte.weight"], other.tensors["wte.weight"])
+
+
+def test_random_weights_are_spread_as_when_gpt2_training_begins() -> None:
+    tensors = random_tensors(Config(500, 200, n_embd=128, n_layer=8, n_head=2))
+    residual = 0.02 / 4  # 2 * 8 layers add to the residual stream
+    spreads = {"wte": 0.02, "wpe": 0.01, "h.7.attn.c_attn": 0.02, "h.7.mlp.c_fc": 0.02}
+    spreads |= {"h.0.attn.c_proj": residual, "h.7.mlp.c_proj": residual}
+    for name, spread in spreads.items():
+        assert tensors[f"{name}.weight"].std().item() == pytest.approx(spread, rel=0.03)
+        assert abs(tensors[f"{name}.weight"].mean().item()) < spread / 20
+    for name, tensor in tensors.items():
+        if tensor.ndim == 1:
+            assert (tensor == (1 if name.endswith("weight") else 0)).all()
+
+
+def test_random_weights_are_the_same_in_every_dtype() -> None:
+    single = load("tiny", random_weights=True, seed=3).tensors
+    for dtype in (torch.float64, torch.bfloat16):
+        converted = load("tiny", random_weights=True, seed=3, dtype=dtype).tensors
+        assert_same(converted, {name: tensor.to(dtype) for name, tensor in single.items()})
+
+
+def test_random_weights_of_a_folder_need_its_config_alone(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="config.json is missing"):
+        load(str(tmp_path), random_weights=True)
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    loaded = load(str(tmp_path), random_weights=True)
+    assert loaded.config.n_embd == 24 and loaded.folder is None  # no tokenizer there
+    (tmp_path / "vocab.json").write_text("{}")
+    assert load(str(tmp_path), random_weights=True).folder == tmp_path
+
+
+@pytest.mark.parametrize("name", ["gpt5", "owner/name"])
+def test_random_weights_of_what_does_not_exist(name: str) -> None:
+    with pytest.raises(UserError, match="No model and no folder is called"):
+        load(name, random_weights=True)
+
+
+# ---- vocabulary and model ----
+
+
+def check(words: int, eos_id: int | None, size: int, eos_ids: tuple[int, ...]) -> None:
+    """A tokenizer of 256 bytes and `words` - 256 special tokens, and a model of `size` tokens."""
+    special = {f"<{i}>": i for i in range(256, words)}
+    tokenizer = Tokenizer({bytes([i]): i for i in range(256)}, special, eos_id)
+    check_vocabulary(tokenizer, Config(size, 8, 4, 1, 1, eos_ids=eos_ids, name="m"))
+
+
+def test_vocabularies_that_fit_and_others() -> None:
+    check(260, 259, 260, (259,))
+    check(260, 259, 300, (0, 259))
+    check(260, None, 260, (259,))
+    check(260, 259, 260, ())
+    with pytest.raises(UserError, match="has 260 tokens and the model m only 259"):
+        check(260, None, 259, ())
+    with pytest.raises(UserError, match="with token 259 and the model m with 0 or 1"):
+        check(260, 259, 260, (0, 1))
+    with pytest.raises(UserError, match="has 256 tokens and the model tiny only 101"):
+        check_vocabulary(ByteTokenizer(), PRESETS["tiny"])
