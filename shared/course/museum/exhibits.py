@@ -19,9 +19,10 @@ from . import symptoms
 class Exhibit:
     """One bug.
 
-    title: what a user would complain of. symptom: prints it, see symptoms.py. hint: where to think, not what to write.
-    bug: what it is, in one line. story: what happened, and why it was hard to see. seen: where.
-    tests: what catches it, pytest ids within the stage; they start no process.
+    title: the user's complaint. symptom: prints it, see symptoms.py.
+    hint: where to look, not what to write. bug: the cause, in one line.
+    story: what happened, and why it was hard to see. seen: where.
+    tests: pytest ids within the stage of the tests that catch it; they start no process.
     """
 
     number: int
@@ -47,9 +48,7 @@ def find(number: int) -> Exhibit:
     for exhibit in EXHIBITS:
         if exhibit.number == number:
             return exhibit
-    raise UserError(
-        f"There is no exhibit {number}: `python -m shared.course.museum list` shows those there are."
-    )
+    raise UserError(f"There is no exhibit {number}: see `python -m shared.course.museum list`.")
 
 
 EXHIBITS = (
@@ -57,22 +56,26 @@ EXHIBITS = (
         number=1,
         stage="stage02_kv_cache",
         file="cache.py",
-        title="the story loses its thread at the second word, and the benchmark has never looked better",
+        title=(
+            "the story loses its thread at the second word, and the benchmark has never looked "
+            "better"
+        ),
         old="self.seen = kv[:, :, :, :end]  #",
         new="self.seen = kv[:, :, :, start:end]  #",
         symptom=symptoms.a_story,
-        hint="The first new word is right, and all later ones are not. What does the second pass read that the first one did "
-        "not?",
+        hint=(
+            "The first new word is right, and all later ones are not. What does the second pass "
+            "read that the first one did not?"
+        ),
         bug="the decode step attends to the newest token alone",
-        story="A project announced fifteen times the speed of its naive baseline. In its decode step the cache of the prompt "
-        "never reached the attention: each new token saw itself and nothing before it. A "
-        "step that reads nothing is very fast, "
-        "so the number looked like success. And the text was no alarm: a model goes on "
-        "with words that sound like language even "
-        "if it sees one token only. The author found it later, and the README tells what "
-        "the mending cost: some 460 tok/s "(
-            "became 80. Whoever compares the tokens with those of the engine without a cache "
-            "sees it at once."
+        story=(
+            "A project announced fifteen times the speed of its naive baseline. In its decode "
+            "step the cache of the prompt never reached the attention: each new token saw itself "
+            "and nothing before it. A step that reads nothing is very fast, so the number looked "
+            "like success. And the text was no alarm: a model goes on with words that sound like "
+            "language even if it sees one token only. The author found it later, and the README "
+            "states what the fix cost: some 460 tok/s became 80. A comparison with the tokens of "
+            "the engine without a cache shows it at once."
         ),
         seen="aman-singh315/LLM-Inference-Engine, at the commit of its article",
         tests=(
@@ -84,19 +87,22 @@ EXHIBITS = (
         number=2,
         stage="stage02_kv_cache",
         file="cache.py",
-        title="the stories read well, and they are not the ones that the engine without a cache tells",
+        title="the stories read well, but they differ from those of the engine without a cache",
         old="self.positions = torch.arange(start, end, device=kv.device)",
         new="self.positions = torch.arange(end - start, device=kv.device)",
         symptom=symptoms.a_story,
-        hint="The cache holds the right keys. What else does the model get for each token, besides its id?",
+        hint=(
+            "The cache holds the right keys. What else does the model get for each token, "
+            "besides its id?"
+        ),
         bug="positions begin at 0 again on every decode step",
-        story="Without a cache, positions are 0, 1, 2, ... up to the length of the input, and that line of code is right for "
-        "years. With a cache the input is one token, so the same line gives position 0, "
-        "for every new word. Nearly every first "
-        "KV cache has this bug. It hides well: the prompt's keys are right, so names and "
-        "things of the beginning still come "(
-            "up, and the text reads like a text. Only beside the engine without a cache is "
-            "it seen to be another one."
+        story=(
+            "Without a cache, positions are 0, 1, 2, ... up to the length of the input, and that "
+            "line of code is right for years. With a cache the input is one token, so the same "
+            "line gives position 0, for every new word. Nearly every first KV cache has this "
+            "bug. It hides well: the prompt's keys are right, so names and things of the "
+            "beginning still come up, and the text reads like a text. Only a comparison with the "
+            "engine without a cache shows the difference."
         ),
         seen="a first KV cache, again and again",
         tests=(
@@ -112,18 +118,24 @@ EXHIBITS = (
         old="is_causal=self.square,",
         new="is_causal=self.mask is None,",
         symptom=symptoms.a_story,
-        hint="A causal mask is a triangle. Where does its corner lie when there is one query and there are fifty keys?",
-        bug="is_causal, which is drawn for as many queries as keys, is used for a single query over many keys",
-        story="PyTorch's is_causal=True draws its triangle from the first row and the first column. Where queries and keys are "
-        "the same tokens, that is the causal mask. On a decode step there is one query, "
-        "and it is the last token: the "
-        "triangle's first row lets it see the first key and nothing else. The pull "
-        "request that brought a KV cache to a "
-        "vision-language model in pure PyTorch names this flag as one of two things that "
-        "had to be got right: what had been "
-        "correct for the whole sequence must go off for a single query. No shape is "
-        "wrong and nothing is raised; the "
-        "documentation says where the triangle begins, in one sentence.",
+        hint=(
+            "A causal mask is a triangle. Where is its corner when there is one query and there "
+            "are fifty keys?"
+        ),
+        bug=(
+            "is_causal, which is drawn for as many queries as keys, is used for a single query "
+            "over many keys"
+        ),
+        story=(
+            "PyTorch's is_causal=True draws its triangle from the first row and the first "
+            "column. Where queries and keys are the same tokens, that is the causal mask. On a "
+            "decode step there is one query, and it is the last token: the triangle's first row "
+            "lets it see the first key and nothing else. The pull request that brought a KV "
+            "cache to a vision-language model in pure PyTorch names this flag as one of two "
+            "things to get right: it is correct for a whole sequence, and must be off for a "
+            "single query. No shape is wrong and nothing is raised; one sentence of the "
+            "documentation defines where the triangle begins."
+        ),
         seen="nanoVLM, pull request 69",
         tests=(
             "tests/test_cache.py::test_one_decode_step_is_explicit_attention_over_all_keys",
@@ -138,14 +150,18 @@ EXHIBITS = (
         old="full = prompt_length + len(output_ids) >= config.n_positions",
         new="full = len(output_ids) >= config.n_positions",
         symptom=symptoms.the_end_of_the_context,
-        hint="It is no matter of what is said, but of how much. Who decides that an answer has ended?",
+        hint=(
+            "The content does not matter, only the length. Which code decides that an answer has "
+            "ended?"
+        ),
         bug="the end of the context is compared with the answer alone: the prompt is not counted",
-        story="GPT-2 has 1,024 positions, and not one more. Wrappers around it that look at max_tokens alone work in every "
-        "demonstration, and fail for the first user who talks long enough: with an index "
-        "error from deep inside the embedding, "
-        "or, where positions are taken modulo the context, with no error and a text that "
-        "forgets its beginning. It is hard to "
-        "see because no test of ordinary length comes near it.",
+        story=(
+            "GPT-2 has 1,024 positions, and not one more. Wrappers around it that look at "
+            "max_tokens alone work in every demonstration, and fail for the first user who talks "
+            "long enough: with an index error from deep inside the embedding, or, where "
+            "positions are taken modulo the context, with no error and a text that forgets its "
+            "beginning. It is hard to see because no test of ordinary length comes near it."
+        ),
         seen="wrappers around GPT-2",
         tests=("tests/test_engine.py::test_prompt_and_answer_fill_the_context_and_no_more",),
     ),
@@ -153,26 +169,31 @@ EXHIBITS = (
         number=5,
         stage="stage03_batching",
         file="cache.py",
-        title="in a batch, the longest prompt gets the right answer and the shorter ones get odd ones",
-        old=(
-            "self.positions = (columns[start:] - padding[:, None]).clamp(0, last_position)  "
-            "# (B, T)"
+        title=(
+            "in a batch, the longest prompt gets the right answer and the shorter ones get odd ones"
         ),
-        new=(
-            "self.positions = columns[start:].clamp(0, last_position).expand(len(padding), "
-            "-1)  # (B, T)"
-        ),
+        old="self.positions = (columns[start:] - padding[:, None]).clamp(0, last_position)  "
+        "# (B, T)",
+        new="self.positions = columns[start:].clamp(0, last_position).expand(len(padding), "
+        "-1)  # (B, T)",
         symptom=symptoms.a_batch,
-        hint="The longest row has no padding. What would a shorter one have to be told, so that the padding does not count?",
-        bug="left padding is counted: positions are 0, 1, 2, ... from the first column instead of the first real token",
-        story="To batch prompts of different lengths, short ones are padded on the left. If positions are then counted from "
-        "the left edge, a short prompt's first word stands at position 7 or 20, where "
-        "the model has never seen a beginning. "
-        "The output is fluent, only worse, and only for rows that are not the longest; "
-        "with one prompt, or with equal ones, "
-        "all is well. Users of the most used library met this for years, and its answer "
-        "has become a formula: position is the "
-        "cumulative sum of the mask, minus one.",
+        hint=(
+            "The longest row has no padding. What must change for a shorter one, so that the "
+            "padding does not count?"
+        ),
+        bug=(
+            "left padding is counted: positions are 0, 1, 2, ... from the first column instead "
+            "of the first real token"
+        ),
+        story=(
+            "To batch prompts of different lengths, short ones are padded on the left. If "
+            "positions are then counted from the left edge, a short prompt's first word stands "
+            "at position 7 or 20, where the model has never seen a beginning. The output is "
+            "fluent, only worse, and only for rows that are not the longest; with one prompt, or "
+            "with equal ones, all is well. Users of the most used library met this for years, "
+            "and its answer has become a formula: position is the cumulative sum of the mask, "
+            "minus one."
+        ),
         seen="transformers, issues 3021 and 21080 and pull request 7552; nnsight, pull request 673",
         tests=(
             "tests/test_cache.py::test_positions_are_the_cumulative_mask_minus_one",
@@ -184,25 +205,26 @@ EXHIBITS = (
         stage="stage03_batching",
         file="cache.py",
         title="in a batch, shorter prompts begin well and then drift",
-        old=(
-            "        self.mask = ((columns <= queries) & real | (columns == queries))[:, "
-            "None]  # (B, 1, T, end)"
-        ),
+        old="        self.mask = ((columns <= queries) & real | (columns == queries))[:, "
+        "None]  # (B, 1, T, end)",
         new="        self.mask = None\n        if end - start > 1:  # (B, 1, T, end)\n"
         "            self.mask = ((columns <= queries) & real | (columns == queries))[:, None]",
         symptom=symptoms.a_batch,
-        hint="The first word of every answer is right. What did the pass that made it have, and the later ones not?",
+        hint=(
+            "The first word of every answer is right. What did the pass that made it have, and "
+            "the later ones not?"
+        ),
         bug="the padding mask is applied at prefill and dropped on decode steps",
-        story="On a decode step every row has one query, which may see all that came before it, so causality needs no mask; and "
-        "with the causal mask the padding mask is dropped too. From then on a short row "
-        "attends to its padding. That is a few "
-        "keys of a meaningless token among many good ones, so the answer is not broken, "
-        "only a little off, and more so the "
-        "shorter its prompt is. One project had the mask at the first step only, and "
-        "noticed that its answers were worse for "
-        "batches of unlike prompts. In another the mask never reached the attention of "
-        "one of its models: the same prompt, "
-        "alone and in a batch, gave different scores.",
+        story=(
+            "On a decode step every row has one query, which may see all that came before it, so "
+            "causality needs no mask; and with the causal mask the padding mask is dropped too. "
+            "From then on a short row attends to its padding. That is a few keys of a "
+            "meaningless token among many good ones, so the answer is not broken, only a little "
+            "off, and more so the shorter its prompt is. One project had the mask at the first "
+            "step only, and noticed that its answers were worse for batches of unlike prompts. "
+            "In another the mask never reached the attention of one of its models: the same "
+            "prompt, alone and in a batch, gave different scores."
+        ),
         seen="OpenNMT-py, pull request 2532; of the same kind mlx-lm, issue 1906",
         tests=(
             "tests/test_cache.py::test_every_pass_hides_the_padding",
@@ -219,13 +241,13 @@ EXHIBITS = (
         symptom=symptoms.a_batch_by_hand,
         hint="Softmax divides by a sum. Which query could have nothing to sum over?",
         bug="a query of padding sees no key at all, and the softmax of nothing is NaN",
-        story="A query that stands in the padding has nothing before it but padding. If the mask hides all of that, every one "
-        "of its scores is minus infinity, and softmax makes 0/0 of it. Nobody reads that "
-        "row's output, so who cares? The next "
-        "layer does: it makes keys and values of it, and a weight of zero times NaN is "
-        "NaN, so the whole row is lost. It is "(
-            "hard to see because some kernels make zeros of such a row and others NaN: it "
-            "works on the machine of whoever wrote it."
+        story=(
+            "A query in the padding has nothing before it but padding. If the mask hides all of "
+            "that, every one of its scores is minus infinity, and softmax makes 0/0 of it. That "
+            "row's output is never read, so is it harmless? No: the next layer makes keys and "
+            "values of it, and a weight of zero times NaN is NaN, so the whole row is lost. It "
+            "is hard to see because some kernels return zeros for such a row and others NaN: it "
+            "works on the author's machine."
         ),
         seen="several projects that batch with padding",
         tests=(
@@ -243,12 +265,13 @@ EXHIBITS = (
         symptom=symptoms.answers_that_end,
         hint="One answer is whole. Compare the lengths of the others with its own.",
         bug="the first row that ends, ends the batch",
-        story="A loop over a batch has to end some time, and 'when a row says end-of-text' is the first condition that comes "
-        "to mind; the other common one, never to look, lets rows that have ended go on "
-        "talking. With prompts that end at the "
-        "same length, as in a benchmark with a fixed number of tokens, neither shows. "
-        "Each row needs an end of its own, and "
-        "the batch ends with the last.",
+        story=(
+            "A loop over a batch must end at some point, and 'when a row generates end-of-text' "
+            "is the first condition that comes to mind; the other common one, never to check, "
+            "lets rows that have ended go on generating. With prompts that end at the same "
+            "length, as in a benchmark with a fixed number of tokens, neither shows. Each row "
+            "needs an end of its own, and the batch ends with the last."
+        ),
         seen="several projects that batch",
         tests=("tests/test_engine.py::test_end_of_text_in_one_row_ends_that_row_alone",),
     ),
@@ -260,17 +283,24 @@ EXHIBITS = (
         old="while self.waiting and self.free_slots:",
         new="while self.waiting and not self.running:",
         symptom=symptoms.slots,
-        hint="No test of the text can see this one. Look at how many rows a pass has, and at who is let in when.",
-        bug="a request is let in only when nobody runs: it is called batching, and one is served after the other",
-        story="Two projects that are called continuous batching had no batch at all. One made a forward pass for each request "
-        "in a loop, the other ran each request to its end before it looked at the next. "
-        "Every answer was right, and there was a "
-        "queue, a scheduler and a class named after batching. What proves a batch is not "
-        "the text and not a name: it is the "
-        "record of how many rows each forward pass had.",
+        hint=(
+            "No test of the text can see this one. Look at how many rows a pass has, and at when "
+            "requests are admitted."
+        ),
+        bug=(
+            "a request is admitted only when none runs: it is called batching, and requests are "
+            "served one after the other"
+        ),
+        story=(
+            "Two projects that are called continuous batching had no batch at all. One made a "
+            "forward pass for each request in a loop, the other ran each request to its end "
+            "before it looked at the next. Every answer was right, and there was a queue, a "
+            "scheduler and a class named after batching. What proves a batch is not the text and "
+            "not a name: it is the record of how many rows each forward pass had."
+        ),
         seen=(
-            "SuStackx0/llm-serving-engine and achi9629/llm-inference-engine, at their "
-            "published versions"
+            "SuStackx0/llm-serving-engine and achi9629/llm-inference-engine, at their published "
+            "versions"
         ),
         tests=(
             (
@@ -284,20 +314,23 @@ EXHIBITS = (
         number=10,
         stage="stage04_continuous",
         file="cache.py",
-        title="the same question gets another answer when others are asked beside it",
+        title="the same question gets another answer when other requests run beside it",
         old="if not causal and (count > 1 or min(ends) < end):",
         new="if not causal and count > 1:",
         symptom=symptoms.neighbours,
-        hint="Alone it is right. Neighbours of unlike lengths attend in one call: how far does each of them see?",
-        bug="a short sequence sees the slot beyond its own end, where the last tenant's keys lie or none",
-        story="Slots are used again and again, and what lies behind a sequence's last token belongs to nobody, or to the "
-        "tenant before. Everything depends on each row's own length: if one length is "
-        "used for a whole batch, or the last "
-        "tenant's length stays, a row reads keys that are not its own. It shows only "
-        "with neighbours of unlike lengths, and in "
-        "a server it means that one user's text depends on another's. With the slot "
-        "wiped, as here, it reads zeros: harder "
-        "still to see, as a zero key has a weight too.",
+        hint=(
+            "Alone it is right. Neighbours of unlike lengths attend in one call: how far does "
+            "each of them see?"
+        ),
+        bug="a short sequence sees the slot beyond its own end: the last sequence's keys, or none",
+        story=(
+            "Slots are reused, and the memory behind a sequence's last token is unused, or holds "
+            "an earlier sequence. Everything depends on each row's own length: if one length is "
+            "used for a whole batch, or the earlier sequence's length stays, a row reads keys "
+            "that are not its own. It shows only with neighbours of unlike lengths, and in a "
+            "server it means that one user's text depends on another's. With the slot wiped, as "
+            "here, it reads zeros: harder still to see, as a zero key has a weight too."
+        ),
         seen="several engines with slots",
         tests=(
             "tests/test_cache.py::test_groups_of_a_pass",
@@ -312,18 +345,21 @@ EXHIBITS = (
         old="return self.token_count - self.computed",
         new="return 1 if self.output.token_ids else len(self.output.prompt_ids) - self.computed",
         symptom=symptoms.computed_again,
-        hint="What does a request that has spoken, and whose memory is gone, have to compute? And what does the code think?",
+        hint=(
+            "What must a request compute that has generated tokens and then lost its memory? And "
+            "what does the code assume?"
+        ),
         bug="whether a request is in prefill or decode is inferred from whether it has an answer",
-        story="A request without an answer is in prefill, and one with an answer decodes a token a step: in a simple engine "
-        "that is always true, and so the code asks the one when it means the other. Then "
-        "memory runs out, a request is "
-        "preempted, and comes back with an answer and with nothing computed. It is taken "
-        "for a decode, computes one token, and "
-        "attends to memory that nobody has written. It needs a full machine to happen, "
-        "and then looks like a model that has a "
-        "bad day. One engine asked in this way when it packed a request for its other "
-        "GPUs: with one GPU all was well, and with "
-        "several a request that came back arrived without its tokens.",
+        story=(
+            "A request without an answer is in prefill, and one with an answer decodes a token a "
+            "step: in a simple engine that is always true, so the code tests the one when it "
+            "means the other. Then memory runs out, a request is preempted, and comes back with "
+            "an answer and with nothing computed. It is taken for a decode, computes one token, "
+            "and attends to memory that was never written. It needs a full machine to happen, "
+            "and then looks like a model of poor quality. One engine asked in this way when it "
+            "packed a request for its other GPUs: with one GPU all was well, and with several a "
+            "request that came back arrived without its tokens."
+        ),
         seen="nano-vllm, issue 144 and pull request 103",
         tests=("tests/test_request.py::test_remaining_is_what_there_is_less_what_is_computed",),
     ),
@@ -331,24 +367,30 @@ EXHIBITS = (
         number=12,
         stage="stage05_paged",
         file="blocks.py",
-        title="every few tokens there is a moment when a request holds more memory than it has tokens for",
+        title=(
+            "every few tokens there is a moment when a request holds more memory than it has "
+            "tokens for"
+        ),
         old="return -(-tokens // self.block_size)",
         new="return tokens // self.block_size + 1",
         symptom=symptoms.block_borders,
         hint="Count at the border: how many blocks do 7, 8 and 9 tokens need, if a block holds 8?",
-        bug="a block is taken one token early: a full block counts as one that has no room, before anybody needs room",
-        story="'A new block every 16 tokens' can be written in several ways that differ by one, and which is right depends on "
-        "whether the token that was just sampled already counts. Taken too late, the "
-        "block's first token overwrites another's "
-        "or falls off the table; taken too early, memory is wasted, requests are "
-        "preempted that would have fitted, and a full "
-        "prompt is not let in. One small engine asked for a free block as soon as the "
-        "last one was full, a token early, and did "
-        "not ask when it needed one. Another engine has it right, and yet four of its "
-        "readers opened issues, and others pull "
-        "requests, to say that it was wrong: they had counted that token at another "
-        "moment. So say in the code at which moment "
-        "it is counted, and test the border itself.",
+        bug=(
+            "a block is taken one token early: a full block counts as one that has no room, "
+            "before any token needs room"
+        ),
+        story=(
+            "'A new block every 16 tokens' can be written in several ways that differ by one, "
+            "and which is right depends on whether the token that was just sampled already "
+            "counts. Taken too late, the block's first token overwrites another's or falls off "
+            "the table; taken too early, memory is wasted, requests are preempted that would "
+            "have fitted, and a full prompt is not admitted. One small engine asked for a free "
+            "block as soon as the last one was full, a token early, and did not ask when it "
+            "needed one. Another engine has it right, and yet four of its readers opened issues, "
+            "and others pull requests, because they thought it wrong: they had counted that "
+            "token at another moment. So state in the code when it is counted, and test the "
+            "border itself."
+        ),
         seen=(
             "MinivLLM, issue 75 and pull request 85; argued about, where it is right, in "
             "nano-vllm, issues 30, 91, 150 and 240"
@@ -363,21 +405,25 @@ EXHIBITS = (
         stage="stage05_paged",
         file="scheduler.py",
         title="a question that was asked before brings the engine down",
-        old=(
-            "known = request.token_count - 1  # the last token is always computed: it gives "
-            "the next one"
-        ),
+        old="known = request.token_count - 1  # the last token is always computed: it gives "
+        "the next one",
         new="known = request.token_count  # tokens that the cache may hold",
         symptom=symptoms.asked_twice,
-        hint="Everything that was asked is found in the cache. What is left to compute, and what is the next token sampled from?",
-        bug="a prompt that is found as a whole leaves nothing to compute, and so nothing to sample from",
-        story="A prefix cache that works too well. If every block of a prompt is found, zero tokens remain; but the next token "
-        "is sampled from the last token's hidden state, which nobody keeps. The engine "
-        "makes a pass of length zero, or stops in "
-        "it, or waits for ever for a request that has nothing to do. It happens only to "
-        "prompts whose length is a multiple of "(
-            "the block size, asked a second time: with blocks of 16 one prompt in sixteen, "
-            "so that it looks like chance."
+        hint=(
+            "Everything that was asked is found in the cache. What is left to compute, and what "
+            "is the next token sampled from?"
+        ),
+        bug=(
+            "a prompt that is found as a whole leaves nothing to compute, and so nothing to "
+            "sample from"
+        ),
+        story=(
+            "A prefix cache that works too well. If every block of a prompt is found, zero "
+            "tokens remain; but the next token is sampled from the last token's hidden state, "
+            "which is not kept. The engine makes a pass of length zero, or stops in it, or waits "
+            "forever for a request that has nothing to do. It happens only to prompts whose "
+            "length is a multiple of the block size, asked a second time: with blocks of 16 one "
+            "prompt in sixteen, so that it looks like chance."
         ),
         seen="nano-vllm, issues 114 and 144, pull request 199",
         tests=(
@@ -389,22 +435,25 @@ EXHIBITS = (
         number=14,
         stage="stage05_paged",
         file="blocks.py",
-        title="a question that was asked long ago is answered with somebody else's story",
+        title="a question that was asked long ago is answered with another user's story",
         old="            self.forget(block)\n            self.evictions += 1",
         new="            self.digests[block] = None\n            self.evictions += 1",
         symptom=symptoms.a_small_prefix_cache,
-        hint="Two things say which block holds what. Do both learn of it when a block is taken for other tokens?",
+        hint=(
+            "Two things say which block holds what. Do both learn of it when a block is taken "
+            "for other tokens?"
+        ),
         bug="an evicted block can still be found under the name of what it held before",
-        story="The prefix cache is a map from the digest of some tokens to a block, and each block knows its digest. When a "
-        "block is evicted and used for other tokens, both must forget. If only the block "
-        "does, the map still leads to it, and a "
-        "request that begins as the old one did adopts memory full of another "
-        "conversation. Nothing crashes. It needs a full "
-        "cache and an old prompt that comes back, so it happens after hours and never in "
-        "a test; and what leaks is another "
-        "user's text. The engine of which it was reported had a second guard: before it "
-        "adopts a block it compares the tokens "
-        "themselves, so that the old entries did no harm but to pile up.",
+        story=(
+            "The prefix cache is a map from the digest of some tokens to a block, and each block "
+            "knows its digest. When a block is evicted and used for other tokens, both must "
+            "forget. If only the block does, the map still leads to it, and a request that "
+            "begins as the old one did adopts memory full of another conversation. Nothing "
+            "crashes. It needs a full cache and an old prompt that comes back, so it happens "
+            "after hours and never in a test; and what leaks is another user's text. The engine "
+            "of which it was reported had a second guard: before it adopts a block it compares "
+            "the tokens themselves, so that the old entries did no harm but to pile up."
+        ),
         seen="nano-vllm, issue 163",
         tests=("tests/test_blocks.py::test_an_evicted_block_is_no_longer_found",),
     ),
@@ -412,22 +461,22 @@ EXHIBITS = (
         number=15,
         stage="stage05_paged",
         file="scheduler.py",
-        title="an answer that was interrupted for want of memory comes back as nonsense, or not at all",
+        title="an answer that was preempted comes back as nonsense, or not at all",
         old="            request.computed = 0\n            self.counts.recomputed += 1",
         new="            self.counts.recomputed += 1",
         symptom=symptoms.resumed,
-        hint="Between being thrown out and coming back, what does the request believe that it has in memory?",
+        hint="Between preemption and resumption, what does the request's state claim is in memory?",
         bug="a preempted request keeps its old count of computed tokens, and resumes on fewer",
-        story="When a request is preempted its blocks go, and when it comes back some of them may still be in the prefix cache. "
-        "Then there are three numbers: what it had computed, what was found, and what it "
-        "must compute now. One engine worked "
-        "out the third before it had looked for the second: the pass began behind what "
-        "was found, was as long as if nothing had "
-        "been, and ended beyond the last token, with an IndexError under heavy load. "
-        "Here the first stands where the second "
-        "should: the request goes on from a length that its memory does not have, with a "
-        "hole in between. Both need a "
-        "preemption and a hit at once, which takes a full machine and a bit of bad luck.",
+        story=(
+            "When a request is preempted its blocks go, and when it comes back some of them may "
+            "still be in the prefix cache. Then there are three numbers: what it had computed, "
+            "what was found, and what it must compute now. One engine worked out the third "
+            "before it had looked for the second: the pass began behind what was found, was as "
+            "long as if nothing had been, and ended beyond the last token, with an IndexError "
+            "under heavy load. Here the first stands where the second should: the request goes "
+            "on from a length that its memory does not have, with a hole in between. Both need a "
+            "preemption and a hit at once, which takes a full machine and a bit of bad luck."
+        ),
         seen="nano-vllm, pull requests 211 and 233",
         tests=(
             "tests/test_engine.py::test_a_preempted_request_resumes_on_its_own_prefix",
@@ -447,20 +496,23 @@ EXHIBITS = (
         "                self.cached[block] = None",
         new="            self.free.append(block)",
         symptom=symptoms.a_block_given_back,
-        hint="A block can be free, cached or owned. In how many of these places is a block after its request has ended?",
+        hint=(
+            "A block can be free, cached or owned. In how many of these places is a block after "
+            "its request has ended?"
+        ),
         bug="a block is freed while the prefix cache still points at it",
-        story="A block may be wanted by several: by the tables of requests, and by the prefix cache, which finds it for the "
-        "next one. Whoever frees it must know of all of them. An engine that was about "
-        "to cache a prefix, and saw that it was "
-        "cached already, freed the request's own copy of it, while the request's table "
-        "still pointed there: its later steps "
-        "read memory that others might have taken. Here it is the cache that goes on "
-        "pointing at a block on the free list: the "
-        "next request finds its beginning there, and the one after takes the same block "
-        "as a free one. Reference counts look "
-        "right all the time, because each of the two ways to get a block keeps its own "
-        "books. Here the pool refuses to share "
-        "what is free, so that it fails loudly.",
+        story=(
+            "A block may be wanted by several: by the tables of requests, and by the prefix "
+            "cache, which finds it for the next one. Code that frees it must account for all of "
+            "them. An engine that was about to cache a prefix, and saw that it was cached "
+            "already, freed the request's own copy of it, while the request's table still "
+            "pointed there: its later steps read memory that others might have taken. Here it is "
+            "the cache that goes on pointing at a block on the free list: the next request finds "
+            "its beginning there, and the one after takes the same block as a free one. "
+            "Reference counts look right all the time, because each of the two ways to get a "
+            "block keeps its own books. Here the pool refuses to share what is free, so that it "
+            "fails loudly."
+        ),
         seen="mini-sglang, pull request 142",
         tests=(
             (
@@ -475,21 +527,20 @@ EXHIBITS = (
         stage="stage05_paged",
         file="sanitizer.py",
         title="the integrity check has been green for months, and memory is getting less",
-        old=(
-            '        raise SanitizerError(f"step {self.scheduler.step}{where}: {what}; '
-            'sequences: {names}")'
-        ),
+        old='        raise SanitizerError(f"step {self.scheduler.step}{where}: {what}; '
+        'sequences: {names}")',
         new='        message = f"step {self.scheduler.step}{where}: {what}; sequences: {names}"\n'
         "        assert message, SanitizerError(message)",
         symptom=symptoms.a_loss_to_be_found,
-        hint="Who has ever seen this check fail?",
-        bug="the integrity check finds what is wrong, and says nothing",
-        story="An engine checks the integrity of its memory whenever it is idle. It added up the free pages and the cached "
-        "ones, and then asked the prefix cache to look at itself; and the body of that "
-        "method was `pass`. It never failed. A "
-        "check that nobody has ever seen fail is a comment. So each rule of a sanitizer "
-        "needs a test that breaks the rule and "
-        "demands to be told.",
+        hint="Has this check ever been seen to fail?",
+        bug="the integrity check finds the fault, and does not raise",
+        story=(
+            "An engine checks the integrity of its memory whenever it is idle. It added up the "
+            "free pages and the cached ones, and then asked the prefix cache to look at itself; "
+            "and the body of that method was `pass`. It never failed. A check that has never "
+            "been seen to fail is a comment. So each rule of a sanitizer needs a test that "
+            "breaks the rule and expects the error."
+        ),
         seen="mini-sglang, issue 149",
         tests=("tests/test_sanitizer.py::test_every_rule_when_broken_is_named",),
     ),
@@ -503,16 +554,19 @@ EXHIBITS = (
         "            request.output.token_ids.clear()\n"
         "            self.counts.recomputed += 1",
         symptom=symptoms.what_the_client_has_heard,
-        hint="What of a request may be thrown away when its memory is taken, and what has already left the house?",
+        hint=(
+            "What of a request may be dropped when its memory is taken, and what has already "
+            "been sent?"
+        ),
         bug="preemption clears tokens that the client has already received",
-        story="To preempt a request by recomputation, one engine set it back to its prompt: the simplest state that is surely "
-        "right. But the tokens it had said were already on their way to the client. With "
-        "greedy sampling the stream repeats "
-        "itself; with a temperature the second telling is another story. Nothing is "
-        "wrong inside the engine, and its final "
-        "output is whole: only who reads the stream can see it. What was said stays said:"
-        " it becomes part of what is computed "
-        "again.",
+        story=(
+            "To preempt a request by recomputation, one engine set it back to its prompt: the "
+            "simplest valid state. But its tokens were already on their way to the client. With "
+            "greedy sampling the stream repeats itself; with a temperature the second telling is "
+            "another story. Nothing is wrong inside the engine, and its final output is whole: "
+            "only the stream shows it. Generated tokens must stay: they become part of what is "
+            "computed again."
+        ),
         seen="SuStackx0/llm-serving-engine, the preemption of its scheduler",
         tests=(
             "tests/test_engine.py::test_preemption_never_repeats_or_loses_a_streamed_token",
@@ -523,18 +577,26 @@ EXHIBITS = (
         number=19,
         stage="stage05_paged",
         file="scheduler.py",
-        title="a story changes its course when somebody tells another version of it",
+        title="a story changes when another request continues the same beginning",
         old='plan.moves.append(Move("copy", *table.replace(known)))',
         new="table.replace(known)",
         symptom=symptoms.a_fork,
-        hint="Two sequences share a block until one of them writes. What must be in the writer's own block by then?",
-        bug="before the first write to a shared block a new one is put in its place, and nothing is copied into it",
-        story="A fork shares its parent's blocks, the last of which is not full. Whoever writes next must get a block of its "
-        "own, with a copy of what is in the shared one. Engines differ in what they "
-        "leave out: some write in place, so that "
-        "the sibling's past changes, others put in an empty block, so that the writer's "
-        "own past is gone. Most engines have no "
-        "test for it, since it needs a fork, a block that is not full, and a look at both texts.",
+        hint=(
+            "Two sequences share a block until one of them writes. What must be in the writer's "
+            "own block by then?"
+        ),
+        bug=(
+            "before the first write to a shared block a new one is put in its place, and nothing "
+            "is copied into it"
+        ),
+        story=(
+            "A fork shares its parent's blocks, the last of which is not full. The next writer "
+            "must get a block of its own, with a copy of what is in the shared one. Engines "
+            "differ in what they leave out: some write in place, so that the sibling's past "
+            "changes, others put in an empty block, so that the writer's own past is gone. Most "
+            "engines have no test for it, since it needs a fork, a block that is not full, and a "
+            "look at both texts."
+        ),
         seen="hardly any engine tests it",
         tests=(
             "tests/test_engine.py::test_fork_of_a_fork",
@@ -548,25 +610,31 @@ EXHIBITS = (
         number=20,
         stage="stage05_paged",
         file="scheduler.py",
-        title="all memory is free, and yet nobody is let in",
+        title="all memory is free, and yet no request is admitted",
         old="needed = self.pool.blocks_for(request.token_count) - len(blocks)",
         new="most = len(request.output.prompt_ids) + request.sampling.max_tokens\n"
         "        needed = self.pool.blocks_for(most) - len(blocks)",
         symptom=symptoms.who_is_let_in,
-        hint="What must be free before a request may run? What most of these requests will never need is not the answer.",
-        bug="a request is let in only when there is memory for the longest answer that it may come to have",
-        story="Most answers are far shorter than they may be. Whoever reserves memory for the longest one lets in a few "
-        "requests, leaves most of the memory empty, and keeps the others waiting: for "
-        "ever, if the longest answer does not fit "
-        "at all. Whoever reserves nothing must throw out running requests when memory is "
-        "short, and if the wrong ones are "
-        "thrown out, they do it to each other and none gets on. One engine had the first "
-        "problem: a pull request showed what "
-        "its careful estimate cost in empty memory and in waiting, and another proposed "
-        "a bolder estimate, and to take running "
-        "requests back where it fails. What has proved itself: room for what there is "
-        "now, a little to spare, and an order in "
-        "which whoever came first never gives way.",
+        hint=(
+            "What must be free before a request may run? Memory that most requests will never "
+            "need is not the answer."
+        ),
+        bug=(
+            "a request is admitted only when there is memory for the longest answer that it may "
+            "have"
+        ),
+        story=(
+            "Most answers are far shorter than they may be. A scheduler that reserves memory for "
+            "the longest one admits a few requests, leaves most of the memory empty, and keeps "
+            "the rest waiting: without end, if the longest answer does not fit at all. One that "
+            "reserves nothing must preempt running requests when memory is short, and if it "
+            "preempts the wrong ones, they preempt each other and none makes progress. One "
+            "engine had the first problem: a pull request showed what its careful estimate cost "
+            "in empty memory and in waiting, and another proposed a bolder estimate, and to take "
+            "running requests back where it fails. What works: room for the tokens that exist "
+            "now, a small reserve, and an order in which the earliest arrival is never "
+            "preempted."
+        ),
         seen="mini-sglang, pull requests 81 and 97",
         tests=(
             (
@@ -585,15 +653,16 @@ EXHIBITS = (
         symptom=symptoms.letters,
         hint="A token is a few bytes. Is it a few letters?",
         bug="every token is decoded by itself, though a character may be spread over several",
-        story="GPT-2's tokens are pieces of bytes, and one letter in UTF-8 may be up to four of them. A server that streams "
-        "decode([token]) for each token sends U+FFFD for each piece of a letter. In "
-        "English it is never seen; the first emoji "
-        "shows it. Three servers had it. Where the whole answer is decoded at once at "
-        "its end, it is right, and tests that do "
-        "not stream are green.",
+        story=(
+            "GPT-2's tokens are pieces of bytes, and one letter in UTF-8 may be up to four of "
+            "them. A server that streams decode([token]) for each token sends U+FFFD for each "
+            "piece of a letter. In English it is never seen; the first emoji shows it. Three "
+            "servers had it. Where the whole answer is decoded at once at its end, it is right, "
+            "and tests that do not stream are green."
+        ),
         seen=(
-            "vllm-mlx, pull request 109; exo, pull request 1691; tt-inference-server, issue "
-            "2586 and pull request 2594"
+            "vllm-mlx, pull request 109; exo, pull request 1691; tt-inference-server, issue 2586 "
+            "and pull request 2594"
         ),
         tests=("tests/test_text.py::test_a_text_comes_out_as_it_is",),
     ),
@@ -605,14 +674,14 @@ EXHIBITS = (
         old="        if streams:\n",
         new="        if streams is not None:\n",
         symptom=symptoms.no_stream,
-        hint="There are three things that a client can say of a stream: true, false, and nothing.",
+        hint="A client has three ways to set `stream`: true, false, and not at all.",
         bug='"stream": false is ignored: every answer is a stream',
-        story="A server answered every request with a stream, whatever it was asked for. The official client sends stream: "
-        "false, or nothing at all, waits for a body of JSON, and gets a list of events "
-        "that it cannot parse. Whoever tries the "
-        "server with a client that streams sees nothing wrong. A flag with three states, "
-        "true, false and absent, is also where "
-        "`if flag is not None` slips in.",
+        story=(
+            "A server answered every request with a stream. The official client sends stream: "
+            "false, or nothing at all, waits for a body of JSON, and gets a list of events that "
+            "it cannot parse. A client that streams sees nothing wrong. A flag with three "
+            "states, true, false and absent, is also where `if flag is not None` slips in."
+        ),
         seen="mini-sglang, issue 51 and pull requests 69 and 125",
         tests=("tests/test_inside.py::test_an_answer_is_a_stream_only_where_one_was_asked_for",),
     ),
@@ -620,19 +689,22 @@ EXHIBITS = (
         number=23,
         stage="stage06_serving",
         file="app.py",
-        title="users close the window, and the server works on for nobody",
+        title="users close the window, and the server goes on computing",
         old="            return await unless_gone(request, answer())\n",
         new="            return await answer()\n",
         symptom=symptoms.a_client_that_leaves,
-        hint="A stream notices a reader that has gone when it sends. Who notices where nothing is sent until the end?",
-        bug="nobody looks whether the client of an answer in one piece is still there",
-        story="A web framework runs the handler of a request to its end, whether anybody waits for it or not. For a page that "
-        "costs a millisecond that is no matter; an answer of a thousand tokens holds its "
-        "memory and its share of every pass "
-        "for half a minute. Users who wait too long reload, and then there are two. "
-        "Several servers had this, and some lost "(
-            "the slot for good. It shows in no answer, only in the memory that is owned when "
-            "nobody is there."
+        hint=(
+            "A stream notices when it sends that its client has left. What notices it where "
+            "nothing is sent until the end?"
+        ),
+        bug="the server never checks whether the client of a whole answer is still connected",
+        story=(
+            "A web framework runs the handler of a request to its end, whether a client waits "
+            "for it or not. For a page that costs a millisecond that is no matter; an answer of "
+            "a thousand tokens holds its memory and its share of every pass for half a minute. "
+            "Users who wait too long reload, and then there are two. Several servers had this, "
+            "and some lost the slot for good. It shows in no answer, only in memory that is "
+            "owned while no client is connected."
         ),
         seen="several servers",
         tests=("tests/test_inside.py::test_a_client_that_leaves_before_its_answer_ends_it",),
@@ -642,19 +714,18 @@ EXHIBITS = (
         stage="stage06_serving",
         file="async_engine.py",
         title="after a few time-outs the server has no room left",
-        old=(
-            "            ticket.reason = ticket.reason or reason\n            "
-            "self._command(partial(self._abort, ticket.id))"
-        ),
+        old="            ticket.reason = ticket.reason or reason\n            "
+        "self._command(partial(self._abort, ticket.id))",
         new="            self._end(ticket, reason, None)",
         symptom=symptoms.too_late,
-        hint="The client has been told. Who else has to be?",
-        bug="a request that is given up is ended for its reader, and the engine is never told",
-        story="A server sent 504 in time and went on to generate: the waiting was given up, and nobody told the loop that "
-        "generates. Its slot was taken until the answer's natural end, and a client that "
-        "tried again, as good clients do, took "(
-            "the next one. A time limit thus made an overload worse. From outside all is "
-            "right: the status, the message, the time."
+        hint="The client has its answer. What else must end?",
+        bug="a request that timed out is ended for its client, and never aborted in the engine",
+        story=(
+            "A server sent 504 in time and went on to generate: the handler stopped waiting, and "
+            "did not abort the request in the engine. Its slot was taken until the answer's "
+            "natural end, and a client that tried again, as good clients do, took the next one. "
+            "A time limit thus made an overload worse. From outside all is right: the status, "
+            "the message, the time."
         ),
         seen="achi9629/llm-inference-engine, in the versions that were read",
         tests=(
@@ -666,21 +737,27 @@ EXHIBITS = (
         number=25,
         stage="stage06_serving",
         file="async_engine.py",
-        title="now and then every stream stops for a moment, and the load balancer thinks that the server is dead",
+        title=(
+            "now and then every stream stops for a moment, and the load balancer takes the "
+            "server for dead"
+        ),
         old="        self._commands.put(_Command(partial(do, self._engine), reply))\n",
         new="        settle(do(self._engine), None)\n",
         symptom=symptoms.is_it_alive,
-        hint="There is one thread for the computing and one for everybody else. Which of the two scores a prompt?",
-        bug="work of the engine's is done on the event loop",
-        story="An event loop serves everybody in turn, and whoever computes on it for 300 ms makes everybody wait for 300 ms: "
-        "streams, new requests, and /health, after which an orchestrator may restart a "
-        "server that is only busy. `async def` "(
-            "does not help; a forward pass does not await. It is hard to see with one user, "
-            "since he waits for that pass anyway."
+        hint=(
+            "One thread computes, and one serves all connections. Which of the two scores a prompt?"
+        ),
+        bug="the engine's work runs on the event loop",
+        story=(
+            "An event loop serves all connections in turn, and a computation of 300 ms on it "
+            "makes all of them wait for 300 ms: streams, new requests, and /health, after which "
+            "an orchestrator may restart a server that is only busy. `async def` does not help; "
+            "a forward pass does not await. It is hard to see with one user, who waits for that "
+            "pass anyway."
         ),
         seen=(
-            "achi9629/llm-inference-engine, whose loop on the event loop runs each request "
-            "to its end; several servers"
+            "achi9629/llm-inference-engine, whose loop on the event loop runs each request to "
+            "its end; several servers"
         ),
         tests=("tests/test_async_engine.py::test_a_call_is_made_on_the_thread_between_two_steps",),
     ),
@@ -688,23 +765,24 @@ EXHIBITS = (
         number=26,
         stage="stage06_serving",
         file="app.py",
-        title="half of an answer arrives, and every program takes it for the whole",
+        title="half of an answer arrives, and every program takes it for a whole one",
         old="        except Exception as error:  # the status is sent already: report the "
         "error in the stream\n"
         "            yield event(failure(error).body())\n",
-        new=(
-            '        except Exception as error:\n            log.error("a stream failed", '
-            "exc_info=error)\n            return\n"
-        ),
+        new='        except Exception as error:\n            log.error("a stream failed", '
+        "exc_info=error)\n            return\n",
         symptom=symptoms.half_an_answer,
-        hint="The status was sent long ago. By what can a reader of the stream tell an end from a break?",
+        hint=(
+            "The status was sent long ago. How can a client tell an end of the stream from a break?"
+        ),
         bug="a stream that fails just ends, without an error, a finish reason or [DONE]",
-        story="When a stream breaks, the status 200 has long been sent. If the server just closes, the official Python client "
-        "ends its loop as if all had come: measured with openai 3.52.0, it raises "
-        "nothing for a stream without a finish reason "
-        "and without [DONE]. So a cut answer is counted as a success, by programs and by "
-        "benchmarks. Only the stream itself "
-        "can say that it failed, with an event that has an error in it.",
+        story=(
+            "When a stream breaks, the status 200 has long been sent. If the server just closes, "
+            "the official Python client ends its loop as if the answer were complete: measured "
+            "with openai 3.52.0, it raises nothing for a stream without a finish reason and "
+            "without [DONE]. So a cut answer is counted as a success, by programs and by "
+            "benchmarks. Only the stream itself can report the failure, with an error event."
+        ),
         seen="measured with the official client, openai 3.52.0",
         tests=("tests/test_inside.py::test_a_stream_that_fails_has_an_error_event",),
     ),
@@ -716,15 +794,18 @@ EXHIBITS = (
         old="group.create_task(self._user(turns))",
         new="await self._user(turns)",
         symptom=symptoms.in_hand,
-        hint="How many requests does the server see at once, and how many users were there to be?",
-        bug="the users take turns: one of them sends all requests, and the others come when there is nothing left",
-        story="A table said that an engine was eleven times as fast as another one. The slow side was asked one request at a "
-        "time and the fast side all at once: the ratio was that of batching, which both "
-        "could do. The same mistake has a "
-        "quieter form, in the load generator: a pool with one connection, or users who "
-        "wait for each other, and the batch that "(
-            "is to be measured never forms. So what was in hand at the server must be "
-            "counted, and written beside the result."
+        hint="How many requests does the server see at once, and how many users should there be?",
+        bug=(
+            "the users take turns: one of them sends all requests, and the rest find nothing "
+            "left to send"
+        ),
+        story=(
+            "A table said that an engine was eleven times as fast as another one. The slow side "
+            "was asked one request at a time and the fast side all at once: the ratio was that "
+            "of batching, which both could do. The same mistake has a quieter form, in the load "
+            "generator: a pool with one connection, or users who wait for each other, and the "
+            "batch that is to be measured never forms. So the requests in flight at the server "
+            "must be counted, and reported beside the result."
         ),
         seen="achi9629/llm-inference-engine, its comparison '11.1x'",
         tests=("tests/test_load.py::test_a_closed_loop_has_as_many_requests_in_hand_as_users",),
@@ -737,14 +818,17 @@ EXHIBITS = (
         old="return _lognormal(chance, *MIXED_PROMPT), _lognormal(chance, *MIXED_ANSWER)",
         new="return _lognormal(chance, *MIXED_PROMPT), ANSWER",
         symptom=symptoms.lengths,
-        hint="What does an engine gain by letting requests come and go, if all of them end together?",
+        hint=(
+            "What does an engine gain by letting requests come and go, if all of them end together?"
+        ),
         bug="every request asks for the same number of tokens",
-        story="A benchmark of continuous batching found a gain of 0.8 %. All its requests asked for exactly the same number of "
-        "tokens, so all rows of a batch ended in the same pass, and there was nothing to "
-        "be gained by filling a slot that "
-        "falls free early. The number was true, and said nothing about the engine. A "
-        "workload must have what the optimization "
-        "is for; and beside it, as a control, one that has not.",
+        story=(
+            "A benchmark of continuous batching found a gain of 0.8 %. All its requests asked "
+            "for exactly the same number of tokens, so all rows of a batch ended in the same "
+            "pass, and there was nothing to be gained by filling a slot that is free early. The "
+            "number was true, and meant nothing for the engine. A workload must have what the "
+            "optimization is for; and beside it, as a control, one that has not."
+        ),
         seen="achi9629/llm-inference-engine, its benchmark of continuous batching",
         tests=("tests/test_workload.py::test_mixed_lengths_are_lognormal_and_bounded",),
     ),
@@ -752,23 +836,28 @@ EXHIBITS = (
         number=29,
         stage="stage07_loadtest",
         file="load.py",
-        title="the load generator froze for half a second, and its report shows nothing of it",
+        title="the load generator froze for half a second, and its report does not show it",
         old="group.create_task(self._one(index, ask, start))",
         new="group.create_task(self._one(index, ask, self.clock()))",
         symptom=symptoms.a_frozen_client,
-        hint="From which moment on does a user wait: when the request was due, or when the program got round to sending it?",
-        bug="latencies count from when a request was sent, and not from when it was due: coordinated omission",
-        story="A load generator that is late sends its requests late, and if it starts the clock then, its own delay is in no "
-        "number. The same happens when the server is slow and the generator waits for it:"
-        " the requests that would have "
-        "suffered are never sent. Gil Tene named it coordinated omission, and wrote a "
-        "load generator to show that a second of "(
-            "silence can vanish from a 99th percentile. Times must count from a schedule "
-            "that was made before the first request."
+        hint=(
+            "When does a user's wait begin: when the request was due, or when the program sent it?"
+        ),
+        bug=(
+            "latencies count from when a request was sent, and not from when it was due: "
+            "coordinated omission"
+        ),
+        story=(
+            "A load generator that is late sends its requests late, and if it starts the clock "
+            "then, its own delay is in no number. The same happens when the server is slow and "
+            "the generator waits for it: the requests that would have suffered are never sent. "
+            "Gil Tene named it coordinated omission, and wrote a load generator to show that a "
+            "second of silence can vanish from a 99th percentile. Times must count from a "
+            "schedule that was made before the first request."
         ),
         seen=(
-            "wrk2, which was written for it; arXiv 2605.24217 finds it in benchmarks of "
-            "language models"
+            "wrk2, which was written for it; arXiv 2605.24217 finds it in benchmarks of language "
+            "models"
         ),
         tests=("tests/test_ruler.py::test_pitfall_latencies_from_the_late_send",),
     ),
@@ -776,18 +865,19 @@ EXHIBITS = (
         number=30,
         stage="stage07_loadtest",
         file="client.py",
-        title="one of two servers is faster, and it says less",
+        title="one of two servers is faster, and generates less",
         old="elif record.completion_tokens != record.asked_tokens:",
         new="elif record.completion_tokens is None:",
         symptom=symptoms.who_says_less,
         hint="Both sides were asked for the same. Did both give it?",
         bug="an answer with fewer tokens than were asked for counts as a success",
-        story="A table compared two engines, and in the data beneath it one side had made 133 tokens and the other 80. Fewer "
-        "tokens are sooner done: the shorter side wins every latency. It comes from a "
-        "stop token that one side obeys, from a "
-        "default limit, or from a failure that looks like an end, and nobody prints the "
-        "counts. A load test must ask for an "
-        "exact number, look at what came, and count all else as a failure.",
+        story=(
+            "A table compared two engines, and in the data beneath it one side had made 133 "
+            "tokens and the other 80. Fewer tokens are sooner done: the shorter side wins every "
+            "latency. It comes from a stop token that one side obeys, from a default limit, or "
+            "from a failure that looks like an end, and the counts are not printed. A load test "
+            "must request an exact number of tokens, check it, and count all else as a failure."
+        ),
         seen="SuStackx0/llm-serving-engine, the table of its README",
         tests=("tests/test_ruler.py::test_pitfall_two_sides_that_say_different_numbers_of_tokens",),
     ),
