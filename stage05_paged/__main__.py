@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -367,7 +368,7 @@ class Show(live.Show):
         for record in self.engine.steps[-1].sequences:
             states[record.request_id] = live.state(record)
         lines = []
-        for request in sorted(map(self.requests.get, states), key=lambda request: request.arrival):
+        for request in sorted((self.requests[id] for id in states), key=attrgetter("arrival")):
             mark = blockmap.mark(request.arrival), blockmap.look(request.arrival)
             table, answer = scheduler.tables.get(request), self.answers[int(request.id) - 1]
             blocks = str(len(table.blocks)) if table else "-"

@@ -194,7 +194,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_without_prompts_one_is_read_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     for data, prompt in ((b"", None), (b"Long ago\n", "Long ago")):
-        pipe = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data)))  # type: ignore[arg-type]
+        pipe = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data)))
         monkeypatch.setattr(sys, "stdin", pipe)
         assert read(None) == prompt
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))

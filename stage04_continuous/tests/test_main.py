@@ -170,7 +170,7 @@ def test_the_view_shows_the_records(tiny_model, width, height):
 
 def test_on_a_terminal_the_view_goes_and_the_texts_stay(call, monkeypatch):
     terminal = io.StringIO()
-    terminal.isatty = lambda: True
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdout", terminal)
     for name, value in {"TERM": "xterm", "COLUMNS": "60", "LINES": "8"}.items():
         monkeypatch.setenv(name, value)

@@ -25,9 +25,9 @@ BLOCKS = 24
 
 def run(model: Any) -> Iterator[Engine]:
     """The engine after each step: a shared beginning, samples, a short pool, and an abort."""
-    pools = {"pool": BlockPool(BLOCKS, 4), "swap_pool": BlockPool(BLOCKS, 4), "preemption": "swap"}
-    settings = {"max_sequences": 6, "token_budget": 24, "eos_ids": (), "sanitize": True}
-    engine = make(model, **pools, **settings)
+    pool, swap = BlockPool(BLOCKS, 4), BlockPool(BLOCKS, 4)
+    settings: dict[str, Any] = {"max_sequences": 6, "token_budget": 24, "preemption": "swap"}
+    engine = make(model, pool=pool, swap_pool=swap, eos_ids=(), sanitize=True, **settings)
     for n in range(8):
         params = SamplingParams(max_tokens=5 + 7 * n % 30)
         engine.add(Request([*range(1, 10), n], params, priority=n % 2))

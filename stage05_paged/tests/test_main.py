@@ -46,8 +46,9 @@ def show(
 ) -> stage.Show:
     if swap:
         settings |= {"preemption": "swap", "swap_pool": BlockPool(swap, 4)}
-    settings = {"max_sequences": 6, "token_budget": 64, "preemption": "recompute"} | settings
-    engine = make(model, pool=BlockPool(blocks, 4), eos_ids=(), sanitize=True, **settings)
+    usual: dict[str, Any] = {"max_sequences": 6, "token_budget": 64, "preemption": "recompute"}
+    chosen = usual | settings
+    engine = make(model, pool=BlockPool(blocks, 4), eos_ids=(), sanitize=True, **chosen)
     sampling = SamplingParams(
         max_tokens=most, ignore_eos=True, temperature=float(samples > 1), seed=1
     )
