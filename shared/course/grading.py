@@ -1,19 +1,24 @@
-"""Judging a submission: each task in a process of its own, in a copy of the project made for it alone.
+"""Judging a submission: each task in its own process, in its own copy of the project.
 
-A submission is a program that a stranger wrote. It may print without end, loop, exit, eat memory, edit the tests, or write a
-report of its own. So the parent, which runs nothing of it, keeps what decides: it has the project, the tests and the clock, and
-it takes from the submission only the one file that a task is about. Every process
- - works in a fresh copy of the project, with few environment variables, a home folder of its own, and nobody's secrets;
- - may write only to a scratch folder, start no process, signal nobody and connect to nobody but itself (a hook of Python's);
- - has limits for time, memory, output and disk, and goes with all its children when it is at one of them;
- - must report that the tests passed, and that one which cannot pass did not, with a word that it was told before the submission
-   was loaded. No report, or half a report, is a failed task.
+A submission is a program by an unknown author. It may print without end, loop, exit, use up memory,
+edit the tests, or write a report of its own. So the parent runs nothing of it and keeps what
+decides: the project, the tests and the clock. It takes from the submission only the one file that a
+task is about. Every process
 
-Not defended: the submission shares a process with the tests. Whoever sets out to can find that word in its memory, teach pytest
-to pass all tests but the one that cannot pass, or go around Python's hooks with ctypes or an extension module; the solutions are
-in the project for everybody to read; the processor and the network card are those of this machine. Where submissions may be
-hostile in earnest, run this in a container without network, one for each submission. All copies are made from one that is taken
-at the start, and grading stops if that has changed.
+- works in a fresh copy of the project, with few environment variables, its own home folder, and no
+  secrets;
+- may write only to a scratch folder, start no process, signal no process, and connect only to this
+  machine (a Python audit hook);
+- has limits for time, memory, output and disk, and is killed with all its children at one of them;
+- must report that the tests passed and that the canary, a test that cannot pass, did not, with a
+  secret word that it got before the submission was loaded. Without a whole report the task fails.
+
+Not defended: the submission shares a process with the tests. A determined author can find the word
+in memory, make pytest pass all tests but the canary, or evade Python's hooks with ctypes or an
+extension module; the solutions are in the project for all to read; the processor and the network
+card are those of this machine. Where submissions may be hostile, run this in a container without
+network, one for each submission. All copies are made from one copy taken at the start, and grading
+stops if that has changed.
 """
 
 from __future__ import annotations
@@ -46,13 +51,11 @@ from . import mine
 CANARY = "canary_test.py::test_that_cannot_pass"
 CANARY_CODE = "def test_that_cannot_pass():\n    assert [1] == [2]\n"
 MOST_BYTES = 2**20  # of a submitted file
-MOST_OUTPUT = (
-    2000  # characters of what a submission printed, and of a report's messages, that are shown
-)
+MOST_OUTPUT = 2000  # characters shown of a submission's output, and of a report's messages
 MOST_REPORT = 2**20
 POLL = 0.1  # seconds
 LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "*.ipynb", "*.svg")
-# What a process needs to start at all. Tokens and keys in the environment are none of a submission's business.
+# Variables that a process needs to start. All others, such as tokens and keys, stay out.
 KEPT = (
     "PATH",
     "SYSTEMROOT",
@@ -65,14 +68,12 @@ KEPT = (
     "LD_LIBRARY_PATH",
     "DYLD_LIBRARY_PATH",
 )
-MARK = (
-    "STAIRCASE_GRADING"  # a variable by which all processes of a task are known, their orphans too
-)
+MARK = "STAIRCASE_GRADING"  # a variable that marks all processes of a task, orphans too
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one task: seconds, and MiB of memory and of disk."""
+    """The limits of one task: seconds, and MiB of memory and of disk."""
 
     seconds: float = 120.0
     memory: int = 4096
@@ -81,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one task. `why` is empty if it passed, and else tells the student what to look at."""
+    """The result of one task. why: "" if it passed, else the reason, for the student."""
 
     stage: str
     task: mine.Task
@@ -95,7 +96,7 @@ class Verdict:
 
     @property
     def points(self) -> int:
-        """All of a task's points or none: tasks are small, and half a function is none."""
+        """All of a task's points or none: half a function is no function."""
         return self.task.points if self.passed else 0
 
 
@@ -107,18 +108,17 @@ def grade(
 ) -> Iterator[Verdict]:
     """Judge all tasks of some stages, one after the other.
 
-    submission: a folder of stages, as mine/ is; or, if one stage is chosen, the folder with that stage's files.
-    Raises UserError if nothing can be graded, or if a submission has reached the tests.
+    submission: a folder of stages, like mine/, or the folder with the files of the one chosen
+        stage. Raises UserError if there is nothing to grade, or if a submission has changed the
+        tests.
     """
     if not submission.is_dir():
-        raise UserError(
-            f"There is no folder {submission}: name the one that holds the submission, such as mine."
-        )
+        raise UserError(f"There is no folder {submission}: name the submission's, such as mine.")
     found = {stage: _submitted(submission, stage, alone=len(chosen) == 1) for stage in chosen}
     if not any(found.values()):
         raise UserError(
-            f"{submission} holds nothing of {', '.join(chosen)}: it should have a folder for each stage with the files that have "
-            "tasks, as `python -m shared.course.exercise start` makes it."
+            f"{submission} holds nothing of {', '.join(chosen)}: it needs a folder for each stage "
+            "with its files, as `python -m shared.course.exercise start` makes it."
         )
     with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
         trusted = Path(temporary).resolve() / "trusted"
@@ -130,8 +130,8 @@ def grade(
                 why = _judge(stage, task, folder, trusted, limits or Limits())
                 if _fingerprint(trusted) != before:
                     raise UserError(
-                        f"The tests have been changed while {mine.label(stage, task)} was judged, so no result counts: look at "
-                        "the submission, and grade it in a container."
+                        f"The tests have changed while {mine.label(stage, task)} was judged, so no "
+                        "result is valid: read the submission, and grade it in a container."
                     )
                 yield Verdict(stage, task, not why, why, time.monotonic() - started)
 
@@ -163,8 +163,8 @@ def _judge(stage: str, task: mine.Task, folder: Path | None, trusted: Path, limi
         base = Path(temporary).resolve()
         project, scratch, copy = base / "project", base / "scratch", base / "submission"
         shutil.copytree(trusted, project)
-        for each in (scratch, copy):
-            each.mkdir()
+        for folder in (scratch, copy):
+            folder.mkdir()
         (copy / task.file).write_bytes(source)
         word = secrets.token_hex(16)
         job = {
@@ -187,7 +187,7 @@ def _copy_project(target: Path) -> None:
 
 
 def _fingerprint(project: Path) -> str:
-    """Of all code, tests included."""
+    """A digest of all code, tests included."""
     digest = hashlib.sha256((project / "pyproject.toml").read_bytes())
     for path in sorted(project.rglob("*.py")):
         digest.update(str(path).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -223,7 +223,8 @@ def _environment(scratch: Path, mark: str) -> dict[str, str]:
 
 
 class _Pipe:
-    """Reads a pipe to its end and keeps the first `most` bytes: whoever writes without end must not fill our memory, nor wait."""
+    """Reads a pipe to its end and keeps the first `most` bytes, so that endless output neither
+    fills our memory nor blocks the writer."""
 
     def __init__(self, stream: IO[bytes], most: int) -> None:
         self.kept = bytearray()
@@ -237,7 +238,7 @@ class _Pipe:
                 self.kept += chunk[: self._most - len(self.kept)]
 
     def end(self) -> bytes:
-        """What was kept. An orphan that holds the pipe open is not waited for."""
+        """The bytes kept. Does not wait for an orphan that holds the pipe open."""
         self._thread.join(2)
         return bytes(self.kept)
 
@@ -245,7 +246,7 @@ class _Pipe:
 def _run(
     job: dict[str, Any], project: Path, scratch: Path, limits: Limits
 ) -> tuple[str, bytes, str]:
-    """Run a job in a process; how it ended, its report, and what it printed."""
+    """Run a job in a process; returns how it ended, its report, and its output."""
     mark = secrets.token_hex(16)
     process = subprocess.Popen(
         [sys.executable, "-B", "-m", "shared.course.grading"],
@@ -263,7 +264,7 @@ def _run(
         try:
             with process.stdin:
                 process.stdin.write(json.dumps(job).encode())
-        except OSError:  # it has ended already, and its exit status will tell
+        except OSError:  # it has ended already: see its exit status
             pass
         ended = _watch(process, scratch, limits, tree)
     finally:
@@ -274,20 +275,19 @@ def _run(
 def _watch(
     process: subprocess.Popen[bytes], scratch: Path, limits: Limits, tree: dict[int, psutil.Process]
 ) -> str:
-    """Wait until the process has ended or is at a limit; how it ended. All processes that it starts are noted in `tree`."""
+    """Wait until the process has ended or is at a limit; returns how it ended. All processes that
+    it starts are added to `tree`."""
     deadline = time.monotonic() + limits.seconds
     while process.poll() is None:
         if time.monotonic() > deadline:
             return f"It took longer than {limits.seconds:g} s: is there a loop that does not end?"
         memory, written = 0, _size(scratch)
         try:
-            for each in (parent := psutil.Process(process.pid), *parent.children(recursive=True)):
-                tree[each.pid] = each
-                memory += each.memory_info().rss
-                if hasattr(
-                    each, "io_counters"
-                ):  # not on macOS; it counts files too that have no name
-                    written = max(written, each.io_counters().write_bytes)
+            for known in (parent := psutil.Process(process.pid), *parent.children(recursive=True)):
+                tree[known.pid] = known
+                memory += known.memory_info().rss
+                if hasattr(known, "io_counters"):  # not on macOS; it includes unnamed files
+                    written = max(written, known.io_counters().write_bytes)
         except psutil.Error:  # one has just ended
             pass
         if memory > limits.memory * 2**20:
@@ -295,11 +295,14 @@ def _watch(
         if written > limits.disk * 2**20:
             return f"It wrote more than {limits.disk:,} MiB to disk."
         time.sleep(POLL)
-    return f"Its process ended before the tests did (exit status {process.returncode}): does something exit?"
+    return (
+        f"Its process ended before the tests did (exit status {process.returncode}): "
+        "does something exit?"
+    )
 
 
 def _size(folder: Path) -> int:
-    """Bytes in a folder that somebody writes to meanwhile: what has gone, folders too, counts as nothing."""
+    """Bytes in a folder in use: files and folders that vanish count as nothing."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
@@ -309,22 +312,17 @@ def _size(folder: Path) -> int:
 
 
 def _end(process: subprocess.Popen[bytes], tree: dict[int, psutil.Process], mark: str) -> None:
-    """Kill a process and all that it has started, those too whose parent has gone."""
+    """Kill a process and all that it has started, orphans included."""
     process.kill()
     for _ in range(20):
-        marked = [each for each in psutil.process_iter() if _variable(each) == mark]
-        alive = [
-            each
-            for each in (*tree.values(), *marked)
-            if each.pid != process.pid and each.is_running()
-        ]
+        marked = [other for other in psutil.process_iter() if _variable(other) == mark]
+        others = [other for other in (*tree.values(), *marked) if other.pid != process.pid]
+        alive = [other for other in others if other.is_running()]
         if not alive:
             break
-        for each in alive:
-            try:
-                each.kill()
-            except psutil.Error:
-                continue
+        for other in alive:
+            with contextlib.suppress(psutil.Error):
+                other.kill()
         psutil.wait_procs(alive, timeout=0.5)
     process.wait()
 
@@ -332,7 +330,7 @@ def _end(process: subprocess.Popen[bytes], tree: dict[int, psutil.Process], mark
 def _variable(process: psutil.Process) -> str | None:
     try:
         return process.environ().get(MARK)
-    except (psutil.Error, OSError):  # gone, or somebody else's
+    except (psutil.Error, OSError):  # gone, or another user's
         return None
 
 
@@ -349,28 +347,25 @@ def _read_report(data: bytes, word: str) -> dict[str, Any] | None:
 def _verdict(
     stage: str, task: mine.Task, ended: str, report: dict[str, Any] | None, output: str
 ) -> str:
-    """Why the task is not solved; "" if it is. The report comes from a stranger's process: nothing in it is sure."""
-    said = f"\n\nIt printed:\n{_plain(output)}" if output.strip() else ""
+    """Why the task is not solved; "" if it is. The report is untrusted: check all of it."""
+    printed = f"\n\nIt printed:\n{_plain(output)}" if output.strip() else ""
     if report is None:
-        return ended + said
+        return ended + printed
     if "error" in report:
-        return _plain(str(report["error"]), MOST_OUTPUT) + said
+        return _plain(str(report["error"]), MOST_OUTPUT) + printed
     tests = report.get("tests")
     outcomes = (
         {str(name): str(why) for name, why in tests.items()} if isinstance(tests, dict) else {}
     )
     if CANARY not in outcomes:
-        return "The tests were not run to their end." + said
+        return "The tests were not run to their end." + printed
     if not outcomes.pop(CANARY):
-        return (
-            "A test that cannot pass was reported as passed, so no report of this process counts."
-            + said
-        )
+        return "A test that cannot pass was reported as passed: the report is void." + printed
     missing = [
-        each for each in task.tests if not any(_is_of(name, f"{stage}/{each}") for name in outcomes)
+        test for test in task.tests if not any(_is_of(name, f"{stage}/{test}") for name in outcomes)
     ]
     if missing:
-        return f"Not all tests were run: {', '.join(missing)} is missing." + said
+        return f"Not all tests were run: {', '.join(missing)} is missing." + printed
     failed = {name: why for name, why in outcomes.items() if why}
     if not failed:
         return ""
@@ -378,7 +373,7 @@ def _verdict(
         f"{_plain(name.partition('/')[2], 300)}\n    {_plain(why, 300)}"
         for name, why in list(failed.items())[:5]
     ]
-    return f"{len(failed)} of {len(outcomes)} tests failed:\n" + "\n".join(shown) + said
+    return f"{len(failed)} of {len(outcomes)} tests failed:\n" + "\n".join(shown) + printed
 
 
 def _is_of(name: str, test: str) -> bool:
@@ -386,7 +381,7 @@ def _is_of(name: str, test: str) -> bool:
 
 
 def _plain(text: str, most: int = MOST_OUTPUT) -> str:
-    """Text that can be shown anywhere: no control characters, and not too long."""
+    """Text that is safe to show: without control characters, at most `most` characters."""
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
     text = "".join(letter for letter in text if letter in "\n\t" or letter.isprintable()).strip()
     return text if len(text) <= most else f"{text[:most]} ..."
@@ -396,55 +391,61 @@ def _plain(text: str, most: int = MOST_OUTPUT) -> str:
 
 
 def gradescope(verdicts: Iterable[Verdict]) -> dict[str, Any]:
-    """What Gradescope reads from /autograder/results/results.json."""
+    """The content of Gradescope's /autograder/results/results.json."""
     verdicts = list(verdicts)
     return {
-        "score": sum(each.points for each in verdicts),
-        "execution_time": round(sum(each.seconds for each in verdicts)),
+        "score": sum(verdict.points for verdict in verdicts),
+        "execution_time": round(sum(verdict.seconds for verdict in verdicts)),
         "stdout_visibility": "hidden",
         "tests": [
             {
-                "name": each.name,
-                "number": f"{int(each.stage[5:7])}.{each.task.number}",
-                "score": each.points,
-                "max_score": each.task.points,
-                "status": "passed" if each.passed else "failed",
-                "output": each.why or "All tests passed.",
+                "name": verdict.name,
+                "number": f"{int(verdict.stage[5:7])}.{verdict.task.number}",
+                "score": verdict.points,
+                "max_score": verdict.task.points,
+                "status": "passed" if verdict.passed else "failed",
+                "output": verdict.why or "All tests passed.",
                 "visibility": "visible",
             }
-            for each in verdicts
+            for verdict in verdicts
         ],
     }
 
 
 def junit(verdicts: Iterable[Verdict]) -> str:
     """JUnit XML: a suite for each stage, a case for each task, its points as a property."""
-    root = ET.Element("testsuites")
-    verdicts = list(verdicts)
-    for stage in dict.fromkeys(each.stage for each in verdicts):
-        mine_ = [each for each in verdicts if each.stage == stage]
-        suite = ET.SubElement(
-            root, "testsuite", name=stage, tests=str(len(mine_)), failures=str(sum(not each.passed for each in mine_)),
-            errors="0", skipped="0", time=f"{sum(each.seconds for each in mine_):.1f}",
-        )  # fmt: skip
-        for each in mine_:
+    root, by_stage = ET.Element("testsuites"), dict[str, list[Verdict]]()
+    for verdict in verdicts:
+        by_stage.setdefault(verdict.stage, []).append(verdict)
+    for stage, judged in by_stage.items():
+        counts = {
+            "tests": str(len(judged)),
+            "failures": str(sum(not verdict.passed for verdict in judged)),
+            "errors": "0",
+            "skipped": "0",
+            "time": f"{sum(verdict.seconds for verdict in judged):.1f}",
+        }
+        suite = ET.SubElement(root, "testsuite", name=stage, **counts)
+        for verdict in judged:
+            seconds, points = f"{verdict.seconds:.1f}", (verdict.points, verdict.task.points)
             case = ET.SubElement(
-                suite, "testcase", classname=stage, name=each.name, time=f"{each.seconds:.1f}"
+                suite, "testcase", classname=stage, name=verdict.name, time=seconds
             )
             properties = ET.SubElement(case, "properties")
-            ET.SubElement(properties, "property", name="points", value=str(each.points))
-            ET.SubElement(properties, "property", name="max_points", value=str(each.task.points))
-            if not each.passed:
-                ET.SubElement(case, "failure", message=each.why.partition("\n")[0]).text = each.why
+            for name, value in zip(("points", "max_points"), points, strict=True):
+                ET.SubElement(properties, "property", name=name, value=str(value))
+            if not verdict.passed:
+                first = verdict.why.partition("\n")[0]
+                ET.SubElement(case, "failure", message=first).text = verdict.why
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-# ---- the child: `python -m shared.course.grading`, in the copy of the project; its job comes on standard input ----
+# ---- the child: `python -m shared.course.grading` in the copy, with its job on standard input ----
 
 
 class _Recorder:
-    """A pytest plugin that notes how each test ended: "" for passed, and else why not."""
+    """A pytest plugin that keeps how each test ended: "" for passed, else the reason."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
@@ -468,13 +469,13 @@ class _Recorder:
 
 def _child() -> None:
     job = json.loads(sys.stdin.buffer.read())
-    # From here on, standard output is what the submission prints, and the report has a way of its own.
+    # From here on, standard output is the submission's, and the report has its own descriptor.
     private = os.dup(1)
     os.dup2(2, 1)
     write, leave, word = os.write, os._exit, job["word"].encode()
     del job["word"]
 
-    # All of what needs more than the submission may do.
+    # First everything that needs more rights than the submission has.
     import pytest
 
     importlib.import_module("torch")
@@ -489,57 +490,64 @@ def _child() -> None:
     except BaseException as error:  # it may raise anything, SystemExit too
         report = {"error": f"{task.file} cannot be imported: {type(error).__name__}: {error}"}
     else:
-        tests = [f"{job['stage']}/{each}" for each in task.tests]
-        options = [
-            "--capture=no",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:terminal",
-            "-p",
-            "xdist.plugin",
-            "-n",
-            "0",
-        ]
+        tests = [f"{job['stage']}/{test}" for test in task.tests]
+        plugins = "-p no:cacheprovider -p no:terminal -p xdist.plugin"
+        options = ["--capture=no", *plugins.split(), "-n", "0"]
         pytest.main([*options, *tests, CANARY], plugins=[recorder])
     line = word + json.dumps(report).encode() + b"\n"
     while line:
         line = line[write(private, line) :]
-    leave(0)  # no thread and no exit handler of the submission is waited for
+    leave(0)  # without waiting for threads and exit handlers of the submission
 
 
 def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
-    """A hook for `sys.addaudithook`, which cannot be taken out again: what a submission may not do raises PermissionError."""
-    realpath, isabs, isdir, fsdecode, devnull = (
-        os.path.realpath,
-        os.path.isabs,
-        os.path.isdir,
-        os.fsdecode,
-        os.devnull,
-    )
-    separator = os.sep
+    """A hook for `sys.addaudithook`, which cannot be removed again: it raises PermissionError for
+    everything that a submission may not do."""
+    # Local names: the submission may replace those of the module.
+    realpath, isabs, isdir = os.path.realpath, os.path.isabs, os.path.isdir
+    fsdecode, devnull, separator = os.fsdecode, os.devnull, os.sep
     inside = realpath(scratch) + separator
     writing = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
     forbidden = {
-        "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.exec", "os.system", "os.startfile", "os.startfile/2",
-        "subprocess.Popen", "pty.spawn", "os.kill", "os.killpg", "socket.gethostbyname", "socket.gethostbyaddr", "ftplib.connect",
-    }  # fmt: skip
-    # Of an event, which arguments are paths that will be changed, and which are the open folders that these may be names in.
+        "os.fork",
+        "os.forkpty",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.exec",
+        "os.system",
+        "os.startfile",
+        "os.startfile/2",
+        "subprocess.Popen",
+        "pty.spawn",
+        "os.kill",
+        "os.killpg",
+        "socket.gethostbyname",
+        "socket.gethostbyaddr",
+        "ftplib.connect",
+    }
+    # By event: the arguments that are paths to change, each with that of its open folder, if any.
     changes: dict[str, tuple[tuple[int, int | None], ...]] = {
-        "os.remove": ((0, 1),), "os.rmdir": ((0, 1),), "os.mkdir": ((0, 2),), "os.rename": ((0, 2), (1, 3)),
-        "os.link": ((0, 2), (1, 3)), "os.symlink": ((1, 2),), "os.truncate": ((0, None),), "os.chmod": ((0, 2),),
-        "os.chown": ((0, 3),), "os.utime": ((0, 3),), "os.setxattr": ((0, None),), "shutil.rmtree": ((0, None),),
+        "os.remove": ((0, 1),),
+        "os.rmdir": ((0, 1),),
+        "os.mkdir": ((0, 2),),
+        "os.rename": ((0, 2), (1, 3)),
+        "os.link": ((0, 2), (1, 3)),
+        "os.symlink": ((1, 2),),
+        "os.truncate": ((0, None),),
+        "os.chmod": ((0, 2),),
+        "os.chown": ((0, 3),),
+        "os.utime": ((0, 3),),
+        "os.setxattr": ((0, None),),
+        "shutil.rmtree": ((0, None),),
         "sqlite3.connect": ((0, None),),
-    }  # fmt: skip
+    }
     loopback = {"127.0.0.1", "::1", "localhost", None}
 
     def outside(path: Any, folder: int = -1) -> bool:
         if not isinstance(path, (str, bytes)) and not hasattr(path, "__fspath__"):
             return False  # a file that is open already
         name = fsdecode(path)
-        if (
-            folder != -1
-        ):  # a name in a folder that is open, and only those inside can be opened: see below
+        if folder != -1:  # a name in an open folder, and only folders inside can be opened
             return isabs(name) or ".." in name.replace("\\", "/").split("/")
         return name != devnull and not (realpath(name) + separator).startswith(inside)
 
@@ -551,9 +559,8 @@ def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
                 if isinstance(mode, str)
                 else bool((flags or 0) & writing)
             )
-            handle = (
-                mode is None and not isinstance(path, int) and isdir(path)
-            )  # os.open: of a folder, it serves to change files
+            # os.open of a folder: its descriptor serves to change files.
+            handle = mode is None and not isinstance(path, int) and isdir(path)
             if (changing or handle) and outside(path):
                 raise PermissionError(f"a submission may not write to {path}")
         elif event in forbidden:

@@ -1,4 +1,4 @@
-"""Judging a submission: what is right passes, what is wrong does not, and what is hostile gets nowhere."""
+"""Judging a submission: right ones pass, wrong ones fail, and hostile ones get nowhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -21,19 +22,13 @@ from shared import paths
 from shared.course import grading, mine
 from shared.course.grading import CANARY, Limits, Verdict
 from shared.errors import UserError
+from shared.task import Task
 
 STAGE, FILE = "stage04_continuous", "request.py"
 TASK = mine.find_task(STAGE, 1)  # Request.tokens
 TEST = f"{STAGE}/{TASK.tests[0]}"
 REFERENCE = mine.read(paths.ROOT / STAGE / FILE)
-SHORT = Limits(seconds=300, memory=2048, disk=32)  # but for time, which a busy machine needs
-
-
-def raising(error: Exception) -> Any:
-    def fail(*_: Any) -> Any:
-        raise error
-
-    return fail
+SHORT = Limits(seconds=300, memory=2048, disk=32)  # with time enough for a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +40,8 @@ def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def judge(trusted: Path, tmp_path: Path) -> Iterator[Any]:
-    """judge(source, limits=SHORT): why the task is not solved by a file with this source. Nobody may touch the trusted copy."""
+    """judge(source, limits=SHORT): why a file with this source does not solve the task. The trusted
+    copy must stay as it is."""
     before = grading._fingerprint(trusted)
 
     def run(source: str, limits: Limits = SHORT) -> str:
@@ -57,14 +53,14 @@ def judge(trusted: Path, tmp_path: Path) -> Iterator[Any]:
 
 
 def inside(code: str) -> str:
-    """The reference with some code at the beginning of the task's function."""
+    """The reference with code at the beginning of the task's function."""
     line = "        prompt, answer = self.output.prompt_ids, self.output.token_ids\n"
     assert REFERENCE.count(line) == 1
     return REFERENCE.replace(line, textwrap.indent(code, " " * 8) + "\n" + line)
 
 
 def above(code: str) -> str:
-    """The reference with some code that runs when it is imported."""
+    """The reference with code that runs when it is imported."""
     return REFERENCE.replace("class State(Enum):", f"{code}\n\n\nclass State(Enum):", 1)
 
 
@@ -73,63 +69,78 @@ WRONG = REFERENCE + "\n\nRequest.tokens = lambda self, start, count: None\n"
 # ---- whole judgements ----
 
 
-def test_what_is_right_passes(judge: Any) -> None:
+def test_the_reference_passes(judge: Any) -> None:
     assert judge(REFERENCE) == ""
 
 
-def test_what_is_wrong_fails_and_prints_no_passing_report(judge: Any) -> None:
-    """It tells pytest that everything passes: a test that cannot pass gives it away."""
-    why = judge(
-        WRONG
-        + "import _pytest.reports\n_pytest.reports.TestReport.failed = property(lambda self: False)\n"
-    )
-    assert why.startswith("A test that cannot pass was reported as passed")
+def test_a_forged_success_is_seen(judge: Any) -> None:
+    """The submission tells pytest that everything passes, the canary included."""
+    forge = "import _pytest.reports as r\nr.TestReport.failed = property(lambda self: False)\n"
+    assert judge(WRONG + forge).startswith("A test that cannot pass was reported as passed")
 
 
+FILL_DISK = """
+import tempfile
+file = tempfile.TemporaryFile()
+while True:
+    file.write(bytes(9**6))
+"""
+FAKE_REPORT = """
+import os
+for fd in range(3, 30):
+    try:
+        os.write(fd, b'{"tests": {}}\\n')
+    except OSError:
+        pass
+os._exit(0)
+"""
+RECORDER = """
+import __main__
+__main__._Recorder.pytest_runtest_logreport = (
+    lambda self, report: self.outcomes.__setitem__(report.nodeid, '')
+)
+"""
+CONNECT = "import socket\nsocket.create_connection(('192.0.2.1', 80), 2)"
+SLEEPER = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()"
+TESTS = f"{STAGE}/tests"
+EARLY, NOT_ALL = "Its process ended before the tests did", "not run to their end"
+SYNTAX, SLOW = "cannot be imported: SyntaxError", "It took longer than 20 s"
 HOSTILE: dict[str, tuple[str, str]] = {
     "empty": (mine.emptied(REFERENCE, STAGE, TASK), "stage04 task 1: "),
     "wrong": (WRONG, "1 of 1 tests failed"),
     "skips": (inside("import pytest\npytest.skip('no')"), "skipped"),
-    "prints": (inside("while True:\n    print('x' * 1000)"), "It took longer than 20 s"),
-    "loops": (inside("while True:\n    pass"), "It took longer than 20 s"),
+    "prints": (inside("while True:\n    print('x' * 1000)"), SLOW),
+    "loops": (inside("while True:\n    pass"), SLOW),
     "sys.exit": (inside("import sys\nsys.exit(0)"), "SystemExit"),
     "sys.exit at import": (above("import sys\nsys.exit(0)"), "cannot be imported: SystemExit"),
-    "os._exit": (inside("import os\nos._exit(0)"), "Its process ended before the tests did"),
-    "os._exit at import": (above("import os\nos._exit(0)"), "Its process ended before the tests did"),
-    "interrupts": (inside("raise KeyboardInterrupt"), "not run to their end"),
-    "pytest.exit": (inside("import pytest\npytest.exit('bye', 0)"), "not run to their end"),
+    "os._exit": (inside("import os\nos._exit(0)"), EARLY),
+    "os._exit at import": (above("import os\nos._exit(0)"), EARLY),
+    "interrupts": (inside("raise KeyboardInterrupt"), NOT_ALL),
+    "pytest.exit": (inside("import pytest\npytest.exit('bye', 0)"), NOT_ALL),
     "memory": (inside("self.kept = [bytearray(2**26) for _ in range(400)]"), "MiB of memory"),
-    "disk": (inside("import tempfile\nfile = tempfile.TemporaryFile()\nwhile True:\n    file.write(bytes(9**6))"), "MiB to disk"),
+    "disk": (inside(FILL_DISK), "MiB to disk"),
     "forks": (inside("import os\nwhile True:\n    os.fork()"), "may not do this: os.fork"),
-    "network": (inside("import socket\nsocket.create_connection(('192.0.2.1', 80), 2)"), "may not use the network"),
-    "edits tests": (above("open('stage04_continuous/tests/test_request.py', 'w')"), "may not write to"),
-    "deletes tests": (above("import shutil\nshutil.rmtree('stage04_continuous/tests')"), "may not change"),
+    "network": (inside(CONNECT), "may not use the network"),
+    "edits tests": (above(f"open('{TESTS}/test_request.py', 'w')"), "may not write to"),
+    "deletes tests": (above(f"import shutil\nshutil.rmtree('{TESTS}')"), "may not change"),
     "kills": (above("import os\nos.kill(os.getppid(), 9)"), "may not do this: os.kill"),
-    "writes a report": (
-        inside("import os\nfor fd in range(3, 30):\n    try:\n        os.write(fd, b'{\"tests\": {}}\\n')\n"
-               "    except OSError:\n        pass\nos._exit(0)"),
-        "Its process ended before the tests did",
-    ),
-    "takes over the recorder": (
-        WRONG + "import __main__\n__main__._Recorder.pytest_runtest_logreport = (\n"
-        "    lambda self, report: self.outcomes.__setitem__(report.nodeid, '')\n)\n",
-        "A test that cannot pass was reported as passed",
-    ),
-    "no Python": ("def (:", "cannot be imported: SyntaxError"),
-    "nested": ("x = " + "(" * 5000, "cannot be imported: SyntaxError"),
-    "null": ("x = 1\0", "cannot be imported: SyntaxError"),
-    "no UTF-8": ("x = '\udcff'", "cannot be imported: SyntaxError"),
-    "threads that stay": (above("import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()"), ""),
+    "writes a report": (inside(FAKE_REPORT), EARLY),
+    "takes over the recorder": (WRONG + RECORDER, "A test that cannot pass was reported as passed"),
+    "not Python": ("def (:", SYNTAX),
+    "nested": ("x = " + "(" * 5000, SYNTAX),
+    "null": ("x = 1\0", SYNTAX),
+    "not UTF-8": ("x = '\udcff'", SYNTAX),
+    "threads that stay": (above(SLEEPER), ""),
     "exit handlers": (above("import atexit, time\natexit.register(time.sleep, 1000)"), ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_whoever_is_hostile_gets_nowhere(kind: str, judge: Any) -> None:
-    source, says = HOSTILE[kind]
-    why = judge(source, Limits(seconds=20 if "20 s" in says else 120, memory=2048, disk=32))
-    assert says in why and bool(why) == bool(says)
+def test_a_hostile_submission_gets_nowhere(kind: str, judge: Any) -> None:
+    source, words = HOSTILE[kind]
+    why = judge(source, Limits(seconds=20 if words == SLOW else 120, memory=2048, disk=32))
+    assert words in why and bool(why) == bool(words)
 
 
 # ---- the process and its limits: another child in place of ours ----
@@ -137,63 +148,56 @@ def test_whoever_is_hostile_gets_nowhere(kind: str, judge: Any) -> None:
 
 @pytest.fixture
 def child(tmp_path: Path) -> Any:
-    """child(code, limits): how a process that runs `code` as if it were the judge ended, its report, and what it printed."""
+    """child(code, limits): how a process ended that runs `code` in place of the judge, its report,
+    and its output."""
 
     def run(code: str, limits: Limits = SHORT) -> tuple[str, bytes, str]:
         project, scratch = tmp_path / "project", tmp_path / "scratch"
-        (project / "shared" / "course").mkdir(parents=True)
+        course = project / "shared" / "course"
+        course.mkdir(parents=True)
         scratch.mkdir()
-        (project / "shared" / "__init__.py").touch()
-        (project / "shared" / "course" / "__init__.py").touch()
-        (project / "shared" / "course" / "grading.py").write_text(code, encoding="utf-8")
+        for folder in (course, course.parent):
+            (folder / "__init__.py").touch()
+        (course / "grading.py").write_text(code, encoding="utf-8")
         return grading._run({"scratch": str(scratch), "word": "secret"}, project, scratch, limits)
 
     return run
 
 
 def test_a_process_gets_its_job_and_reports(child: Any) -> None:
-    ended, report, output = child(
-        "import sys; print('report', sys.stdin.read()); print('said', file=sys.stderr); sys.exit(3)"
-    )
-    assert (
-        "exit status 3" in ended
-        and report.startswith(b"report {")
-        and b"secret" in report
-        and output.strip() == "said"
-    )
+    code = "print('report', sys.stdin.read()); print('noise', file=sys.stderr); sys.exit(3)"
+    ended, report, output = child(f"import sys; {code}")
+    assert "exit status 3" in ended and output.strip() == "noise"
+    assert report.startswith(b"report {") and b"secret" in report
 
 
 @pytest.mark.parametrize(
-    ("code", "limits", "says"),
+    ("code", "limits", "words"),
     [
         ("while True: pass", Limits(seconds=1), "longer than 1 s"),
         ("while True: print('x' * 10000)", Limits(seconds=1), "longer than 1 s"),
+        ("while True: sys.stderr.write('x' * 10000)", Limits(seconds=1), "longer than 1 s"),
         (
-            "import sys\nwhile True: sys.stderr.write('x' * 10000)",
-            Limits(seconds=1),
-            "longer than 1 s",
-        ),
-        (
-            "import time\nx = [b'1' * 2**20 for _ in range(300)]\ntime.sleep(60)",
+            "x = [b'1' * 2**20 for _ in range(300)]; time.sleep(60)",
             Limits(memory=200),
             "200 MiB of memory",
         ),
         (
-            "import time\nopen('../scratch/x', 'wb').write(b'1' * 2**24)\ntime.sleep(60)",
+            "open('../scratch/x', 'wb').write(b'1' * 2**24); time.sleep(60)",
             Limits(disk=8),
             "8 MiB to disk",
         ),
     ],
     ids=["loops", "prints", "prints errors", "memory", "disk"],
 )
-def test_a_process_ends_at_its_limits(code: str, limits: Limits, says: str, child: Any) -> None:
-    ended, report, output = child(code, limits)
-    assert says in ended
+def test_a_process_ends_at_its_limits(code: str, limits: Limits, words: str, child: Any) -> None:
+    ended, report, output = child(f"import sys, time\n{code}", limits)
+    assert words in ended
     assert len(report) <= grading.MOST_REPORT and len(output) <= 4 * grading.MOST_OUTPUT
 
 
-def test_what_a_process_has_started_goes_with_it(child: Any) -> None:
-    """A child, which holds its pipes open, and an orphan whose parent has gone before anybody looked."""
+def test_children_and_orphans_end_with_the_process(child: Any) -> None:
+    """A child, which holds the pipes open, and an orphan whose parent has ended."""
     sleep = "[sys.executable, '-c', 'import time; time.sleep(100)']"
     orphan = f"import subprocess, sys; print(subprocess.Popen({sleep}, stdout=-3, stderr=-3).pid)"
     code = f"""
@@ -205,14 +209,12 @@ print(subprocess.check_output([sys.executable, "-c", {orphan!r}], text=True))
     _, report, _ = child(code)
     pids = [int(word) for word in report.split()]
     assert len(pids) == 2 and time.monotonic() - started < 90
-    assert not any(
-        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        for pid in pids
-    )
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
 def test_a_folder_is_measured_while_it_changes(tmp_path: Path) -> None:
-    """Whoever makes and removes folders without end must not bring the judge down."""
+    """Folders that come and go without end must not crash the judge."""
     (tmp_path / "kept").write_bytes(bytes(1000))
     done = threading.Event()
 
@@ -242,7 +244,7 @@ def test_a_process_gets_no_secrets(child: Any, monkeypatch: pytest.MonkeyPatch) 
 
 GUARDED = """
 import importlib, json, os, pathlib, shutil, socket, subprocess, sys, tempfile, threading
-from shared import grading
+from shared.course import grading
 scratch, outside = sys.argv[1:]
 inside, other = pathlib.Path(scratch), pathlib.Path(outside)
 tempfile.tempdir = scratch
@@ -307,11 +309,15 @@ def test_a_submission_writes_to_its_scratch_folder_and_reaches_nothing_else(tmp_
     (outside / "kept.txt").write_text("kept", encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-c", GUARDED, str(scratch), str(outside)],
-        cwd=paths.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(found) >= 30, done.stderr
-    assert [name for name, may in found if may != name.startswith("+")] == []
+        cwd=paths.ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    tried = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(tried) >= 30, done.stderr
+    assert [name for name, may in tried if may != name.startswith("+")] == []
     assert [path.name for path in outside.iterdir()] == ["kept.txt"]
     assert (outside / "kept.txt").read_text(encoding="utf-8") == "kept"
 
@@ -323,61 +329,45 @@ def verdict(report: dict[str, Any] | None, output: str = "") -> str:
     return grading._verdict(STAGE, TASK, "It ended.", report, output)
 
 
-def test_only_a_whole_report_counts() -> None:
-    good = {TEST: "", CANARY: "assert [1] == [2]"}
-    assert verdict({"tests": good}) == ""
-    assert verdict({"tests": {f"{TEST}[{n}]": "" for n in range(3)} | {CANARY: "x"}}) == ""
-    for report, says in (
+GOOD = {TEST: "", CANARY: "assert [1] == [2]"}
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        ({"tests": GOOD}, ""),
+        ({"tests": {f"{TEST}[{n}]": "" for n in range(3)} | {CANARY: "x"}}, ""),
         (None, "It ended."),
         ({}, "not run to their end"),
         ({"tests": None}, "not run to their end"),
         ({"tests": {TEST: ""}}, "not run to their end"),
         ({"tests": {CANARY: "x"}}, "Not all tests were run"),
         ({"tests": {f"{TEST}_more": "", CANARY: "x"}}, "Not all tests were run"),
-        ({"tests": good | {CANARY: ""}}, "cannot pass was reported as passed"),
-        ({"tests": good | {TEST: "AssertionError"}}, "1 of 1 tests failed"),
-        ({"tests": good | {f"{TEST}[2]": "skipped"}}, "1 of 2 tests failed"),
-        ({"tests": good, "error": "no import"}, "no import"),
-    ):
-        assert says in verdict(report), report
+        ({"tests": GOOD | {CANARY: ""}}, "cannot pass was reported as passed"),
+        ({"tests": GOOD | {TEST: "AssertionError"}}, "1 of 1 tests failed"),
+        ({"tests": GOOD | {f"{TEST}[2]": "skipped"}}, "1 of 2 tests failed"),
+        ({"tests": GOOD, "error": "no import"}, "no import"),
+    ],
+)
+def test_only_a_whole_report_counts(report: dict[str, Any] | None, words: str) -> None:
+    why = verdict(report)
+    assert words in why and bool(why) == bool(words)
 
 
 def test_a_report_needs_the_word_and_comes_once() -> None:
     good = b'w0rd {"tests": {}}\n'
     assert grading._read_report(b"noise\n" + good, "w0rd") == {"tests": {}}
-    for data in (
-        b"",
-        b"noise",
-        b'{"tests": {}}',
-        good + good,
-        b"w0rd [1]\n",
-        b"w0rd {",
-        b"word {}",
-    ):
+    for data in (b"", b"noise", good[5:], good + good, b"w0rd [1]\n", b"w0rd {", b"word {}"):
         assert grading._read_report(data, "w0rd") is None
 
 
-def test_what_is_shown_is_short_and_harmless() -> None:
-    why = verdict(
-        {"tests": {TEST: "\x1b[31m" + "long " * 1000, CANARY: "x"}},
-        "\x1b]0;title\x07\0" + "noise " * 5000,
-    )
+def test_shown_text_is_short_and_harmless() -> None:
+    report = {"tests": {TEST: "\x1b[31m" + "long " * 1000, CANARY: "x"}}
+    why = verdict(report, "\x1b]0;title\x07\0" + "noise " * 5000)
     assert len(why) < 3000 and all(letter.isprintable() or letter == "\n" for letter in why)
 
 
 # ---- a submission as a whole ----
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Path | None]]:
-    """Nothing is run; what would have been."""
-    judged: list[tuple[str, int, Path | None]] = []
-
-    def judge(stage: str, task: mine.Task, folder: Path | None, *rest: Any) -> str:
-        judged.append((stage, task.number, folder))
-        return "" if task.number == 1 else "1 of 1 tests failed:\n\x01 <&> it is wrong"
-
-    monkeypatch.setattr(grading, "_judge", judge)
-    return judged
 
 
 @pytest.mark.parametrize("place", [STAGE, f"mine/{STAGE}", "."])
@@ -387,16 +377,20 @@ def test_a_submission_is_found_in_three_shapes(
     folder = tmp_path / place
     folder.mkdir(parents=True, exist_ok=True)
     mine.write(folder / FILE, REFERENCE)
-    judged = stand_in(monkeypatch)
+    judged: list[Path | None] = []
+
+    def judge(stage: str, task: Task, folder: Path | None, *rest: Any) -> str:
+        judged.append(folder)
+        return "" if task.number == 1 else "1 of 1 tests failed"
+
+    monkeypatch.setattr(grading, "_judge", judge)
     verdicts = list(grading.grade([STAGE], tmp_path))
-    assert [(each.task.number, each.passed, each.points) for each in verdicts][:2] == [
-        (1, True, TASK.points),
-        (2, False, 0),
-    ]
-    assert [found for *_, found in judged] == [folder] * len(mine.tasks(STAGE))
+    results = [(each.task.number, each.passed, each.points) for each in verdicts]
+    assert results[:2] == [(1, True, TASK.points), (2, False, 0)]
+    assert judged == [folder] * len(mine.tasks(STAGE))
 
 
-def test_what_cannot_be_graded_is_refused(tmp_path: Path) -> None:
+def test_an_empty_submission_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no folder"):
         list(grading.grade([STAGE], tmp_path / "none"))
     with pytest.raises(UserError, match="holds nothing of stage04"):
@@ -414,8 +408,8 @@ def test_a_file_that_is_missing_too_large_or_a_link_is_no_solution(
     assert "larger than" in judge()
     mine.write(tmp_path / FILE, REFERENCE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "read_bytes", raising(PermissionError(13, "Permission denied")))
-        assert "cannot be read: Permission denied" in judge()
+        patch.setattr(Path, "read_bytes", Mock(side_effect=PermissionError(13, "denied")))
+        assert "cannot be read: denied" in judge()
     (tmp_path / FILE).unlink()
     try:
         (tmp_path / FILE).symlink_to(paths.ROOT / STAGE / FILE)
@@ -428,10 +422,10 @@ def test_a_file_that_is_missing_too_large_or_a_link_is_no_solution(
         list(grading.grade([STAGE], tmp_path))
 
 
-def test_no_result_counts_once_the_tests_have_been_reached(
+def test_no_result_counts_once_the_tests_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def judge(stage: str, task: mine.Task, folder: Path, trusted: Path, limits: Limits) -> str:
+    def judge(stage: str, task: Task, folder: Path, trusted: Path, limits: Limits) -> str:
         if task.number == 2:
             (trusted / stage / "tests" / "test_request.py").write_text("", encoding="utf-8")
         return ""
@@ -440,58 +434,44 @@ def test_no_result_counts_once_the_tests_have_been_reached(
     monkeypatch.setattr(grading, "_judge", judge)
     verdicts = grading.grade([STAGE], tmp_path)
     assert next(verdicts).passed
-    with pytest.raises(UserError, match="no result counts"):
+    with pytest.raises(UserError, match="no result is valid"):
         next(verdicts)
 
 
-def verdicts() -> list[Verdict]:
-    """Two tasks, of which one is not solved."""
-    return [
-        Verdict(STAGE, TASK, True, "", 1.25),
-        Verdict(
-            "stage02_kv_cache",
-            mine.find_task("stage02_kv_cache", 1),
-            False,
-            "wrong:\n<&> and why",
-            2.0,
-        ),
-    ]
+OTHER = mine.find_task("stage02_kv_cache", 1)
+VERDICTS = [
+    Verdict(STAGE, TASK, True, "", 1.25),
+    Verdict("stage02_kv_cache", OTHER, False, "wrong:\n<&> and why", 2.0),
+]
 
 
-def test_results_as_gradescope_reads_them() -> None:
-    results = json.loads(json.dumps(grading.gradescope(verdicts())))
-    assert (
-        results["score"] == TASK.points
-        and results["execution_time"] == 3
-        and results["stdout_visibility"] == "hidden"
-    )
+def test_results_for_gradescope() -> None:
+    results = json.loads(json.dumps(grading.gradescope(VERDICTS)))
+    assert (results["score"], results["execution_time"]) == (TASK.points, 3)
+    assert results["stdout_visibility"] == "hidden"
     first, second = results["tests"]
     assert first == {
-        "name": "stage04 task 1: the tokens of a request", "number": "4.1", "score": TASK.points, "max_score": TASK.points,
-        "status": "passed", "output": "All tests passed.", "visibility": "visible",
-    }  # fmt: skip
-    assert (second["status"], second["score"], second["max_score"], second["output"]) == (
-        "failed",
-        0,
-        20,
-        "wrong:\n<&> and why",
-    )
+        "name": f"stage04 task 1: {TASK.title}",
+        "number": "4.1",
+        "score": TASK.points,
+        "max_score": TASK.points,
+        "status": "passed",
+        "output": "All tests passed.",
+        "visibility": "visible",
+    }
+    assert (second["status"], second["output"]) == ("failed", "wrong:\n<&> and why")
+    assert (second["score"], second["max_score"]) == (0, 20)
 
 
 def test_results_as_junit_xml() -> None:
-    root = ET.fromstring(grading.junit(verdicts()).encode("utf-8"))
+    root = ET.fromstring(grading.junit(VERDICTS).encode("utf-8"))
     suites = root.findall("testsuite")
-    assert [(each.get("name"), each.get("tests"), each.get("failures")) for each in suites] == [
-        (STAGE, "1", "0"),
-        ("stage02_kv_cache", "1", "1"),
-    ]
+    counts = [(suite.get("name"), suite.get("tests"), suite.get("failures")) for suite in suites]
+    assert counts == [(STAGE, "1", "0"), ("stage02_kv_cache", "1", "1")]
     case = suites[1].find("testcase")
-    assert case is not None and case.get("name") == "stage02 task 1: take slots, and forget them"
+    assert case is not None and case.get("name") == f"stage02 task 1: {OTHER.title}"
     failure = case.find("failure")
-    assert (
-        failure is not None
-        and failure.get("message") == "wrong:"
-        and failure.text == "wrong:\n<&> and why"
-    )
+    assert failure is not None and failure.get("message") == "wrong:"
+    assert failure.text == "wrong:\n<&> and why"
     points = {each.get("name"): each.get("value") for each in case.iter("property")}
     assert points == {"points": "0", "max_points": "20"}
