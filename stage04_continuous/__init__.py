@@ -1,7 +1,8 @@
-"""Stage 04: continuous batching. Who is in the batch is decided anew before every forward pass.
+"""Stage 04: continuous batching. The batch is put together again before every forward pass.
 
-`scheduler.py` is what this stage teaches: who runs next, and how many of its tokens. `request.py` is what it decides about,
-`cache.py` holds the keys and values in slots, and `engine.py` makes steps of it: schedule, run, sample, postprocess.
+`scheduler.py` is what this stage teaches: who runs next, and how many of its tokens. It makes a
+plan (`plan.py`) about requests (`request.py`). `runner.py` and `cache.py` carry it out, with keys
+and values in slots, and `engine.py` is the step: schedule, move, run, sample, postprocess.
 """
 
 QUESTION: str = "Requests come and go at any time: why should the batch wait for its last row?"
