@@ -7,7 +7,6 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from stage01_forward.engine import Engine as Naive
 from stage04_continuous.make import make
 from stage04_continuous.request import Request
 
@@ -69,13 +68,10 @@ def test_a_thousand_lives_of_fifty_calls():
     live(SlotLife, 1000)
 
 
-def test_one_pass_is_the_naive_engine():
-    """The oracle that all answers are compared with is the engine of the first stage, unchanged."""
-    prompts = [prompt_of(length) for length in (1, 5, 9, 17, 26, 30)]
-    outputs = Naive(the_model()).generate(prompts, greedy(24))
-    assert outputs == [naive(prompt, greedy(24)) for prompt in prompts]
-    different = [len(set(output.token_ids)) for output in outputs]
-    assert sum(different) > 10 * len(different)  # one token repeated would hide mistakes
+def test_the_answers_are_worth_comparing():
+    """One token repeated would be the same whatever was wrong."""
+    answers = [naive(prompt_of(length), greedy(24)) for length in (1, 5, 9, 17, 26, 30)]
+    assert sum(len(set(output.token_ids)) for output in answers) > 10 * len(answers)
 
 
 # ---- slots ----
@@ -107,19 +103,6 @@ def test_positions_start_again_in_a_slot_used_again():
             assert_answered(request)
     finally:
         handle.remove()
-
-
-def test_a_slot_is_wiped_for_its_next_sequence():
-    """A hidden NaN would come through the mask: 0 times NaN is NaN."""
-    engine = engine_of(1)
-    ask(engine, 20, 5)
-    finish(engine)
-    engine.runner.cache.kv[:, :, 0, :, :24] = torch.nan
-    request = ask(engine, 3, 5)
-    engine.step()
-    assert not engine.runner.cache.kv[:, :, 0].isnan().any()
-    finish(engine)
-    assert_answered(request)
 
 
 @pytest.mark.parametrize("max_chunk", [None, 1, 7])

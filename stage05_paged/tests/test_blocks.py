@@ -89,16 +89,6 @@ def test_taking_and_giving_back_takes_constant_time():
     assert (pool.owned, pool.evictions) == (64, 20)
 
 
-def test_a_block_comes_back_when_the_last_table_gives_it_back():
-    pool = BlockPool(2)
-    block = pool.take()
-    counts = []
-    for call in (pool.share, pool.share, pool.give_back, pool.give_back, pool.give_back):
-        call(block)
-        counts.append((pool.references[block], pool.shared, block in pool.free))
-    assert counts == [(2, 1, False), (3, 1, False), (2, 1, False), (1, 0, False), (0, 0, True)]
-
-
 @pytest.mark.parametrize("published", [False, True], ids=["free", "cached"])
 def test_a_block_is_not_given_back_twice(published):
     pool = BlockPool(3)
@@ -171,17 +161,6 @@ def test_the_first_block_of_a_name_stays_and_a_block_has_one_name():
     assert (pool.found, pool.digests[first], pool.digests[second]) == ({b"a": first}, b"a", None)
 
 
-def test_a_forgotten_block_is_free_when_it_is_given_back():
-    pool = BlockPool(2)
-    block = pool.take()
-    pool.publish(block, b"a")
-    pool.forget(block)
-    pool.forget(block)  # there is nothing more to forget
-    assert (pool.match([b"a"]), pool.found) == ([], {})
-    pool.give_back(block)
-    assert state(pool) == (2, 0, 0, 0)
-
-
 def test_a_digest_stands_for_the_parent_the_tokens_and_their_order():
     root = hashlib.sha256(b"").digest()
     assert chain(root, [1, 2]) == hashlib.sha256(root + array("q", [1, 2]).tobytes()).digest()
@@ -234,17 +213,6 @@ def test_a_table_that_shrinks_gives_back_what_its_tokens_do_not_need():
     assert [pool.references[block] for block in blocks] == [1, 1, 1, 1, 0]
     table.grow(5)
     assert len(table.blocks) == 2 and not set(table.blocks) & set(other.blocks)
-
-
-def test_adopted_blocks_are_shared_and_come_behind_those_that_are_there():
-    pool = BlockPool(10, 4)
-    one, other = BlockTable(pool), BlockTable(pool)
-    one.grow(12)
-    (own,) = other.grow(4)
-    other.adopt(one.blocks[:2])
-    assert other.blocks == [own, *one.blocks[:2]]
-    assert [pool.references[block] for block in one.blocks] == [2, 2, 1]
-    assert (pool.owned, pool.shared) == (4, 2)
 
 
 def test_a_table_that_writes_to_a_shared_block_gets_its_own():

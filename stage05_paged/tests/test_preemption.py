@@ -316,17 +316,6 @@ def test_when_the_first_sample_is_aborted_the_next_one_leads():
     assert step(scheduler) == [("s2", 10, 1, True), ("s3", 9, 1, True)]
 
 
-def test_a_fork_goes_on_from_where_its_parent_is():
-    scheduler = scheduler_of(20, max_sequences=4)
-    parent = ask(scheduler, 6, "parent")
-    for _ in range(4):
-        step(scheduler)
-    child = fork(scheduler, parent, "child")
-    assert step(scheduler) == [("parent", 9, 1, True), ("child", 9, 1, True)]
-    first, second = (scheduler.tables[request].blocks for request in (parent, child))
-    assert first[:2] == second[:2] and first[2] != second[2]
-
-
 def test_a_fork_in_the_middle_of_a_prompt_waits_for_it():
     scheduler = scheduler_of(20, max_sequences=4, token_budget=6)
     parent = ask(scheduler, 10, "parent")
@@ -334,21 +323,6 @@ def test_a_fork_in_the_middle_of_a_prompt_waits_for_it():
     fork(scheduler, parent, "child")
     assert step(scheduler) == [("parent", 6, 4, True)]
     assert step(scheduler) == [("parent", 10, 1, True), ("child", 9, 1, True)]
-
-
-@pytest.mark.parametrize("why", ["no room", "parent waits", "parent was preempted"])
-def test_a_fork_whose_parent_ends_first_computes_what_it_does_not_find(why):
-    scheduler = scheduler_of(20, max_sequences=1 if why == "no room" else 2)
-    parent = ask(scheduler, 9, "parent")
-    if why != "parent waits":
-        step(scheduler)
-    if why == "parent was preempted":
-        preempt(scheduler, parent)
-    child = fork(scheduler, parent, "child")
-    assert (child.state, child.computed, ids(scheduler.waiting)[-1]) == (State.WAITING, 0, "child")
-    scheduler.finish(parent)
-    hit = 0 if why == "parent waits" else 8
-    assert step(scheduler) == [("child", hit, child.token_count - 1 - hit, True)]
 
 
 def test_a_block_stays_while_any_table_holds_it():

@@ -268,29 +268,6 @@ def test_a_common_beginning_is_found(first, second, hit):
     assert scheduler.counts.hit_rate == hit / (first + second)
 
 
-def test_found_blocks_are_not_taken_and_not_wiped():
-    scheduler = scheduler_of(20)
-    run_one(scheduler, PROMPT[:12])
-    request = ask(scheduler, PROMPT[:14])
-    plan = scheduler.schedule()
-    (work,) = plan.work
-    found = scheduler.pool.match(scheduler.tables[request].digests)
-    assert (work.start, work.table[:3]) == (12, found)
-    assert plan.moves == [Move("wipe", work.table[3], work.table[3])]
-
-
-def test_a_request_shares_with_one_that_still_runs():
-    scheduler = scheduler_of(20)
-    one = ask(scheduler, PROMPT[:14])
-    step(scheduler)
-    two = ask(scheduler, PROMPT[:10])
-    step(scheduler)
-    tables = scheduler.tables
-    assert tables[two].blocks[:2] == tables[one].blocks[:2]
-    assert tables[two].blocks[2] not in tables[one].blocks
-    assert (scheduler.pool.shared, scheduler.pool.owned) == (2, 5)
-
-
 def test_answers_are_found_too():
     """A conversation goes on: the answer is part of the next prompt."""
     scheduler = scheduler_of(20)
