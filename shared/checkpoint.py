@@ -1,9 +1,8 @@
-"""GPT-2 checkpoints: from a folder or the hub, or seeded random weights. Safetensors only; a pickle
-is never opened.
+"""GPT-2 checkpoints: from a folder or the hub, or seeded random weights. Safetensors, never pickle.
 
-What comes out always has the same tensor names and shapes (`expected_shapes`), whichever way the
-file spelt them. Everything that does not fit ends in one UserError that says what and what to do.
-Values are not judged: NaN passes.
+The tensors always have the names and shapes of `expected_shapes`, however the file spells them. All
+that does not fit ends in one UserError that says what is wrong and what to do. Values are not
+checked: NaN passes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +56,7 @@ PRESETS: dict[str, Config] = _presets()  # "tiny" is for tests: no weights of it
 
 @dataclass
 class Checkpoint:
-    """A config and its tensors by name. `folder` holds the tokenizer's files; None where there are
-    none."""
+    """A config and its tensors by name. folder: of the tokenizer's files; None without any."""
 
     config: Config
     tensors: dict[str, torch.Tensor]
@@ -68,16 +66,14 @@ class Checkpoint:
 def load(
     name: str, random_weights: bool = False, seed: int = 0, dtype: torch.dtype | None = None
 ) -> Checkpoint:
-    """Load a model by name: "stories" (embedded), a folder, or a hub name such as "gpt2" or
-    "owner/name".
+    """Load a model by name: "stories" (embedded), a folder, or a hub name: "gpt2", "owner/name".
 
-    The names in PRESETS mean the presets; write "./gpt2" for a folder of that name. With
-    `random_weights` only the shape is taken, from a preset or a folder's config.json: no weights
-    and no network are needed. `dtype` converts all tensors; None keeps what the file holds. Tensors
-    of a file are mapped, not copied, where they
-    need no conversion: they stay valid as long as they are referenced, and the file must not be
-    changed meanwhile. Raises UserError for whatever is wrong with the name, the folder, the files
-    or the network.
+    The names in PRESETS mean the presets; write "./gpt2" for a folder of that name.
+    random_weights: take only the shape, from a preset or a folder's config.json; this needs no
+    weights and no network. dtype: convert all tensors; None keeps the file's.
+    Tensors without conversion are mapped from the file, not copied: they stay valid as long as they
+    are referenced, and the file must not change meanwhile.
+    Raises UserError for an invalid name, folder or file, and for errors of the network.
     """
     if random_weights:
         checkpoint = _random_checkpoint(name, seed, dtype)
@@ -113,8 +109,7 @@ def without_weights() -> Iterator[None]:
 
 
 def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
-    """UserError unless every id of the tokenizer is a row of the model's embedding and both end
-    texts alike.
+    """Raise UserError unless every id is a row of the model's embedding and both end texts alike.
 
     A model may have more rows than the tokenizer has tokens: some are padded to a round number.
     """
@@ -133,7 +128,7 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
         )
 
 
-# ---- where the files are ----------------------------------------------------------------------------------------
+# ---- the folder ----
 
 
 def _is_known(name: str) -> bool:
@@ -141,7 +136,7 @@ def _is_known(name: str) -> bool:
 
 
 def _local_folder(name: str) -> Path | None:
-    """The folder that the name means, None if it means no existing one."""
+    """The existing folder of this name, or None."""
     if name == "stories":
         return STORIES
     if not name or name in PRESETS:
@@ -151,11 +146,7 @@ def _local_folder(name: str) -> Path | None:
         if path.is_dir():
             return path
         is_file = path.exists()
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ):  # too long for a path, no such home, a NUL character
+    except (OSError, RuntimeError, ValueError):  # too long, no such home, a NUL character
         return None
     if is_file:
         raise UserError(f"{name} is a file: give the folder that holds config.json and {WEIGHTS}.")
@@ -184,59 +175,45 @@ def _unknown(name: str) -> UserError:
     shown = repr(name if len(name) <= 100 else name[:100] + "...")
     return UserError(
         f"No model and no folder is called {shown}: choose {known}, a checkpoint folder, or a hub "
-        f"name owner/name."
+        "name owner/name."
     )
 
 
 def _download(name: str, repository: str) -> Path:
-    """The hub's files in its own cache on this machine; a copy that is there already needs no
-    network."""
+    """The folder of the files in the hub's cache on this machine. Cached files need no network."""
     import huggingface_hub as hub  # here, because offline users should not pay for its import
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-    wanted = [
-        "config.json",
-        "model*.safetensors",
-        INDEX,
-        "vocab.json",
-        "merges.txt",
-        "tokenizer_config.json",
-    ]
+    wanted = ["config.json", "model*.safetensors", INDEX]
+    wanted += ["vocab.json", "merges.txt", "tokenizer_config.json"]
     try:
         return Path(hub.snapshot_download(repository, allow_patterns=wanted))
     except (HFValidationError, RepositoryNotFoundError):
         raise UserError(
             f"Neither a folder nor a public model on the hub is called {name}: check the name."
         ) from None
-    except Exception as error:  # refused, gated, timed out, disk full: one sentence for whatever came between us and the hub
+    except Exception as error:  # refused, gated, timed out, disk full
         raise UserError(
             f"{name} cannot be downloaded from the hub ({type(error).__name__}): connect to the "
-            f"network, "
-            f"give a local folder, or use the embedded model with --model stories."
+            "network, give a local folder, or use the embedded model with --model stories."
         ) from None
 
 
-# ---- what is in them --------------------------------------------------------------------------------------------
+# ---- the files ----
 
 
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors under the names of the files, from one file or from the shards that an index
-    names."""
+    """All tensors under the file's names, from one file or from the shards of an index."""
     if (folder / WEIGHTS).is_file():
         return _read_file(folder / WEIGHTS)
     if (folder / INDEX).is_file():
         return _read_shards(folder)
-    others = (
-        sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_FORMATS)
-        if folder.is_dir()
-        else []
-    )
-    if others:
+    paths = folder.iterdir() if folder.is_dir() else ()
+    if others := sorted(path.name for path in paths if path.suffix in OTHER_FORMATS):
         raise UserError(
             f"{folder} has {others[0]} but no {WEIGHTS}, and pickles and other formats are not "
-            f"opened because they can run code "
-            f"or hide their shapes: if you trust it, convert it with transformers "
-            f"(from_pretrained, then save_pretrained)."
+            "opened because they can run code or hide their shapes: if you trust it, convert it "
+            "with transformers (from_pretrained, then save_pretrained)."
         )
     raise UserError(
         f"{folder} has no {WEIGHTS}: give a folder with weights, or add --random-weights."
@@ -245,18 +222,17 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def _read_shards(folder: Path) -> dict[str, torch.Tensor]:
     weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) for name in weight_map.values()
-    ):
+    names = weight_map.values() if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(name, str) for name in names):
         raise UserError(
             f"{folder / INDEX} has no weight_map from tensors to files: copy or download it again."
         )
     tensors: dict[str, torch.Tensor] = {}
-    for name in sorted(set(weight_map.values())):
+    for name in sorted(set(names)):
         if Path(name).name != name or "\\" in name:  # an index must not reach out of its folder
             raise UserError(
                 f"{folder / INDEX} names {name!r}, which is not a file of its own folder: copy or "
-                f"download it again."
+                "download it again."
             )
         if not (folder / name).is_file():
             raise UserError(
@@ -270,21 +246,18 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of one safetensors file, mapped into memory rather than read."""
     try:
         with safe_open(str(path), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file is not iterable)
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-        remedy = (
-            "it is a Git LFS pointer, so run git lfs pull."
-            if _is_pointer(path)
-            else "copy or download it again."
-        )
+        remedy = "copy or download it again."
+        if _is_pointer(path):
+            remedy = "it is a Git LFS pointer, so run git lfs pull."
         raise UserError(
             f"{path} is truncated, corrupt or not safetensors ({error}): {remedy}"
         ) from None
 
 
 def _is_pointer(path: Path) -> bool:
-    """Whether git left a note in place of a large file: the usual reason why a cloned checkpoint
-    looks corrupt."""
+    """Whether the file is a Git LFS pointer, the usual reason for a corrupt clone."""
     try:
         with path.open("rb") as file:
             return file.read(20).startswith(b"version https://git")
@@ -293,8 +266,7 @@ def _is_pointer(path: Path) -> bool:
 
 
 def canonical_name(name: str) -> str | None:
-    """The tensor's name in `expected_shapes` style; None for the attention masks that old
-    checkpoints carry as buffers.
+    """The tensor's name in `expected_shapes`; None for the attention masks of old checkpoints.
 
     "transformer.h.0.ln_1.bias", "h.0.ln_1.bias" and OpenAI's "model/h0/ln_1/b" are one tensor.
     """
@@ -307,8 +279,10 @@ def canonical_name(name: str) -> str | None:
 
 
 def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors under their canonical names, in the model's order; UserError if they are not
-    exactly the model's."""
+    """The tensors under their canonical names, in the model's order.
+
+    Raises UserError if they are not exactly the model's.
+    """
     names = {old: new for old in raw if (new := canonical_name(old)) is not None}
     doubled = [new for new, count in Counter(names.values()).items() if count > 1]
     if doubled:
@@ -317,13 +291,9 @@ def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict
         )
     tensors = {new: raw[old] for old, new in names.items()}
     for old, new in names.items():
-        if (
-            old.startswith("model/")
-            and old.endswith("/w")
-            and tensors[new].ndim == 3
-            and tensors[new].shape[0] == 1
-        ):
-            tensors[new] = tensors[new][0]  # OpenAI's (1, in, out), a convolution of width 1
+        openai = old.startswith("model/") and old.endswith("/w")
+        if openai and tensors[new].ndim == 3 and len(tensors[new]) == 1:
+            tensors[new] = tensors[new][0]  # (1, in, out), a convolution of width 1
 
     head = tensors.pop("lm_head.weight", None)
     shapes = expected_shapes(config)
@@ -334,40 +304,35 @@ def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict
         problems.append(f"unexpected {_some(unexpected)}")
     present = {name: tensors[name] for name in shapes if name in tensors}
     if misshapen := [
-        name for name, tensor in present.items() if tuple(tensor.shape) != shapes[name]
+        f"{name} {tuple(tensor.shape)} instead of {shapes[name]}"
+        for name, tensor in present.items()
+        if tuple(tensor.shape) != shapes[name]
     ]:
-        listed = (
-            f"{name} {tuple(tensors[name].shape)} instead of {shapes[name]}" for name in misshapen
-        )
-        problems.append(f"misshapen {_some(listed)}")
-    if odd := [name for name, tensor in present.items() if tensor.dtype not in DTYPES]:
-        problems.append(
-            f"not of a floating-point type "
-            f"{_some(f'{name} ({tensors[name].dtype})' for name in odd)}"
-        )
+        problems.append(f"misshapen {_some(misshapen)}")
+    if odd := [
+        f"{k} ({tensor.dtype})" for k, tensor in present.items() if tensor.dtype not in DTYPES
+    ]:
+        problems.append(f"not of a floating-point type {_some(odd)}")
     if problems:
-        said = "; ".join(problems)
         raise UserError(
-            f"The weights in {folder} do not fit its config.json: {said}; get both from the same "
-            f"checkpoint."
+            f"The weights in {folder} do not fit its config.json: {'; '.join(problems)}; get both "
+            "from the same checkpoint."
         )
     if head is not None and not torch.equal(head, tensors["wte.weight"]):
         raise UserError(
             f"lm_head.weight in {folder} differs from wte.weight, but GPT-2 ties them: choose "
-            f"another checkpoint."
+            "another checkpoint."
         )
     return present
 
 
-def _some(names: Iterable[str], most: int = 3) -> str:
-    """The first few, and how many more there are."""
-    listed = list(names)
-    return ", ".join(listed[:most]) + (
-        f" and {len(listed) - most} more" if len(listed) > most else ""
-    )
+def _some(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and the number of the others."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
-# ---- random weights ---------------------------------------------------------------------------------------------
+# ---- random weights ----
 
 
 def _random_checkpoint(name: str, seed: int, dtype: torch.dtype | None) -> Checkpoint:
@@ -378,19 +343,17 @@ def _random_checkpoint(name: str, seed: int, dtype: torch.dtype | None) -> Check
         config = PRESETS[name]
     else:
         raise _unknown(name)
-    has_tokenizer = folder is not None and (folder / "vocab.json").exists()
-    return Checkpoint(
-        config, random_tensors(config, seed, dtype), folder if has_tokenizer else None
-    )
+    if folder is not None and not (folder / "vocab.json").exists():
+        folder = None
+    return Checkpoint(config, random_tensors(config, seed, dtype), folder)
 
 
 def random_tensors(
     config: Config, seed: int = 0, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """Weights as GPT-2's training begins: normal, biases 0, norms 1. The same seed gives the same
-    weights.
+    """Weights as GPT-2's training begins: normal, biases 0, norms 1. A seed repeats its weights.
 
-    Drawn in float32 whatever the dtype, so that a float64 model is the float32 one in more digits.
+    They are drawn in float32 for every dtype: a float64 model has the values of the float32 one.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -401,9 +364,7 @@ def random_tensors(
             tensor = torch.ones(shape)
         else:
             std = 0.01 if name == "wpe.weight" else 0.02
-            if name.endswith(
-                "c_proj.weight"
-            ):  # 2 n_layer of these are summed in the residual stream
+            if name.endswith("c_proj.weight"):  # the residual stream sums 2 n_layer of these
                 std /= math.sqrt(2 * config.n_layer)
             tensor = torch.empty(shape).normal_(0.0, std, generator=generator)
         tensors[name] = tensor if dtype is None else tensor.to(dtype)

@@ -1,9 +1,8 @@
-"""Text to token ids and back: GPT-2's byte-level BPE, run by tiktoken from the checkpoint folder's
-own two files.
+"""Text to token ids and back: GPT-2's byte-level BPE, run by tiktoken, from a folder's two files.
 
-Two choices differ from `transformers`: a special token written out in the user's text is plain
-text, so that nobody can end a document by typing <|endoftext|>; and an id without a token decodes
-to its number, because models are padded.
+Two choices differ from `transformers`. A special token in the user's text is plain text, so that
+typing <|endoftext|> does not end a document. And an id without a token decodes to its number,
+because vocabularies of models are padded.
 """
 
 from __future__ import annotations
@@ -23,33 +22,26 @@ from .files import read_json
 CUT = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 END_OF_TEXT = "<|endoftext|>"
 FILES = ("vocab.json", "merges.txt")
-SPECIAL = re.compile(
-    r"<.+>|\[.+\]", re.DOTALL
-)  # a token that no merge makes must at least look like a special one
+SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # what a token that no merge makes must look like
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Character -> byte, as GPT-2 writes bytes in vocab.json: printable ones as themselves, the
-    other 68 from U+0100 on."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    rest = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(rest)
-    }
+    """Character -> byte, as in GPT-2's vocab.json: printable bytes are themselves, the other 68
+    begin at U+0100."""
+    ranges = [range(ord(first), ord(last) + 1) for first, last in ("!~", "¡¬", "®ÿ")]
+    printable = [byte for part in ranges for byte in part]
+    rest = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
 def _well_formed(text: str) -> str:
-    """Halves of surrogate pairs (from broken JSON or file names) cannot be UTF-8: joined where two
-    meet, else replaced."""
+    """The text with surrogates, which UTF-8 lacks, joined where two make a pair, else replaced."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _stand_in(token_id: int) -> bytes:
-    """What an id shows that has no token."""
+def _number(token_id: int) -> bytes:
+    """The text of an id without a token."""
     return f"<{token_id}>".encode()
 
 
@@ -59,8 +51,8 @@ class Tokenizer:
     def __init__(
         self, ranks: dict[bytes, int], special: dict[str, int], eos_id: int | None, name: str = ""
     ) -> None:
-        """`ranks` maps the bytes of each ordinary token to its id, in the order of the merges;
-        `special` the others' text."""
+        """ranks: bytes -> id of the ordinary tokens, in the order of the merges. special: text -> id
+        of the others."""
         self._encoding = tiktoken.Encoding(
             name, pat_str=CUT, mergeable_ranks=ranks, special_tokens=special
         )
@@ -73,9 +65,8 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Build from vocab.json and merges.txt.
 
-        Raises UserError if one is missing or unreadable, or if they do not belong together: then
-        some texts would get other ids than the model was trained on, and nothing else would show
-        it.
+        Raises UserError if one is missing or unreadable, or if they disagree: then some texts would
+        silently get other ids than the model was trained on.
         """
         folder = Path(folder)
         vocabulary = _read_vocabulary(folder)
@@ -85,29 +76,27 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of the text; special tokens in it are plain text.
 
-        UserError if a run of white space is longer (about a million) than tiktoken's regular
-        expressions can follow.
+        Raises UserError if a run of white space is too long for tiktoken: about a million.
         """
         try:
             return self._encoding.encode(_well_formed(text), disallowed_special=())
         except ValueError as error:
             raise UserError(
                 f"The text cannot be cut into tokens ({error}): shorten its longest run of white "
-                f"space."
+                "space."
             ) from None
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes; a token may be part of a character."""
-        return b"".join(self._tokens.get(token_id) or _stand_in(token_id) for token_id in ids)
+        return b"".join(self._tokens.get(token_id) or _number(token_id) for token_id in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; bytes that are no UTF-8 become U+FFFD."""
+        """The text; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
 
 class ByteTokenizer:
-    """For models that have no tokenizer (random weights): ids 0 to 255 are bytes, higher ids show
-    as their number."""
+    """For random weights without a tokenizer: ids 0 to 255 are bytes, others show as numbers."""
 
     vocab_size = 256
     eos_id: int | None = None
@@ -118,7 +107,7 @@ class ByteTokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(
-            bytes([token_id]) if 0 <= token_id < 256 else _stand_in(token_id) for token_id in ids
+            bytes([token_id]) if 0 <= token_id < 256 else _number(token_id) for token_id in ids
         )
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -128,7 +117,7 @@ class ByteTokenizer:
 class IdTokenizer:
     """Reads prompts as token ids: "1,2,3". Answers are text, or ids where `inner` is None."""
 
-    def __init__(self, inner: Tokenizer | ByteTokenizer | None) -> None:
+    def __init__(self, inner: AnyTokenizer | None) -> None:
         self._inner = inner
         self.vocab_size = 0 if inner is None else inner.vocab_size
         self.eos_id = None if inner is None else inner.eos_id
@@ -159,9 +148,9 @@ AnyTokenizer = Tokenizer | ByteTokenizer | IdTokenizer
 
 
 class IncrementalDecoder:
-    """Decodes a stream of ids, holding back the bytes of a character until all of them have come.
+    """Decodes a stream of ids. The bytes of a character are held back until it is complete.
 
-    What `push` returned, with `flush` at the end, is exactly `decode` of all the ids.
+    The results of `push`, and `flush` at the end, are together `decode` of all the ids.
     """
 
     def __init__(self, tokenizer: AnyTokenizer) -> None:
@@ -173,7 +162,7 @@ class IncrementalDecoder:
         return self._utf8.decode(self._tokenizer.decode_bytes([token_id]))
 
     def flush(self) -> str:
-        """What is left of an unfinished character, as U+FFFD; the decoder is then as new."""
+        """The rest of an unfinished character, as U+FFFD. The decoder can then start again."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -183,18 +172,20 @@ def has_tokenizer(folder: Path | None) -> bool:
 
 
 def load_tokenizer(folder: str | Path | None) -> AnyTokenizer:
-    """The tokenizer of `Checkpoint.folder`; bytes where there is no folder (random weights of a
-    preset)."""
+    """The tokenizer of `Checkpoint.folder`; bytes if that is None (random weights of a preset)."""
     return ByteTokenizer() if folder is None else Tokenizer.from_folder(folder)
 
 
-# ---- the two files ----------------------------------------------------------------------------------------------
+# ---- the two files ----
 
 
 def _missing(path: Path) -> UserError:
     remedy = "copy it from where the weights come from."
     if (path.parent / "tokenizer.json").exists():
-        remedy = "write both from tokenizer.json with the tokenizers package, Tokenizer.from_file(FILE).model.save(FOLDER)."
+        remedy = (
+            "write both from tokenizer.json with the tokenizers package, "
+            "Tokenizer.from_file(FILE).model.save(FOLDER)."
+        )
     return UserError(
         f"{path} is missing, and the tokenizer needs vocab.json and merges.txt: {remedy}"
     )
@@ -206,14 +197,11 @@ def _read_vocabulary(folder: Path) -> dict[str, int]:
         raise _missing(path)
     vocabulary = read_json(path)
     ids = list(vocabulary.values())
-    if (
-        not ids
-        or any(type(token_id) is not int or token_id < 0 for token_id in ids)
-        or len(set(ids)) != len(ids)
-    ):
+    valid = ids and all(type(token_id) is int and token_id >= 0 for token_id in ids)
+    if not valid or len(set(ids)) != len(ids):
         raise UserError(
             f"{path} must map each token to an id of its own, a whole number from 0 on: copy or "
-            f"download it again."
+            "download it again."
         )
     return vocabulary
 
@@ -240,19 +228,19 @@ def _read_merges(folder: Path) -> list[str]:
 
 
 def _ranks(
-    vocabulary: dict[str, int], made: Sequence[str], folder: Path
+    vocabulary: dict[str, int], merged: Sequence[str], folder: Path
 ) -> tuple[dict[bytes, int], dict[str, int]]:
     """Token bytes -> id, and the special tokens -> id.
 
-    tiktoken knows no merges: it joins the pair whose result has the lowest id. That is BPE exactly
-    if each merge makes a token of its own and their ids rise in the order of the merges, so this is
-    checked.
+    tiktoken has no merges: it joins the pair whose result has the lowest id. That is BPE exactly if
+    each merge makes a token of its own and the ids rise in the order of the merges, which is
+    checked here. merged: the tokens that the merges make.
     """
 
     def disagree(what: str) -> UserError:
         return UserError(
             f"The files vocab.json and merges.txt in {folder} disagree: {what}; copy both from the "
-            f"same checkpoint."
+            "same checkpoint."
         )
 
     alphabet = byte_alphabet()
@@ -260,27 +248,25 @@ def _ranks(
         lacks = f"lacks {len(lacking)} of the 256 bytes, such as {lacking[0]!r}"
         raise UserError(
             f"{folder / 'vocab.json'} {lacks}: choose a checkpoint whose tokenizer is in GPT-2's "
-            f"format."
+            "format."
         )
-    if unknown := [token for token in made if token not in vocabulary]:
+    if unknown := [token for token in merged if token not in vocabulary]:
         raise disagree(f"{len(unknown)} merges make tokens without an id, such as {unknown[0]!r}")
-    ids = [vocabulary[token] for token in made]
+    ids = [vocabulary[token] for token in merged]
     if any(first >= second for first, second in zip(ids, ids[1:], strict=False)):
         raise disagree("the ids do not rise in the order of the merges")
-    ordinary = set(made) | alphabet.keys()
+    ordinary = set(merged) | alphabet.keys()
     special = {token: token_id for token, token_id in vocabulary.items() if token not in ordinary}
     if orphans := [token for token in special if not SPECIAL.fullmatch(token)]:
         raise disagree(f"no merge makes {len(orphans)} of the tokens, such as {orphans[0]!r}")
-    if odd := [token for token in made if not alphabet.keys() >= set(token)]:
+    if odd := [token for token in merged if not alphabet.keys() >= set(token)]:
         raise disagree(f"the token {odd[0]!r} is not written in GPT-2's byte alphabet")
-    return {
-        bytes(alphabet[letter] for letter in token): vocabulary[token] for token in ordinary
-    }, special
+    spelled = {token: bytes(alphabet[letter] for letter in token) for token in ordinary}
+    return {spelled[token]: vocabulary[token] for token in ordinary}, special
 
 
 def _eos_token(folder: Path) -> str:
-    """The end-of-text token that tokenizer_config.json names, GPT-2's own where the file or the
-    entry is absent."""
+    """The end-of-text token of tokenizer_config.json, or GPT-2's if it names none."""
     path = folder / "tokenizer_config.json"
     token = read_json(path).get("eos_token") if path.exists() else None
     if isinstance(token, dict):  # older files write {"content": "<|endoftext|>", ...}

@@ -253,6 +253,7 @@ def test_a_call_that_is_left_early_leaves_nothing_behind(engine, naive):
 
 
 def test_calls_that_are_errors(engine, tiny_model):
+    sampling: Any
     for sampling in (SamplingParams(), []):
         with pytest.raises(UserError, match="no prompts: give at least one"):
             engine.generate([], sampling)

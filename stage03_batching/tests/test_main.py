@@ -76,7 +76,12 @@ def test_rows_that_end_early_idle_and_the_count_is_that_of_the_records(call):
 
 
 def test_waste_of_several_batches_is_added_up():
-    batches = [(2, 5, 0, 1.0, 3), (1, 0, 1, 1.0, 1), (1, 4, 0, 1.0, 0), (1, 0, 1, 1.0)]
+    batches: list[tuple[Any, ...]] = [
+        (2, 5, 0, 1.0, 3),
+        (1, 0, 1, 1.0, 1),
+        (1, 4, 0, 1.0, 0),
+        (1, 0, 1, 1.0),
+    ]
     assert stage.waste([StepRecord(*record) for record in batches]) == (
         "[wasted: 3 padded tokens in prefill and 1 idle row-steps in decode, "
         "26.7 % of all 15 tokens computed]"
