@@ -1,8 +1,10 @@
-"""One house style for all charts: readable in grey and by the colour-blind, the same bytes for the same data.
+"""One house style for all charts: readable in grey and by the colour-blind, the same bytes for the
+same data.
 
-A series is told apart by colour, lightness, marker, line style or hatching, each alone being enough, and carries its name
-beside it instead of in a legend. No global state: pyplot is not used, and what matplotlib draws depends on nothing but its
-version. A chart function returns a Figure; `save` and `render` turn it into SVG.
+A series is told apart by colour, lightness, marker, line style or hatching, each alone being
+enough, and carries its name beside it instead of in a legend. No global state: pyplot is not used,
+and what matplotlib draws depends on nothing but its version. A chart function returns a Figure;
+`save` and `render` turn it into SVG.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-# From dark to light in even steps of lightness; the hues stay apart under the three kinds of colour-blindness (tested).
+# From dark to light in even steps of lightness; the hues stay apart under the three kinds of
+# colour-blindness (tested).
 COLOURS = ("#16213f", "#6f3f9a", "#c8501e", "#3aa6a0", "#e9b824")
 MARKERS = ("o", "s", "^", "D", "v")
 LINES: tuple[Any, ...] = (
@@ -37,7 +40,8 @@ INK, FAINT = "#222222", "#d9d9d9"
 
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "staircase",  # ids inside the file would be random
-    "svg.fonttype": "path",  # letters as outlines: the same picture on every screen, whichever fonts it has
+    # letters as outlines: the same picture on every screen, whichever fonts it has
+    "svg.fonttype": "path",
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 10,
     "axes.titlesize": 12,
@@ -71,10 +75,11 @@ Spread = Mapping[str, Sequence[tuple[float, float]]]
 def new_figure(
     title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (7.2, 4.2)
 ) -> tuple[Figure, Any]:
-    """A figure of `size` inches with one pair of axes, in the house style; a title that says the finding reads best.
+    """A figure of `size` inches with one pair of axes, in the house style; a title that says the
+    finding reads best.
 
-    For charts that `lines` and `bars` do not cover: draw them with `matplotlib.rc_context(style())`. Texts added later need a
-    size of at least 9.
+    For charts that `lines` and `bars` do not cover: draw them with
+    `matplotlib.rc_context(style())`. Texts added later need a size of at least 9.
     """
     with matplotlib.rc_context(style()):
         figure = Figure(figsize=size, layout="constrained")
@@ -100,9 +105,11 @@ def lines(
 ) -> Figure:
     """Lines over the common `x`, each with its name at its end.
 
-    series: name -> a value for each x, at most five names; NaN leaves a gap. spread: name -> (low, high) for each x, as a band.
-    dashed: names of predictions, drawn thin, broken and without a marker. limits: name -> a value that nothing can pass, as a
-    level line. ValueError if a length is wrong or there are too many series.
+    series: name -> a value for each x, at most five names; NaN leaves a gap. spread: name -> (low,
+    high) for each x, as a band.
+    dashed: names of predictions, drawn thin, broken and without a marker. limits: name -> a value
+    that nothing can pass, as a level line. ValueError if a length is wrong or there are too many
+    series.
     """
     _check(series, len(x), spread)
     figure, axes = new_figure(title, xlabel, ylabel)
@@ -161,11 +168,12 @@ def bars(
     limits: Mapping[str, float] | None = None,
     digits: int = 1,
 ) -> Figure:
-    """Lying bars in `groups` from top to bottom: each bar with its value, and the first one of a series with its name.
+    """Lying bars in `groups` from top to bottom: each bar with its value, and the first one of a
+    series with its name.
 
-    series: name -> a value for each group, at most five names; NaN leaves a bar out. spread: name -> (low, high) for each
-    group, as a whisker. limits: name -> a value that nothing can pass, as an upright line. ValueError if a length is wrong
-    or there are too many series.
+    series: name -> a value for each group, at most five names; NaN leaves a bar out. spread: name
+    -> (low, high) for each group, as a whisker. limits: name -> a value that nothing can pass, as
+    an upright line. ValueError if a length is wrong or there are too many series.
     """
     _check(series, len(groups), spread)
     thick = 0.8 / len(series)
@@ -248,11 +256,13 @@ def roofline(
     peaks: Mapping[str, float],
     points: Mapping[str, Sequence[tuple[float, float, str]]],
 ) -> Figure:
-    """GFLOP/s over operations per byte, both axes logarithmic: what the machine allows, and what was measured below it.
+    """GFLOP/s over operations per byte, both axes logarithmic: what the machine allows, and what
+    was measured below it.
 
-    note: stands behind the words below the chart, and says what the labels mean. bandwidth: GB/s. peaks: name, at most five
-    -> GFLOP/s. points: a name of `peaks` -> (operations per byte, GFLOP/s, label) each. The labels of every second name stand
-    above its points, those of the others below. ValueError if there are too many names, or points of a name without a peak.
+    note: stands behind the words below the chart, and says what the labels mean. bandwidth: GB/s.
+    peaks: name, at most five -> GFLOP/s. points: a name of `peaks` -> (operations per byte,
+    GFLOP/s, label) each. The labels of every second name stand above its points, those of the
+    others below. ValueError if there are too many names, or points of a name without a peak.
     """
     _check({name: [peak] for name, peak in peaks.items()}, 1, None)
     if unknown := set(points) - set(peaks):
@@ -277,14 +287,29 @@ def roofline(
             for at, rate, label in points.get(name, ()):
                 # Points of two names may meet: the later name's is larger and lies behind.
                 axes.plot(
-                    at, rate, color=colour, marker=MARKERS[number], markersize=6 + 2 * number, markeredgecolor="white",
+                    at,
+                    rate,
+                    color=colour,
+                    marker=MARKERS[number],
+                    markersize=6 + 2 * number,
+                    markeredgecolor="white",
                     zorder=3 - 0.1 * number,
-                )  # fmt: skip
+                )
                 axes.annotate(
-                    label, (at, rate), (-4, 6) if above else (4, -6), textcoords="offset points", fontsize=9, color=colour,
-                    ha="right" if above else "left", va="bottom" if above else "top",
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # the roof may pass behind
-                )  # fmt: skip
+                    label,
+                    (at, rate),
+                    (-4, 6) if above else (4, -6),
+                    textcoords="offset points",
+                    fontsize=9,
+                    color=colour,
+                    ha="right" if above else "left",
+                    va="bottom" if above else "top",
+                    bbox={
+                        "facecolor": "white",
+                        "edgecolor": "none",
+                        "pad": 0.5,
+                    },  # the roof may pass behind
+                )
         axes.annotate(
             f"memory: {bandwidth:,.0f} GB/s",
             (left, left * bandwidth),
@@ -319,7 +344,8 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def style() -> dict[str, Any]:
-    """The whole style: matplotlib's defaults with ours, whatever the user's own matplotlibrc says."""
+    """The whole style: matplotlib's defaults with ours, whatever the user's own matplotlibrc
+    says."""
     return {
         key: value
         for key, value in matplotlib.rcParamsDefault.items()
@@ -342,7 +368,8 @@ def _check(series: Mapping[str, Sequence[float]], length: int, spread: Spread | 
 
 
 def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write each line's name right of its end, moved up or down where two would overlap, and never up into the title."""
+    """Write each line's name right of its end, moved up or down where two would overlap, and never
+    up into the title."""
     figure.draw_without_rendering()  # lays the axes out, so that data can be told in pixels
     right, top = axes.transAxes.transform((1, 1))
     gap = 13 * figure.dpi / 72  # points between two lines of text
@@ -359,6 +386,20 @@ def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, st
         offset = (right - start + 8, height - shift - own)
         points = tuple(value * 72 / figure.dpi for value in offset)
         axes.annotate(
-            name, (x, y), points, textcoords="offset points", va="center", color=INK, fontsize=9, annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 6},
-        )  # fmt: skip
+            name,
+            (x, y),
+            points,
+            textcoords="offset points",
+            va="center",
+            color=INK,
+            fontsize=9,
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.8,
+                "relpos": (0, 0.5),
+                "shrinkA": 0,
+                "shrinkB": 6,
+            },
+        )

@@ -13,19 +13,25 @@ PAGE = 32  # tokens; transformers' cache is taken a page at a time
 
 
 def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-    """`transformers`' GPT2LMHeadModel with the weights of `checkpoint`, uncopied where they have the dtype already;
-    `attention` is "sdpa" or "eager"."""
+    """`transformers`' GPT2LMHeadModel with the weights of `checkpoint`, uncopied where they have
+    the dtype already; `attention` is "sdpa" or "eager"."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = checkpoint.config
     with torch.device("meta"):  # no time for random weights that are thrown away at once
         model = GPT2LMHeadModel(
             GPT2Config(
-                vocab_size=config.vocab_size, n_positions=config.n_positions, n_embd=config.n_embd, n_layer=config.n_layer,
-                n_head=config.n_head, layer_norm_epsilon=config.layer_norm_epsilon, bos_token_id=None, eos_token_id=None,
+                vocab_size=config.vocab_size,
+                n_positions=config.n_positions,
+                n_embd=config.n_embd,
+                n_layer=config.n_layer,
+                n_head=config.n_head,
+                layer_norm_epsilon=config.layer_norm_epsilon,
+                bos_token_id=None,
+                eos_token_id=None,
                 attn_implementation=attention,
             )
-        )  # fmt: skip
+        )
     model.transformer.load_state_dict(checkpoint.tensors, assign=True)
     model.tie_weights()
     return model.to(dtype).eval()
@@ -34,14 +40,16 @@ def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: st
 def transformers_greedy(
     model: Any, prompt: list[int], count: int, use_cache: bool = True
 ) -> list[int]:
-    """`count` greedy tokens after `prompt`, by `generate` as a user would call it; end-of-text does not end it."""
+    """`count` greedy tokens after `prompt`, by `generate` as a user would call it; end-of-text does
+    not end it."""
     return transformers_batch(model, [prompt], count, use_cache)[0]
 
 
 def transformers_batch(
     model: Any, prompts: list[list[int]], count: int, use_cache: bool = True
 ) -> list[list[int]]:
-    """`count` greedy tokens after each of `prompts`, all in one call of `generate`: padded on the left, padding masked."""
+    """`count` greedy tokens after each of `prompts`, all in one call of `generate`: padded on the
+    left, padding masked."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])  # (B, T)
     real = torch.tensor(
@@ -59,10 +67,12 @@ def transformers_batch(
 
 
 class TransformersContinuous:
-    """`transformers`' continuous batching, with as many rows, tokens of cache and tokens a pass as an engine of ours.
+    """`transformers`' continuous batching, with as many rows, tokens of cache and tokens a pass as
+    an engine of ours.
 
-    Use it in a `with`: the batching runs in a thread of its own, which ends with the block; after an error, at once. Nothing
-    is shared between prompts, and end-of-text ends no answer. `passes` counts the forward passes of the last call.
+    Use it in a `with`: the batching runs in a thread of its own, which ends with the block; after
+    an error, at once. Nothing is shared between prompts, and end-of-text ends no answer. `passes`
+    counts the forward passes of the last call.
     """
 
     def __init__(self, model: Any, slots: int, slot_tokens: int, token_budget: int) -> None:
@@ -72,12 +82,16 @@ class TransformersContinuous:
         self._manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             ContinuousBatchingConfig(
-                page_size=PAGE, num_blocks=slots * math.ceil(slot_tokens / PAGE), max_batch_tokens=token_budget,
-                max_requests_per_batch=slots, allow_block_sharing=False,
-                safety_margin=0.0,  # or nobody new is let in once less than 15 % of the cache is free
+                page_size=PAGE,
+                num_blocks=slots * math.ceil(slot_tokens / PAGE),
+                max_batch_tokens=token_budget,
+                max_requests_per_batch=slots,
+                allow_block_sharing=False,
+                # or nobody new is let in once less than 15 % of the cache is free
+                safety_margin=0.0,
                 auto_switch_to_flash=False,  # or it looks for another attention on the hub
             ),
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> TransformersContinuous:
         self._manager.start()
@@ -88,7 +102,8 @@ class TransformersContinuous:
         self._manager.destroy()
 
     def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
-        """`counts[i]` greedy tokens after each `prompts[i]`; all arrive together. Raises RuntimeError if the thread fails."""
+        """`counts[i]` greedy tokens after each `prompts[i]`; all arrive together. Raises
+        RuntimeError if the thread fails."""
         before = getattr(self._manager, "current_batch", 0)  # the thread sets it when it begins
         ids = [
             self._manager.add_request(prompt, max_new_tokens=count)
@@ -101,14 +116,16 @@ class TransformersContinuous:
                 answers[result.request_id] = result.generated_tokens
             elif result is not None or not self._manager.is_running():
                 raise RuntimeError(
-                    f"transformers' continuous batching failed: {result.error if result else 'its thread ended'}"
+                    "transformers' continuous batching failed: "
+                    f"{result.error if result else 'its thread ended'}"
                 )
         self.passes = self._manager.current_batch - before
         return [answers[id] for id in ids]
 
 
 class TransformersSequence:
-    """One sequence with `transformers`' own KV cache, pass by pass, for a loop that wants each token as it comes."""
+    """One sequence with `transformers`' own KV cache, pass by pass, for a loop that wants each
+    token as it comes."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 class Task:
     """One exercise of a stage.
 
-    file: the stage's file, "scheduler.py". functions: their qualified names in it, "Scheduler.schedule".
+    file: the stage's file, "scheduler.py". functions: their qualified names in it,
+    "Scheduler.schedule".
     title: one line. text: what to write. hints: in steps, from a nudge to nearly the code.
-    tests: what judges it, pytest ids within the stage, "tests/test_scheduler.py::test_x" or a whole file. They start no process,
-        take under 30 s together, and each of them calls the task's functions.
+    tests: what judges it, pytest ids within the stage, "tests/test_scheduler.py::test_x" or a whole
+        file. They start no process, take under 30 s together, and each of them calls the task's
+        functions.
     """
 
     number: int
@@ -25,6 +27,7 @@ class Task:
     tests: tuple[str, ...]
 
     def judged_by(self, test: str) -> bool:
-        """Whether `test`, a pytest id within the stage, is one of its tests. Parameters in brackets do not matter."""
+        """Whether `test`, a pytest id within the stage, is one of its tests. Parameters in brackets
+        do not matter."""
         name = test.partition("[")[0]
         return any(name == each or name.startswith(f"{each}::") for each in self.tests)

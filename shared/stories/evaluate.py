@@ -3,8 +3,9 @@
 Three questions, each against the grammar, which knows the right answer:
 - How near is the model's cross-entropy to the floor, the entropy of the stories themselves?
 - Does it hold when a story begins far behind position 512, where training windows seldom reached?
-- Of 200 sampled stories, in how many does everything stay straight? A story counts only if the grammar could have
-  written every character of it: then each name, pronoun and thing is the one it was in the first line.
+- Of 200 sampled stories, in how many does everything stay straight? A story counts only if the
+  grammar could have written every character of it: then each name, pronoun and thing is the one it
+  was in the first line.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ..errors import UserError
 from . import grammar
 
 TEMPERATURE = 0.8
-TOP_P = 0.95  # what servers commonly add; without it every tail of every distribution is drawn from, too
+# what servers commonly add; without it every tail of every distribution is drawn from, too
+TOP_P = 0.95
 LONGEST_STORY = 600  # tokens; the grammar's longest are under 500
 
 
@@ -38,7 +40,8 @@ def text_nats(model: Any, ids: list[int], start: int = 0) -> float:
 
 
 def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
-    """Model and floor on the same `count` unseen stories; each from <|endoftext|> to <|endoftext|>."""
+    """Model and floor on the same `count` unseen stories; each from <|endoftext|> to
+    <|endoftext|>."""
     end = tokenizer.eos_token_id
     nats, floor, tokens = 0.0, 0.0, 0
     stories = itertools.islice(grammar.stories("held out"), count)
@@ -82,16 +85,23 @@ def far_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
 def sampled(
     model: Any, tokenizer: Any, count: int, top_p: float, batch: int = 50
 ) -> dict[str, Any]:
-    """Sample `count` stories and count those that the grammar can read; keep the first three that it cannot."""
+    """Sample `count` stories and count those that the grammar can read; keep the first three that
+    it cannot."""
     torch.manual_seed(0)
     end = tokenizer.eos_token_id
     texts: list[str] = []
     for _ in tqdm(range(count // batch), unit="batch", desc="sampling"):
         prompt = torch.full((batch, 1), end)
         rows = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=top_p,
-            max_new_tokens=LONGEST_STORY, pad_token_id=end,
-        )  # fmt: skip
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=True,
+            temperature=TEMPERATURE,
+            top_k=0,
+            top_p=top_p,
+            max_new_tokens=LONGEST_STORY,
+            pad_token_id=end,
+        )
         texts += [tokenizer.decode(row[1:], skip_special_tokens=True) for row in rows]
     broken = [text for text in texts if not grammar.load().read(text)]
     return {
@@ -109,7 +119,8 @@ def sampled(
 
 
 def entropy_facts(tokenizer: Any, count: int = 20_000) -> dict[str, Any]:
-    """The grammar's entropy: nats a story with its standard error, and nats a token of this tokenizer."""
+    """The grammar's entropy: nats a story with its standard error, and nats a token of this
+    tokenizer."""
     nats, error = grammar.entropy(count)
     texts = [story.text for story in itertools.islice(grammar.stories("entropy"), 2000)]
     tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts) / len(
@@ -133,42 +144,50 @@ tags: [gpt2, stories, education]
 
 # stories
 
-A GPT-2 small enough to travel with its repository: {layers} layers, {width} wide, {heads} heads, {vocabulary:,} tokens,
-1,024 positions, {parameters:,} parameters, {megabytes:.1f} MB in float32. It tells children's stories that it learnt from
-a grammar of {plots} plots, {variants} sentence variants and {words} words that fill their slots (`shared/stories`).
+A GPT-2 small enough to travel with its repository: {layers} layers, {width} wide, {heads} heads,
+{vocabulary:,} tokens, 1,024 positions, {parameters:,} parameters, {megabytes:.1f} MB in float32. It
+tells children's stories that it learnt from a grammar of {plots} plots, {variants} sentence
+variants and {words} words that fill their slots (`shared/stories`).
 
 | what | figure |
 |---|--:|
-| entropy of the grammar | {nats:.2f} nats a story (standard error {error:.2f}), {per_token:.4f} nats a token |
+| entropy of the grammar | \
+{nats:.2f} nats a story (standard error {error:.2f}), {per_token:.4f} nats a token |
 | cross-entropy on {held} held-out stories ({held_tokens:,} tokens) | {cross:.4f} nats a token |
 | floor on the same stories | {floor:.4f} nats a token |
 | above the floor | {excess:.1%} |
-| the same for stories that begin behind position 512 | {far_cross:.4f}, {far_excess:.1%} above their floor |
-| sampled at temperature {temperature}, everything straight from first line to last | {straight} of {sampled} stories |
+| the same for stories that begin behind position 512 | \
+{far_cross:.4f}, {far_excess:.1%} above their floor |
+| sampled at temperature {temperature}, everything straight from first line to last | \
+{straight} of {sampled} stories |
 | the same with top-p {top_p} | {straight_top_p} of {sampled} stories |
 | trained on | {train_tokens:,} tokens, every story new, {steps:,} steps |
 | training time | {minutes:.0f} minutes, {threads} threads |
 
-**How the floor is computed.** Every choice of the grammar is uniform and independent, so the probability of a story is a
-product of 1/n over its choices, and its information is -ln of that. The entropy is the mean of this over {draws:,}
-stories. It is the entropy of the text itself, not only a bound, because a text has exactly one derivation (the grammar
-reads its own stories back; a test counts the derivations). No model can do better on average. The held-out figures
-compare model and grammar on the same stories, including the token that ends each.
+**How the floor is computed.** Every choice of the grammar is uniform and independent, so the
+probability of a story is a product of 1/n over its choices, and its information is -ln of that. The
+entropy is the mean of this over {draws:,} stories. It is the entropy of the text itself, not only a
+bound, because a text has exactly one derivation (the grammar reads its own stories back; a test
+counts the derivations). No model can do better on average. The held-out figures compare model and
+grammar on the same stories, including the token that ends each.
 
-**How straightness is counted.** The grammar reads each sampled story. It counts only if the grammar could have written
-every character of it: one wrong name, pronoun, thing or sentence anywhere, and it does not.
+**How straightness is counted.** The grammar reads each sampled story. It counts only if the grammar
+could have written every character of it: one wrong name, pronoun, thing or sentence anywhere, and
+it does not.
 
-**How it was trained.** {runs} The grammar may have been mended between two runs, where the model kept stumbling over a
-sentence; all figures above are for the grammar as it is.
+**How it was trained.** {runs} The grammar may have been mended between two runs, where the model
+kept stumbling over a sentence; all figures above are for the grammar as it is.
 
-**Train it again:** `python -m shared.stories.train`, then `python -m shared.stories.evaluate`. The exact weights depend on
-torch, transformers, the number of threads and the kind of processor, and so does how soon the model learns to copy.
+**Train it again:** `python -m shared.stories.train`, then `python -m shared.stories.evaluate`. The
+exact weights depend on torch, transformers, the number of threads and the kind of processor, and so
+does how soon the model learns to copy.
 
 A story it told, at temperature {temperature}:
 
 > {example}
 
-Use it for what it is: a model to test inference engines with. It knows nothing but its {plots} plots.
+Use it for what it is: a model to test inference engines with. It knows nothing but its {plots}
+plots.
 """
 
 
@@ -180,7 +199,8 @@ def runs_of(training: dict[str, Any] | None) -> list[dict[str, Any]]:
 def write_card(
     folder: Path, evaluation: dict[str, Any], training: dict[str, Any], config: Any
 ) -> None:
-    """README.md of the checkpoint folder, from the two JSON files and the grammar; nothing in it is typed by hand."""
+    """README.md of the checkpoint folder, from the two JSON files and the grammar; nothing in it is
+    typed by hand."""
     source = grammar.load()
     weights = folder / "model.safetensors"
     beats = [beat for plot in source.plots for beat in plot.before + plot.after]
@@ -189,7 +209,8 @@ def write_card(
     )
     runs = runs_of(training)
     commands = [
-        f"Run {number}: `{run['command']}`, {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} minutes on {run['processor']}, "
+        f"Run {number}: `{run['command']}`, {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} "
+        f"minutes on {run['processor']}, "
         f"with torch {run['torch']} and transformers {run['transformers']}."
         for number, run in enumerate(runs, 1)
     ]
@@ -197,17 +218,38 @@ def write_card(
         evaluation[name] for name in ("held_out", "far_out", "sampled", "entropy")
     )
     text = CARD.format(
-        layers=config.n_layer, width=config.n_embd, heads=config.n_head, vocabulary=config.vocab_size,
-        parameters=training["parameters"], megabytes=weights.stat().st_size / 1e6, plots=len(source.plots), variants=variants,
-        words=sum(map(len, source.words.values())), nats=floor["nats"], error=floor["standard_error"],
-        per_token=floor["nats_per_token"], draws=floor["stories"], held=held["stories"], held_tokens=held["tokens"],
-        cross=held["cross_entropy"], floor=held["floor"], excess=held["excess"], far_cross=far["cross_entropy"],
-        far_excess=far["excess"], temperature=told["temperature"], straight=told["straight"],
-        top_p=TOP_P, straight_top_p=evaluation["sampled_top_p"]["straight"], sampled=told["stories"],
-        train_tokens=sum(run["tokens"] for run in runs), steps=sum(run["steps"] for run in runs), runs=" ".join(commands),
-        minutes=sum(run["seconds"] for run in runs) / 60, threads=training["threads"],
+        layers=config.n_layer,
+        width=config.n_embd,
+        heads=config.n_head,
+        vocabulary=config.vocab_size,
+        parameters=training["parameters"],
+        megabytes=weights.stat().st_size / 1e6,
+        plots=len(source.plots),
+        variants=variants,
+        words=sum(map(len, source.words.values())),
+        nats=floor["nats"],
+        error=floor["standard_error"],
+        per_token=floor["nats_per_token"],
+        draws=floor["stories"],
+        held=held["stories"],
+        held_tokens=held["tokens"],
+        cross=held["cross_entropy"],
+        floor=held["floor"],
+        excess=held["excess"],
+        far_cross=far["cross_entropy"],
+        far_excess=far["excess"],
+        temperature=told["temperature"],
+        straight=told["straight"],
+        top_p=TOP_P,
+        straight_top_p=evaluation["sampled_top_p"]["straight"],
+        sampled=told["stories"],
+        train_tokens=sum(run["tokens"] for run in runs),
+        steps=sum(run["steps"] for run in runs),
+        runs=" ".join(commands),
+        minutes=sum(run["seconds"] for run in runs) / 60,
+        threads=training["threads"],
         example=told["example"].replace("\n", "\n>\n> "),
-    )  # fmt: skip
+    )
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
@@ -215,7 +257,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = cli.Parser(
         "shared.stories.evaluate",
         "Judges a trained story model and writes its card: about two minutes.",
-        "  python -m shared.stories.evaluate\n  python -m shared.stories.evaluate --folder my-model --stories 100",
+        "  python -m shared.stories.evaluate\n  python -m shared.stories.evaluate --folder "
+        "my-model --stories 100",
     )
     folder = grammar.FOLDER / "model"
     parser.add_argument(
@@ -230,7 +273,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if not (options.folder / "training.json").exists():
         raise UserError(
-            f"{options.folder} has no training.json: train a model there with python -m shared.stories.train."
+            f"{options.folder} has no training.json: train a model there with python -m "
+            "shared.stories.train."
         )
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     model = AutoModelForCausalLM.from_pretrained(options.folder).eval()
@@ -250,8 +294,12 @@ def main(argv: list[str] | None = None) -> None:
     training = json.loads((options.folder / "training.json").read_text(encoding="utf-8"))
     write_card(options.folder, evaluation, training, model.config)
     held, told = evaluation["held_out"], evaluation["sampled"]
-    print(f"{held['cross_entropy']:.4f} nats a token, {held['excess']:.1%} above the floor of {held['floor']:.4f} (perplexity "
-          f"{math.exp(held['cross_entropy']):.3f}); {told['straight']} of {told['stories']} stories straight")  # fmt: skip
+    print(
+        f"{held['cross_entropy']:.4f} nats a token, {held['excess']:.1%} above the floor of "
+        f"{held['floor']:.4f} (perplexity "
+        f"{math.exp(held['cross_entropy']):.3f}); {told['straight']} of {told['stories']} stories "
+        "straight"
+    )
 
 
 if __name__ == "__main__":

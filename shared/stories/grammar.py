@@ -1,14 +1,16 @@
 """The story grammar: writes stories, knows how probable each one is, and reads them back.
 
-A story is drawn in this order: a plot, an opening, a habit of the hero, the beats of the plot, at one place in the
-middle perhaps an interlude, an ending. Each beat has a few variants; each variant has slots (`{hero}`, `{toy}`); a
-slot is filled at its first mention and keeps its filling to the end of the story. All choices are uniform and independent, so the
-probability of a story is a product of 1/n, and the entropy of the grammar follows without a model:
-H = E[-ln p(story)]. `read` runs the grammar backwards: it finds every derivation of a text. A text with none is not a
-story of this grammar: somewhere a name, a pronoun or a thing went astray. Sampled stories have exactly one
+A story is drawn in this order: a plot, an opening, a habit of the hero, the beats of the plot, at
+one place in the middle perhaps an interlude, an ending. Each beat has a few variants; each variant
+has slots (`{hero}`, `{toy}`); a slot is filled at its first mention and keeps its filling to the
+end of the story. All choices are uniform and independent, so the probability of a story is a
+product of 1/n, and the entropy of the grammar follows without a model: H = E[-ln p(story)]. `read`
+runs the grammar backwards: it finds every derivation of a text. A text with none is not a story of
+this grammar: somewhere a name, a pronoun or a thing went astray. Sampled stories have exactly one
 derivation (tested), so -ln p is the true information in the text, not only an upper bound.
 
-This file is the grammar and nothing else: no tokens, no model. The words are in words.txt, synonyms.txt, frame.txt, plots.txt.
+This file is the grammar and nothing else: no tokens, no model. The words are in words.txt,
+synonyms.txt, frame.txt, plots.txt.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ PRONOUNS = {
 
 @dataclass(frozen=True)
 class Slot:
-    """`{friend.He}` is name "friend", form "he", capital. `{food2}` is name "food2", of kind "food"."""
+    """`{friend.He}` is name "friend", form "he", capital. `{food2}` is name "food2", of kind
+    "food"."""
 
     name: str
     form: str  # "" for the word itself, else a key of PRONOUNS
@@ -59,7 +62,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Phrase:
-    """`[big|large|huge]`: one of several ways to say the same, drawn at each mention and then forgotten."""
+    """`[big|large|huge]`: one of several ways to say the same, drawn at each mention and then
+    forgotten."""
 
     options: tuple[str, ...]
 
@@ -105,7 +109,8 @@ def parse_beat(line: str) -> Beat:
 
 
 def insert_synonyms(text: str, synonyms: str) -> str:
-    """Turn every phrase that opens a line of `synonyms` into `[phrase|other|...]`, wherever it stands in `text`."""
+    """Turn every phrase that opens a line of `synonyms` into `[phrase|other|...]`, wherever it
+    stands in `text`."""
     lines = [
         line.split(" | ") for line in synonyms.splitlines() if line and not line.startswith("#")
     ]
@@ -136,7 +141,8 @@ def capitalise(word: str) -> str:
 
 
 class Grammar:
-    """The grammar in words.txt (what fills a slot), synonyms.txt, frame.txt (what stands around a plot), plots.txt."""
+    """The grammar in words.txt (what fills a slot), synonyms.txt, frame.txt (what stands around a
+    plot), plots.txt."""
 
     def __init__(self, words: str, synonyms: str, frame: str, plots: str) -> None:
         self.words = parse_headings(words)
@@ -159,7 +165,8 @@ class Grammar:
         for name, lines in parse_headings(plots).items():
             if lines.count("~") != 1:
                 raise ValueError(
-                    f"plot '{name}' needs exactly one line '~', the place where an interlude may stand"
+                    f"plot '{name}' needs exactly one line '~', the place where an interlude may "
+                    "stand"
                 )
             pause = lines.index("~")
             self.plots.append(
@@ -171,7 +178,8 @@ class Grammar:
             )
 
     def candidates(self, slot: Slot, fillings: dict[str, str]) -> list[str]:
-        """What an unfilled slot may become: two slots of one kind differ, and friend is of the other gender than hero."""
+        """What an unfilled slot may become: two slots of one kind differ, and friend is of the
+        other gender than hero."""
         if slot.kind == "hero":
             return self.words["girl"] + self.words["boy"]
         if slot.kind == "friend":
@@ -186,7 +194,7 @@ class Grammar:
         text = PRONOUNS[self.gender[word]][slot.form] if slot.form else word
         return capitalise(text) if slot.capital else text
 
-    # ---- writing --------------------------------------------------------------------------------------------------
+    # ---- writing ---------------------------------------------------------------------------------
 
     def sample(self, rng: random.Random) -> Story:
         """One story, drawn with `rng`."""
@@ -228,7 +236,7 @@ class Grammar:
             log_probability,
         )
 
-    # ---- reading --------------------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------
 
     def read(self, text: str) -> list[Story]:
         """Every derivation of `text`; an empty list if this grammar cannot have written it."""
@@ -240,7 +248,8 @@ class Grammar:
         ]
 
     def readable_until(self, text: str) -> int:
-        """How many characters of `text` agree with some story of the grammar, counted in whole beats."""
+        """How many characters of `text` agree with some story of the grammar, counted in whole
+        beats."""
         self._furthest = 0
         self.read(text)
         return self._furthest
@@ -323,7 +332,8 @@ def stories(seed: int | str) -> Iterator[Story]:
 
 
 def entropy(count: int = 20_000, seed: int | str = "entropy") -> tuple[float, float]:
-    """Entropy of a story in nats, as the mean of -ln p over `count` stories, and the standard error of that mean."""
+    """Entropy of a story in nats, as the mean of -ln p over `count` stories, and the standard error
+    of that mean."""
     draws = [-story.log_probability for _, story in zip(range(count), stories(seed), strict=False)]
     mean = sum(draws) / count
     return mean, math.sqrt(sum((d - mean) ** 2 for d in draws) / count / count)

@@ -1,20 +1,21 @@
 """Train the embedded model: `python -m shared.stories.train`.
 
-The stories never end and never repeat: each training window is packed with stories fresh from the grammar, so there is
-no data set to store and nothing to memorise but the grammar itself. The model is `transformers`' GPT-2, not ours: our
-forward pass is judged by weights that it never touched.
+The stories never end and never repeat: each training window is packed with stories fresh from the
+grammar, so there is no data set to store and nothing to memorise but the grammar itself. The model
+is `transformers`' GPT-2, not ours: our forward pass is judged by weights that it never touched.
 
-How the 1,024 positions are learnt cheaply: nearly all windows are 512 tokens long, at a random offset into the
-positions; a last phase at the full 1,024 teaches attention to reach that far.
+How the 1,024 positions are learnt cheaply: nearly all windows are 512 tokens long, at a random
+offset into the positions; a last phase at the full 1,024 teaches attention to reach that far.
 
-How names are learnt at all: a first run wrote fluently after 5 million tokens and still drew a new name at each
-mention after 8. Words that no context can tell apart get embeddings that nothing can tell apart, and then there is
-nothing to copy. So embeddings start wide (their directions differ from the first step) and move slowly, and the first
-steps tell the beginning of one story three times over, which is the cheapest lesson in copying.
+How names are learnt at all: a first run wrote fluently after 5 million tokens and still drew a new
+name at each mention after 8. Words that no context can tell apart get embeddings that nothing can
+tell apart, and then there is nothing to copy. So embeddings start wide (their directions differ
+from the first step) and move slowly, and the first steps tell the beginning of one story three
+times over, which is the cheapest lesson in copying.
 
-How far copying gets varies from run to run all the same: a run of 6,500 steps on one thread had still not learnt to carry
-a trait or a number across a whole story. Judge a model before it is used (`python -m shared.stories.evaluate`), and let it go
-on if it needs more (`--start`).
+How far copying gets varies from run to run all the same: a run of 6,500 steps on one thread had
+still not learnt to carry a trait or a number across a whole story. Judge a model before it is used
+(`python -m shared.stories.evaluate`), and let it go on if it needs more (`--start`).
 
 Deterministic: the same seed, thread count and kind of processor give the same weights.
 """
@@ -73,7 +74,8 @@ def train_tokenizer(count: int = 20_000) -> Tokenizer:
     tokenizer.add_special_tokens([END_OF_TEXT])
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise RuntimeError(
-            f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {VOCABULARY}: the grammar has too little text"
+            f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {VOCABULARY}: the "
+            "grammar has too little text"
         )
     return tokenizer
 
@@ -100,8 +102,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def windows(
     tokenizer: Tokenizer, length: int, rng: random.Random, supply: Iterator[grammar.Story]
 ) -> Iterator[list[int]]:
-    """Windows of `length` + 1 tokens that open with a whole story; every second one without <|endoftext|> before it,
-    as a user's prompt comes without it."""
+    """Windows of `length` + 1 tokens that open with a whole story; every second one without
+    <|endoftext|> before it, as a user's prompt comes without it."""
     end = VOCABULARY - 1
     while True:
         window: list[int] = [] if rng.random() < 0.5 else [end]
@@ -122,7 +124,8 @@ def repeating_windows(
 def micro_batch(
     source: Iterator[list[int]], length: int, rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (B, length + 1) and positions (B, length): one window in three starts at 0, the others anywhere."""
+    """Token ids (B, length + 1) and positions (B, length): one window in three starts at 0, the
+    others anywhere."""
     rows = TOKENS_PER_MICRO_BATCH // length
     offsets = [
         0 if rng.random() < 1 / 3 else rng.randint(0, POSITIONS - length) for _ in range(rows)
@@ -135,18 +138,28 @@ def build_model(width: int, layers: int, heads: int, seed: int) -> GPT2LMHeadMod
     torch.manual_seed(seed)
     end = VOCABULARY - 1
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=POSITIONS, n_embd=width, n_layer=layers, n_head=heads,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=end, eos_token_id=end,
-        activation_function="gelu_pytorch_tanh",  # GPT-2's own curve as one operator; saved under its old name below
+        vocab_size=VOCABULARY,
+        n_positions=POSITIONS,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=end,
+        eos_token_id=end,
+        # GPT-2's own curve as one operator; saved under its old name below
+        activation_function="gelu_pytorch_tanh",
         attn_implementation="sdpa",
-    )  # fmt: skip
+    )
     model = GPT2LMHeadModel(config)
     torch.nn.init.normal_(model.transformer.wte.weight, std=EMBEDDING_SPREAD)
     return model
 
 
 def build_optimizers(model: GPT2LMHeadModel, peak: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for embeddings, biases and norms; `peak` is the learning rate."""
+    """Muon for the matrices inside the blocks, AdamW for embeddings, biases and norms; `peak` is
+    the learning rate."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".h." in name]
     rest = [p for name, p in model.named_parameters() if not (p.ndim == 2 and ".h." in name)]
     slow = peak * EMBEDDING_LEARNING_RATE_SHARE
@@ -168,7 +181,8 @@ def save_model(model: GPT2LMHeadModel, folder: Path) -> None:
 
 
 def load_start(folder: Path) -> tuple[GPT2LMHeadModel, Tokenizer, dict]:
-    """Model, tokenizer and training facts of a folder that `train` wrote. Raises UserError if it is none."""
+    """Model, tokenizer and training facts of a folder that `train` wrote. Raises UserError if it is
+    none."""
     try:
         before = json.loads((folder / "training.json").read_text(encoding="utf-8"))
         vocabulary, merges = models.BPE.read_file(
@@ -177,7 +191,8 @@ def load_start(folder: Path) -> tuple[GPT2LMHeadModel, Tokenizer, dict]:
         model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{folder} is no folder that this command wrote ({error}): give one, or leave --start out."
+            f"{folder} is no folder that this command wrote ({error}): give one, or leave --start "
+            "out."
         ) from None
     vocabulary.pop(END_OF_TEXT)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
@@ -192,7 +207,8 @@ def load_start(folder: Path) -> tuple[GPT2LMHeadModel, Tokenizer, dict]:
 def train(
     out: Path, steps: int, seed: int, width: int, layers: int, heads: int, start: Path | None = None
 ) -> dict:
-    """Train and save to `out`; returns the facts of the run for the model card. `start`: go on from an earlier result."""
+    """Train and save to `out`; returns the facts of the run for the model card. `start`: go on from
+    an earlier result."""
     if start is None:
         model, tokenizer, before = build_model(width, layers, heads, seed), train_tokenizer(), None
         optimizers = build_optimizers(model, PEAK_LEARNING_RATE)
@@ -262,7 +278,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = cli.Parser(
         "shared.stories.train",
         "Trains the embedded model on stories fresh from the grammar: about an hour on two cores.",
-        "  python -m shared.stories.train --out my-model\n  python -m shared.stories.evaluate --folder my-model",
+        "  python -m shared.stories.train --out my-model\n  python -m shared.stories.evaluate "
+        "--folder my-model",
     )
     folder = grammar.FOLDER / "model"
     steps = cli.whole_number(1, 1_000_000)
@@ -306,7 +323,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.width % options.heads:
         raise UserError(
-            f"A width of {options.width} cannot be shared by {options.heads} heads: choose a multiple."
+            f"A width of {options.width} cannot be shared by {options.heads} heads: choose a "
+            "multiple."
         )
     torch.set_num_threads(options.threads)
     facts = train(
