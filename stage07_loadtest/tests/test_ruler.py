@@ -94,32 +94,15 @@ def test_known_latencies_are_measured_within_5_percent_or_5_ms(
     assert not summary.failures and not off(summary, known(ttft, itl, 8))
 
 
-def test_several_tokens_in_a_chunk_have_the_same_tpot_and_other_gaps():
-    """Catches a TPOT over chunks instead of tokens, 4 times too long; the gaps are that long."""
-    behaviour = Behaviour(ttft=0.02, itl=0.01, chunk_tokens=4)
-    point, _ = against(behaviour, asks(12, 29), schedule.closed(4, 12))
-    first, last = 0.02 + 3 * 0.01, 0.02 + 28 * 0.01
-    right = {metrics.TTFT: first, metrics.E2E: last, metrics.ITL: 4 * 0.01}
-    assert not off(summarize(point, NO_LIMITS), right | {metrics.TPOT: (last - first) / 28})
-
-
 @pytest.mark.slow
 def test_known_latencies_are_measured_within_5_percent_where_time_is_real():
-    """Two processes, as client and server always are, at the latencies of a server in use.
-
-    On a busy machine tokens really are sent and seen late. A faulty client, which waits for the
-    JSON of other streams or for a buffer, is off every time. So a latency passes if one try
-    measures it right, and fails if all do not.
-    """
+    """Two processes, as client and server always are, at the latencies of a server in use. On a
+    busy machine tokens really are late at times; a faulty client is off in every try."""
     wrong = known(0.5, 0.1, 8)
     with mock.process("--ttft", "0.5", "--itl", "0.1") as url:
         for _ in range(TRIES):
-            begun = time.perf_counter()
-            point = asyncio.run(
-                run_point(Target(url, timeout=60), asks(24, 8), schedule.closed(6, 18), warmup=6)
-            )
-            assert max(one.end for one in point.records) <= point.duration
-            assert point.duration <= time.perf_counter() - begun
+            target, when = Target(url, timeout=60), schedule.closed(6, 18)
+            point = asyncio.run(run_point(target, asks(24, 8), when, warmup=6))
             summary = summarize(point, NO_LIMITS)
             assert not summary.failures
             found = off(summary, wrong)
