@@ -21,8 +21,8 @@ TASKS = (
         ),
         tests=(
             "tests/test_text.py::test_overlap",
-            "tests/test_text.py::test_nothing_of_a_stop_string_leaks_and_no_more_is_held_back_than_must_be",
-            "tests/test_text.py::test_a_beginning_that_comes_to_nothing_is_given_out",
+            "tests/test_text.py::test_nothing_of_a_stop_string_leaks_and_no_more_is_held_back_than_needed",
+            "tests/test_text.py::test_stop_strings_by_hand",
         ),
     ),
     Task(
@@ -43,7 +43,7 @@ TASKS = (
         ),
         tests=(
             "tests/test_protocol.py::test_the_simple_template",
-            "tests/test_protocol.py::test_what_is_said_is_no_template",
+            "tests/test_protocol.py::test_a_message_is_never_a_template",
             "tests/test_protocol.py::test_a_template_from_a_file",
         ),
     ),
@@ -64,7 +64,7 @@ TASKS = (
             "sent, even a negative one.",
         ),
         tests=(
-            "tests/test_protocol.py::test_what_is_not_said_is_as_openai_has_it",
+            "tests/test_protocol.py::test_the_defaults_are_openais",
             "tests/test_protocol.py::test_each_sample_has_a_seed_of_its_own",
             "tests/test_protocol.py::test_every_seed_makes_valid_options_for_every_sample",
             "tests/test_protocol.py::test_all_options_reach_the_sampler",
@@ -88,9 +88,7 @@ TASKS = (
         ),
         tests=(
             "tests/test_text.py::test_stop_strings_end_the_text_wherever_the_tokens_are_cut",
-            "tests/test_text.py::test_a_stop_string_across_many_tokens",
-            "tests/test_text.py::test_the_first_to_be_complete_wins_and_of_two_the_longer",
-            "tests/test_text.py::test_the_stop_string_stays_where_it_is_wanted",
+            "tests/test_text.py::test_stop_strings_by_hand",
         ),
     ),
     Task(

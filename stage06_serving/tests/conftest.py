@@ -7,7 +7,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import httpx2
@@ -23,6 +24,8 @@ from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make as make_paged
 from stage06_serving.engines import Paged
 from stage06_serving.settings import PREFIX
+from stage06_serving.tests.crowd import HANG, post
+from stage06_serving.tests.faulty_server import MODULE, VARIABLE, Fault
 from stage06_serving.tests.tools import Failing, Gate, alone, words
 
 ALWAYS = ("--sanitize", "--linear", "plain")
@@ -207,3 +210,86 @@ def failing(engine):
 def expected(tiny_model):
     """expected(prompt, count): the tokens of stage 01."""
     return lambda prompt, count: alone(tiny_model, prompt, words(count))
+
+
+# ---- servers with planted faults ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def faults():
+    """All that a module has planted."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def mended(faults):
+    yield
+    for fault in faults:
+        fault.mend()
+
+
+@pytest.fixture(scope="module")
+def new_fault(tmp_path_factory, faults):
+    """new_fault(): a fault, and the variable by which a server finds it."""
+
+    def new():
+        faults.append(Fault(tmp_path_factory.mktemp("faults") / "fault"))
+        return faults[-1], {VARIABLE: str(faults[-1].file)}
+
+    return new
+
+
+@pytest.fixture(scope="module")
+def lodge(house, tiny_folder, new_fault):
+    """lodge(options): a server that shares its process, and its fault. It must not be stopped."""
+
+    def lodge(options):
+        fault, env = new_fault()
+        return house("--model", str(tiny_folder), *options.split(), env=env), fault
+
+    return lodge
+
+
+@pytest.fixture
+def start(serve, tiny_folder, new_fault):
+    """start(options): the same in a process of its own, which ends with the test."""
+    with ExitStack() as stack:
+
+        def start(options):
+            fault, env = new_fault()
+            arguments = ("--model", str(tiny_folder), *options.split())
+            return stack.enter_context(serve(*arguments, env=env, module=MODULE)), fault
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def few(lodge):
+    """Two run and three wait."""
+    return lodge("--max-sequences 2 --max-queue 3")
+
+
+@pytest.fixture(scope="module")
+def many(lodge):
+    """Room for a crowd."""
+    return lodge("--max-sequences 24 --max-queue 300 --kv-memory 1MiB")
+
+
+@pytest.fixture(scope="module")
+def hasty(lodge):
+    """A request has one second."""
+    return lodge("--request-timeout 1 --max-sequences 4")
+
+
+@pytest.fixture(scope="module")
+def http():
+    limits = httpx2.Limits(max_connections=None)
+    with httpx2.Client(trust_env=False, timeout=HANG, limits=limits) as client:
+        yield client
+
+
+@pytest.fixture
+def at_once(http):
+    """at_once(running, body): the future of an answer."""
+    with ThreadPoolExecutor(64) as pool:
+        yield lambda running, body: pool.submit(post, http, running, body)

@@ -1,11 +1,12 @@
 """The page and its frames, in headless Chromium against a real server.
 
-The server's model is made by hand and says the same text whatever it is asked: one full of markup, which must stay text.
+The server's model is made by hand and repeats one text for any prompt: markup, which must stay text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -32,37 +33,37 @@ from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make
 from stage06_serving.engines import Paged
 from stage06_serving.live import look
+from stage06_serving.tests.asking import post
 from stage06_serving.tests.conftest import House, Running, Serve, until_idle
 from stage06_serving.tests.faulty_server import MODULE, VARIABLE, Fault
 
-SAID = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'> & \u201cBen\u201d \N{FOX FACE} ran home.\n"
+SAID = (
+    "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'> & "
+    "\u201cBen\u201d \N{FOX FACE} ran home.\n"
+)
 BYTES = SAID.encode()
 POSITIONS = 1024
-FEW_BLOCKS = ("--kv-memory", "1MiB")  # 128: after every step the sanitizer looks at all of them
-PACE = "0.01"  # seconds more for each pass, so that there is something to see of a model that is as small as this one
-OWNED, SHARED, CACHED, FREE = range(4)  # in the words under the map
+FEW_BLOCKS = ("--kv-memory", "1MiB")  # 128: the sanitizer checks all of them after every step
+PACE = "0.01"  # seconds more for each pass of a model that is as small as this one
+OWNED, SHARED, CACHED, FREE = range(4)  # in the text below the map
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
     not (CHROMIUM and DRIVER),
-    reason="there is no chromium with its chromedriver on this machine (Debian: chromium, chromium-driver)",
+    reason="chromium or its chromedriver is missing (Debian: chromium, chromium-driver)",
 )
 
 
 @pytest.fixture(scope="module")
 def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that says SAID again and again: its layers do nothing, and each position leads to one byte."""
+    """A checkpoint that repeats SAID: its layers do nothing, and each position leads to one byte."""
     folder = make_folder(tmp_path_factory.mktemp("page") / "reciter")
     fields = FIELDS | {"n_positions": POSITIONS, "n_embd": 64, "n_layer": 1}
-    tensors = {
-        name: torch.zeros_like(tensor)
-        for name, tensor in random_tensors(Config.from_dict(fields)).items()
-    }
+    shapes = random_tensors(Config.from_dict(fields))
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in shapes.items()}
     letters = sorted(set(BYTES))
     tensors["ln_f.weight"] += 1
-    for dimension, byte in enumerate(
-        letters
-    ):  # each has a direction of its own; a byte is its own token id
+    for dimension, byte in enumerate(letters):  # a direction each; a byte is its own token id
         tensors["wte.weight"][byte, dimension] = 5.0
     for position in range(POSITIONS):
         tensors["wpe.weight"][position, letters.index(BYTES[position % len(BYTES)])] = 1000.0
@@ -92,14 +93,9 @@ def browser() -> Iterator[webdriver.Chrome]:
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""
     # In a container the sandbox has no rights, and /dev/shm is small.
-    for option in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--disable-gpu",
-        "--window-size=1280,1000",
-    ):
-        options.add_argument(option)
+    switches = "headless=new no-sandbox disable-dev-shm-usage disable-gpu window-size=1280,1000"
+    for switch in switches.split():
+        options.add_argument(f"--{switch}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, Service(DRIVER))
     yield driver
@@ -107,7 +103,7 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 
 class Page:
-    """The page in a browser, with the words that a reader sees."""
+    """The page in a browser, as a reader sees it."""
 
     def __init__(self, browser: webdriver.Chrome, url: str) -> None:
         self.browser, self.url = browser, url
@@ -122,32 +118,24 @@ class Page:
     def until(self, holds: Callable[[], Any], what: str, seconds: float = 60) -> Any:
         deadline = time.monotonic() + seconds
         while not (found := holds()):
-            assert time.monotonic() < deadline, (
-                f"not within {seconds:g} s: {what}; the status is {self['status'].text!r}"
-            )
+            status = self["status"].text
+            assert time.monotonic() < deadline, f"not in time: {what}; the status is {status!r}"
             time.sleep(0.02)
         return found
 
     def link(self, words: str) -> None:
         self.until(lambda: self["link"].text == words, f"the connection is {words!r}")
 
-    def fill(self, **values: str) -> None:
+    def start(self, **values: str) -> None:
         for name, value in values.items():
             field = self[name.replace("_", "-")]
             field.clear()
             field.send_keys(value)
-
-    def start(self, **values: str) -> None:
-        self.fill(**values)
         self["start"].click()
 
-    def texts(self) -> list[str]:
-        return self.run(
-            "return [...document.querySelectorAll('.answer')].map(each => each.textContent)"
-        )
-
-    def done(self, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Wait until the answer has ended, and do `meanwhile` again and again."""
+    def ask(self, meanwhile: Callable[[], object] = lambda: None, **values: str) -> None:
+        """Start, and wait for the end of the answer, with repeated calls of `meanwhile`."""
+        self.start(**{"prompt": "x", "temperature": "0"} | values)
 
         def ended() -> bool:
             meanwhile()
@@ -155,77 +143,82 @@ class Page:
 
         self.until(ended, "the answer is done")
 
-    def blocks(self) -> list[int]:
-        """As the words under the map have them: of one sequence, shared, cached, free."""
+    def begun(self) -> None:
+        self.until(lambda: self.texts() and self.texts()[0], "the answer has begun")
+
+    def stopped(self) -> None:
+        self.until(lambda: self["status"].text == "Stopped.", "it has stopped")
+
+    def texts(self) -> list[str]:
         return self.run(
-            "return document.getElementById('map-words').textContent.replaceAll(',', '').match(/\\d+/g)?.map(Number)"
-        ) or [0, 0, 0, 0]
+            "return [...document.querySelectorAll('.answer')].map(each => each.textContent)"
+        )
+
+    def blocks(self) -> list[int]:
+        """The counts below the map: blocks of one sequence, shared, cached, free."""
+        words = self.run("return document.getElementById('map-words').textContent")
+        return [int(count) for count in re.findall(r"\d+", words.replace(",", ""))] or [0] * 4
 
     def picture(self, name: str) -> str:
         return self.run(f"return document.getElementById('{name}').toDataURL()")
 
+    def media(self, name: str = "", value: str = "") -> None:
+        """Emulate a media feature, or none."""
+        features = [{"name": name, "value": value}] if name else []
+        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
     def errors(self) -> list[str]:
-        return [
-            entry["message"]
-            for entry in self.browser.get_log("browser")
-            if entry["level"] == "SEVERE"
-        ]
+        log = self.browser.get_log("browser")
+        return [entry["message"] for entry in log if entry["level"] == "SEVERE"]
 
 
 @pytest.fixture
 def page(browser: webdriver.Chrome, served: Running) -> Iterator[Page]:
-    """The page, live, and with nothing running; the browser may have nothing to complain of."""
+    """The page, live and idle; the browser's log must stay without errors."""
     until_idle(served.url)
     browser.get_log("browser")
     page = Page(browser, served.url)
     page.link("Live")
     page.until(lambda: sum(page.blocks()) > 0, "the map is there")
     yield page
+    page.media()
     browser.get("about:blank")
     assert page.errors() == []
 
 
 def expected(tokens: int) -> str:
-    """What the model says to a prompt of one byte."""
+    """The model's answer to a prompt of one byte."""
     return (BYTES * (tokens // len(BYTES) + 1))[:tokens].decode("utf-8", "replace")
 
 
 def frames(url: str) -> Iterator[dict[str, Any]]:
-    """What /live sends, for so long as a test may take."""
+    """The frames of /live, for as long as a test may take."""
     deadline = time.monotonic() + 60
     with httpx2.stream("GET", f"{url}/live", timeout=60, trust_env=False) as answer:
         for line in answer.iter_lines():
-            assert time.monotonic() < deadline, "the frame that the test waits for does not come"
+            assert time.monotonic() < deadline, "the expected frame does not come"
             if line.startswith("data: "):
                 yield json.loads(line[6:])
 
 
-def complete(url: str, **body: Any) -> httpx2.Response:
-    return httpx2.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+# ---- the frames
 
 
-# ---- the frames ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_first_frame_is_true_though_nobody_watched(served: Running) -> None:
-    """Blocks that stay in the prefix cache are on the map, and the steps of before are told, though what the last page saw
-    was older."""
+def test_the_first_frame_is_true_though_no_page_was_open(served: Running) -> None:
+    """Blocks that stay in the prefix cache are on the map, and earlier steps are in it."""
     first = next(frames(served.url))
-    assert complete(served.url, prompt="a", max_tokens=40).status_code == 200
+    body = {"prompt": "a", "max_tokens": 40}
+    assert post(served, "/v1/completions", json=body).status_code == 200
     until_idle(served.url)
     frame = next(frames(served.url))
-    counts = {
-        state: sum(count for found, count in frame["map"] if found == state) for state in (-1, -2)
-    }
-    assert frame["step"] == first["step"] + 40
-    assert counts[-2] >= 40 // 16 and counts[-1] + counts[-2] == frame["blocks"]
+    states = [state for state, _ in frame["map"]]
+    cached, free = (sum(count for one, count in frame["map"] if one == state) for state in (-2, -1))
+    assert cached >= 40 // 16 and cached + free == frame["blocks"]
+    assert states == [state for state, _ in groupby(states)]  # runs
     assert frame["running"] == [] and frame["waiting"] == 0 and frame["alive"]
-    assert [step["number"] for step in frame["steps"]][-1] == frame["step"]
-    assert frame["steps"][-40]["rows"][0][1:] == [1, 0]  # the prompt is prefill, and
-    assert frame["steps"][-1]["rows"][0][1:] == [0, 1]  # the rest is decode
-    assert [state for state, _ in groupby(frame["map"], key=lambda run: run[0])] == [
-        run[0] for run in frame["map"]
-    ]
+    assert frame["step"] == first["step"] + 40 == frame["steps"][-1]["number"]
+    rows = [step["rows"][0][1:] for step in frame["steps"]]
+    assert (rows[-40], rows[-1]) == ([1, 0], [0, 1])  # prefill, then decode
 
 
 def test_look_shows_what_the_scheduler_has(tiny_model: Any) -> None:
@@ -250,21 +243,18 @@ def test_look_shows_what_the_scheduler_has(tiny_model: Any) -> None:
 
 
 def test_frames_follow_a_request_to_its_abort(served: Running) -> None:
-    """While it runs it owns blocks under its own number; once its client has left there is a frame without them."""
+    """While it runs it owns blocks under its number; a later frame is without them."""
     until_idle(served.url)
     watching = frames(served.url)
     assert next(watching)["running"] == []
     body = {"prompt": "b" * 40, "max_tokens": 900, "stream": True}
-    with httpx2.stream(
-        "POST", f"{served.url}/v1/completions", json=body, timeout=60, trust_env=False
-    ) as answer:
+    url = f"{served.url}/v1/completions"
+    with httpx2.stream("POST", url, json=body, timeout=60, trust_env=False) as answer:
         lines = answer.iter_lines()  # kept: a client that drops it has left
         next(lines)
         busy = next(frame for frame in watching if frame["running"])
         [(name, owner)] = busy["running"]
-        assert (
-            sum(count for state, count in busy["map"] if state == owner) >= 3
-        )  # 40 tokens and more
+        assert sum(count for state, count in busy["map"] if state == owner) >= 40 // 16 + 1
         later = next(frame for frame in watching if frame["steps"])
         assert {row[0] for step in later["steps"] for row in step["rows"]} == {name}
         assert later["steps"][0]["number"] == busy["step"] + 1
@@ -272,87 +262,71 @@ def test_frames_follow_a_request_to_its_abort(served: Running) -> None:
     assert all(state < 0 for state, _ in ended["map"])
 
 
-# ---- in the browser -----------------------------------------------------------------------------------------------------
+# ---- in the browser
 
 
 @needs_browser
-def test_text_streams_in(page: Page) -> None:
-    page.start(prompt="x", max_tokens="120", temperature="0")
-    seen: set[str] = set()
-    page.done(lambda: seen.update(page.texts()))
-    assert len(seen) > 5 and all(expected(120).startswith(text) for text in seen)
-    assert page.texts() == [expected(120)]
-    assert page["status"].text == "Done: 1 tokens in, 120 out."
+def test_text_streams_in_while_the_pictures_move(page: Page) -> None:
+    idle = page.blocks()
+    assert idle[OWNED] == idle[SHARED] == 0
+    seen: list[tuple[Any, ...]] = []
+
+    def look() -> None:
+        pictures = page.picture("map"), page.picture("timeline")
+        seen.append(("".join(page.texts()), page.blocks()[OWNED], *pictures))
+
+    page.ask(look, max_tokens="160")
+    texts, owned, maps, timelines = (set(values) for values in zip(*seen, strict=True))
+    assert min(map(len, (texts, owned, maps, timelines))) > 4 and max(owned) > 4
+    assert all(expected(160).startswith(text) for text in texts)
+    assert page.texts() == [expected(160)]
+    assert page["status"].text == "Done: 1 tokens in, 160 out."
     assert "finish reason: length" in page["answers"].text
     assert page["start"].is_displayed() and not page["stop"].is_displayed()
+    page.until(lambda: page["running"].text == "0", "nothing runs")
+    after = page.blocks()
+    assert after[OWNED] == after[SHARED] == 0 and after[CACHED] >= 160 // 16
+    assert sum(after) == sum(idle)
 
 
 @needs_browser
 def test_markup_in_an_answer_or_a_prompt_is_text(page: Page) -> None:
     prompt = "<img src=x onerror='window.harmed = 3'>"
-    page.start(prompt=prompt, max_tokens="80", temperature="0")
-    page.done()
+    page.ask(prompt=prompt, max_tokens="80")
     assert "<script>" in page["answers"].text and prompt in page["answers"].text
     assert page.run("return document.querySelectorAll('#answers script, #answers img').length") == 0
     assert page.run("return window.harmed") is None
 
 
 @needs_browser
-def test_the_map_and_the_timeline_move_while_a_request_runs(page: Page) -> None:
-    idle = page.blocks()
-    assert idle[OWNED] == idle[SHARED] == 0
-    seen = []
-    page.start(prompt="x", max_tokens="160", temperature="0")
-    page.done(
-        lambda: seen.append((page.blocks()[OWNED], page.picture("map"), page.picture("timeline")))
-    )
-    owned, maps, timelines = (set(each) for each in zip(*seen, strict=True))
-    assert len(owned) > 4 and max(owned) > 4 and len(maps) > 4 and len(timelines) > 4
-    page.until(lambda: page["running"].text == "0", "nothing runs")
-    after = page.blocks()
-    assert (
-        after[OWNED] == after[SHARED] == 0
-        and after[CACHED] >= 160 // 16
-        and sum(after) == sum(idle)
-    )
-
-
-@needs_browser
 def test_samples_are_several_answers_that_share_their_prompt(page: Page) -> None:
-    page.start(prompt="x" * 64, max_tokens="120", temperature="0.7", samples="3")
+    page.start(prompt="x" * 65, max_tokens="120", temperature="0.7", samples="3")
     page.until(lambda: page.blocks()[SHARED] >= 4, "the prompt's blocks are shared")
     assert page["running"].text == "3"
-    page.done()
-    assert page.texts() == [(BYTES * 3)[63 : 63 + 120].decode("utf-8", "replace")] * 3
+    page.until(lambda: page["status"].text.startswith("Done"), "the answers are done")
+    assert page.texts() == [(BYTES * 3)[64 : 64 + 120].decode("utf-8", "replace")] * 3
     assert "Answer 3 of 3" in page["answers"].text
 
 
 @needs_browser
-def test_stop_ends_the_request_and_its_blocks_come_back(page: Page, served: Running) -> None:
+def test_stop_ends_the_request_and_its_blocks_are_released(page: Page, served: Running) -> None:
     page.start(prompt="x", max_tokens="900", temperature="0")
-    page.until(
-        lambda: page.texts() and len(page.texts()[0]) > 20 and page.blocks()[OWNED],
-        "some text is there",
-    )
+    page.begun()
+    page.until(lambda: len(page.texts()[0]) > 20 and page.blocks()[OWNED], "some text is there")
     page["stop"].click()
-    page.until(lambda: page["status"].text == "Stopped.", "it has stopped")
-    assert (
-        page.browser.switch_to.active_element == page["start"]
-    )  # the focus is not lost with the button
+    page.stopped()
+    assert page.browser.switch_to.active_element == page["start"]  # the focus is not lost
     text = page.texts()[0]
     until_idle(served.url)
-    page.until(
-        lambda: page.blocks()[OWNED] == 0 and page["running"].text == "0", "the map shows it"
-    )
-    assert page.texts() == [text] and 20 < len(text) < 900  # what was said stays
-    page.start(max_tokens="20")  # and the next one works
-    page.done()
+    page.until(lambda: page.blocks()[OWNED] == 0 == int(page["running"].text), "the map shows it")
+    assert page.texts() == [text] and 20 < len(text) < 900  # the text stays
+    page.ask(max_tokens="20")  # and the next request works
     assert page.texts() == [expected(20)]
 
 
 @needs_browser
 def test_the_keyboard_is_enough(page: Page) -> None:
-    """Through all fields by Tab, Ctrl+Enter starts, Escape stops; the focus can be seen."""
+    """Through all fields by Tab, Ctrl+Enter starts, Escape stops; the focus is visible."""
 
     def press(*keys: str) -> None:
         ActionChains(page.browser).send_keys(*keys).perform()
@@ -360,45 +334,38 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     def focused() -> str:
         return page.run("return document.activeElement.id")
 
-    order = ["prompt", "max-tokens", "temperature", "samples", "start", "freeze"]
-    visited = []
-    for _ in order:
+    for name in ("prompt", "max-tokens", "temperature", "samples", "start", "freeze"):
         press(Keys.TAB)
-        visited.append(focused())
         outline = page.run("return getComputedStyle(document.activeElement).outlineStyle")
-        assert outline == "solid", f"no outline on {visited[-1]}"
-    assert visited == order
+        assert (focused(), outline) == (name, "solid")
     press(Keys.SPACE)
     assert page["freeze"].get_attribute("aria-pressed") == "true"
     press(Keys.SPACE)
     page["prompt"].clear()
     page["prompt"].send_keys("x")
     press(Keys.TAB, "900")  # a field is selected when Tab comes to it
-    ActionChains(page.browser).key_down(Keys.CONTROL).send_keys(Keys.ENTER).key_up(
-        Keys.CONTROL
-    ).perform()
-    page.until(lambda: page.texts() and page.texts()[0], "the answer has begun")
+    chord = ActionChains(page.browser).key_down(Keys.CONTROL).send_keys(Keys.ENTER)
+    chord.key_up(Keys.CONTROL).perform()
+    page.begun()
     press(Keys.ESCAPE)
-    page.until(lambda: page["status"].text == "Stopped.", "it has stopped")
+    page.stopped()
     page["start"].send_keys(Keys.ENTER)
     page.until(lambda: focused() == "stop", "the focus is on Stop")
     press(Keys.ENTER)
-    page.until(lambda: page["status"].text == "Stopped.", "it has stopped")
+    page.stopped()
     assert focused() == "start"
 
 
 @needs_browser
 def test_everything_has_a_name(page: Page) -> None:
-    """Fields have labels, the pictures words, and what changes is announced."""
-    unnamed = page.run(
-        "return [...document.querySelectorAll('textarea, input')].filter(each => !each.labels.length).map(each => each.id)"
-    )
-    assert unnamed == []
+    """Fields have labels, the pictures texts, and changes are announced."""
+    fields = "[...document.querySelectorAll('textarea, input')]"
+    assert page.run(f"return {fields}.filter(each => !each.labels.length).length") == 0
     for name in ("map", "timeline"):
         assert page[name].get_attribute("role") == "img" and page[name].accessible_name
     assert page["answers"].get_attribute("aria-live") == "polite"
-    assert page["error"].get_attribute("role") == "alert"
-    assert {page[name].get_attribute("role") for name in ("status", "link")} == {"status"}
+    roles = {name: page[name].get_attribute("role") for name in ("error", "status", "link")}
+    assert roles == {"error": "alert", "status": "status", "link": "status"}
 
 
 @needs_browser
@@ -408,15 +375,10 @@ def test_a_phone_needs_no_horizontal_scrolling(page: Page) -> None:
     try:
         page.browser.refresh()
         page.link("Live")
-        page.start(prompt="long" * 40, max_tokens="90", temperature="0.5", samples="2")
-        page.until(lambda: page.texts() and len(page.texts()[1]) > 50, "there is text")
-        outside = """
-            return [...document.querySelectorAll('body *')].filter(each => each.getBoundingClientRect().right > 375.5)
-                .map(each => each.tagName + ' ' + each.id)"""
-        assert page.run("return innerWidth") == 375
-        assert page.run("return document.documentElement.scrollWidth") <= 375
-        assert page.run(outside) == []
-        page.done()
+        page.ask(prompt="long" * 40, max_tokens="90", temperature="0.5", samples="2")
+        assert page.run("return [innerWidth, document.documentElement.scrollWidth]") == [375, 375]
+        outside = "each => each.getBoundingClientRect().right > 375.5"
+        assert page.run(f"return [...document.querySelectorAll('body *')].filter({outside})") == []
     finally:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
@@ -424,49 +386,33 @@ def test_a_phone_needs_no_horizontal_scrolling(page: Page) -> None:
 @needs_browser
 def test_colours_follow_the_scheme(page: Page) -> None:
     def scheme(name: str) -> tuple[str, str]:
-        media = {"features": [{"name": "prefers-color-scheme", "value": name}]}
-        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-        return page.run("return getComputedStyle(document.body).backgroundColor"), page.picture(
-            "map"
-        )
+        page.media("prefers-color-scheme", name)
+        colour = page.run("return getComputedStyle(document.body).backgroundColor")
+        return colour, page.picture("map")
 
     light = scheme("light")
-    try:
-        page.until(lambda: scheme("dark")[1] != light[1], "the map is painted anew")
-        assert scheme("dark")[0] != light[0]
-    finally:
-        scheme("light")
+    page.until(lambda: scheme("dark")[1] != light[1], "the map is painted anew")
+    assert scheme("dark")[0] != light[0]
 
 
 @needs_browser
-def test_less_motion_means_no_animation(page: Page) -> None:
-    """Who asks for less motion gets a picture now and then, and none in the browser's animation frames."""
-    media = {"features": [{"name": "prefers-reduced-motion", "value": "reduce"}]}
-    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    try:
-        before = page.picture("timeline")
-        page.run("window.requestAnimationFrame = () => { window.animated = true; }")
-        page.start(prompt="x", max_tokens="60", temperature="0")
-        page.until(lambda: page.texts() and page.texts()[0], "the answer has begun")
-        assert (
-            page.run(
-                "return getComputedStyle(document.querySelector('.answer'), '::after').animationName"
-            )
-            == "none"
-        )
-        page.done()
-        page.until(lambda: page.picture("timeline") != before, "the timeline has moved")
-        assert page.run("return window.animated") is None
-    finally:
-        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+def test_reduced_motion_means_no_animation(page: Page) -> None:
+    """A picture now and then, and none in the browser's animation frames."""
+    page.media("prefers-reduced-motion", "reduce")
+    before = page.picture("timeline")
+    page.run("window.requestAnimationFrame = () => { window.animated = true; }")
+    page.ask(max_tokens="60")
+    cursor = "getComputedStyle(document.querySelector('.answer'), '::after')"
+    assert page.run(f"return {cursor}.animationName") == "none"
+    page.until(lambda: page.picture("timeline") != before, "the timeline has moved")
+    assert page.run("return window.animated") is None
 
 
 @needs_browser
 def test_freeze_holds_the_pictures(page: Page) -> None:
     page["freeze"].click()
     before = page.picture("map"), page.picture("timeline"), page["steps"].text
-    page.start(prompt="x", max_tokens="60", temperature="0")
-    page.done()
+    page.ask(max_tokens="60")
     assert (page.picture("map"), page.picture("timeline"), page["steps"].text) == before
     page["freeze"].click()
     page.until(lambda: page.picture("timeline") != before[1], "it moves again")
@@ -476,111 +422,84 @@ def test_freeze_holds_the_pictures(page: Page) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"temperature": 3.0}, {"max_tokens": 0}, {"n": 2, "temperature": 0.0}]
 )
-def test_errors_are_shown_as_the_server_says_them(
+def test_errors_are_shown_in_the_servers_words(
     page: Page, served: Running, wrong: dict[str, float]
 ) -> None:
     body = {"prompt": "x", "max_tokens": 5, "temperature": 0.5, "n": 1} | wrong
-    message = complete(served.url, **body).json()["error"]["message"]
-    page.start(
-        prompt="x", max_tokens=str(body["max_tokens"]), temperature=str(body["temperature"]), samples=str(body["n"])
-    )  # fmt: skip
+    message = post(served, "/v1/completions", json=body).json()["error"]["message"]
+    fields = {"samples" if name == "n" else name: str(value) for name, value in body.items()}
+    page.start(**fields)
     page.until(lambda: page["error"].text, "an error is shown")
-    assert page["error"].text == message
-    assert page["start"].is_displayed()
-    # The browser notes the status itself; nothing else may be there.
-    assert all("status of 400" in each for each in page.errors())
+    assert page["error"].text == message and page["start"].is_displayed()
+    assert all("status of 400" in error for error in page.errors())  # the browser's own note
 
 
 @needs_browser
 def test_nothing_comes_from_another_host(page: Page, served: Running) -> None:
-    page.start(prompt="x", max_tokens="20", temperature="0")
-    page.done()
-    asked = page.run(
-        "return performance.getEntries().map(each => each.name).filter(name => name.includes(':'))"
+    page.ask(max_tokens="20")
+    names = page.run("return performance.getEntries().map(each => each.name)")
+    urls = {name for name in names if ":" in name}
+    assert {f"{served.url}/v1/completions", f"{served.url}/v1/models"} <= urls
+    assert all(url.startswith((served.url, "data:")) for url in urls)
+    result = page.browser.execute_async_script(
+        "fetch('http://127.0.0.2:9/').then(() => arguments[0]('sent'), "
+        "error => arguments[0](error.message))"
     )
-    assert {f"{served.url}/v1/completions", f"{served.url}/v1/models"} <= set(asked)
-    assert all(name.startswith((served.url, "data:")) for name in asked)
-    refused = page.browser.execute_async_script(
-        "fetch('http://127.0.0.2:9/').then(() => arguments[0]('sent'), error => arguments[0](error.message))"
-    )
-    assert refused != "sent"
-    assert any(
-        "Content Security Policy" in each for each in page.errors()
-    )  # the page's own rule, not the missing server
+    assert result != "sent"  # by the page's own rule, not for the missing server
+    assert any("Content Security Policy" in error for error in page.errors())
 
 
 @needs_browser
-def test_a_key_is_asked_for_when_the_server_wants_one_and_large_pools_are_drawn(
+def test_a_key_is_asked_for_and_large_pools_are_drawn(
     browser: webdriver.Chrome, house: House, reciter: Path
 ) -> None:
-    """70,000 blocks are more than a frame has: the page says so."""
-    many = (
-        "--block-size",
-        "1",
-        "--kv-memory",
-        f"{70_000 * 512}",
-        "--no-sanitize",
-    )  # which would look at all of them
+    """70,000 blocks are more than a frame has: the page notes it. Without the sanitizer, which
+    would check all of them."""
+    many = ("--block-size", "1", "--kv-memory", f"{70_000 * 512}", "--no-sanitize")
     running = house("--model", str(reciter), "--api-key", "open-sesame", *many)
-    page = Page(browser, running.url)
+    page, missing = Page(browser, running.url), "API key is missing or wrong"
     page.link("Waiting for a key")
-    assert page["key-form"].is_displayed() and "API key is missing or wrong" in page["key-why"].text
+    assert page["key-form"].is_displayed() and missing in page["key-why"].text
     page.start(prompt="x", max_tokens="4", temperature="0")
-    page.until(lambda: page["error"].text, "the server refuses")
-    assert "API key is missing or wrong" in page["error"].text
+    page.until(lambda: missing in page["error"].text, "the server refuses")
     page["key"].send_keys("wrong", Keys.ENTER)
     page.until(lambda: page["key-form"].is_displayed(), "it asks again")
     page["key"].send_keys("open-sesame", Keys.ENTER)
     page.link("Live")
     assert not page["key-form"].is_displayed()
-    page["start"].click()
-    page.done()
+    page.ask(max_tokens="4")
     assert page.texts() == [expected(4)]
     page.until(lambda: page.blocks()[CACHED] == 4, "the blocks are on the map")
-    assert (
-        page["map-size"].text == "the first 65,536 of 70,000 blocks of 1 tokens"
-        and sum(page.blocks()) == 65_536
-    )
-    assert page.run("return [localStorage.length, sessionStorage.length, document.cookie]") == [
-        0,
-        0,
-        "",
-    ]
-    assert all("status of 401" in each for each in page.errors())
+    assert page["map-size"].text == "the first 65,536 of 70,000 blocks of 1 tokens"
+    assert sum(page.blocks()) == 65_536
+    stored = page.run("return [localStorage.length, sessionStorage.length, document.cookie]")
+    assert stored == [0, 0, ""]
+    assert all("status of 401" in error for error in page.errors())
     browser.get("about:blank")
 
 
 @needs_browser
-def test_the_page_says_when_the_server_is_gone_and_finds_it_again(
+def test_the_page_reports_a_lost_server_and_finds_it_again(
     browser: webdriver.Chrome, serve: Serve, house: House, reciter: Path, slowly: dict[str, str]
 ) -> None:
-    with serve(
-        "--model", str(reciter), *FEW_BLOCKS, "--grace", "0", env=slowly, module=MODULE
-    ) as running:
+    options = ("--model", str(reciter), *FEW_BLOCKS)
+    with serve(*options, "--grace", "0", env=slowly, module=MODULE) as running:
         page = Page(browser, running.url)
         page.link("Live")
         page.start(prompt="x", max_tokens="900", temperature="0")
-        page.until(lambda: page.texts() and page.texts()[0], "the answer has begun")
+        page.begun()
         running.stop()
         page.link("The server is gone: trying again")
-        page.until(
-            lambda: "shutting down" in page["error"].text, "the server's last words are shown"
-        )
+        page.until(lambda: "shutting down" in page["error"].text, "the last error is shown")
         page["start"].click()
-        page.until(
-            lambda: "cannot be reached" in page["error"].text, "the page says why nothing comes"
-        )
-        assert "Traceback" not in running.stderr() and "ERROR" not in running.stderr(), (
-            running.stderr()
-        )
-        house("--model", str(reciter), *FEW_BLOCKS, "--port", str(running.port))
+        page.until(lambda: "cannot be reached" in page["error"].text, "the reason is shown")
+        log = running.stderr()
+        assert "Traceback" not in log and "ERROR" not in log, log
+        house(*options, "--port", str(running.port))
         page.link("Live")
-        page.until(
-            lambda: page["steps"].text == "0" and page.blocks()[FREE], "it is the new server's life"
-        )
+        page.until(lambda: page["steps"].text == "0" and page.blocks()[FREE], "the new server")
         assert page.blocks()[:FREE] == [0, 0, 0]
-        page.start(max_tokens="20")
-        page.done()
+        page.ask(max_tokens="20")
         assert page.texts() == [expected(20)]
         browser.get("about:blank")
     browser.get_log("browser")

@@ -664,7 +664,7 @@ EXHIBITS = (
             "vllm-mlx, pull request 109; exo, pull request 1691; tt-inference-server, issue 2586 "
             "and pull request 2594"
         ),
-        tests=("tests/test_text.py::test_a_text_comes_out_as_it_is",),
+        tests=("tests/test_text.py::test_a_text_is_sent_unchanged",),
     ),
     Exhibit(
         number=22,
