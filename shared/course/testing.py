@@ -1,7 +1,7 @@
-"""The pytest plugin of the project: models that the tests of all stages share, what a default run leaves out, and --mine.
+"""The pytest plugin of the project: shared models, the number of processes, and --mine.
 
-`pytest stage04_continuous --mine` runs the tests against the student's copy of that stage; see `shared/course/mine.py`. `-k task2`
-chooses the tests of task 2, with --mine or without.
+`pytest stage04_continuous --mine` runs the tests against the student's copy of that stage: see
+mine.py. `-k task2` chooses the tests of task 2, with --mine or without.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from safetensors.torch import save_file
 from .. import paths
 from ..checkpoint import PRESETS, Checkpoint, Config, random_tensors
 from ..parity import random_prompt
+from ..task import Task
 from ..tokenizer import byte_alphabet
 from . import mine, stages
 
-# Shapes for comparison with `transformers`: head counts, depths, odd vocabularies and contexts, and the 124M shape.
+# Shapes to compare with `transformers`: heads, depths, odd vocabularies and contexts, GPT-2 124M.
 SHAPES = {
     "one head, one layer": Config(
         vocab_size=61, n_positions=32, n_embd=16, n_layer=1, n_head=1, name="one"
@@ -50,17 +51,18 @@ FIELDS = {  # the config.json of `make_folder`
 }
 
 
-# Examples are slow where other work holds up the process, and that is no fault of theirs.
+# Examples may be slow because of other work on the machine.
 settings.register_profile("staircase", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("staircase")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """How many processes share the tests: two for the default run of everything, none for a part of it.
+    """The number of extra processes: two for the default run of everything, none for a part of it.
 
-    Each process imports PyTorch anew, which is more than a single stage's tests are worth; and -m slow, -m micro and --mine
-    need the machine, or the process, for themselves. Two, and not one a core: the tests' own servers want some cores too.
+    Each process imports PyTorch, which takes longer than the tests of one stage; and -m slow, -m
+    micro and --mine need the machine, or the process, for themselves. Two, not one a core: the
+    tests' own servers need cores too.
     """
     chosen = config.option
     marks_of_own = chosen.markexpr not in config.getini("addopts")
@@ -70,15 +72,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_report_header(config: pytest.Config) -> str:
     chosen = config.getoption("markexpr")
-    return (
-        f"chosen: -m '{chosen}' (to add what is left out, give -m of your own: slow, gpu, weights)"
-    )
+    return f"chosen: -m '{chosen}' (to run the rest, give another -m: slow, gpu, weights)"
 
 
 def random_checkpoint(config: Config, seed: int = 0, spread: float = 4.0) -> Checkpoint:
-    """Seeded random weights, `spread` times as wide as a fresh GPT-2's and with biases that are not zero.
+    """Seeded random weights, `spread` times as wide as a fresh GPT-2's, with biases unlike zero.
 
-    Fresh weights are so small that every layer hardly changes its input: a model whose layers matter shows a mistake.
+    With fresh weights a layer hardly changes its input, and a mistake in it would not show.
     """
     generator = torch.Generator().manual_seed(seed + 1)
     tensors = random_tensors(config, seed)
@@ -105,10 +105,8 @@ def make_folder(folder: Path, vocabulary: int = 257) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny() -> Checkpoint:
-    """A model small enough for hundreds of prompts: 3 layers, 2 heads, 64 positions, 101 words."""
-    return random_checkpoint(
-        PRESETS["tiny"], spread=16.0
-    )  # at 4 it says nearly the same word again and again
+    """A model small enough for hundreds of prompts: 3 layers, 2 heads, 64 positions, 101 tokens."""
+    return random_checkpoint(PRESETS["tiny"], spread=16.0)  # 4 gives the same token all the time
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +127,8 @@ def prompts() -> Callable[..., list[list[int]]]:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """For tests that send SIGINT to processes of their own: a job in the background is deaf to it, and so are its children."""
+    """For tests that send SIGINT to their own processes: a background job, and so its children,
+    would ignore it."""
     before = signal.getsignal(signal.SIGINT)
     if before == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -150,7 +149,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Lay the copies over their stages before anything imports these."""
+    """Lay the copies over their stages before the stages are imported."""
     given = early_config.known_args_namespace
     if not given.mine:
         return
@@ -158,16 +157,15 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     copies = [stage for stage in wanted if mine.folder(stage).is_dir()]
     if not copies:
         name = wanted[0] if len(wanted) == 1 else "stage01_forward"
-        raise pytest.UsageError(
-            f"--mine: there is no copy of {name if len(wanted) == 1 else 'a stage'} in {mine.HOME}: "
-            f"`python -m shared.course.exercise start {name[:7]}` makes one."
-        )
+        whose = name if len(wanted) == 1 else "a stage"
+        advice = f"make one with `{mine.command('start', name)}`"
+        raise pytest.UsageError(f"--mine: there is no copy of {whose} in {mine.HOME}: {advice}.")
     for stage in copies:
         mine.overlay(stage)
 
 
 def _stages_of(arguments: Sequence[str], directory: Path) -> list[str]:
-    """The stages that some arguments of pytest lie in."""
+    """The stages named by the arguments of pytest."""
     known, found = paths.discover(), []
     for argument in arguments:
         path = (directory / argument.split("::")[0]).resolve()
@@ -179,9 +177,8 @@ def _stages_of(arguments: Sequence[str], directory: Path) -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(
-        config, "workerinput"
-    ):  # one of two processes: teams of threads as wide as the machine would wait for each other
+    if hasattr(config, "workerinput"):
+        # One of two processes: with all cores each, their threads would wait for each other.
         threads = max(1, (os.cpu_count() or 1) // 2)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the programs that tests start
@@ -196,24 +193,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.extra_keyword_matches.update(f"task{task.number}" for task in _tasks_of(item.nodeid))
 
 
-def _tasks_of(nodeid: str) -> list[mine.Task]:
+def _tasks_of(nodeid: str) -> list[Task]:
     """The tasks that a test judges."""
     stage, _, test = nodeid.partition("/")
     return [task for task in mine.tasks(stage) if task.judged_by(test)]
 
 
 class _Mine:
-    """The plugin that --mine adds. The copies are laid over their stages before it is made."""
+    """The plugin that --mine adds, once the copies are laid over their stages."""
 
     def __init__(self) -> None:
-        self.collected: list[
-            str
-        ] = []  # ids of the tests of the copies, those too that are not chosen
-        self.passed: dict[str, bool] = {}  # of those that were run, by id
+        self.collected: list[str] = []  # ids of the tests of the copies, chosen or not
+        self.passed: dict[str, bool] = {}  # by id, of the tests that ran
         self._patch = pytest.MonkeyPatch()
 
     def pytest_sessionstart(self) -> None:
-        """Skip what starts Python anew: it would run the reference, which says nothing about a copy."""
+        """Skip tests that start Python: the new process would run the reference, not the copy."""
         start = subprocess.Popen.__init__
 
         def begin(popen: Any, args: Any, *rest: Any, **options: Any) -> None:
@@ -236,7 +231,8 @@ class _Mine:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        """What is still open says so in the tests that judge it, and in no fixture: others may share that."""
+        """An open task raises its error in the tests that judge it, but in no fixture: other tests
+        may share those."""
         judged = mine.ACTIVE[item.nodeid.partition("/")[0]].judged
         judged.update(task.number for task in _tasks_of(item.nodeid))
         try:
@@ -248,23 +244,24 @@ class _Mine:
         self.passed[report.nodeid] = self.passed.get(report.nodeid, True) and not report.failed
 
     def pytest_sessionfinish(self) -> None:
-        """Keep what came of the tasks of which all tests were run, for `python -m shared.course.exercise status`."""
+        """Keep the results of tasks whose tests all ran, for `python -m shared.course.exercise
+        status`."""
         self._patch.undo()
         for stage in mine.ACTIVE:
             results = {}
             for task in mine.tasks(stage):
                 ids = [
-                    each
-                    for each in self.collected
-                    if each.startswith(f"{stage}/") and task in _tasks_of(each)
+                    test
+                    for test in self.collected
+                    if test.startswith(f"{stage}/") and task in _tasks_of(test)
                 ]
-                known = {each.partition("/")[2].partition("[")[0] for each in ids}
+                known = {test.partition("/")[2].partition("[")[0] for test in ids}
                 whole = all(
-                    each in known or any(name.startswith(f"{each}::") for name in known)
-                    for each in task.tests
+                    test in known or any(name.startswith(f"{test}::") for name in known)
+                    for test in task.tests
                 )
-                if any(not self.passed.get(each, True) for each in ids):
+                if any(not self.passed.get(test, True) for test in ids):
                     results[task.number] = False
-                elif whole and all(each in self.passed for each in ids):
+                elif whole and all(test in self.passed for test in ids):
                     results[task.number] = True
             mine.record(stage, results)

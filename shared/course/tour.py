@@ -90,7 +90,7 @@ def workload(loaded: cli.Loaded, max_tokens: int) -> Work:
 def collect(
     tokens: Iterable[tuple[int, Any]], work: Work, label: str, total: int | None
 ) -> list[Answer]:
-    """Read (place, token) pairs to their end; with a `label`, behind a progress bar in a terminal."""
+    """Read (place, token) pairs to their end; with a `label`, a terminal shows a progress bar."""
     answers = [Answer() for _ in work.prompts]
     columns = TextColumn("  {task.description}"), BarColumn(BAR), TextColumn("{task.fields[done]}")
     with Progress(

@@ -1,1 +1,2 @@
-"""The museum of bugs: what real projects shipped, planted in your own copy. `python -m shared.course.museum list`."""
+"""The museum of bugs that real projects shipped, planted in the student's own copy:
+`python -m shared.course.museum list`."""

@@ -1,7 +1,8 @@
-"""The museum of bugs: `python -m shared.course.museum list`, and then `plant 07`, `check 07`, `reveal 07`.
+"""The museum of bugs: `python -m shared.course.museum list`, `plant 07`, `check 07`, `reveal 07`.
 
-Bugs that real projects shipped. `plant` writes one into your copy of a stage, in mine/, and shows how it shows. To find it and to
-mend it is yours; `check` says whether it is gone, and `reveal` tells what it was and where it happened.
+Its bugs were shipped by real projects. `plant` writes one into the student's copy of a stage, in
+mine/, and shows its symptom. The student finds and repairs it; `check` tests the repair, and
+`reveal` shows the bug and where it happened.
 """
 
 from __future__ import annotations
@@ -35,28 +36,21 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def shown(path: Path) -> str:
-    """A path as it is typed in the project's folder."""
-    return (
-        path.relative_to(paths.ROOT).as_posix() if path.is_relative_to(paths.ROOT) else str(path)
-    )
+    """A path as a user types it in the project's folder."""
+    inside = path.is_relative_to(paths.ROOT)
+    return path.relative_to(paths.ROOT).as_posix() if inside else str(path)
 
 
 def list_all(_: argparse.Namespace) -> None:
     now = planting.planted()
     stage = ""
-    for exhibit in sorted(EXHIBITS, key=lambda each: (each.stage, each.number)):
+    for exhibit in sorted(EXHIBITS, key=lambda exhibit: (exhibit.stage, exhibit.number)):
         if exhibit.stage != stage:
             stage = exhibit.stage
             print(stage)
         mark = " (planted)" if now is not None and now.number == exhibit.number else ""
-        print(
-            textwrap.fill(
-                f"{exhibit.title}{mark}",
-                WIDTH,
-                initial_indent=f"  {exhibit.name}  ",
-                subsequent_indent=" " * 6,
-            )
-        )
+        line = f"  {exhibit.name}  {exhibit.title}{mark}"
+        print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 6))
     print("\nPlant one with `python -m shared.course.museum plant 01`.")
 
 
@@ -71,15 +65,10 @@ def plant(options: argparse.Namespace) -> None:
     right, wrong = show(exhibit, [None, path.parent])
     print(f"With the reference:\n\n{textwrap.indent(right.rstrip(), '  ')}\n")
     print(f"With your copy:\n\n{textwrap.indent(wrong.rstrip(), '  ')}\n")
-    whose = (
-        "in your own work"
-        if state is not None and state.own
-        else "which is the reference's but for one place"
-    )
+    own = state is not None and state.own
+    whose = "in your own work" if own else "which is the reference's except for one place"
     print(
-        wrapped(
-            f"The bug is somewhere in {shown(path)}, {whose}. Read, print, test, and mend it there."
-        )
+        wrapped(f"The bug is somewhere in {shown(path)}, {whose}. Find it, and fix it there.")
         + "\n"
     )
     print(
@@ -98,41 +87,36 @@ def check(options: argparse.Namespace) -> int:
     exhibit = find(options.number)
     state, path = planting.planted(), planting.place(exhibit)
     if state is None or state.number != exhibit.number or not path.is_file():
-        raise UserError(
-            f"Exhibit {exhibit.name} is not planted: `python -m shared.course.museum plant {exhibit.name}` does it."
-        )
+        advice = f"plant it with `python -m shared.course.museum plant {exhibit.name}`"
+        raise UserError(f"Exhibit {exhibit.name} is not planted: {advice}.")
     source = planting.read(path)
     try:
         mine.parse(source)
     except SyntaxError as error:
+        where = f"line {error.lineno or 1} of {shown(path)}"
         raise UserError(
-            f"{shown(path)} is no Python in line {error.lineno or 1} ({error.msg}): mend that first."
+            f"There is a syntax error in {where} ({error.msg}): fix it first."
         ) from None
     job = {"stage": exhibit.stage, "files": {exhibit.file: source}, "tests": exhibit.tests}
     same = planting.edit(source, exhibit.new, exhibit.old) is not None
     verdict = (
-        "The bug is still there"
-        if same
-        else "What was planted has been changed, and it is not right yet"
+        "The bug is still there" if same else "The planted code has changed, and is still wrong"
     )
     try:
-        found = trials.outcomes([job], SECONDS)[0]
+        (outcomes,) = trials.outcomes([job], SECONDS)
     except (TimeoutError, RuntimeError) as error:
         print(f"{verdict}: {error}")
         return 1
-    failed = {name: said for name, said in found.items() if said}
-    if found and not failed:
-        print(
-            f"It is gone: {len(found)} tests that catch it pass. The story: python -m shared.course.museum reveal {exhibit.name}"
-        )
+    failed = {name: error for name, error in outcomes.items() if error}
+    if outcomes and not failed:
+        print(f"It is gone: {len(outcomes)} tests that catch it pass. The story:")
+        print(f"  python -m shared.course.museum reveal {exhibit.name}")
         return 0
-    print(f"{verdict}: {len(failed)} of {len(found)} tests fail.\n")
-    for name, said in failed.items():
+    print(f"{verdict}: {len(failed)} of {len(outcomes)} tests fail.\n")
+    for name, error in failed.items():
         print(f"  {name}")
-        if (
-            "::" not in name
-        ):  # the file cannot be loaded; what a test says is for those who ask, as it tells much
-            print(textwrap.indent(said, "    "))
+        if "::" not in name:  # the file cannot be loaded; the error of a test would tell too much
+            print(textwrap.indent(error, "    "))
     first = next(iter(failed), exhibit.stage)
     print(f"\nWhy they do: python -m pytest {first.partition('::')[0]} --mine")
     return 1
@@ -144,13 +128,8 @@ def reveal(options: argparse.Namespace) -> None:
     before = mine.read(paths.ROOT / exhibit.stage / exhibit.file).replace("\r\n", "\n")
     after = planting.with_bug(exhibit).replace("\r\n", "\n")
     names = f"{exhibit.stage}/{exhibit.file}", f"the same with exhibit {exhibit.name}"
-    print(
-        "".join(
-            difflib.unified_diff(
-                before.splitlines(keepends=True), after.splitlines(keepends=True), *names
-            )
-        )
-    )
+    sides = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    print("".join(difflib.unified_diff(*sides, *names)))
     print(wrapped(exhibit.story) + "\n")
     print(wrapped(f"Seen in: {exhibit.seen}.") + "\n")
     print("Caught by\n" + "\n".join(f"  {exhibit.stage}/{test}" for test in exhibit.tests))
@@ -162,7 +141,7 @@ def clear(_: argparse.Namespace) -> None:
 
 
 def clear_away() -> bool:
-    """Clear, and tell; whether there was anything."""
+    """Clear, and print what was done; False if nothing was planted."""
     done = planting.clear()
     for line in done:
         print(wrapped(line))
@@ -182,37 +161,36 @@ def main(argv: list[str] | None = None) -> int | None:
     def command(
         name: str, do: Callable[[argparse.Namespace], int | None], about: str
     ) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=about)
-        made.set_defaults(do=do)
-        return made
+        subparser = commands.add_parser(name, help=about)
+        subparser.set_defaults(do=do)
+        return subparser
 
     def of_one(
         name: str, do: Callable[[argparse.Namespace], int | None], about: str
     ) -> argparse.ArgumentParser:
-        made = command(name, do, about)
-        made.add_argument(
-            "number", type=cli.whole_number(1, 99), help="the exhibit's number, such as 07"
-        )
-        return made
+        subparser = command(name, do, about)
+        numbers = cli.whole_number(1, 99)
+        subparser.add_argument("number", type=numbers, help="the exhibit's number, such as 07")
+        return subparser
 
-    command("list", list_all, "all exhibits, by what users complain of")
-    made = of_one("plant", plant, "write the bug into your copy, and see what it does")
-    made.add_argument(
+    command("list", list_all, "all exhibits, by the users' complaint")
+    planting_parser = of_one("plant", plant, "write the bug into your copy, and see its symptom")
+    planting_parser.add_argument(
         "--reference",
         action="store_true",
         help="put your own file away, and plant in the reference's",
     )
     of_one("hint", hint, "a nudge")
     of_one("check", check, "run the tests that catch it against your copy")
-    of_one("reveal", reveal, "what it is, where it happened, and what catches it")
-    command("clear", clear, "take the bug out, and put everything back as it was")
+    of_one("reveal", reveal, "the bug, where it happened, and the tests that catch it")
+    command("clear", clear, "remove the bug, and restore your files")
     options = parser.parse_args(argv)
     done: int | None = options.do(options)
     return done
 
 
 class _command(cli.Parser):
-    """A command's own parser; argparse makes them with other arguments than ours takes."""
+    """A command's parser: argparse makes it with other arguments than cli.Parser takes."""
 
     def __init__(self, prog: str, **options: str) -> None:
         argparse.ArgumentParser.__init__(self, prog=prog, allow_abbrev=False, **options)  # type: ignore[arg-type]

@@ -1,6 +1,5 @@
-"""A server of stage 06 and its clients in one process, without a socket: for symptoms, and for tests that must see a copy.
-
-A server that is started as a process of its own runs the reference, whatever copy is laid over the stage here.
+"""A server of stage 06 and its clients in one process, without a socket, for symptoms and for tests
+of a copy: a server in another process would run the reference.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-HANG = 60.0  # seconds after which a script is given up
+HANG = 60.0  # seconds until a script is cancelled
 
 
 @dataclass
@@ -24,7 +23,7 @@ class Heard:
     body: bytes = b""
 
     def json(self) -> Any:
-        """Raises ValueError if the body is none."""
+        """Raises ValueError if the body is not JSON."""
         return json.loads(self.body)
 
     def events(self) -> Iterator[Any]:
@@ -36,27 +35,31 @@ class Heard:
 
 
 class Asking:
-    """One request on its way. Await `answer` for all that comes of it, or leave before."""
+    """One request in flight. Await `answer` for the whole answer, or leave before."""
 
     def __init__(self, app: Any, path: str, body: dict[str, Any] | None) -> None:
         self.heard = Heard()
         self._gone = asyncio.Event()
-        self._sent = [
-            {
-                "type": "http.request",
-                "body": b"" if body is None else json.dumps(body).encode(),
-                "more_body": False,
-            }
-        ]
+        data = b"" if body is None else json.dumps(body).encode()
+        self._sent = [{"type": "http.request", "body": data, "more_body": False}]
         scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "path": path, "root_path": "",
-            "raw_path": path.encode(), "query_string": b"", "method": "GET" if body is None else "POST",
-            "headers": [(b"content-type", b"application/json")], "client": ("inside", 1), "server": ("inside", 2),
-        }  # fmt: skip
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": "GET" if body is None else "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "client": ("inside", 1),
+            "server": ("inside", 2),
+        }
         self._task = asyncio.create_task(app(scope, self._receive, self._send))
 
     def leave(self) -> None:
-        """Hang up, as a client does that has been closed: the server is told, and nobody reads on."""
+        """Hang up, like a client that is closed: the server is notified, and the answer dropped."""
         self._gone.set()
 
     async def answer(self) -> Heard:
@@ -71,7 +74,7 @@ class Asking:
 
     async def _send(self, message: dict[str, Any]) -> None:
         if self._gone.is_set():
-            return  # as a server does with what it cannot send any more
+            return  # a server drops it, too
         if message["type"] == "http.response.start":
             self.heard.status = message["status"]
             self.heard.headers = {
@@ -89,34 +92,30 @@ class Inside:
 
     @staticmethod
     def run(script: Callable[[Inside], Awaitable[Any]], **settings: Any) -> Any:
-        """What `script` returns. `settings` are the server's."""
-        app_of, making = (
-            importlib.import_module("stage06_serving.app"),
-            importlib.import_module("stage06_serving.__main__"),
-        )
-        asynchronous, chosen = (
-            importlib.import_module(f"stage06_serving.{name}")
-            for name in ("async_engine", "settings")
+        """Run `script` while the server is up, and return its result. settings: the server's."""
+        modules = ("app", "__main__", "async_engine", "settings")
+        app_module, program, async_engine, options = (
+            importlib.import_module(f"stage06_serving.{name}") for name in modules
         )
 
         async def main() -> Any:
-            thread = asynchronous.EngineThread()
-            wanted = chosen.Settings(**{"linear": "plain", "kv_memory": "32MiB", **settings})
-            engine, loaded = thread.run(lambda: making.make_engine(wanted)).result()
-            app = app_of.create_app(engine, loaded, wanted, None, thread)
+            thread = async_engine.EngineThread()
+            wanted = options.Settings(**{"linear": "plain", "kv_memory": "32MiB", **settings})
+            engine, loaded = thread.run(lambda: program.make_engine(wanted)).result()
+            app = app_module.create_app(engine, loaded, wanted, None, thread)
             async with asyncio.timeout(HANG), app.router.lifespan_context(app):
                 return await script(Inside(app, engine.engine))
 
         return asyncio.run(main())
 
     def begin(self, path: str, body: dict[str, Any] | None = None) -> Asking:
-        """Send a request: POST with a body, GET without. To be called on the event loop."""
+        """Send a request: POST with a body, GET without. Call it on the event loop."""
         return Asking(self.app, path, body)
 
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> Heard:
         return await self.begin(path, body).answer()
 
     async def passes(self, count: int) -> None:
-        """Until the engine has made so many."""
+        """Wait until the engine has made `count` passes."""
         while len(self.engine.steps) < count:
             await asyncio.sleep(0.001)

@@ -1,7 +1,7 @@
-"""Bugs in the student's copy: planted, taken out again, and nothing of the student's is ever lost.
+"""Planting bugs in the student's copy and removing them, without losing the student's work.
 
-One exhibit is planted at a time. A note, museum.json beside the copies, says which, in what state its file was left, and where
-the file is that was there before.
+One exhibit is planted at a time. A note, museum.json beside the copies, holds its number, the
+digest of the planted file, and the place of the file that was there before.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .exhibits import Exhibit, find
 
 @dataclass(frozen=True)
 class Planted:
-    """What is planted.
+    """The planted exhibit.
 
-    own: the bug is in a file of the student's, and not in one that was put there for the museum. digest: of that file with the
-    bug. backup: of what was in its place before, if there was something.
+    own: whether the bug is in the student's own file, not in one made for the museum. digest: of
+    that file with the bug. backup: the file that was there before, if any.
     """
 
     number: int
@@ -33,12 +33,12 @@ class Planted:
 
 
 def place(exhibit: Exhibit) -> Path:
-    """Where the exhibit's file is in the student's copy, whether it is there or not."""
+    """The place of the exhibit's file in the student's copy, which need not exist."""
     return mine.folder(exhibit.stage) / exhibit.file
 
 
 def read(path: Path) -> str:
-    """The text of the student's file. Raises UserError if it is none."""
+    """The text of the student's file. Raises UserError if it is not UTF-8."""
     try:
         return mine.read(path)
     except SyntaxError:
@@ -46,7 +46,7 @@ def read(path: Path) -> str:
 
 
 def edit(source: str, old: str, new: str) -> str | None:
-    """`source` with `new` in place of `old`, whatever its line ends; None if `old` does not occur exactly once."""
+    """`source`, with any line ends, with `new` in place of `old`; None unless `old` occurs once."""
     if "\r\n" in source:
         old, new = old.replace("\n", "\r\n"), new.replace("\n", "\r\n")
     return source.replace(old, new) if source.count(old) == 1 else None
@@ -56,36 +56,29 @@ def with_bug(exhibit: Exhibit) -> str:
     """The reference's file with the bug in it."""
     source = edit(mine.read(paths.ROOT / exhibit.stage / exhibit.file), exhibit.old, exhibit.new)
     if source is None:
-        raise RuntimeError(
-            f"exhibit {exhibit.name} does not fit {exhibit.stage}/{exhibit.file} any more"
-        )
+        file = f"{exhibit.stage}/{exhibit.file}"
+        raise RuntimeError(f"exhibit {exhibit.name} no longer fits {file}")
     return source
 
 
 def planted() -> Planted | None:
-    """What is planted now."""
+    """The planted exhibit, if any."""
     try:
-        found = json.loads((mine.HOME / "museum.json").read_text(encoding="utf-8"))
-        state = Planted(
-            int(found["number"]), bool(found["own"]), str(found["digest"]), found["backup"]
-        )
-        find(state.number)
-        return state
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        UserError,
-    ):  # there is none, or somebody wrote another one
+        note = json.loads((mine.HOME / "museum.json").read_text(encoding="utf-8"))
+        number, own, digest = int(note["number"]), bool(note["own"]), str(note["digest"])
+        find(number)
+        return Planted(number, own, digest, note["backup"])
+    except (OSError, ValueError, LookupError, TypeError, UserError):  # none, or not ours
         return None
 
 
 def plant(exhibit: Exhibit, reference: bool = False) -> list[str]:
-    """Write the bug into the student's copy, which is made if there is none; what was done, in sentences.
+    """Write the bug into the student's copy, which is made if there is none; returns sentences on
+    what was done.
 
-    The student's own file is used as it is, or with `reference` put away for as long as the bug is there. Raises UserError, and
-    changes nothing, if the bug does not fit the student's file, and RuntimeError if another one is planted.
+    reference: put the student's file away while the bug is planted, in place of changing it. Raises
+    UserError, and changes nothing, if the bug does not fit the student's file, and RuntimeError if
+    another exhibit is planted.
     """
     if planted() is not None:
         raise RuntimeError("another exhibit is planted: clear it first")
@@ -95,22 +88,21 @@ def plant(exhibit: Exhibit, reference: bool = False) -> list[str]:
         own = read(path)
         changed = None if reference else edit(own, exhibit.old, exhibit.new)
         if not reference and (changed is None or _in_the_way(exhibit, own)):
+            command = f"python -m shared.course.museum plant {exhibit.name} --reference"
             raise UserError(
-                f"{path} is your own work, and the bug does not fit in: what it changes is still to be written there, or is "
-                f"written in another way. `python -m shared.course.museum plant {exhibit.name} --reference` puts your file away and "
-                "plants the bug in the reference's, and `python -m shared.course.museum clear` brings yours back."
+                f"{path} is your own work, and the bug does not fit: the code that it changes is "
+                f"still to be written there, or differs. Use `{command}` to put your file away and "
+                "plant the bug in the reference's; `python -m shared.course.museum clear` restores "
+                "yours."
             )
         backup = mine.backup(exhibit.stage) / exhibit.file
-        done.append(f"Your {exhibit.file} as it was is in {backup}.")
+        done.append(f"A backup of your {exhibit.file} is {backup}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     source = with_bug(exhibit) if changed is None else changed
-    state = Planted(
-        exhibit.number,
-        changed is not None,
-        _digest(source),
-        None if backup is None else str(backup),
-    )
-    # The note comes first: should this end in between, `clear` finds a note without a bug, and not a bug without a note.
+    saved = None if backup is None else str(backup)
+    state = Planted(exhibit.number, changed is not None, _digest(source), saved)
+    # The note comes first: after a crash in between, `clear` finds a note without a bug, never a
+    # bug without a note.
     (mine.HOME / "museum.json").write_text(
         json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8"
     )
@@ -119,7 +111,7 @@ def plant(exhibit: Exhibit, reference: bool = False) -> list[str]:
 
 
 def _in_the_way(exhibit: Exhibit, source: str) -> bool:
-    """Whether a task that is still open would fail the exhibit's tests, bug or no bug."""
+    """Whether an open task would fail the exhibit's tests without the bug, too."""
     try:
         return any(
             task.file == exhibit.file
@@ -132,7 +124,7 @@ def _in_the_way(exhibit: Exhibit, source: str) -> bool:
 
 
 def clear() -> list[str]:
-    """Take the bug out again and put everything back as it was; what was done, in sentences."""
+    """Remove the bug and restore the files; returns sentences on what was done."""
     state = planted()
     if state is None:
         return []
@@ -146,13 +138,11 @@ def clear() -> list[str]:
             done.append(f"Exhibit {exhibit.name} is out of your {exhibit.file}.")
         else:
             done.append(
-                f"Exhibit {exhibit.name} is gone from your {exhibit.file} already, which is left as it is."
+                f"Exhibit {exhibit.name} is gone from your {exhibit.file}, which stays as it is."
             )
     else:
         if touched and source != mine.read(paths.ROOT / exhibit.stage / exhibit.file):
-            done.append(
-                f"{path} was not as it was planted: it is kept in {mine.backup(exhibit.stage)}."
-            )
+            done.append(f"{path} had been changed: a backup is in {mine.backup(exhibit.stage)}.")
         if state.backup is not None and Path(state.backup).is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(Path(state.backup).read_bytes())
@@ -161,7 +151,7 @@ def clear() -> list[str]:
             path.unlink()
             if not any(path.parent.iterdir()):
                 path.parent.rmdir()
-            done.append(f"Exhibit {exhibit.name} is cleared away, with its {exhibit.file}.")
+            done.append(f"Exhibit {exhibit.name} is removed, with its {exhibit.file}.")
     (mine.HOME / "museum.json").unlink()
     return done
 

@@ -1,6 +1,7 @@
-"""Symptoms in processes of their own: `show` runs one with the reference and with a copy, side by side.
+"""Runs symptoms, with the reference and with a copy, in processes of their own.
 
-A bug may loop, fill the screen or end the process. So each side has a process, a limit for its time and one for its output.
+A bug may loop, fill the screen or end the process. So each process has a limit for its time and one
+for its output.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from . import symptoms
 from .exhibits import Exhibit, find
 
 SECONDS = 20.0  # for a symptom, once everything is loaded
-LOADING = 120.0  # for all that comes before, on a slow disk
-MOST = 4000  # characters that are shown
+LOADING = 120.0  # for everything before that, on a slow disk
+MOST = 4000  # characters shown
 
 
 def show(exhibit: Exhibit, folders: Sequence[Path | None], seconds: float = SECONDS) -> list[str]:
-    """What the symptom prints with the exhibit's file in each of these folders, all at once.
+    """The output of the symptom with the exhibit's file from each of the folders, run in parallel.
 
-    None is the reference, which takes the time that it needs.
+    None is the reference, which may take as long as it needs.
     """
     sides = [_start(exhibit, folder, LOADING if folder is None else seconds) for folder in folders]
-    said = []
+    outputs = []
     for side in sides:
         try:
             output, _ = side.communicate(timeout=LOADING + seconds)
@@ -39,8 +40,8 @@ def show(exhibit: Exhibit, folders: Sequence[Path | None], seconds: float = SECO
             side.kill()
             output, _ = side.communicate()
             output += f"\n... and nothing more for {LOADING + seconds:g} s: stopped.\n"
-        said.append(output if len(output) <= MOST else f"{output[:MOST]} ...\n")
-    return said
+        outputs.append(output if len(output) <= MOST else f"{output[:MOST]} ...\n")
+    return outputs
 
 
 def _start(exhibit: Exhibit, folder: Path | None, seconds: float) -> subprocess.Popen[str]:
@@ -59,7 +60,7 @@ def _start(exhibit: Exhibit, folder: Path | None, seconds: float) -> subprocess.
 
 
 def _give_up(seconds: float) -> None:
-    print(f"... and it goes on and on: stopped after {seconds:g} s.", flush=True)
+    print(f"... without end: stopped after {seconds:g} s.", flush=True)
     os._exit(1)  # the main thread may be anywhere
 
 
@@ -68,7 +69,7 @@ def prepare(exhibit: Exhibit, folder: Path | None) -> None:
     if folder is not None:
         mine.overlay(exhibit.stage, folder, [exhibit.file])
     importlib.import_module(f"{exhibit.stage}.{exhibit.file.removesuffix('.py')}")
-    symptoms.stories()  # nearly all of them need the model, and to load it is no part of what they show
+    symptoms.stories()  # most need the model, and loading it must not count
 
 
 def main() -> None:
@@ -81,9 +82,7 @@ def main() -> None:
         timer.start()
         exhibit.symptom()
         timer.cancel()
-    except (
-        Exception
-    ) as error:  # a symptom like any other; the lines above the last would lead to the place
+    except Exception as error:  # a symptom too; a whole traceback would give away the place
         print("".join(traceback.format_exception_only(error)).strip(), flush=True)
 
 

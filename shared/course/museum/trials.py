@@ -1,7 +1,8 @@
-"""Whether the named tests catch a bug: the tests of exhibits against copies, in a process of their own.
+"""Runs the tests of exhibits against copies, in another process.
 
-`python -m shared.course.museum.trials FILE` reads jobs from a JSON file, a list of {"stage", "files", "tests"}, and writes the
-outcomes of their tests to outcomes.json beside it. Many jobs take one process: to import PyTorch costs more than to run a test.
+`python -m shared.course.museum.trials FILE` reads jobs from a JSON file, a list of {"stage",
+"files", "tests"}, and writes the outcomes of their tests to outcomes.json beside it. One process
+serves many jobs, because importing PyTorch takes longer than most tests.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from shared.course import mine
 
 LONGEST = 300.0  # seconds of one job
 WRITTEN = "outcomes.json"
-LINES = 12  # of what a failed test says, that are kept
+LINES = 12  # of the error of a failed test
 
 
 def outcomes(jobs: Sequence[dict[str, Any]], seconds: float = LONGEST) -> list[dict[str, str]]:
-    """Of each job, the tests that were run and what they said: "" for passed.
+    """For each job, the tests that ran with their errors, "" for success.
 
-    Raises TimeoutError if it takes longer than `seconds` a job, and RuntimeError if the process fails.
+    Raises TimeoutError after `seconds` a job, and RuntimeError if the process fails.
     """
     with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
         path = Path(temporary) / "jobs.json"
@@ -52,22 +53,20 @@ def outcomes(jobs: Sequence[dict[str, Any]], seconds: float = LONGEST) -> list[d
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the tests took longer than {seconds * len(jobs):g} s") from None
         written = path.with_name(WRITTEN)
-        if done.returncode or not written.is_file():  # a copy may end the process as it likes
-            raise RuntimeError(
-                f"the tests ended with status {done.returncode}:\n{done.stderr[-2000:]}"
-            )
-        found: list[dict[str, str]] = json.loads(written.read_text(encoding="utf-8"))
-    return found
+        if done.returncode or not written.is_file():  # a copy may end the process
+            raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        errors: list[dict[str, str]] = json.loads(written.read_text(encoding="utf-8"))
+    return errors
 
 
 class _Outcomes:
-    """A plugin of pytest's that keeps what became of each test, and of files that cannot be loaded."""
+    """A pytest plugin that keeps the error of each test, and of files that cannot be loaded."""
 
     def __init__(self) -> None:
-        self.said: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
 
     def pytest_configure(self) -> None:
-        """Keep Hypothesis from looking for the smallest example that fails: that it fails is enough here, and soon said."""
+        """Keep Hypothesis from searching for the smallest example that fails: any is enough."""
         from hypothesis import Phase, settings
 
         settings.register_profile(
@@ -77,14 +76,14 @@ class _Outcomes:
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.said[report.nodeid] = _end(report)
+            self.errors[report.nodeid] = _end(report)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.said.setdefault(report.nodeid, "")
+        self.errors.setdefault(report.nodeid, "")
         if report.failed:
-            self.said[report.nodeid] = _end(report)
+            self.errors[report.nodeid] = _end(report)
         elif report.skipped:
-            self.said[report.nodeid] = "skipped, so that it says nothing"
+            self.errors[report.nodeid] = "skipped"
 
 
 def _end(report: Any) -> str:
@@ -92,9 +91,9 @@ def _end(report: Any) -> str:
 
 
 def again(arguments: Sequence[str], home: Path, plugins: Sequence[object] = ()) -> int:
-    """Run `pytest --mine` in this process, against the copies in `home`, as if it were a new process; its exit status.
+    """Run `pytest --mine` in this process against the copies in `home`; returns its exit status.
 
-    All modules of stages are forgotten before, so that it sees these copies and not those of the run before.
+    All modules of stages are removed first, so that pytest loads these copies, not earlier ones.
     """
     import pytest
 
@@ -103,7 +102,7 @@ def again(arguments: Sequence[str], home: Path, plugins: Sequence[object] = ()) 
         del sys.modules[name]
     mine.ACTIVE.clear()
     mine.HOME = home
-    # Plain asserts, since nobody reads what they say; and that plugin collects all garbage ten times a run.
+    # Plain asserts: their texts are not read. unraisableexception collects garbage ten times.
     quick = ("--assert=plain", "-p", "no:unraisableexception", "-p", "no:cacheprovider")
     return int(pytest.main(["--mine", "-q", *quick, *arguments], plugins=list(plugins)))
 
@@ -113,17 +112,17 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, str]:
     (folder / job["stage"]).mkdir(parents=True)
     for name, source in job["files"].items():
         mine.write(folder / job["stage"] / name, source)
-    found = _Outcomes()
-    again(["--tb=native", *(f"{job['stage']}/{test}" for test in job["tests"])], folder, [found])
-    return found.said
+    plugin = _Outcomes()
+    again(["--tb=native", *(f"{job['stage']}/{test}" for test in job["tests"])], folder, [plugin])
+    return plugin.errors
 
 
 def main() -> None:
     path = Path(sys.argv[1])
     jobs = json.loads(path.read_text(encoding="utf-8"))
     with contextlib.redirect_stdout(sys.stderr):
-        found = [run(job, path.parent / str(number)) for number, job in enumerate(jobs)]
-    path.with_name(WRITTEN).write_text(json.dumps(found), encoding="utf-8")
+        errors = [run(job, path.parent / str(number)) for number, job in enumerate(jobs)]
+    path.with_name(WRITTEN).write_text(json.dumps(errors), encoding="utf-8")
 
 
 if __name__ == "__main__":
