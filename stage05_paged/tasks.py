@@ -149,9 +149,9 @@ TASKS = (
             "found, if that is more.",
             "In order: look up; count what is needed; refuse or go on; count the lookup for "
             "requests that were never preempted and have no parent's blocks; out of the line, "
-            "RUNNING; adopt the blocks; self._copy if needed; self._grow; a Move('in', ...) for "
-            "each swapped block that was not found, and all of them back to the swap pool; set "
-            "computed, and parent to None.",
+            "RUNNING; adopt the blocks; a Move('copy', ...) of what table.replace returns, if "
+            "needed, and counted; self._grow; a Move('in', ...) for each swapped block that was "
+            "not found, and all of them back to the swap pool; set computed, and parent to None.",
         ),
         tests=(
             "tests/test_scheduler.py::"
