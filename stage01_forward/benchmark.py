@@ -28,7 +28,7 @@ from shared.bench.kit import (
     label,
     profiled,
 )
-from shared.bench.rows import Results, Row, ms, operators, over, rate, tables
+from shared.bench.rows import Column, Results, Row, ms, operators, over, rate, tables
 from shared.peers import transformers_model
 from shared.roofline import forward_cost
 
@@ -134,7 +134,7 @@ def limit(row: Row) -> float:
     return row.least([forward_cost(row.config, row.kind, row["context"])])
 
 
-COLUMNS = {
+COLUMNS: dict[str, Column] = {
     "tokens": "context",
     "layers": "linear",
     "limit, ms": lambda row: f"{limit(row) * 1e3:.1f}",
@@ -203,21 +203,10 @@ def headline(results: Results) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    "stage01_forward",
-    "Measures the forward pass and the naive engine on this CPU, after proving them.",
-    FULL,
-    QUICK,
-    cases(
-        Case("forward", forward),
-        Case("attention", attention),
-        Case("generation", generation, models=None),
-        Case("profile", profile, dtypes=1),
-    ),
-    TABLES,
-    {"forward": forward_chart, "attention": attention_chart},
-    headline,
-)
+ABOUT = "Measures the forward pass and the naive engine on this CPU, after proving them."
+WORK = cases(Case(forward), Case(attention), Case(generation, models=None), Case(profile, dtypes=1))
+CHARTS = {"forward": forward_chart, "attention": attention_chart}
+BENCHMARK = Benchmark("stage01_forward", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -192,16 +192,18 @@ def megabytes(kind: torch.dtype, tokens: int) -> float:
 def memory_table(results: Results) -> str:
     """By arithmetic, and below it the peaks of fresh processes in float32, where they were taken."""
     config = PRESETS["gpt2"]
-    columns: dict[str, Column] = {
-        "dtype": label,
-        "weights, MB": lambda kind: f"{config.parameter_count * kind.itemsize / 1e6:.0f}",
-        "cache a token, KiB": lambda kind: f"{config.kv_bytes_per_token(kind) / 1024:.0f}",
-        "cache of 1,024 tokens, MB": lambda kind: f"{megabytes(kind, 1024):.0f}",
-    }
-    sizes = table((torch.float32, torch.bfloat16), " | ".join(columns), columns)
-    header = "engine, peak of a process with 1,000 tokens | MB"
-    found = results.groups("memory")
-    return f"{sizes}\n\n{table(found, header, COLUMNS)}" if found else sizes
+    lines = [
+        {
+            "dtype": label(kind),
+            "weights, MB": f"{config.parameter_count * kind.itemsize / 1e6:.0f}",
+            "cache a token, KiB": f"{config.kv_bytes_per_token(kind) / 1024:.0f}",
+            "cache of 1,024 tokens, MB": f"{megabytes(kind, 1024):.0f}",
+        }
+        for kind in (torch.float32, torch.bfloat16)
+    ]
+    name, found = "engine, peak of a process with 1,000 tokens", results.groups("memory")
+    peaks = [{name: row["name"], "MB": f"{row['bytes'] / 1e6:,.0f}"} for row in found]
+    return "\n\n".join(table(rows) for rows in (lines, peaks) if rows)
 
 
 COLUMNS: dict[str, Column] = {
@@ -213,8 +215,6 @@ COLUMNS: dict[str, Column] = {
     "cached, ms": ms(CACHED),
     "gain (predicted)": over(NAIVE, CACHED, predicted),
     "same tokens": lambda row: row.of(CACHED).proof,
-    "engine, peak of a process with 1,000 tokens": "name",
-    "MB": lambda row: f"{row['bytes'] / 1e6:,.0f}",
 }
 GROWTH = "model | new tokens | naive, tok/s | cached, tok/s | gain (predicted) | same tokens"
 PROMPTS = "model | dtype | prompt | naive, ms | cached, ms | gain (predicted) | same tokens"
@@ -283,23 +283,17 @@ def headline(results: Results) -> str:
     return f"{gain:.1f}x the naive engine over {row.tokens} tokens (GPT-2 124M shape, float32)"
 
 
-BENCHMARK = Benchmark(
-    STAGE,
-    "Measures the engine with and without KV cache on this CPU, beside transformers.",
-    FULL,
-    QUICK,
-    cases(
-        Case("growth", growth, models=None),
-        Case("prompts", prompts, models=None),
-        Case("null", null),
-        Case("peers", peers),
-        Case("profile", profile, dtypes=1),
-        Case("memory", memory, dtypes=1),
-    ),
-    DRAW,
-    {"growth": growth_chart, "prompts": prompts_chart, "memory": memory_chart},
-    headline,
+ABOUT = "Measures the engine with and without KV cache on this CPU, beside transformers."
+WORK = cases(
+    Case(growth, models=None),
+    Case(prompts, models=None),
+    Case(null),
+    Case(peers),
+    Case(profile, dtypes=1),
+    Case(memory, dtypes=1),
 )
+CHARTS = {"growth": growth_chart, "prompts": prompts_chart, "memory": memory_chart}
+BENCHMARK = Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, DRAW, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -321,22 +321,10 @@ def headline(results: Results) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    "stage03_batching",
-    "Measures batches of many sizes on this CPU, beside the stage before and transformers.",
-    FULL,
-    QUICK,
-    cases(
-        Case("scaling", scaling),
-        Case("peers", peers),
-        Case("single", single),
-        Case("waste", waste, dtypes=1),
-        Case("profile", profile),
-    ),
-    DRAW,
-    {"roofline": roofline_chart, "scaling": scaling_chart, "waste": waste_chart},
-    headline,
-)
+ABOUT = "Measures batches of many sizes on this CPU, beside the stage before and transformers."
+WORK = cases(Case(scaling), Case(peers), Case(single), Case(waste, dtypes=1), Case(profile))
+CHARTS = {"roofline": roofline_chart, "scaling": scaling_chart, "waste": waste_chart}
+BENCHMARK = Benchmark("stage03_batching", ABOUT, FULL, QUICK, WORK, DRAW, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

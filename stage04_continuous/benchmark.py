@@ -160,7 +160,7 @@ def side_by_side(
             peer = TransformersContinuous(subject.peer(kind), slots, most, budget)
             engines[f"transformers, {kind}"] = Peer(stack.enter_context(peer))
         often = {name: repeats[is_peer(name)] for name in engines}
-        about = {"slots": slots, "slot_tokens": most, "budget": budget}
+        about: dict[str, Any] = {"slots": slots, "slot_tokens": most, "budget": budget}
         return compare(subject, engines, lengths, often, like=OURS, **about)
 
 
@@ -199,7 +199,7 @@ def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
         STATIC: StaticEngine(subject.model, max_batch=slots),
         OURS: Engine(runner(subject, slots, most), scheduler),
     }
-    about = {"slots": plan.slots, "budget": plan.budget}
+    about: dict[str, Any] = {"slots": plan.slots, "budget": plan.budget}
     yield compare(subject, engines, [plan.single], plan.single_repeats, "single", **about)[0]
 
 
@@ -331,12 +331,6 @@ def chunk_name(row: Row) -> str:
     return WHOLE if row.variant == WHOLE else f"chunks of {row.variant}"
 
 
-CHUNKING = (
-    "dtype | long prompt | ITL p50, ms | p99, ms | max, ms (limit) | its first token, limit, ms "
-    "| tokens proved"
-)
-
-
 def chunk_rows(results: Results) -> Iterator[dict[str, str]]:
     for row in results.groups("chunking"):
         own = {chunk_name(variant): variant for variant in row.variants}
@@ -395,7 +389,6 @@ COLUMNS: dict[str, Column] = {
     "scheduler, sampling, postprocessing p50, ms": flat_ms("bookkeeping", 2),
     "share p50": share_of_step,
     "passes with all rows": lambda row: sum(map(len, row["step"])),
-    **{name: name for name in CHUNKING.split(" | ") if name != "dtype"},
 }
 
 
@@ -426,7 +419,7 @@ TABLES = tables(
             "dtype | engine | tok/s | limit, tok/s | slots in use | cache, MB "
             "| over stage 02 (predicted) | same tokens",
         ),
-        "chunking": (chunk_rows, CHUNKING),
+        "chunking": chunk_rows,
         "overhead": (
             lambda results: results.groups("equal"),
             "dtype | slots | passes with all rows | step p50, ms "
@@ -491,21 +484,10 @@ def headline(results: Results) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    "stage04_continuous",
-    "Measures continuous batches on this CPU, beside static ones and those of transformers.",
-    FULL,
-    QUICK,
-    cases(
-        Case("equal", equal),
-        Case("win", win, dtypes=1),
-        Case("single", single),
-        Case("chunking", chunking),
-    ),
-    TABLES,
-    {"gantt": gantt_chart, "occupancy": occupancy_chart, "chunking": chunking_chart},
-    headline,
-)
+ABOUT = "Measures continuous batches on this CPU, beside static ones and those of transformers."
+WORK = cases(Case(equal), Case(win, dtypes=1), Case(single), Case(chunking))
+CHARTS = {"gantt": gantt_chart, "occupancy": occupancy_chart, "chunking": chunking_chart}
+BENCHMARK = Benchmark("stage04_continuous", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

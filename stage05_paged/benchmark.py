@@ -39,7 +39,7 @@ from shared.bench.kit import (
     prove,
     run_lengths,
 )
-from shared.bench.rows import Column, Results, Row, gain, median, operators, table, tables
+from shared.bench.rows import Column, Results, Row, gain, median, operators, tables
 from shared.checkpoint import PRESETS, Config
 from shared.measure import summarize
 from stage01_forward.generation import Output
@@ -179,8 +179,9 @@ def slots(plan: Sizes, config: Config) -> int:
 def paged(subject: Subject, plan: Sizes, budget: int, batch: int = 0) -> Cold:
     dtype, config = subject.dtype, subject.config
     pool = make_pool(plan.memory * config.kv_bytes_per_token(dtype), config, dtype, plan.block_size)
-    options = {"max_sequences": min(pool.count, budget), "token_budget": budget}
-    return Cold(make(subject.model, pool=pool, **options), partial(owned, pool), batch)
+    most = min(pool.count, budget)
+    engine = make(subject.model, pool=pool, max_sequences=most, token_budget=budget)
+    return Cold(engine, partial(owned, pool), batch)
 
 
 def owned(pool: BlockPool) -> int:
@@ -197,8 +198,8 @@ def contiguous(subject: Subject, plan: Sizes, budget: int) -> Cold:
 
 def capacity(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """Workloads in the same memory, contiguous and paged; the winning one in static batches too."""
-    requests, *null = plan.null
-    full = [tuple(null)] * requests
+    requests, prompt, answer = plan.null
+    full: Lengths = [(prompt, answer)] * requests
     for case, lengths in ((WIN, workload(plan)), (NULL, full)):
         ours = paged(subject, plan, plan.budget)
         mean = math.ceil(sum(map(sum, lengths)) / len(lengths))
@@ -224,7 +225,7 @@ def capacity(subject: Subject, plan: Sizes) -> Iterator[Group]:
         }
 
 
-def about(ours: Cold, plan: Sizes) -> dict[str, int]:
+def about(ours: Cold, plan: Sizes) -> dict[str, Any]:
     pool = ours.engine.scheduler.pool
     return {"budget": plan.budget, "blocks": pool.count, "block_size": pool.block_size}
 
@@ -254,9 +255,9 @@ def waste(subject: Subject, plan: Sizes) -> Iterator[Group]:
     alone, without a model."""
     context, lengths = subject.config.n_positions, workload(plan)
     for name, exact in (("whole context", False), ("exact length known", True)):
-        scheduler = SlotScheduler(plan.requests, plan.budget)
-        reserved = partial(slot_tokens, scheduler, None if exact else context)
-        memory = simulate(scheduler, lengths, reserved).memory
+        slotted = SlotScheduler(plan.requests, plan.budget)
+        reserved = partial(slot_tokens, slotted, None if exact else context)
+        memory = simulate(slotted, lengths, reserved).memory
         yield {**subject.about, "name": f"contiguous, {name}", "memory": memory}
     for size in plan.sizes:
         pool = BlockPool(plan.requests * -(-context // size), size)
@@ -365,16 +366,12 @@ def prefix(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """Seconds to a request's first token, with and without a beginning that is cached already."""
     length = plan.system + plan.own
     (system,) = subject.prompts([plan.system], "system")
-    blocks, options = (
-        4 * -(-length // plan.block_size),
-        {"max_sequences": 1, "token_budget": length},
-    )
-    engines = {
-        on: make(
-            subject.model, pool=BlockPool(blocks, plan.block_size), prefix_caching=on, **options
-        )
-        for on in (True, False)
-    }
+    blocks = 4 * -(-length // plan.block_size)
+    options: dict[str, Any] = {"max_sequences": 1, "token_budget": length}
+    engines = {}
+    for on in (True, False):
+        pool = BlockPool(blocks, plan.block_size)
+        engines[on] = make(subject.model, pool=pool, prefix_caching=on, **options)
     numbers = iter(range(10**6))
 
     def first_token(name: str) -> dict[str, Any]:
@@ -415,7 +412,7 @@ def preemption(subject: Subject, plan: Sizes) -> Iterator[Group]:
     most = max(plan.preempted) + plan.plain_steps + 1
     blocks = 2 * -(-most // plan.block_size)
     pool, swap_pool = (BlockPool(blocks, plan.block_size) for _ in range(2))
-    options = {"max_sequences": 1, "token_budget": most, "preemption": SWAP}
+    options: dict[str, Any] = {"max_sequences": 1, "token_budget": most, "preemption": SWAP}
     engine = make(subject.model, pool=pool, swap_pool=swap_pool, **options)
     cost = measure_cost(engine.runner, pool, swap_pool, subject.dtype)
     rates = {"flops": cost.flops, "bandwidth": cost.bandwidth, "overhead": cost.overhead}
@@ -559,7 +556,7 @@ def alone_and_together(results: Results) -> list[dict[str, str]]:
         gains = {name: seconds(base) / seconds(base.of(name)) for name in CELLS}
         cells = [gains[CONTINUOUS], gains[PAGED_STATIC]]
         cells += [math.prod(cells), gains[OURS]]
-        return {"": title, **{name: f"{x:.2f}x" for name, x in zip(ALONE, cells, strict=True)}}
+        return {"gain": title, **{name: f"{x:.2f}x" for name, x in zip(ALONE, cells, strict=True)}}
 
     return [line("measured", lambda row: row.median), line("predicted", least)]
 
@@ -580,7 +577,7 @@ def crossover(blocks: int, size: int, context: int) -> int:
     return blocks * size // context + 1
 
 
-def memory_table(results: Results) -> str:
+def memory_lines(results: Results) -> Iterator[dict[str, str]]:
     """By arithmetic: slots of whole contexts, a pool of fixed size, one of just the blocks in use."""
     size, config, kind = results.plan["block_size"], PRESETS["gpt2"], torch.float32
     count, prompt, answer = results.plan["table"]
@@ -588,17 +585,20 @@ def memory_table(results: Results) -> str:
     tokens = prompt + answer - 1  # the last token of an answer is never computed
     each, most = pool.blocks_for(tokens), most_sequences(pool, tokens)
     slot = config.n_positions * config.kv_bytes_per_token(kind) / 1e6
-    columns: dict[str, Column] = {
-        "sequences": str,
-        "contiguous, MB": lambda n: f"{n * slot:,.0f}",
-        f"pool of {count:,} blocks, MB": lambda n: f"{count * one:,.0f}",
-        "at once in it": lambda n: f"{min(n, most)} ({min(n, most) * each / count:.0%} of it)",
-        "pool of the blocks in use, MB": lambda n: f"{n * each * one:,.0f}",
-        "contiguous over that": lambda n: f"{n * slot / (n * each * one):.1f}x",
-    }
-    lines = table(results.plan["batches"], " | ".join(columns), columns)
-    fixed, own = (crossover(blocks, size, config.n_positions) for blocks in (count, each))
-    return f"{lines}\n| smaller than contiguous | | from {fixed} on | | from {own} on | |"
+    headings = ("sequences", "contiguous, MB", f"pool of {count:,} blocks, MB", "at once in it")
+    headings += ("pool of the blocks in use, MB", "contiguous over that")
+    for n in results.plan["batches"]:
+        here, least = min(n, most), n * each * one
+        cells = [f"{n}", f"{n * slot:,.0f}", f"{count * one:,.0f}"]
+        cells += [
+            f"{here} ({here * each / count:.0%} of it)",
+            f"{least:,.0f}",
+            f"{n * slot / least:.1f}x",
+        ]
+        yield dict(zip(headings, cells, strict=True))
+    fixed, own = (f"from {crossover(n, size, config.n_positions)} on" for n in (count, each))
+    last = ["smaller than contiguous", "", fixed, "", own, ""]
+    yield dict(zip(headings, last, strict=True))
 
 
 def ratio(row: Row) -> str:
@@ -668,27 +668,21 @@ def parts_of(operators: Sequence[dict[str, Any]]) -> dict[str, float]:
     return parts
 
 
-def parts_table(results: Results) -> str:
+def parts_lines(results: Results) -> list[dict[str, str]]:
+    """Milliseconds and shares of the parts of a pass, contiguous and paged."""
     found = {row["name"]: parts_of(row["operators"]) for row in results.groups("profile")}
-    title = results["profile"][0]["of"]
-    columns: dict[str, Column] = {title: str}
-    for name, parts in found.items():
-        columns[f"{name}, ms"] = lambda part, parts=parts: f"{parts[part]:.1f}"
-        total = sum(parts.values())
-        columns[f"share, {name}"] = lambda part, parts=parts, total=total: (
-            f"{parts[part] / total:.0%}"
-        )
-    return table(found["paged"], " | ".join(columns), columns)
+
+    def cells(part: str) -> dict[str, str]:
+        line = {"part of a decode pass": part}
+        for name, parts in found.items():
+            line |= {f"{name}, ms": f"{parts[part]:.1f}"}
+            line |= {f"share, {name}": f"{parts[part] / sum(parts.values()):.0%}"}
+        return line
+
+    return [cells(part) for part in found["paged"]]
 
 
-def plain(header: str) -> dict[str, Column]:
-    return {name: name for name in header.split(" | ")}
-
-
-CROSSINGS = "model | computes at, GFLOP/s | copies at, GB/s | swap is cheaper | predicted"
 COLUMNS: dict[str, Column] = {
-    **plain(CROSSINGS),
-    **{name: name for name in ("", *ALONE)},
     "workload": lambda row: f"{row.requests}, {row['case']}",
     "passes (predicted)": lambda row: f"{row['passes']:,} ({forecast(row)[0]:,})",
     "over stage 04 (predicted)": gain(CONTINUOUS, least),
@@ -748,14 +742,14 @@ TABLES = tables(
             "cache, batches | mean at once | passes (predicted) | tok/s "
             "| over stage 03 (predicted) | same tokens",
         ),
-        "grid_alone": (alone_and_together, f" | {' | '.join(ALONE)}"),
+        "grid_alone": alone_and_together,
         "lose": (
             "single",
             "dtype | prompt | answer | engine | tok/s | limit, tok/s | over stage 02 (predicted) "
             "| same tokens",
         ),
         "waste": "memory is taken | unused, scheduler alone | unused, measured in the winning run",
-        "memory": memory_table,
+        "memory": memory_lines,
         "gather": (
             few_pairs,
             "sequences | context | contiguous, ms | paged, ms | paged over contiguous, predicted "
@@ -773,8 +767,8 @@ TABLES = tables(
         ),
         "preemption": "model | context | recompute, predicted, ms | swap, predicted, ms "
         "| cheaper (predicted) | recompute with own blocks cached, ms | tokens proved",
-        "crossing": (crossings, CROSSINGS),
-        "parts": parts_table,
+        "crossing": crossings,
+        "parts": parts_lines,
         "profile": lambda results: operators()(results).split("\n\n")[-1],
     },
 )
@@ -812,7 +806,7 @@ def waste_chart(results: Results) -> Figure:
 
 def blocks_chart(results: Results) -> Figure:
     blocks = [
-        [state for state, n in runs for _ in range(n)] for runs in results["map"][0]["blocks"]
+        [state for state, n in runs for _ in range(n)] for runs in results["block_map"][0]["blocks"]
     ]
     title = f"Freed blocks go on to the next sequence (the first {DRAWN} of {len(blocks)} blocks)"
     return picture([list(frame[:DRAWN]) for frame in zip(*blocks, strict=True)], title)
@@ -828,26 +822,17 @@ def headline(results: Results) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    "stage05_paged",
-    "Measures paged memory on this CPU, beside the stages before.",
-    FULL,
-    QUICK,
-    cases(
-        Case("capacity", capacity, dtypes=1),
-        Case("single", single),
-        Case("gather", gather),
-        Case("sizes", sizes, dtypes=1),
-        Case("profile", profile, dtypes=1),
-        Case("map", block_map, dtypes=1),
-        Case("waste", waste, dtypes=1),
-        Case("prefix", prefix, models=None, dtypes=1),
-        Case("preemption", preemption, models=None, dtypes=1),
-    ),
-    TABLES,
-    {"capacity": capacity_chart, "waste": waste_chart, "blocks": blocks_chart},
-    headline,
+ABOUT = "Measures paged memory on this CPU, beside the stages before."
+ONCE = (capacity, sizes, profile, block_map, waste)
+BOTH = (prefix, preemption)  # models
+WORK = cases(
+    Case(single),
+    Case(gather),
+    *(Case(one, dtypes=1) for one in ONCE),
+    *(Case(one, models=None, dtypes=1) for one in BOTH),
 )
+CHARTS = {"capacity": capacity_chart, "waste": waste_chart, "blocks": blocks_chart}
+BENCHMARK = Benchmark("stage05_paged", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

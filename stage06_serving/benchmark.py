@@ -614,13 +614,16 @@ def loop_parts(results: Results) -> dict[str, float]:
     return {name: part * total for name, part in results["parts"].items()}
 
 
-def token_lines(results: Results) -> list[tuple[str, float, float | None]]:
-    """A token's way on the loop, in microseconds and shares."""
+def token_lines(results: Results) -> list[dict[str, str]]:
+    """A token's way on the loop."""
     found, row = loop_parts(results), main_row(results)
-    total = sum(found.values())
-    lines: list[Any] = [(name, part, part / total) for name, part in found.items()]
-    own = python_seconds(row, "client") / row.tokens * 1e6
-    return [*lines, ("**all of it**", total, None), ("the client, in its own process", own, None)]
+    total, own = sum(found.values()), python_seconds(row, "client") / row.tokens * 1e6
+    shares = {name: f"{part / total:.0%}" for name, part in found.items()}
+    found |= {"**all of it**": total, "the client, in its own process": own}
+    return [
+        {"on the loop": name, "us a token": f"{part:.1f}", "share": shares.get(name, "")}
+        for name, part in found.items()
+    ]
 
 
 def a_request(who: str) -> Column:
@@ -651,11 +654,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "loop, us a request": a_request("loop"),
     "client, us a request": a_request("client"),
-    "on the loop": lambda line: line[0],
-    "us a token": lambda line: f"{line[1]:.1f}",
-    "share": lambda line: "" if line[2] is None else f"{line[2]:.0%}",
 }
-THREAD = f"dtype | streams | engine's thread | pass, ms | until the next, ms | {' | '.join(BESIDE)}"
 LOADS = "model | streams | alone, tok/s | server, tok/s | share, predicted | same tokens"
 LATENCIES = (
     "model | streams | requests | answer | engine | TTFT p50, ms | TTFT p99, ms | ITL p50, ms "
@@ -666,7 +665,8 @@ TABLES = tables(
     {
         HTTP: LOADS,
         "http_latency": (both(HTTP), LATENCIES),
-        "tokens": (token_lines, "on the loop | us a token | share"),
+        "tokens": token_lines,
+        "passes": passes,
         NULL: LOADS,
         "null_latency": (both(NULL), LATENCIES),
         LOSE: "model | streams | alone, requests/s | server, requests/s | share, predicted | passes "
@@ -676,7 +676,7 @@ TABLES = tables(
             "model | streams | engine | TTFT p50, ms | TTFT p99, ms | same tokens",
         ),
     },
-) | tables({name: name for name in THREAD.split(" | ")}, {"passes": (passes, THREAD)})
+)
 
 
 def http_chart(results: Results) -> Figure:
@@ -727,16 +727,9 @@ def headline(results: Results) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    "stage06_serving",
-    "Measures the server against the engine alone on this CPU.",
-    FULL,
-    QUICK,
-    run,
-    TABLES,
-    {"http": http_chart, "where": where_chart},
-    headline,
-)
+ABOUT = "Measures the server against the engine alone on this CPU."
+CHARTS = {"http": http_chart, "where": where_chart}
+BENCHMARK = Benchmark("stage06_serving", ABOUT, FULL, QUICK, run, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -160,6 +160,10 @@ async def answers(url: str, asks: Sequence[Ask]) -> list[list[int]]:
         return list(await asyncio.gather(*map(one, asks)))
 
 
+def token_ids(ask: Ask) -> list[int]:
+    return [int(token) for token in ask.prompt]
+
+
 def prove(subject: Subject, url: str, count: int) -> dict[str, Any]:
     """That a server answers `count` prompts of each length as stage 01 would.
 
@@ -171,13 +175,13 @@ def prove(subject: Subject, url: str, count: int) -> dict[str, Any]:
         len(ids) for ids, ask in zip(got, asks, strict=True) if len(ids) != ask.max_tokens
     ]:
         raise AssertionError(f"{len(wrong)} answers have another length, such as {wrong[0]} tokens")
-    return subject.prove(Output(list(ask.prompt), ids) for ask, ids in zip(asks, got, strict=True))
+    return subject.prove(Output(token_ids(ask), ids) for ask, ids in zip(asks, got, strict=True))
 
 
 def naive_rate(subject: Subject, count: int) -> float:
     """Output tok/s of stage 01's engine over short prompts, without HTTP."""
     engine = NaiveEngine(subject.model)
-    prompts = [list(ask.prompt) for ask in workload.make("short", count, "proof")]
+    prompts = [token_ids(ask) for ask in workload.make("short", count, "proof")]
     engine.generate(prompts[:1], greedy(WARM))
     return count * ANSWER / measure.seconds(lambda: engine.generate(prompts, greedy(ANSWER)))
 
@@ -230,7 +234,7 @@ class Bench:
         warmup = 1 if alone(server) else most
         asks = workload.make(name, warmup + count, f"point {number}", longest=config.n_positions)
         asks = [replace(ask, max_tokens=WARM) for ask in asks[:warmup]] + asks[warmup:]
-        how = {"workload": name, "warmup": warmup, "seconds": seconds}
+        how: dict[str, Any] = {"workload": name, "warmup": warmup, "seconds": seconds}
         point = asyncio.run(run_point(Target(self.urls[server]), asks, when, **how))
         if point.interrupted:
             raise KeyboardInterrupt
@@ -471,7 +475,7 @@ def span(values: Sequence[float], digits: int) -> str:
     return f"{ends}{len(values)} points"
 
 
-def trust(results: Results) -> list[tuple[str, str]]:
+def trust(results: Results) -> list[dict[str, str]]:
     """How far the measuring can be trusted, over all points."""
     every = [(load, point) for load in loads(results) for point in load.points]
     points = [point for _, point in every]
@@ -498,22 +502,21 @@ def trust(results: Results) -> list[tuple[str, str]]:
         f"{name.upper()} {seconds * 1e3:,.0f} ms: {ruler['measured'][name] * 1e3:,.1f}"
         for name, seconds in ruler["known"].items()
     ]
-    return [
-        (
-            "a server of known latencies, p50",
-            f"{'; '.join(known)}; client CPU {ruler['client_cpu']:.0%}",
+    lines = {
+        "a server of known latencies, p50": (
+            f"{'; '.join(known)}; client CPU {ruler['client_cpu']:.0%}"
         ),
-        ("tokens proved", f"{tokens:,}, of {len(proofs)} servers; near ties: {ties}"),
-        ("requests, and those that failed", f"{requests:,}; {requests - good}"),
-        ("client CPU, share of a core, at most", f"{max(p.client_cpu for p in points):.0%}"),
-        ("Little's law, L over lambda W", span(ratios, 3)),
-        (
-            "tokens received = counted by the server; blocks back to zero",
-            f"{match} and {back} of {len(points)} points",
+        "tokens proved": f"{tokens:,}, of {len(proofs)} servers; near ties: {ties}",
+        "requests, and those that failed": f"{requests:,}; {requests - good}",
+        "client CPU, share of a core, at most": f"{max(p.client_cpu for p in points):.0%}",
+        "Little's law, L over lambda W": span(ratios, 3),
+        "tokens received = counted by the server; blocks back to zero": (
+            f"{match} and {back} of {len(points)} points"
         ),
-        ("tok/s of the steady part, over that of the whole point", span(steady, 2)),
-        ("points with a mark against them", "; ".join(marks)),
-    ]
+        "tok/s of the steady part, over that of the whole point": span(steady, 2),
+        "points with a mark against them": "; ".join(marks),
+    }
+    return [{"what": name, "found": text} for name, text in lines.items()]
 
 
 def share_of_capacity(load: Load) -> str:
@@ -544,11 +547,7 @@ COLUMNS: dict[str, Column] = {
     "of capacity": share_of_capacity,
     "offered, req/s": lambda load: f"{load.first.rate or 0:.2f}",
     "answered, req/s": lambda load: f"{load.first.request_rate:.2f}",
-    "what": lambda line: line[0],
-    "found": lambda line: line[1],
 }
-STEPS = "server | what it brings | tok/s | over the line before | over sequential"
-PLAIN: dict[str, Column] = {name: name for name in STEPS.split(" | ")}
 LATENCIES = " | ".join(f"{name} p{n}, ms" for name in NAMES for n in (50, 95))
 TABLES = tables(
     COLUMNS,
@@ -573,13 +572,9 @@ TABLES = tables(
             "server | dtype | users | success | tok/s | limit, tok/s | TTFT p50, ms "
             "| TPOT p50, ms | E2E p50, ms",
         ),
-        "trust": (trust, "what | found"),
-    },
-) | tables(
-    PLAIN,
-    {
-        "split": (partial(steps, name="short"), STEPS),
-        "split_mixed": (partial(steps, name="mixed"), STEPS),
+        "trust": trust,
+        "split": partial(steps, name="short"),
+        "split_mixed": partial(steps, name="mixed"),
     },
 )
 
@@ -655,16 +650,8 @@ def headline(results: Results) -> str:
     )
 
 
-BENCHMARK = Benchmark(
-    STAGE,
-    "Measures every engine behind HTTP, under the load of 1 to 128 users.",
-    FULL,
-    QUICK,
-    run,
-    TABLES,
-    CHARTS,
-    headline,
-)
+ABOUT = "Measures every engine behind HTTP, under the load of 1 to 128 users."
+BENCHMARK = Benchmark(STAGE, ABOUT, FULL, QUICK, run, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

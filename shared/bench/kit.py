@@ -270,11 +270,10 @@ def profiled(
 
 @dataclass(frozen=True)
 class Case:
-    """Measures groups of results of a subject, for the first `models` models and `dtypes` dtypes
-    of the plan; None: for all."""
+    """Measures groups of results, named like the function, of a subject: the plan's first `models`
+    models and `dtypes` dtypes; None: all."""
 
-    name: str
-    measure: Callable[[Subject, Any], Iterable[Group]]
+    run: Callable[[Subject, Any], Iterable[Group]]
     models: int | None = 1
     dtypes: int | None = None
 
@@ -283,21 +282,17 @@ def cases(*listed: Case) -> Callable[[Any], dict[str, Any]]:
     """Runs the cases, model by model."""
 
     def run(plan: Plan) -> dict[str, Any]:
-        results: dict[str, Any] = {case.name: [] for case in listed}
-        todo = [
-            (dtype, model, case)
-            for at, dtype in enumerate(plan.dtypes)
-            for number, model in enumerate(plan.models)
-            for case in listed
-            if (case.models is None or number < case.models)
-            and (case.dtypes is None or at < case.dtypes)
-        ]
-        with tqdm(total=len(todo), unit="case") as bar:
-            for (dtype, model), own in groupby(todo, key=lambda entry: entry[:2]):
+        names = {case: case.run.__name__ for case in listed}
+        results: dict[str, Any] = {name: [] for name in names.values()}
+        subjects = [(dtype, model) for dtype in plan.dtypes for model in plan.models]
+        with tqdm(total=len(subjects) * len(listed), unit="case") as bar:
+            for number, (dtype, model) in enumerate(subjects):
+                at, place = divmod(number, len(plan.models))
                 subject = Subject(shape(model), getattr(torch, dtype))
-                for *_, case in own:
-                    bar.set_postfix_str(f"{case.name}, {model}, {dtype}")
-                    results[case.name] += case.measure(subject, plan)
+                for case, name in names.items():
+                    bar.set_postfix_str(f"{name}, {model}, {dtype}")
+                    if place < (case.models or 99) and at < (case.dtypes or 99):
+                        results[name] += case.run(subject, plan)
                     bar.update()
         return results
 
@@ -312,7 +307,7 @@ class Benchmark:
     about: str
     full: Any
     quick: Any
-    measure: Callable[[Any], dict[str, Any]]
+    work: Callable[[Any], dict[str, Any]]  # measures a plan
     draw: Mapping[str, Callable[[Results], str]]
     pictures: Mapping[str, Callable[[Results], Figure]]
     line: Callable[[Results], str]
@@ -337,7 +332,7 @@ class Benchmark:
         return measure.content(
             self.stage,
             {"plan": asdict(plan), **more},
-            self.measure(plan),
+            self.work(plan),
             seed=0,
             limits=limits,
             device=device,

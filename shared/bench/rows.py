@@ -188,10 +188,15 @@ def fill(row: Any, column: Column) -> str:
     return format(row[key] if keyed else getattr(row, key), form)
 
 
-def table(rows: Iterable[Any], header: str, columns: Mapping[str, Column]) -> str:
-    """Markdown: a line for each row. `header` names the columns: "dtype | tok/s"."""
-    names = header.split(" | ")
-    cells = [[fill(row, columns[name]) for name in names] for row in rows]
+def table(
+    rows: Iterable[Any], header: str = "", columns: Mapping[str, Column] | None = None
+) -> str:
+    """Markdown: a line for each row. `header` names the columns: "dtype | tok/s". Without it, rows
+    are mappings from the names to their cells."""
+    rows = list(rows)
+    header = header or " | ".join(rows[0] if rows else ())
+    names, known = header.split(" | "), columns or {}
+    cells = [[fill(row, known.get(name, name)) for name in names] for row in rows]
     right = [all(map(NUMBER.fullmatch, column)) for column in zip(*cells, strict=True)]
     marks = ["--:" if number else "---" for number in right] or ["---"] * len(names)
     lines = [
@@ -207,7 +212,8 @@ Draw = Callable[[Results], str]
 
 def tables(columns: Mapping[str, Column], declared: Mapping[str, Any]) -> dict[str, Draw]:
     """Tables by name. Each is declared as a header, which draws the case of the same name; as a pair
-    of case, or function from results to rows, and header; or as a function from results to markdown.
+    of case, or function from results to rows, and header; or as a function from results to markdown
+    or to rows that are mappings from headings to cells.
     With the column "engine" a group gets a line for each of its variants."""
     known = COLUMNS | dict(columns)
 
@@ -220,8 +226,15 @@ def tables(columns: Mapping[str, Column], declared: Mapping[str, Any]) -> dict[s
 
         return markdown
 
+    def drawn(how: Callable[[Results], Any]) -> Draw:
+        def markdown(results: Results) -> str:
+            found = how(results)
+            return found if isinstance(found, str) else table(found)
+
+        return markdown
+
     return {
-        name: how if callable(how) else draw(*((name, how) if isinstance(how, str) else how))
+        name: drawn(how) if callable(how) else draw(*((name, how) if isinstance(how, str) else how))
         for name, how in declared.items()
     }
 
@@ -334,12 +347,11 @@ def limits(results: Results) -> str:
     content, machine, found = results.content, results.content["machine"], results.limits
     cpus = f"{machine['cpus']} CPU{'s' if machine['cpus'] > 1 else ''}"
     size, version = f"{machine['memory_gib']:.0f} GiB", f"torch {content['versions']['torch']}"
+    rates = [f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in found.gflops.items()]
     cells = {
         "machine": f"{machine['processor']}, {cpus}, {size}, {version}",
-        "threads": str(content["threads"]),
+        "threads": content["threads"],
         "reads memory at": f"{found.bandwidth_gb_s:.0f} GB/s",
-        "multiplies matrices at": ", ".join(
-            f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in found.gflops.items()
-        ),
+        "multiplies matrices at": ", ".join(rates),
     }
-    return table([cells], " | ".join(cells), {name: name for name in cells})
+    return table([cells])

@@ -309,16 +309,9 @@ def headline(results: Results) -> str:
     return f"{group.of(FIRST).median / group.of(last).median:.0f}x from {FIRST} to {last}"
 
 
-BENCHMARK = kit.Benchmark(
-    KIND,
-    "Measures one workload through every stage and through transformers.",
-    Plan(),
-    QUICK,
-    run,
-    TABLES,
-    {"steps": steps_chart},
-    headline,
-)
+ABOUT = "Measures one workload through every stage and through transformers."
+CHARTS = {"steps": steps_chart}
+BENCHMARK = kit.Benchmark(KIND, ABOUT, Plan(), QUICK, run, TABLES, CHARTS, headline)
 
 
 def peer(text: str) -> tuple[str, ...]:

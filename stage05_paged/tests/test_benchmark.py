@@ -246,7 +246,7 @@ def test_the_crossing_is_where_the_lines_meet(
 
 
 def test_the_map_has_every_pass_and_the_parts_make_the_whole(results: Results) -> None:
-    blocks = results["map"][0]["blocks"]
+    blocks = results["block_map"][0]["blocks"]
     assert len(blocks) == TINY.memory // TINY.block_size
     assert {sum(times for _, times in runs) for runs in blocks} == {TINY.frames}
     states = {state for runs in blocks for state, _ in runs}

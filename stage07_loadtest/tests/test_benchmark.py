@@ -167,7 +167,9 @@ def test_a_server_that_answers_otherwise_stops_the_benchmark(
     engine = benchmark.NaiveEngine(subject.model)
 
     async def answers(url: str, asks: Sequence[workload.Ask]) -> list[list[int]]:
-        found = [engine.generate([ask.prompt], benchmark.greedy(WORDS)) for ask in asks]
+        found = [
+            engine.generate([benchmark.token_ids(ask)], benchmark.greedy(WORDS)) for ask in asks
+        ]
         ids = [output.token_ids for (output,) in found]
         if fault == "token":
             ids[1][5] = (ids[1][5] + 1) % subject.config.vocab_size
@@ -240,7 +242,7 @@ def made(
     # 3 in flight: 5/s that stay for 0.6 s
     samples = [(seconds * i / 200, 3) for i in range(200)] if seconds == 2 else []
     counted = ServerDelta(0, 2 * good, 0, 0, 0, 0.0)
-    more = {"client_cpu": rate / 1000, "server": counted, "in_flight": samples}
+    more: dict[str, Any] = {"client_cpu": rate / 1000, "server": counted, "in_flight": samples}
     point = Point(name, when, records, 0.0, seconds, **more)
     return {"server": server} | to_json(summarize(point, benchmark.SLO))
 

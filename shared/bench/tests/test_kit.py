@@ -37,7 +37,7 @@ BENCHMARK = Benchmark(
     "Measures nothing.",
     PLAN,
     replace(PLAN, dtypes=("float32",)),
-    cases(Case("speed", speed)),
+    cases(Case(speed)),
     rows.tables(COLUMNS, {"speed": "engine | tok/s | gain (predicted) | same tokens"}),
     {},
     lambda results: f"{len(results.groups('speed'))} groups",
