@@ -364,7 +364,7 @@ def random_tensors(
             tensor = torch.ones(shape)
         else:
             std = 0.01 if name == "wpe.weight" else 0.02
-            if name.endswith("c_proj.weight"):  # the residual stream sums 2 n_layer of these
+            if name.endswith("c_proj.weight"):  # the residual stream sums 2 n_layer outputs
                 std /= math.sqrt(2 * config.n_layer)
             tensor = torch.empty(shape).normal_(0.0, std, generator=generator)
         tensors[name] = tensor if dtype is None else tensor.to(dtype)

@@ -1,8 +1,9 @@
 """Measuring: what machine this is and what it can do, times, peak memory, and results as data.
 
-A number is worth what is known about how it came about. So times are taken in turn (`alternate`), a machine's limits are
-measured rather than looked up, and `save` writes every repeat together with the commit, the machine and the command.
-Nothing here decides what to measure, or draws it: that is the stages' `benchmark.py`, `charts.py` and `report.py`.
+A number is worth what is known about how it came about. So times are taken in turn (`alternate`), a
+machine's limits are measured rather than looked up, and `save` writes every repeat together with
+the commit, the machine and the command. Nothing here decides what to measure, or draws it: that is
+the stages' `benchmark.py`, `charts.py` and `report.py`.
 
 Units: seconds, bytes, GB/s (1e9 bytes), GFLOP/s (1e9 operations; a multiply and an add are two).
 """
@@ -49,11 +50,12 @@ GIB = 2**30
 Device = torch.device | str
 
 
-# ---- the machine ------------------------------------------------------------------------------------------------
+# ---- the machine ---------------------------------------------------------------------------------
 
 
 def processor() -> str:
-    """The processor's name as its maker writes it, or its architecture where the system does not tell."""
+    """The processor's name as its maker writes it, or its architecture where the system does not
+    tell."""
     name = ""
     if sys.platform == "linux":
         found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
@@ -71,7 +73,8 @@ def processor() -> str:
 
 
 def cpus() -> int:
-    """How many logical processors this process may use, which in a container are fewer than the machine has."""
+    """How many logical processors this process may use, which in a container are fewer than the
+    machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -89,7 +92,8 @@ def machine(device: Device = "cpu") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python's version and those of the packages that a number may depend on; absent ones are left out."""
+    """Python's version and those of the packages that a number may depend on; absent ones are left
+    out."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -100,7 +104,8 @@ def versions() -> dict[str, str]:
 
 
 def slug(described: Mapping[str, Any]) -> str:
-    """A folder name for what `machine` describes: "amd-epyc-2cpu", or "nvidia-h200" where a GPU did the work."""
+    """A folder name for what `machine` describes: "amd-epyc-2cpu", or "nvidia-h200" where a GPU did
+    the work."""
     on_gpu = described["device"] not in ("cpu", "mps")
     name = described["device"] if on_gpu else described["processor"]
     name = re.sub(
@@ -115,7 +120,8 @@ def slug(described: Mapping[str, Any]) -> str:
 def git_state() -> tuple[str | None, bool | None]:
     """The commit, and whether the code differs from it; (None, None) outside of a git checkout.
 
-    Results and texts do not count: the first benchmark of a round writes them, and the code of the second is still clean.
+    Results and texts do not count: the first benchmark of a round writes them, and the code of the
+    second is still clean.
     """
     commit = _output("git", "rev-parse", "HEAD")
     if commit is None:
@@ -144,11 +150,12 @@ def _read(path: Path) -> str:
         return ""
 
 
-# ---- times ------------------------------------------------------------------------------------------------------
+# ---- times ---------------------------------------------------------------------------------------
 
 
 def synchronize(device: Device | None = None) -> None:
-    """Wait until `device` has done all that it was told to do. None: whichever GPU this process has used."""
+    """Wait until `device` has done all that it was told to do. None: whichever GPU this process has
+    used."""
     kind = torch.device(device).type if device is not None else None
     if kind == "cuda" or (kind is None and torch.cuda.is_initialized()):
         torch.cuda.synchronize()
@@ -166,7 +173,8 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def rounds(names: Sequence[str], repeats: int) -> list[list[str]]:
-    """The order of running: every round has each name once, and begins with another one: A B C, B C A, C A B, ..."""
+    """The order of running: every round has each name once, and begins with another one: A B C, B C
+    A, C A B, ..."""
     return [
         [names[(start + i) % len(names)] for i in range(len(names))] for start in range(repeats)
     ]
@@ -223,15 +231,17 @@ def summarize(values: Sequence[float]) -> Summary:
     return Summary(statistics.median(values), min(values), max(values))
 
 
-# ---- what the machine can do ------------------------------------------------------------------------------------
+# ---- what the machine can do ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The best that simple loops got out of this machine: reading memory once, and multiplying square matrices.
+    """The best that simple loops got out of this machine: reading memory once, and multiplying
+    square matrices.
 
-    The best of many tries, not the median: a limit is what nothing goes beyond. On a shared machine it moves with what
-    the neighbours do, so a benchmark that puts a share of it beside its times measures it afresh (`refresh`).
+    The best of many tries, not the median: a limit is what nothing goes beyond. On a shared machine
+    it moves with what the neighbours do, so a benchmark that puts a share of it beside its times
+    measures it afresh (`refresh`).
     """
 
     device: str
@@ -241,8 +251,8 @@ class Limits:
 
 
 def limits(device: Device = "cpu", refresh: bool = False) -> Limits:
-    """The limits of `device` with the threads that PyTorch now has; measured (about ten seconds) at the first call on a
-    machine, then kept in the user's cache folder. `refresh` measures again."""
+    """The limits of `device` with the threads that PyTorch now has; measured (about ten seconds) at
+    the first call on a machine, then kept in the user's cache folder. `refresh` measures again."""
     described = machine(device)
     threads = torch.get_num_threads()
     key = f"{slug(described)} {threads} threads torch {torch.__version__}"
@@ -285,9 +295,11 @@ def cache_folder() -> Path:
 
 @torch.inference_mode()
 def read_bandwidth(device: Device = "cpu", nbytes: int | None = None, budget: float = 1.0) -> float:
-    """GB/s at which all threads read `nbytes` once: the best of several ways to read, each tried for `budget` seconds.
+    """GB/s at which all threads read `nbytes` once: the best of several ways to read, each tried
+    for `budget` seconds.
 
-    `nbytes` None takes 1 GiB, or 1/16 of what memory is free: far more than a cache holds, or the cache would be measured.
+    `nbytes` None takes 1 GiB, or 1/16 of what memory is free: far more than a cache holds, or the
+    cache would be measured.
     """
     nbytes = nbytes or min(GIB, psutil.virtual_memory().available // 16)
     columns = 4096
@@ -315,7 +327,8 @@ def matmul_rate(
     sizes: Sequence[int] | None = None,
     budget: float = 0.5,
 ) -> float:
-    """GFLOP/s of square matrix products: the best over `sizes`, with the weight packed too where this machine can."""
+    """GFLOP/s of square matrix products: the best over `sizes`, with the weight packed too where
+    this machine can."""
     sizes = sizes or ((1024, 2048) if torch.device(device).type == "cpu" else (4096, 8192))
     best = 0.0
     for size in sizes:
@@ -323,13 +336,15 @@ def matmul_rate(
         ways: list[Callable[[], object]] = [lambda a=a, b=b: a @ b]  # type: ignore[misc]
         if linear.can_pack(torch.device(device), dtype):
             packed = linear.pack(b)
-            ways.append(lambda a=a, packed=packed: linear.packed_linear(a, packed, None))  # type: ignore[misc]
+            # type: ignore[misc]
+            ways.append(lambda a=a, packed=packed: linear.packed_linear(a, packed, None))
         best = max(best, *(_best_rate(2 * size**3, way, budget) for way in ways))
     return best / 1e9
 
 
 def _best_rate(work: float, run: Callable[[], object], budget: float) -> float:
-    """The highest work per second over as many runs as fit in `budget` seconds, at least five after one to warm up."""
+    """The highest work per second over as many runs as fit in `budget` seconds, at least five after
+    one to warm up."""
     run()
     times: list[float] = []
     while len(times) < 5 or sum(times) < budget:
@@ -337,7 +352,7 @@ def _best_rate(work: float, run: Callable[[], object], budget: float) -> float:
     return work / min(times)
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -349,10 +364,12 @@ class FreshRun:
 
 
 def run_fresh(module: str, arguments: Sequence[str] = (), interval: float = 0.005) -> FreshRun:
-    """Run `python -m module arguments...` in a process of its own and watch its memory; returns its peak and output.
+    """Run `python -m module arguments...` in a process of its own and watch its memory; returns its
+    peak and output.
 
-    Linux and Windows keep the peak themselves, so only a peak reached in the last `interval` seconds can be missed;
-    elsewhere the resident memory is sampled. Raises RuntimeError, with the end of what the program said, if it fails.
+    Linux and Windows keep the peak themselves, so only a peak reached in the last `interval`
+    seconds can be missed; elsewhere the resident memory is sampled. Raises RuntimeError, with the
+    end of what the program said, if it fails.
     """
     command = [sys.executable, "-m", module, *arguments]
     with (
@@ -378,7 +395,8 @@ def run_fresh(module: str, arguments: Sequence[str] = (), interval: float = 0.00
             texts.append(file.read().decode("utf-8", "replace"))
     if process.returncode != 0:
         raise RuntimeError(
-            f"{shlex.join(command[1:])} ended with status {process.returncode}: {texts[1][-2000:].strip()}"
+            f"{shlex.join(command[1:])} ended with status {process.returncode}: "
+            f"{texts[1][-2000:].strip()}"
         )
     return FreshRun(sum(peaks.values()), texts[0])
 
@@ -389,7 +407,8 @@ def peak_memory(module: str, arguments: Sequence[str] = ()) -> int:
 
 
 def peak_so_far(pid: int) -> int:
-    """Bytes of memory that a process has had at most until now; where the system does not keep that, has now."""
+    """Bytes of memory that a process has had at most until now; where the system does not keep
+    that, has now."""
     if sys.platform == "linux":
         found = re.search(r"^VmHWM:\s+(\d+) kB", _read(Path(f"/proc/{pid}/status")), re.MULTILINE)
         return int(found[1]) * 1024 if found else 0
@@ -401,7 +420,8 @@ def peak_so_far(pid: int) -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """On Windows, `python` of a virtual environment only starts the real one: that is the process to watch."""
+    """On Windows, `python` of a virtual environment only starts the real one: that is the process
+    to watch."""
     if sys.platform != "win32":
         return []
     try:
@@ -410,7 +430,7 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-# ---- results as data --------------------------------------------------------------------------------------------
+# ---- results as data -----------------------------------------------------------------------------
 
 
 def results_file(stage: str, device: Device = "cpu") -> Path:
@@ -458,8 +478,8 @@ def content(
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write what `content` gave. Raises ValueError for NaN and infinity, which JSON does not have: a
-    measurement that is not a number is a mistake."""
+    """Write what `content` gave. Raises ValueError for NaN and infinity, which JSON does not have:
+    a measurement that is not a number is a mistake."""
     _write(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -478,7 +498,8 @@ def load(path: Path, expected: int = SCHEMA) -> dict[str, Any]:
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != expected:
         raise UserError(
-            f"The results {path} have schema {schema}, and this version reads {expected}: run the benchmark again."
+            f"The results {path} have schema {schema}, and this version reads {expected}: run the "
+            "benchmark again."
         )
     return content
 

@@ -21,7 +21,8 @@ TASKS = (
         ),
         tests=(
             "tests/test_text.py::test_overlap",
-            "tests/test_text.py::test_nothing_of_a_stop_string_leaks_and_no_more_is_held_back_than_needed",
+            "tests/test_text.py::"
+            "test_nothing_of_a_stop_string_leaks_and_no_more_is_held_back_than_needed",
             "tests/test_text.py::test_stop_strings_by_hand",
         ),
     ),
@@ -121,7 +122,8 @@ TASKS = (
         functions=("AsyncEngine.tokens",),
         title="read the tokens of an answer",
         text="Write the async generator that yields the tokens of some tickets, each time one "
-        "ticket with its fresh tokens, until all their sequences have ended. A slow reader gets more "
+        "ticket with its fresh tokens, until all their sequences have ended. A slow reader gets "
+        "more "
         "tokens at a time and delays no other request. If a failure ended a sequence, raise "
         "EngineDead or Broken after its last token; at the deadline, raise TimeoutError.",
         points=20,

@@ -1,8 +1,10 @@
-"""Measures everything there is on this machine, and redraws the reports: `python -m shared.bench.benchmark_all`.
+"""Measures everything there is on this machine, and redraws the reports: `python -m
+shared.bench.benchmark_all`.
 
-Every stage's benchmark and the staircase, one after the other in processes of their own: nothing else should run meanwhile. The
-results go to reports/<machine>/, beside those of other machines. With --device cuda or mps only the staircase runs, because the
-benchmarks of the stages measure the processor.
+Every stage's benchmark and the staircase, one after the other in processes of their own: nothing
+else should run meanwhile. The results go to reports/<machine>/, beside those of other machines.
+With --device cuda or mps only the staircase runs, because the benchmarks of the stages measure the
+processor.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ def commands(quick: bool, device: str) -> list[list[str]]:
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "shared.bench.benchmark_all",
-        "Measures every stage and the staircase on this machine, and draws the reports anew. It takes more than an hour; leave "
+        "Measures every stage and the staircase on this machine, and draws the reports anew. It "
+        "takes more than an hour; leave "
         "the machine alone meanwhile.",
-        "  python -m shared.bench.benchmark_all --quick\n  python -m shared.bench.benchmark_all --device cuda",
+        "  python -m shared.bench.benchmark_all --quick\n  python -m shared.bench.benchmark_all "
+        "--device cuda",
     )
     parser.add_argument(
         "--quick",

@@ -1,11 +1,13 @@
-"""Where the time of a stage goes: `python -m shared.bench.profile stage02_kv_cache "Once upon a time"`.
+"""Where the time of a stage goes: `python -m shared.bench.profile stage02_kv_cache "Once upon a
+time"`.
 
-Runs the stage's engine under PyTorch's profiler and prints the dominant operators: their share of the time, how often they
-ran, and for each product with a weight whether a matrix or a single vector is multiplied, the weight's bytes per second and
-the operations per second. `--trace FILE.json` writes every call for https://ui.perfetto.dev.
+Runs the stage's engine under PyTorch's profiler and prints the dominant operators: their share of
+the time, how often they ran, and for each product with a weight whether a matrix or a single vector
+is multiplied, the weight's bytes per second and the operations per second. `--trace FILE.json`
+writes every call for https://ui.perfetto.dev.
 
-Watching costs time, most of all around small operators: the shares are good to a few per cent, and for speeds there are the
-benchmarks.
+Watching costs time, most of all around small operators: the shares are good to a few per cent, and
+for speeds there are the benchmarks.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from .. import cli, linear, measure
 from ..course import stages
 from ..errors import UserError
 
-# Products with a weight: operator -> (place of x, place of the weight, whether the weight is (out, in)).
-# Without those that only call one of these, as aten::linear does, or each product would count twice.
+# Products with a weight: operator -> (place of x, place of the weight, whether the weight is (out,
+# in)). Without those that only call one of these, as aten::linear does, or each product would count
+# twice.
 PRODUCTS = {
     "aten::addmm": (1, 2, False),
     "aten::mm": (0, 1, False),
@@ -38,7 +41,8 @@ PRODUCTS = {
     "mkldnn::_linear_pointwise": (0, 1, True),
 }
 
-# A weight cut into pieces by rows, for a single row of x (linear.one_row): operator -> place of the pieces (P, out / P, in).
+# A weight cut into pieces by rows, for a single row of x (linear.one_row): operator -> place of the
+# pieces (P, out / P, in).
 BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}
 
 
@@ -60,7 +64,8 @@ class Total:
         product = None
         read = 0
         if self.weight:
-            product = f"{fewest if fewest == most else f'{fewest}..{most}'} x {self.weight[0]} -> {self.weight[1]}"
+            count = fewest if fewest == most else f"{fewest}..{most}"
+            product = f"{count} x {self.weight[0]} -> {self.weight[1]}"
             read = self.calls * math.prod(self.weight) * dtype.itemsize
         timed = self.seconds > 0
         return {
@@ -76,7 +81,8 @@ class Total:
 
 
 def record(run: Callable[[], object], warmup: int = 1) -> Any:
-    """Run `run` once under the profiler, after `warmup` times without; returns the finished torch.profiler.profile."""
+    """Run `run` once under the profiler, after `warmup` times without; returns the finished
+    torch.profiler.profile."""
     for _ in range(warmup):
         run()
     activities = [
@@ -94,9 +100,10 @@ def dominant(
 ) -> list[dict[str, Any]]:
     """The `rows` operators that took most time, the first most; `dtype` is that of the weights.
 
-    Each is {"operator", "product" ("1 x 768 -> 2304" or None), "kind", "calls", "seconds", "share" (0 to 1, of the time of all
-    operators), "gb_s" (of weights read), "gflops"}; the last two are None where no weight is multiplied. Time is an operator's
-    own, without that of others it calls; on CUDA the time of its kernels.
+    Each is {"operator", "product" ("1 x 768 -> 2304" or None), "kind", "calls", "seconds", "share"
+    (0 to 1, of the time of all operators), "gb_s" (of weights read), "gflops"}; the last two are
+    None where no weight is multiplied. Time is an operator's own, without that of others it calls;
+    on CUDA the time of its kernels.
     """
     entries = [
         each
@@ -122,12 +129,14 @@ def dominant(
 def profile(
     run: Callable[[], object], rows: int = 10, dtype: torch.dtype = torch.float32, warmup: int = 1
 ) -> list[dict[str, Any]]:
-    """Run `run` under the profiler, after `warmup` times without: its dominant operators, as `dominant` gives them."""
+    """Run `run` under the profiler, after `warmup` times without: its dominant operators, as
+    `dominant` gives them."""
     return dominant(record(run, warmup), dtype, rows)
 
 
 def _classify(operator: str, shapes: list[list[int]]) -> tuple[str, tuple[int, int] | None, int]:
-    """The kind of an operator; for a product with a weight also its (in, out) and the rows that are multiplied."""
+    """The kind of an operator; for a product with a weight also its (in, out) and the rows that are
+    multiplied."""
     if "attention" in operator:
         return "attention", None, 0
     if (
@@ -152,10 +161,12 @@ def _classify(operator: str, shapes: list[list[int]]) -> tuple[str, tuple[int, i
 def table(found: list[dict[str, Any]]) -> str:
     """`found` as text, a line an operator."""
     lines = [
-        f"{'share':>6} {'calls':>7}  {'operator':<42} {'rows x in -> out':<24} {'kind':<14} {'GB/s':>7} {'GFLOP/s':>8}"
+        f"{'share':>6} {'calls':>7}  {'operator':<42} {'rows x in -> out':<24} {'kind':<14} "
+        f"{'GB/s':>7} {'GFLOP/s':>8}"
     ]
     for each in found:
-        line = f"{each['share']:>6.1%} {each['calls']:>7}  {each['operator']:<42} {each['product'] or '':<24} {each['kind']:<14}"
+        line = f"{each['share']:>6.1%} {each['calls']:>7}  {each['operator']:<42} "
+        line += f"{each['product'] or '':<24} {each['kind']:<14}"
         if each["product"] and each["gb_s"]:
             line += f" {each['gb_s']:>7.1f} {each['gflops']:>8.1f}"
         lines.append(line.rstrip())
@@ -166,10 +177,13 @@ def main(argv: list[str] | None = None) -> int:
     engines = stages.engines()
     parser = cli.Parser(
         "shared.bench.profile",
-        "Shows which operators a stage spends its time in, and whether they multiply matrices or vectors.",
+        "Shows which operators a stage spends its time in, and whether they multiply matrices or "
+        "vectors.",
         '  python -m shared.bench.profile stage01_forward "Once upon a time"\n'
-        '  python -m shared.bench.profile stage02_kv_cache "Once upon a time" --max-tokens 64 --trace decode.trace.json\n'
-        '  python -m shared.bench.profile stage02_kv_cache "Hello" --model gpt2 --random-weights --dtype bfloat16',
+        '  python -m shared.bench.profile stage02_kv_cache "Once upon a time" --max-tokens 64 '
+        "--trace decode.trace.json\n"
+        '  python -m shared.bench.profile stage02_kv_cache "Hello" --model gpt2 --random-weights '
+        "--dtype bfloat16",
     )
     parser.add_argument(
         "stage",
@@ -202,7 +216,8 @@ def main(argv: list[str] | None = None) -> int:
     sampling = stages.sampling_params()(**cli.sampling_fields(options))
     recorded = record(lambda: engine.generate([ids], sampling))
     print(
-        f"{options.stage}: {len(engine.steps)} forward passes after a prompt of {len(ids)} tokens; {loaded}\n"
+        f"{options.stage}: {len(engine.steps)} forward passes after a prompt of {len(ids)} "
+        f"tokens; {loaded}\n"
     )
     print(table(dominant(recorded, loaded.dtype, options.rows)))
     if options.trace:

@@ -1,14 +1,15 @@
-"""Is this machine ready? `python -m shared.course.doctor` says so in a few seconds, and what to do about each line that is not.
+"""Is this machine ready? `python -m shared.course.doctor` says so in a few seconds, and what to do
+about each line that is not.
 
     ok      as it should be
     note    works, and is worth knowing
     WRONG   will not work until it is mended; the next line says how
 
-Exit status 0 if nothing is wrong, else 1. It looks at the reference only, never at a student's copy: it is green before the
-first exercise is done. Nothing is changed, and no network is used.
+Exit status 0 if nothing is wrong, else 1. It looks at the reference only, never at a student's
+copy: it is green before the first exercise is done. Nothing is changed, and no network is used.
 
-It has to speak where nothing is installed yet, so this module and `paths` import the standard library alone, and each check imports what
-it looks at.
+It has to speak where nothing is installed yet, so this module and `paths` import the standard
+library alone, and each check imports what it looks at.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ LEAST_MEMORY, ENOUGH_MEMORY = (
 )  # for the embedded model; for tests and benchmarks with the shape of GPT-2 124M
 LEAST_DISK, ENOUGH_DISK = 0.1 * GIB, 1 * GIB
 PROMPT, TOKENS = "Once upon a time", 40
-# Greedy, in float32. At each token the second best is more than 0.01 behind, hundreds of times what rounding can change.
+# Greedy, in float32. At each token the second best is more than 0.01 behind, hundreds of times what
+# rounding can change.
 STORY = (
     " there lived a gentle girl. Her name was Mira, and her home was a village under the cliffs. "
     "Mira was not afraid of wet socks, not even a little. One morning Mira set off for"
@@ -87,7 +89,8 @@ def requirements(text: str) -> dict[str, str]:
 def packages(
     pinned: dict[str, str], installed: Callable[[str], str] = importlib.metadata.version
 ) -> Finding:
-    """Is every package there, at the version that was tested? `installed` gives a package's version, or raises."""
+    """Is every package there, at the version that was tested? `installed` gives a package's
+    version, or raises."""
     missing, others = [], []
     for name, version in pinned.items():
         try:
@@ -169,7 +172,10 @@ def memory() -> Finding:
             WRONG, text, f"close other programs: {LEAST_MEMORY / GIB:g} GiB is the least"
         )
     if free < ENOUGH_MEMORY:
-        remedy = f"close other programs before benchmarks and tests with GPT-2 124M: they want {ENOUGH_MEMORY / GIB:g} GiB"
+        remedy = (
+            "close other programs before benchmarks and tests with GPT-2 124M: "
+            f"they want {ENOUGH_MEMORY / GIB:g} GiB"
+        )
         return Finding(NOTE, f"{text}, enough for the lessons", remedy)
     return Finding(OK, text)
 
@@ -191,19 +197,22 @@ def disk(root: Path = ROOT) -> Finding:
         return Finding(
             WRONG,
             text,
-            "make room: your copies of the exercises and the results of benchmarks are written here",
+            "make room: your copies of the exercises and the results of benchmarks are written "
+            "here",
         )
     if free < ENOUGH_DISK:
         return Finding(
             NOTE,
             text,
-            f"GPT-2's own weights would want {ENOUGH_DISK / GIB:g} GiB; the embedded model is here already",
+            f"GPT-2's own weights would want {ENOUGH_DISK / GIB:g} GiB; the embedded model is "
+            "here already",
         )
     return Finding(OK, text)
 
 
 def code() -> Finding:
-    """Are the files those of the commit? A changed reference is why tests fail that passed yesterday."""
+    """Are the files those of the commit? A changed reference is why tests fail that passed
+    yesterday."""
     from .. import measure
 
     commit, changed = measure.git_state()
@@ -316,9 +325,11 @@ def examine(name: str, check: Callable[[], Finding]) -> Finding:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(  # and not cli.Parser: it needs PyTorch, which may be what is missing
+    # and not cli.Parser: it needs PyTorch, which may be what is missing
+    parser = argparse.ArgumentParser(
         prog="python -m shared.course.doctor",
-        description="Says whether this machine is ready for the course, and what to do about what is not.",
+        description="Says whether this machine is ready for the course, and what to do about "
+        "what is not.",
         epilog="exit status: 0 ready, 1 something is wrong",
         allow_abbrev=False,
     )

@@ -1,8 +1,9 @@
 """Runs the stages' labs as a reader would, top to bottom: `python -m shared.course.notebooks`.
 
-Each notebook runs in a fresh kernel of this Python, in the folder where it lies. The first error, or a lab that takes longer
-than a reader waits, is a failure. `--write` keeps the outputs in the file, so that a code host shows them, without what would
-change from run to run for no reason (times of execution, versions, the pieces in which a stream arrived).
+Each notebook runs in a fresh kernel of this Python, in the folder where it lies. The first error,
+or a lab that takes longer than a reader waits, is a failure. `--write` keeps the outputs in the
+file, so that a code host shows them, without what would change from run to run for no reason (times
+of execution, versions, the pieces in which a stream arrived).
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ def read(path: Path) -> Any:
         return nbformat.read(path, as_version=4)
     except Exception as error:  # nbformat raises many kinds for a damaged file
         raise UserError(
-            f"{path} is no notebook that can be read ({type(error).__name__}): mend the path or the file."
+            f"{path} is no notebook that can be read ({type(error).__name__}): mend the path or "
+            "the file."
         ) from None
 
 
 def execute(notebook: Any, folder: Path, limit: float, label: str) -> float:
-    """Run all cells of `notebook` in `folder` and put their outputs in it; returns the seconds, the kernel's start among them.
+    """Run all cells of `notebook` in `folder` and put their outputs in it; returns the seconds, the
+    kernel's start among them.
 
-    Raises LabError at the first cell that fails, or when all cells together take longer than `limit` seconds.
+    Raises LabError at the first cell that fails, or when all cells together take longer than
+    `limit` seconds.
     """
     # Only the kernel of this very Python: a machine may have others installed under the same name.
     manager = AsyncKernelManager(
@@ -86,7 +90,8 @@ def execute(notebook: Any, folder: Path, limit: float, label: str) -> float:
                 ) from None
             except DeadKernelError:
                 raise LabError(
-                    f"cell {index} ended the whole process, perhaps for want of memory:\n{cell.source}"
+                    f"cell {index} ended the whole process, perhaps for want of memory:\n"
+                    f"{cell.source}"
                 ) from None
     seconds = time.perf_counter() - started
     if seconds > limit:
@@ -114,7 +119,8 @@ def main(argv: list[str] | None = None) -> int:
         "shared.course.notebooks",
         "Runs the labs of all stages, or the notebooks named, top to bottom.",
         "  python -m shared.course.notebooks\n"
-        "  python -m shared.course.notebooks --write              and keep the outputs in the files\n"
+        "  python -m shared.course.notebooks --write              and keep the outputs in the "
+        "files\n"
         "  python -m shared.course.notebooks stage02_kv_cache/lab.ipynb",
     )
     parser.add_argument(
@@ -126,9 +132,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--write", action="store_true", help="keep the outputs in the files")
     parser.add_argument(
-        "--limit", type=cli.number(0, 86_400, above=True), default=LIMIT, metavar="SECONDS",
+        "--limit",
+        type=cli.number(0, 86_400, above=True),
+        default=LIMIT,
+        metavar="SECONDS",
         help="the longest that one notebook may take; default %(default)s",
-    )  # fmt: skip
+    )
     options = parser.parse_args(argv)
     failed = 0
     for path in options.notebooks or labs():

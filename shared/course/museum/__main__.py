@@ -193,7 +193,8 @@ class _command(cli.Parser):
     """A command's parser: argparse makes it with other arguments than cli.Parser takes."""
 
     def __init__(self, prog: str, **options: str) -> None:
-        argparse.ArgumentParser.__init__(self, prog=prog, allow_abbrev=False, **options)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        argparse.ArgumentParser.__init__(self, prog=prog, allow_abbrev=False, **options)
 
 
 if __name__ == "__main__":
