@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,23 +24,29 @@ from stage03_batching import __main__ as stage
 from stage03_batching.engine import Engine
 
 
+def caller(main: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """call(lines, *options) -> (status, stdout, stderr) with --prompts; a string is one prompt."""
+
+    def call(lines: list[str] | str, *options: str) -> tuple[int, str, str]:
+        file = folder.parent / "prompts.txt"
+        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        prompts = [lines] if isinstance(lines, str) else ["--prompts", str(file)]
+        model = ["--model", str(folder), "--dtype", "float64", "--linear", "plain"]
+        with pytest.raises(SystemExit) as exit:
+            cli.run(main, [*prompts, *model, *options])
+        return (exit.value.code, *capsys.readouterr())  # type: ignore[return-value]
+
+    return call
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("stage03") / "model")
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, folder: Path) -> Any:
-    """call(lines, *options) -> (status, standard output, standard error) of --prompts."""
-
-    def run(lines: list[str], *options: str) -> tuple[int, str, str]:
-        (file := tmp_path / "prompts.txt").write_text("".join(f"{line}\n" for line in lines))
-        arguments = ["--prompts", str(file), "--model", str(folder), "--dtype", "float64"]
-        with pytest.raises(SystemExit) as exit:
-            cli.run(stage.main, [*arguments, *options])
-        return (exit.value.code, *capsys.readouterr())  # type: ignore[return-value]
-
-    return run
+def call(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    return caller(stage.main, folder, capsys)
 
 
 def answers(out: str) -> dict[int, str]:
@@ -50,15 +57,12 @@ def answers(out: str) -> dict[int, str]:
     return {int(number): text.removesuffix("\n\n") for number, text in pairs}
 
 
-def test_every_prompt_is_answered_in_order_as_it_would_be_alone(call, folder, capsys):
+def test_every_prompt_is_answered_in_order_as_it_would_be_alone(call):
     lines = ["hello", "a", "a longer prompt", "hello"]
     status, out, err = call(lines, "--max-tokens", "9")
     assert status == 0 and list(answers(out)) == [1, 2, 3, 4]
-    options = ["--model", str(folder), "--dtype", "float64", "--max-tokens", "9"]
     for line, text in zip(lines, answers(out).values(), strict=True):
-        with pytest.raises(SystemExit):
-            cli.run(stage.main, [line, *options])
-        assert capsys.readouterr().out == text + "\n"
+        assert call(line, "--max-tokens", "9")[1] == text + "\n"
     assert err.startswith("[4 prompts, 36 tokens in 9 steps and ")
     assert "finish reasons: 4 length; model, float64" in err
     # 4 prompts of 15 columns, and 8 passes of 4 rows that end together.

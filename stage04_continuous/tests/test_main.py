@@ -18,26 +18,11 @@ from shared import cli, live
 from shared.course.testing import FIELDS, make_folder
 from shared.tokenizer import ByteTokenizer
 from stage01_forward.params import SamplingParams
-from stage03_batching.tests.test_main import answers
+from stage03_batching.tests.test_main import answers, caller
 from stage04_continuous import __main__ as stage
 from stage04_continuous.make import make
 
 ALONE = ["hello", "a", "a longer prompt", "b", "a longer prompt!"]
-
-
-def caller(main: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """call(lines, *options) -> (status, stdout, stderr) with --prompts; a string is one prompt."""
-
-    def call(lines: list[str] | str, *options: str) -> tuple[int, str, str]:
-        file = folder.parent / "prompts.txt"
-        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        prompts = [lines] if isinstance(lines, str) else ["--prompts", str(file)]
-        model = ["--model", str(folder), "--dtype", "float64", "--linear", "plain"]
-        with pytest.raises(SystemExit) as exit:
-            cli.run(main, [*prompts, *model, *options])
-        return (exit.value.code, *capsys.readouterr())  # type: ignore[return-value]
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import pytest
 
 from shared.course.testing import make_folder
 from stage01_forward.params import SamplingParams
-from stage03_batching.tests.test_main import answers
-from stage04_continuous.tests.test_main import ALONE, caller, check_bad_prompts, check_error, loaded
+from stage03_batching.tests.test_main import answers, caller
+from stage04_continuous.tests.test_main import ALONE, check_bad_prompts, check_error, loaded
 from stage05_paged import __main__ as stage
 from stage05_paged.blockmap import mark
 from stage05_paged.blocks import BlockPool
