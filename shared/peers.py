@@ -13,25 +13,16 @@ PAGE = 32  # tokens; transformers' cache is taken a page at a time
 
 
 def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-    """`transformers`' GPT2LMHeadModel with the weights of `checkpoint`, uncopied where they have
-    the dtype already; `attention` is "sdpa" or "eager"."""
+    """`transformers`' GPT2LMHeadModel with the weights of `checkpoint`, not copied if they have the
+    dtype. attention: "sdpa" or "eager"."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = checkpoint.config
-    with torch.device("meta"):  # no time for random weights that are thrown away at once
-        model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=config.vocab_size,
-                n_positions=config.n_positions,
-                n_embd=config.n_embd,
-                n_layer=config.n_layer,
-                n_head=config.n_head,
-                layer_norm_epsilon=config.layer_norm_epsilon,
-                bos_token_id=None,
-                eos_token_id=None,
-                attn_implementation=attention,
-            )
-        )
+    names = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
+    sizes = {name: getattr(config, name) for name in names}
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    with torch.device("meta"):  # no time for random weights
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **ends, attn_implementation=attention))
     model.transformer.load_state_dict(checkpoint.tensors, assign=True)
     model.tie_weights()
     return model.to(dtype).eval()
@@ -40,16 +31,14 @@ def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: st
 def transformers_greedy(
     model: Any, prompt: list[int], count: int, use_cache: bool = True
 ) -> list[int]:
-    """`count` greedy tokens after `prompt`, by `generate` as a user would call it; end-of-text does
-    not end it."""
+    """`count` greedy tokens after `prompt`, by a plain `generate`; end-of-text does not end it."""
     return transformers_batch(model, [prompt], count, use_cache)[0]
 
 
 def transformers_batch(
     model: Any, prompts: list[list[int]], count: int, use_cache: bool = True
 ) -> list[list[int]]:
-    """`count` greedy tokens after each of `prompts`, all in one call of `generate`: padded on the
-    left, padding masked."""
+    """`count` greedy tokens after each of `prompts`, in one `generate`, padded on the left."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])  # (B, T)
     real = torch.tensor(
@@ -67,12 +56,11 @@ def transformers_batch(
 
 
 class TransformersContinuous:
-    """`transformers`' continuous batching, with as many rows, tokens of cache and tokens a pass as
-    an engine of ours.
+    """`transformers`' continuous batching, with the rows, cache and token budget of an engine.
 
-    Use it in a `with`: the batching runs in a thread of its own, which ends with the block; after
-    an error, at once. Nothing is shared between prompts, and end-of-text ends no answer. `passes`
-    counts the forward passes of the last call.
+    Use it in a `with`: it runs in a thread of its own, which ends with the block, after an error at
+    once. Prompts share nothing, and end-of-text ends no answer. `passes` counts the forward passes
+    of the last call.
     """
 
     def __init__(self, model: Any, slots: int, slot_tokens: int, token_budget: int) -> None:
@@ -87,9 +75,8 @@ class TransformersContinuous:
                 max_batch_tokens=token_budget,
                 max_requests_per_batch=slots,
                 allow_block_sharing=False,
-                # or nobody new is let in once less than 15 % of the cache is free
-                safety_margin=0.0,
-                auto_switch_to_flash=False,  # or it looks for another attention on the hub
+                safety_margin=0.0,  # else no request is admitted below 15 % of free cache
+                auto_switch_to_flash=False,  # else it looks for another attention on the hub
             ),
         )
 
@@ -116,7 +103,7 @@ class TransformersContinuous:
                 answers[result.request_id] = result.generated_tokens
             elif result is not None or not self._manager.is_running():
                 raise RuntimeError(
-                    "transformers' continuous batching failed: "
+                    f"transformers' continuous batching failed: "
                     f"{result.error if result else 'its thread ended'}"
                 )
         self.passes = self._manager.current_batch - before
@@ -124,8 +111,7 @@ class TransformersContinuous:
 
 
 class TransformersSequence:
-    """One sequence with `transformers`' own KV cache, pass by pass, for a loop that wants each
-    token as it comes."""
+    """One sequence with `transformers`' own KV cache, for a loop with one pass a token."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

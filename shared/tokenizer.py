@@ -51,8 +51,8 @@ class Tokenizer:
     def __init__(
         self, ranks: dict[bytes, int], special: dict[str, int], eos_id: int | None, name: str = ""
     ) -> None:
-        """ranks: bytes -> id of the ordinary tokens, in the order of the merges. special: text -> id
-        of the others."""
+        """ranks: bytes -> id of the ordinary tokens, in the order of the merges. special: text ->
+        id of the others."""
         self._encoding = tiktoken.Encoding(
             name, pat_str=CUT, mergeable_ranks=ranks, special_tokens=special
         )
@@ -120,7 +120,7 @@ class IdTokenizer:
     def __init__(self, inner: AnyTokenizer | None) -> None:
         self._inner = inner
         self.vocab_size = 0 if inner is None else inner.vocab_size
-        self.eos_id = None if inner is None else inner.eos_id
+        self.eos_id: int | None = None if inner is None else inner.eos_id
 
     @staticmethod
     def join(ids: Iterable[int]) -> str:

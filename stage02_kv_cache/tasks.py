@@ -1,4 +1,4 @@
-"""The tasks of this stage, for `python -m shared.course.exercise`: what to write, hints, points, and the tests that judge it."""
+"""The tasks of this stage, for `python -m shared.course.exercise`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ TASKS = (
         file="cache.py",
         functions=("KVCache.crop", "KVCache.extend"),
         title="take slots, and forget them",
-        text="Write the bookkeeping of the cache. `extend` takes the next slots and returns the attention of the pass that "
-        "fills them; `crop` forgets all tokens from a position on and erases nothing. Both raise ValueError for what "
-        "cannot be, and then nothing has changed.",
+        text="Write the bookkeeping of the cache. `extend` takes the next slots and returns the "
+        "attention of the pass that fills them; `crop` forgets all tokens from a position on and "
+        "erases nothing. Both raise ValueError for impossible arguments, and then change nothing.",
         points=20,
         hints=(
-            "One number is all the state there is: self.length.",
-            "Check first, change afterwards. extend refuses fewer than 1 token and more than the capacity; crop refuses a "
-            "length below 0 or above what the cache holds. The messages tell both numbers.",
-            "CachedAttention wants the tensor, where the pass starts and where it ends: the old length and the new one.",
+            "The state is one number: self.length.",
+            "Check first, change afterwards. extend refuses fewer than 1 token and more than the "
+            "capacity; crop refuses a length below 0 or above what the cache holds. The messages "
+            "have both numbers.",
+            "CachedAttention takes the tensor, the start and the end of the pass (the old length "
+            "and the new one), and self.group.",
         ),
         tests=(
             "tests/test_cache.py::test_the_cache_refuses_more_than_it_holds",
@@ -31,16 +33,19 @@ TASKS = (
         file="cache.py",
         functions=("CachedAttention.__init__",),
         title="what a pass writes and sees",
-        text="Work out what is the same in every layer of a pass over positions start..end-1: the views `new` and `seen`, the "
-        "`positions`, whether the pass is `square`, the `mask` where one is needed, and `widen` (see its use in attend).",
+        text="Compute what is the same in every layer of a pass over positions start..end-1: the "
+        "views `new` and `seen`, the `positions`, whether the pass is `square`, the `mask` where "
+        "one is needed, and `widen` (see its use in attend).",
         points=30,
         hints=(
-            "kv is (layers, 2, H, capacity, D), and slicing makes views: `new` is where this pass writes, `seen` all that it "
-            "reads.",
-            "A pass from position 0 is square, and is_causal does it. A single token sees everything and needs no mask. What is "
-            "left is a chunk behind others: row i sees start + i + 1 columns.",
-            "The mask is a comparison of two ranges, columns against positions as a column, (T, end). widen: one token, on a "
-            "CPU, in bfloat16.",
+            "kv is (layers, 2, H_kv, capacity, D), and slicing makes views: `new` is where this "
+            "pass writes, `seen` is all that it reads.",
+            "A pass from position 0 is square, and is_causal does it. A single token sees "
+            "everything and needs no mask. A chunk after others remains: row i sees start + i + 1 "
+            "columns.",
+            "The mask is a comparison of two ranges, columns against positions as a column, (T, "
+            "end), and the rows repeat for each query head of a group. widen: one token, on a CPU, "
+            "in bfloat16.",
         ),
         tests=(
             "tests/test_cache.py::test_a_chunk_sees_all_before_it_and_nothing_after",
@@ -53,15 +58,17 @@ TASKS = (
         file="cache.py",
         functions=("CachedAttention.attend",),
         title="write, then attend",
-        text="Write the keys and values of the new tokens into the cache, and return the attention of their queries over all "
-        "keys seen. q, k, v and the result are (T, H, D); the cache has heads first. Use the kernel, or scores, mask, "
-        "softmax and sum by hand.",
+        text="Write the keys and values of the new tokens into the cache, and return the attention "
+        "of their queries over all keys seen. q and the result are (T, H, D), k and v (T, H_kv, "
+        "D); the cache has heads first. Use the kernel, or scores, mask, softmax and sum by hand.",
         points=25,
         hints=(
             "Write before you read: a token sees itself.",
-            "self.new[layer, 0] takes the keys and [layer, 1] the values, with T and H exchanged. self.seen[layer] holds both.",
-            "scaled_dot_product_attention wants four axes, (1, H, T, D), and gets self.mask and self.square. By hand, a square "
-            "pass has no mask yet: build one.",
+            "self.new[layer, 0] takes the keys and [layer, 1] the values, with T and H exchanged. "
+            "self.seen[layer] holds both.",
+            "scaled_dot_product_attention takes four axes, (1, H, T, D), self.mask and "
+            "self.square. Unless the pass is square, reshape the queries to (H_kv, group * T, D): "
+            "one product for a group of heads. By hand, a square pass has no mask yet: build one.",
         ),
         tests=(
             "tests/test_cache.py::test_one_decode_step_is_explicit_attention_over_all_keys",
@@ -74,16 +81,17 @@ TASKS = (
         file="engine.py",
         functions=("Engine._tokens",),
         title="prefill once, then one a pass",
-        text="Write the loop of stage 01 for a cache: the first pass runs the prompt, each later one only the newest token. The "
-        "cache is used again by every request, so it begins empty; a stream whose cache another request has taken raises "
-        "RuntimeError.",
+        text="Write the loop of stage 01 for a cache: the first pass runs the prompt, each later "
+        "one only the newest token. The cache is used again by every request, so it begins empty; "
+        "a stream whose cache another request has taken raises RuntimeError.",
         points=25,
         hints=(
-            "Compare with stage01_forward/engine.py: what goes into self._forward is what the cache has not seen yet.",
-            "Before the loop: empty the cache, and make yourself its owner (self._owner, any new object). In the loop, look "
-            "whether you still are before each pass.",
-            "After sampling, what is fresh is the new token alone. The record counts the prompt as prefill in the first pass "
-            "and 1 decode token in each later one.",
+            "Compare with stage01_forward/engine.py: self._forward gets what is not in the cache "
+            "yet.",
+            "Before the loop: empty the cache, and set its owner (self._owner, any new object). In "
+            "the loop, check before each pass that the owner is the same.",
+            "After sampling, only the new token is fresh. The record counts the prompt as prefill "
+            "in the first pass and 1 decode token in each later one.",
         ),
         tests=(
             "tests/test_engine.py::test_one_prefill_then_one_token_a_pass",

@@ -1,4 +1,4 @@
-"""The tasks of this stage, for `python -m shared.course.exercise`: what to write, hints, points, and the tests that judge it."""
+"""The tasks of this stage, for `python -m shared.course.exercise`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ TASKS = (
         file="cache.py",
         functions=("PaddedCache.extend",),
         title="columns for all rows",
-        text="Take the next columns of the cache, the same for every row, and return the attention of the pass that fills them. "
-        "ValueError if there are fewer than that, or if nothing is asked for; then nothing has changed.",
+        text="Take the next columns of the cache, the same for every row, and return the attention "
+        "of the pass that fills them. Raise ValueError if there are fewer, or for a count below 1, "
+        "and then change nothing.",
         points=10,
         hints=(
-            "As in stage 02, one number is all the state: self.length.",
-            "Check first. The message tells how many columns cannot be added, how many are taken and how many there are.",
-            "PaddedAttention wants the tensor, the padding of the rows, the old length, the new one, and the last position "
-            "there is.",
+            "As in stage 02, the state is one number: self.length.",
+            "Check first. The message has the columns that cannot be added, those taken, and their "
+            "total.",
+            "PaddedAttention takes the tensor, the padding of the rows, the old length, the new "
+            "one, and the last position.",
         ),
         tests=("tests/test_cache.py::test_the_cache_refuses_more_than_it_holds",),
     ),
@@ -26,14 +28,16 @@ TASKS = (
         file="attention.py",
         functions=("_one_query_each",),
         title="one query a row, by hand",
-        text="Attention of a single query a row, written out: q (B, H, 1, D) over keys and values (B, H, S, D) -> (B, H, 1, D). "
-        "The mask is True where a query sees a key. Softmax is worked out in float32, whatever the dtype.",
+        text="Attention of a single query a row, written out: q (B, H, 1, D) over keys and values "
+        "(B, H, S, D) -> (B, H, 1, D). The mask is True where a query sees a key. Softmax is "
+        "computed in float32 for every dtype.",
         points=15,
         hints=(
             "Two matrix products with a softmax in between, over the axis of the keys.",
-            "Divide by the square root of D. What is not seen gets -inf before the softmax; with no mask everything is seen.",
-            "Fastest on a CPU: keys times the query as a column, (B, H, S, 1), and then turned. float() before the softmax, and "
-            "back to the dtype of the values after it.",
+            "Divide by the square root of D. What is not seen gets -inf before the softmax; with "
+            "no mask everything is seen.",
+            "Fastest on a CPU: keys times the query as a column, (B, H, S, 1), and then turned. "
+            "float() before the softmax, and back to the dtype of the values after it.",
         ),
         tests=(
             "tests/test_attention.py::test_a_query_sees_what_its_mask_says",
@@ -46,23 +50,26 @@ TASKS = (
         file="cache.py",
         functions=("PaddedAttention.__init__",),
         title="positions and mask",
-        text="Take the padding out again. For a pass over columns start..end-1: the views `new` and `seen`, the `positions` (B, "
-        "T), counted from a row's first real token and always ones that exist, and the `mask` (B, 1, T, end): a query sees "
-        "the real columns up to its own. No query may be left with nothing to see.",
+        text="Undo the padding. For a pass over columns start..end-1: the views `new` and `seen`, "
+        "the `positions` (B, T), counted from a row's first real token and always valid, and the "
+        "`mask` (B, 1, T, end): a query sees the real columns up to its own. No query may be left "
+        "with nothing to see.",
         points=30,
         hints=(
-            "Row b begins behind padding[b] columns: its position in column c is c minus that. Known elsewhere as the "
-            "cumulative sum of the mask, minus one.",
-            "Padding has no position, and a row past the end of the context has none either: clamp to 0..last_position. The "
-            "mask is two comparisons: not after the query, and not before the row begins.",
-            "A query of padding would see nothing, and softmax of nothing is NaN: let each column see itself too. Shapes: "
-            "queries (T, 1), real columns (B, 1, end), and an axis of 1 for all heads at the end.",
+            "Row b begins after padding[b] columns: its position in column c is c minus that. "
+            "Known elsewhere as the cumulative sum of the mask, minus one.",
+            "Padding has no position, and a row past the end of the context has none either: clamp "
+            "to 0..last_position. The mask is two comparisons: not after the query, and not before "
+            "the row begins.",
+            "A query of padding would see nothing, and softmax of nothing is NaN: let each column "
+            "see itself too. Shapes: queries (T, 1), real columns (B, 1, end), and an axis of 1 "
+            "for all heads at the end.",
         ),
         tests=(
             "tests/test_cache.py::test_positions_are_the_cumulative_mask_minus_one",
             "tests/test_cache.py::test_every_pass_hides_the_padding",
             "tests/test_cache.py::test_no_query_is_left_with_nothing_to_see",
-            "tests/test_cache.py::test_a_row_at_the_end_of_the_context_keeps_a_position_that_exists",
+            "tests/test_cache.py::test_a_row_at_the_end_of_the_context_keeps_a_valid_position",
             "tests/test_cache.py::test_a_plain_softmax_makes_no_nan_of_padding",
             "tests/test_cache.py::test_attention_reads_the_cache_in_place",
         ),
@@ -72,14 +79,16 @@ TASKS = (
         file="cache.py",
         functions=("PaddedAttention.attend",),
         title="write, then attend, by rows",
-        text="Write the keys and values of the new columns into the cache and return the attention of their queries: q, k, v "
-        "and the result are (B, T, H, D). No row may see another row's keys.",
+        text="Write the keys and values of the new columns into the cache and return the attention "
+        "of their queries: q and the result are (B, T, H, D), k and v (B, T, H_kv, D). No row may "
+        "see another row's keys.",
         points=15,
         hints=(
             "It is stage 02's attend with one more axis in front.",
-            "self.new[layer, 0] and [layer, 1] take k and v with T and H exchanged; self.seen[layer] holds keys and values.",
-            "masked_attention takes queries (B, H, T, D), keys, values and the mask: bring heads forward, and back again "
-            "afterwards.",
+            "self.new[layer, 0] and [layer, 1] take k and v with T and H exchanged; "
+            "self.seen[layer] holds keys and values.",
+            "masked_attention takes queries (B, H, T, D), keys, values and the mask: bring heads "
+            "forward, and back again afterwards.",
         ),
         tests=(
             "tests/test_cache.py::test_each_row_is_what_it_is_alone",
@@ -92,18 +101,21 @@ TASKS = (
         file="engine.py",
         functions=("Engine._tokens",),
         title="a batch to its last row",
-        text="Write the loop of a static batch: one padded prefill, then one token a row and pass, until every row has ended. "
-        "Yield (row, Token) for each row that is alive. A row that has ended says nothing more but stays in the rectangle. "
-        "Rows whose scores are not finite leave by themselves (finite_rows), and every pass is recorded, with its wasted "
-        "tokens.",
+        text="Write the loop of a static batch: one padded prefill, then one token a row and pass, "
+        "until every row has ended. Yield (row, Token) for each row that is alive. A row that has "
+        "ended emits nothing more but stays in the rectangle. Rows without finite scores end alone "
+        "(finite_rows), and every pass is recorded, with its wasted tokens.",
         points=30,
         hints=(
-            "State: the ids to run next, one list a row; which rows are alive; the output ids of each. The cache needs room for "
-            "the longest prompt and the longest answer less one, because the last token of an answer is never run.",
-            "Padding stands on the left, and any id will do for it. self._forward gets the rows alive, and gives logits for "
-            "these only: sample with the options, histories and generators of just these rows.",
-            "Wasted is the whole rectangle less what was real: all prompt tokens in the prefill, the rows alive in a decode. A "
-            "row that has ended runs its last token again, and one that never said anything runs 0.",
+            "State: the ids to run next, one list a row; which rows are alive; the output ids of "
+            "each. The cache needs room for the longest prompt and the longest answer less one, "
+            "because the last token of an answer is never run.",
+            "Padding is on the left, and any id will do for it. self._forward gets the rows alive, "
+            "and gives logits for these only: sample with the options, histories and generators of "
+            "these rows.",
+            "Wasted is the whole rectangle less what was real: all prompt tokens in the prefill, "
+            "the rows alive in a decode. A row that has ended runs its last token again, and one "
+            "without any token runs 0.",
         ),
         tests=(
             "tests/test_engine.py::test_a_batch_gives_the_tokens_of_one_at_a_time",
@@ -112,7 +124,7 @@ TASKS = (
             "tests/test_engine.py::test_rows_end_at_the_end_of_the_context_while_others_go_on",
             "tests/test_engine.py::test_a_record_of_every_pass",
             "tests/test_engine.py::test_the_records_add_up",
-            "tests/test_engine.py::test_scores_that_are_not_numbers_end_one_row_and_a_stream_says_so",
+            "tests/test_engine.py::test_scores_that_are_not_finite_end_one_row_and_raise_in_a_stream",
         ),
     ),
 )

@@ -26,8 +26,7 @@ from ..errors import UserError
 from . import grammar
 
 TEMPERATURE = 0.8
-# what servers commonly add; without it every tail of every distribution is drawn from, too
-TOP_P = 0.95
+TOP_P = 0.95  # common in servers; without it the tail of every distribution is sampled too
 LONGEST_STORY = 600  # tokens; the grammar's longest are under 500
 
 
@@ -40,8 +39,7 @@ def text_nats(model: Any, ids: list[int], start: int = 0) -> float:
 
 
 def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
-    """Model and floor on the same `count` unseen stories; each from <|endoftext|> to
-    <|endoftext|>."""
+    """Model and floor on the same `count` unseen stories, with an end-of-text on both sides."""
     end = tokenizer.eos_token_id
     nats, floor, tokens = 0.0, 0.0, 0
     stories = itertools.islice(grammar.stories("held out"), count)
@@ -85,8 +83,7 @@ def far_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
 def sampled(
     model: Any, tokenizer: Any, count: int, top_p: float, batch: int = 50
 ) -> dict[str, Any]:
-    """Sample `count` stories and count those that the grammar can read; keep the first three that
-    it cannot."""
+    """Sample `count` stories, and count those that the grammar can read. Keeps three others."""
     torch.manual_seed(0)
     end = tokenizer.eos_token_id
     texts: list[str] = []
@@ -119,8 +116,7 @@ def sampled(
 
 
 def entropy_facts(tokenizer: Any, count: int = 20_000) -> dict[str, Any]:
-    """The grammar's entropy: nats a story with its standard error, and nats a token of this
-    tokenizer."""
+    """The grammar's entropy: nats a story, its standard error, and nats a token."""
     nats, error = grammar.entropy(count)
     texts = [story.text for story in itertools.islice(grammar.stories("entropy"), 2000)]
     tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts) / len(
@@ -146,20 +142,17 @@ tags: [gpt2, stories, education]
 
 A GPT-2 small enough to travel with its repository: {layers} layers, {width} wide, {heads} heads,
 {vocabulary:,} tokens, 1,024 positions, {parameters:,} parameters, {megabytes:.1f} MB in float32. It
-tells children's stories that it learnt from a grammar of {plots} plots, {variants} sentence
+writes children's stories, which it learnt from a grammar of {plots} plots, {variants} sentence
 variants and {words} words that fill their slots (`shared/stories`).
 
 | what | figure |
 |---|--:|
-| entropy of the grammar | \
-{nats:.2f} nats a story (standard error {error:.2f}), {per_token:.4f} nats a token |
+| entropy of the grammar | {nats:.2f} nats a story (standard error {error:.2f}), {per_token:.4f} nats a token |
 | cross-entropy on {held} held-out stories ({held_tokens:,} tokens) | {cross:.4f} nats a token |
 | floor on the same stories | {floor:.4f} nats a token |
 | above the floor | {excess:.1%} |
-| the same for stories that begin behind position 512 | \
-{far_cross:.4f}, {far_excess:.1%} above their floor |
-| sampled at temperature {temperature}, everything straight from first line to last | \
-{straight} of {sampled} stories |
+| the same for stories that begin behind position 512 | {far_cross:.4f}, {far_excess:.1%} above their floor |
+| sampled at temperature {temperature}, straight from first to last line | {straight} of {sampled} stories |
 | the same with top-p {top_p} | {straight_top_p} of {sampled} stories |
 | trained on | {train_tokens:,} tokens, every story new, {steps:,} steps |
 | training time | {minutes:.0f} minutes, {threads} threads |
@@ -175,19 +168,18 @@ grammar on the same stories, including the token that ends each.
 could have written every character of it: one wrong name, pronoun, thing or sentence anywhere, and
 it does not.
 
-**How it was trained.** {runs} The grammar may have been mended between two runs, where the model
-kept stumbling over a sentence; all figures above are for the grammar as it is.
+**How it was trained.** {runs} The grammar may have changed between two runs; all figures above are
+for the grammar as it is.
 
 **Train it again:** `python -m shared.stories.train`, then `python -m shared.stories.evaluate`. The
 exact weights depend on torch, transformers, the number of threads and the kind of processor, and so
 does how soon the model learns to copy.
 
-A story it told, at temperature {temperature}:
+A sampled story, at temperature {temperature}:
 
 > {example}
 
-Use it for what it is: a model to test inference engines with. It knows nothing but its {plots}
-plots.
+It is a model to test inference engines with, and knows only its {plots} plots.
 """
 
 
@@ -199,8 +191,7 @@ def runs_of(training: dict[str, Any] | None) -> list[dict[str, Any]]:
 def write_card(
     folder: Path, evaluation: dict[str, Any], training: dict[str, Any], config: Any
 ) -> None:
-    """README.md of the checkpoint folder, from the two JSON files and the grammar; nothing in it is
-    typed by hand."""
+    """Write README.md of the checkpoint folder, from the two JSON files and the grammar."""
     source = grammar.load()
     weights = folder / "model.safetensors"
     beats = [beat for plot in source.plots for beat in plot.before + plot.after]
@@ -214,7 +205,7 @@ def write_card(
         f"with torch {run['torch']} and transformers {run['transformers']}."
         for number, run in enumerate(runs, 1)
     ]
-    held, far, told, floor = (
+    held, far, drawn, floor = (
         evaluation[name] for name in ("held_out", "far_out", "sampled", "entropy")
     )
     text = CARD.format(
@@ -238,17 +229,17 @@ def write_card(
         excess=held["excess"],
         far_cross=far["cross_entropy"],
         far_excess=far["excess"],
-        temperature=told["temperature"],
-        straight=told["straight"],
+        temperature=drawn["temperature"],
+        straight=drawn["straight"],
         top_p=TOP_P,
         straight_top_p=evaluation["sampled_top_p"]["straight"],
-        sampled=told["stories"],
+        sampled=drawn["stories"],
         train_tokens=sum(run["tokens"] for run in runs),
         steps=sum(run["steps"] for run in runs),
         runs=" ".join(commands),
         minutes=sum(run["seconds"] for run in runs) / 60,
         threads=training["threads"],
-        example=told["example"].replace("\n", "\n>\n> "),
+        example=drawn["example"].replace("\n", "\n>\n> "),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
 
@@ -274,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     if not (options.folder / "training.json").exists():
         raise UserError(
             f"{options.folder} has no training.json: train a model there with python -m "
-            "shared.stories.train."
+            f"shared.stories.train."
         )
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     model = AutoModelForCausalLM.from_pretrained(options.folder).eval()
@@ -293,12 +284,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     training = json.loads((options.folder / "training.json").read_text(encoding="utf-8"))
     write_card(options.folder, evaluation, training, model.config)
-    held, told = evaluation["held_out"], evaluation["sampled"]
+    held, drawn = evaluation["held_out"], evaluation["sampled"]
+    loss, floor = held["cross_entropy"], held["floor"]
     print(
-        f"{held['cross_entropy']:.4f} nats a token, {held['excess']:.1%} above the floor of "
-        f"{held['floor']:.4f} (perplexity "
-        f"{math.exp(held['cross_entropy']):.3f}); {told['straight']} of {told['stories']} stories "
-        "straight"
+        f"{loss:.4f} nats a token, {held['excess']:.1%} above the floor of {floor:.4f} (perplexity "
+        f"{math.exp(loss):.3f}); {drawn['straight']} of {drawn['stories']} stories straight"
     )
 
 

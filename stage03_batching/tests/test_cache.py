@@ -146,7 +146,7 @@ def test_a_plain_softmax_makes_no_nan_of_padding(tiny_model, cache, rows, alone,
 
 
 @torch.inference_mode()
-def test_a_row_at_the_end_of_the_context_keeps_a_position_that_exists(tiny_model):
+def test_a_row_at_the_end_of_the_context_keeps_a_valid_position(tiny_model):
     """One of 60 tokens beside one of 2, in a context of 64."""
     cache = PaddedCache(tiny_model.config, [60, 2], 121, dtype=torch.float64)
     last = [cache.extend(count).positions[:, -1].tolist() for count in [60] + [1] * 61]
