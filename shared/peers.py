@@ -103,7 +103,7 @@ class TransformersContinuous:
                 answers[result.request_id] = result.generated_tokens
             elif result is not None or not self._manager.is_running():
                 raise RuntimeError(
-                    f"transformers' continuous batching failed: "
+                    "transformers' continuous batching failed: "
                     f"{result.error if result else 'its thread ended'}"
                 )
         self.passes = self._manager.current_batch - before

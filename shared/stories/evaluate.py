@@ -147,12 +147,15 @@ variants and {words} words that fill their slots (`shared/stories`).
 
 | what | figure |
 |---|--:|
-| entropy of the grammar | {nats:.2f} nats a story (standard error {error:.2f}), {per_token:.4f} nats a token |
+| entropy of the grammar | \
+{nats:.2f} nats a story (standard error {error:.2f}), {per_token:.4f} nats a token |
 | cross-entropy on {held} held-out stories ({held_tokens:,} tokens) | {cross:.4f} nats a token |
 | floor on the same stories | {floor:.4f} nats a token |
 | above the floor | {excess:.1%} |
-| the same for stories that begin behind position 512 | {far_cross:.4f}, {far_excess:.1%} above their floor |
-| sampled at temperature {temperature}, straight from first to last line | {straight} of {sampled} stories |
+| the same for stories that begin behind position 512 | \
+{far_cross:.4f}, {far_excess:.1%} above their floor |
+| sampled at temperature {temperature}, straight from first to last line | \
+{straight} of {sampled} stories |
 | the same with top-p {top_p} | {straight_top_p} of {sampled} stories |
 | trained on | {train_tokens:,} tokens, every story new, {steps:,} steps |
 | training time | {minutes:.0f} minutes, {threads} threads |
@@ -265,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
     if not (options.folder / "training.json").exists():
         raise UserError(
             f"{options.folder} has no training.json: train a model there with python -m "
-            f"shared.stories.train."
+            "shared.stories.train."
         )
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     model = AutoModelForCausalLM.from_pretrained(options.folder).eval()

@@ -5,10 +5,9 @@ one place in the middle perhaps an interlude, an ending. Each beat has a few var
 has slots (`{hero}`, `{toy}`); a slot is filled at its first mention and keeps its filling to the
 end of the story. All choices are uniform and independent, so the probability of a story is a
 product of 1/n, and the entropy of the grammar follows without a model: H = E[-ln p(story)]. `read`
-runs the grammar backwards: it finds every derivation of a text. A text with none is not a
-story of this grammar: somewhere a name, a pronoun or a thing went astray. Sampled stories have
-exactly one derivation (tested), so -ln p is the true information in the text, not only an upper
-bound.
+runs the grammar backwards: it finds every derivation of a text. A text with none is not a story of
+this grammar: somewhere a name, a pronoun or a thing went astray. Sampled stories have exactly one
+derivation (tested), so -ln p is the true information in the text, not only an upper bound.
 
 This file is the grammar and nothing else: no tokens, no model. The words are in words.txt,
 synonyms.txt, frame.txt, plots.txt.
@@ -167,7 +166,7 @@ class Grammar:
             if lines.count("~") != 1:
                 raise ValueError(
                     f"plot '{name}' needs exactly one line '~', the place where an interlude may "
-                    f"stand"
+                    "stand"
                 )
             pause = lines.index("~")
             self.plots.append(
@@ -195,7 +194,7 @@ class Grammar:
         text = PRONOUNS[self.gender[word]][slot.form] if slot.form else word
         return capitalise(text) if slot.capital else text
 
-    # ---- writing ----
+    # ---- writing ---------------------------------------------------------------------------------
 
     def sample(self, rng: random.Random) -> Story:
         """One story, drawn with `rng`."""
@@ -237,7 +236,7 @@ class Grammar:
             log_probability,
         )
 
-    # ---- reading ----
+    # ---- reading ---------------------------------------------------------------------------------
 
     def read(self, text: str) -> list[Story]:
         """Every derivation of `text`; an empty list if this grammar cannot have written it."""

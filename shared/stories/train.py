@@ -74,8 +74,8 @@ def train_tokenizer(count: int = 20_000) -> Tokenizer:
     tokenizer.add_special_tokens([END_OF_TEXT])
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise RuntimeError(
-            f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {VOCABULARY}: the grammar "
-            f"has too little text"
+            f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {VOCABULARY}: the "
+            "grammar has too little text"
         )
     return tokenizer
 
@@ -148,7 +148,7 @@ def build_model(width: int, layers: int, heads: int, seed: int) -> GPT2LMHeadMod
         attn_pdrop=0.0,
         bos_token_id=end,
         eos_token_id=end,
-        # GPT-2's GELU as one operator; it is saved under its old name below.
+        # GPT-2's own curve as one operator; saved under its old name below
         activation_function="gelu_pytorch_tanh",
         attn_implementation="sdpa",
     )
@@ -192,7 +192,7 @@ def load_start(folder: Path) -> tuple[GPT2LMHeadModel, Tokenizer, dict]:
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder} is no folder that this command wrote ({error}): give one, or leave --start "
-            f"out."
+            "out."
         ) from None
     vocabulary.pop(END_OF_TEXT)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
@@ -324,7 +324,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.width % options.heads:
         raise UserError(
             f"A width of {options.width} cannot be shared by {options.heads} heads: choose a "
-            f"multiple."
+            "multiple."
         )
     torch.set_num_threads(options.threads)
     facts = train(

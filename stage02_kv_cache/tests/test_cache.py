@@ -126,6 +126,7 @@ def test_the_cache_refuses_more_than_it_holds(cache):
     assert cache.length == 60  # nothing was taken
     with pytest.raises(ValueError, match="cannot crop to 61"):
         cache.crop(61)
+    cache.extend(4)
 
 
 def test_capacity_is_checked_and_memory_is_as_computed(tiny_model):
