@@ -23,7 +23,6 @@ TASKS = (
             "tests/test_text.py::test_overlap",
             "tests/test_text.py::"
             "test_nothing_of_a_stop_string_leaks_and_no_more_is_held_back_than_needed",
-            "tests/test_text.py::test_stop_strings_by_hand",
         ),
     ),
     Task(
