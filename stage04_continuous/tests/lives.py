@@ -45,7 +45,7 @@ def sampling_of(seed: int, count: int) -> Any:
     return replace(DRAWN, max_tokens=count, seed=seed) if seed else greedy(count)
 
 
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "sequences": st.integers(1, 9).map(lambda number: 10 - number),
     "spare": st.integers(0, 20),
     "max_chunk": st.sampled_from((None, 1, 3)),

@@ -138,6 +138,7 @@ def test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees():
             for block in table
         ]
         assert tile.keys.shape == tile.values.shape == (len(tables), 3, 4 * len(tables[0]), 4)
+    assert decodes.mask is not None and chunk.mask is not None
     assert decodes.mask.squeeze().int().tolist() == [[1] * 3 + [0] * 9, [1] * 11 + [0]]
     assert chunk.mask.squeeze().int().tolist() == [[1] * 7 + [0], [1] * 8]
     full = cache.extend([([4, 0], 7, 1), ([13, 1], 7, 1)])

@@ -163,9 +163,16 @@ class PagedLife(Life):
     assert_idle = staticmethod(assert_idle)
 
 
-EVENTS = ("mixed passes", "preempted", "hit_tokens", "recomputed", "swapped_out", "swapped_in")
+EVENTS: tuple[str, ...] = (
+    "mixed passes",
+    "preempted",
+    "hit_tokens",
+    "recomputed",
+    "swapped_out",
+    "swapped_in",
+)
 EVENTS += ("copies", "evicted", "aborted waiting", "aborted running")
-RARE = ("full", "refused", "overtaken", "aborted in the swap pool")
+RARE: tuple[str, ...] = ("full", "refused", "overtaken", "aborted in the swap pool")
 RARE += tuple(
     f"forked {state}, {how} an answer"
     for state in ("waiting", "running")

@@ -354,9 +354,12 @@ def test_costs_are_measured_on_this_runner_and_leave_no_trace(swap_blocks, most,
 
 def test_only_auto_is_measured_and_only_where_there_is_a_choice(monkeypatch):
     measured = []
-    monkeypatch.setattr(
-        module, "measure_cost", lambda *given: measured.append(given) or measure_cost(*given)
-    )
+
+    def spy(*given):
+        measured.append(given)
+        return measure_cost(*given)
+
+    monkeypatch.setattr(module, "measure_cost", spy)
     engine = engine_of(blocks=9, swap_blocks=9, preemption="auto")
     assert len(measured) == 1 and engine.scheduler.cheaper(5) in ("swap", "recompute")
     request = ask(engine, 9, 6)
@@ -369,7 +372,7 @@ def test_only_auto_is_measured_and_only_where_there_is_a_choice(monkeypatch):
 
 
 def test_the_default_pool_holds_eight_whole_contexts_in_half_of_free_memory(monkeypatch):
-    engine = make(the_model(), sanitize=True)
+    engine: Any = make(the_model(), sanitize=True)
     pool = engine.scheduler.pool
     assert (pool.block_size, pool.count, engine.scheduler.max_sequences) == (16, 8 * 64 // 16, 8)
     assert engine.runner.cache.bytes == 8 * 64 * CONFIG.kv_bytes_per_token(torch.float64)

@@ -3,6 +3,8 @@ must name the rule, the block and the sequences."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,26 +50,26 @@ def table(engine, id):
 class Before:
     """What can go wrong between two passes, found before the next: (what, block, sequences)."""
 
-    def two_requests_write_to_one_block(engine):
+    def two_requests_write_to_one_block(engine: Any):
         block = table(engine, "b").blocks[-1] = table(engine, "a").blocks[-1]
         return "it has two writers", block, "a, b"
 
-    def a_shared_block_is_written(engine):
+    def a_shared_block_is_written(engine: Any):
         block = table(engine, "a").blocks[-1]
         table(engine, "b").adopt([block])
         return "written while 2 tables hold it", block, "a, b"
 
-    def a_published_block_is_written(engine):
+    def a_published_block_is_written(engine: Any):
         block = table(engine, "a").blocks[-1]
         engine.scheduler.pool.publish(block, b"as if it were full")
         return "written while its old content can be found", block, "a"
 
-    def a_free_block_is_written_through_a_table(engine):
+    def a_free_block_is_written_through_a_table(engine: Any):
         block = table(engine, "a").blocks[-1]
         engine.scheduler.pool.give_back(block)
         return "written while 0 tables hold it", block, "a"
 
-    def a_block_is_missing(engine):
+    def a_block_is_missing(engine: Any):
         table(engine, "a").blocks.pop()
         return "positions 14 to 14 are beyond the table's 12", None, "a"
 
@@ -75,94 +77,94 @@ class Before:
 class After:
     """What can go wrong during the step, found at its end."""
 
-    def a_block_leaks(engine):
+    def a_block_leaks(engine: Any):
         return "1 references, but 0 tables hold it", engine.scheduler.pool.take(), "none"
 
-    def a_block_is_in_no_list(engine):
+    def a_block_is_in_no_list(engine: Any):
         block = engine.scheduler.pool.free.pop()
         return "in 0 of the lists of free, cached and owned blocks", block, "none"
 
-    def a_block_is_freed_twice(engine):
+    def a_block_is_freed_twice(engine: Any):
         pool = engine.scheduler.pool
         pool.free.append(pool.free[0])
         return "in 2 of the lists of free, cached and owned blocks", pool.free[0], "none"
 
-    def a_block_in_use_is_freed(engine):
+    def a_block_in_use_is_freed(engine: Any):
         block = table(engine, "b").blocks[1]
         engine.scheduler.pool.free.append(block)
         return "in 2 of the lists of free, cached and owned blocks", block, "b"
 
-    def a_block_in_use_is_given_back(engine):
+    def a_block_in_use_is_given_back(engine: Any):
         block = table(engine, "a").blocks[0]
         engine.scheduler.pool.give_back(block)
         return "0 references, but 1 tables hold it", block, "a"
 
-    def a_reference_too_many(engine):
+    def a_reference_too_many(engine: Any):
         block = table(engine, "b").blocks[0]
         engine.scheduler.pool.references[block] += 1
         return "2 references, but 1 tables hold it", block, "b"
 
-    def a_holder_is_not_counted(engine):
+    def a_holder_is_not_counted(engine: Any):
         block = table(engine, "a").blocks[0]
         table(engine, "b").blocks.append(block)
         return "1 references, but 2 tables hold it", block, "a, b"
 
-    def shared_blocks_are_miscounted(engine):
+    def shared_blocks_are_miscounted(engine: Any):
         engine.scheduler.pool.shared += 1
         return "1 blocks are counted as shared", None, "none"
 
-    def a_digest_leads_nowhere(engine):
+    def a_digest_leads_nowhere(engine: Any):
         pool = engine.scheduler.pool
         pool.found[b"stale"] = pool.free[0]
         return "the blocks' digests and the blocks by digest differ", None, "none"
 
-    def a_cached_block_has_no_digest(engine):
+    def a_cached_block_has_no_digest(engine: Any):
         pool = engine.scheduler.pool
         pool.forget(block := next(iter(pool.cached)))
         return "a cached block that cannot be found", block, "none"
 
-    def a_digest_is_stale(engine):
+    def a_digest_is_stale(engine: Any):
         pool, block = engine.scheduler.pool, table(engine, "a").blocks[1]
         pool.forget(block)
         pool.publish(block, b"what it held before")
         return "found under tokens that it does not hold", block, "a"
 
-    def a_published_block_changes(engine):
+    def a_published_block_changes(engine: Any):
         block = table(engine, "b").blocks[1]
         engine.runner.cache.kv[1, 0, 1, block, 2, 3] += 1e-9
         return "changed since it was published", block, "b"
 
-    def a_cached_block_changes(engine):
+    def a_cached_block_changes(engine: Any):
         block = next(iter(engine.scheduler.pool.cached))
         engine.runner.cache.kv[0, 1, 0, block, 0, 0] = 0
         return "changed since it was published", block, "none"
 
-    def a_free_block_is_written(engine):
+    def a_free_block_is_written(engine: Any):
         block = engine.scheduler.pool.free[0]
         engine.runner.cache.kv[2, 1, 1, block, 3, 5] = 0
         return "written while it is free", block, "none"
 
-    def a_request_that_waits_keeps_its_table(engine):
+    def a_request_that_waits_keeps_its_table(engine: Any):
         scheduler, request = engine.scheduler, engine.requests["b"]
         scheduler.running.remove(request)
         scheduler.waiting.append(request)
         request.move(State.WAITING)
         return "held by a request that does not run", table(engine, "b").blocks[0], "b"
 
-    def more_is_computed_than_there_is_room_for(engine):
+    def more_is_computed_than_there_is_room_for(engine: Any):
         engine.requests["a"].computed += 10
         return "25 tokens in 4 blocks", None, "a"
 
-    def a_swap_block_leaks(engine):
+    def a_swap_block_leaks(engine: Any):
         block = engine.scheduler.swap_pool.take()
         return "1 references, but 0 swap tables hold it", block, "none"
 
-    def a_swap_block_in_use_is_given_back(engine):
+    def a_swap_block_in_use_is_given_back(engine: Any):
         block = engine.scheduler.swapped[engine.requests["c"]][1]
         engine.scheduler.swap_pool.give_back(block)
         return "0 references, but 1 swap tables hold it", block, "c"
 
-    def a_request_that_runs_keeps_its_swap_blocks(engine):
+    def a_request_that_runs_keeps_its_swap_blocks(engine: Any):
         engine.scheduler.swapped[engine.requests["a"]] = [engine.scheduler.swap_pool.take()]
         return "swapped out, but not waiting", None, "a"
 
@@ -210,7 +212,7 @@ def test_what_is_still_in_use_at_idle_is_named(aborted, tiny_model, monkeypatch)
     gone = Request([1], greedy(1), id="gone")
     gone.move(State.WAITING)
 
-    def forget(engine):
+    def forget(engine: Any):
         engine.scheduler.swapped[gone] = [engine.scheduler.swap_pool.take()]
         return "1 blocks are owned, and there is no request", None, "none"
 
@@ -226,7 +228,7 @@ def test_a_wrong_digest_is_seen_even_if_its_request_ends_in_that_step(tiny_model
     engine = engine_of(8, 256, tiny_model, 16, 4, 6)
     ask(engine, 5, 1, "last")
 
-    def misname(engine):
+    def misname(engine: Any):
         mine = table(engine, "last")
         mine.digests[0] = b"what another one holds"
         return "found under tokens that it does not hold", mine.blocks[0], "last"
@@ -263,7 +265,7 @@ def test_a_cached_block_is_not_filled_until_it_is_free(tiny_model):
 
 
 def test_without_a_sanitizer_memory_is_left_alone(tiny_model):
-    engine = make(tiny_model, pool=BlockPool(4, 4))
+    engine: Any = make(tiny_model, pool=BlockPool(4, 4))
     ask(engine, 9, 1, "a")
     engine.step()
     assert not any(isinstance(observer, Sanitizer) for observer in engine.observers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,7 +99,8 @@ def test_a_second_model_family_runs_in_every_stage(make):
     prompts = [random_prompt(length, CONFIG, "grouped") for length in (1, 5, 9, 23, 40)]
     params = [replace(DRAWN, max_tokens=16, logprobs=None, seed=seed) for seed in range(3)]
     params += [SamplingParams(max_tokens=40)] * 2
-    want = make_naive(Grouped(repeat=True)).generate(prompts, params)
+    repeated: Any = Grouped(repeat=True)
+    want = make_naive(repeated).generate(prompts, params)
     got = make(Grouped()).generate(prompts, params)
     assert [output.token_ids for output in got] == [output.token_ids for output in want]
     assert [output.finish_reason for output in got] == [output.finish_reason for output in want]
@@ -185,7 +187,8 @@ def test_a_cache_of_another_layout():
 def test_a_cache_with_a_dtype_of_its_own(dtype):
     """Less exact than the weights' float64, and the tokens are nearly always the same."""
     engine = make_paged(the_model(), 4, dtype=dtype)
-    assert engine.runner.cache.kv.dtype == dtype
+    runner: Any = engine.runner
+    assert runner.cache.kv.dtype == dtype
     (output,) = engine.generate([prompt_of(23)], greedy(8))
     assert output.token_ids[:3] == answer(23, 3)
 
@@ -242,7 +245,7 @@ def test_a_runner_in_another_process():
 def test_any_rows_of_a_share_can_be_asked_for(slots):
     """Several of one share, none of another, in passes that begin in the middle of sequences."""
     model, prompts = the_model(), [prompt_of(20), prompt_of(13), prompt_of(17)]
-    tables = [2, 0, 1] if slots else [[3, 1, 7, 8, 0], [2, 9, 6, 4], [11, 5, 12, 10, 13]]
+    tables: Any = [2, 0, 1] if slots else [[3, 1, 7, 8, 0], [2, 9, 6, 4], [11, 5, 12, 10, 13]]
     dtype = torch.float64
     memory = SlotCache(CONFIG, 3, None, dtype) if slots else PagedCache(CONFIG, 14, 4, 0, dtype)
     runner, done = Runner(model, memory), [0, 0, 0]
@@ -276,15 +279,16 @@ def test_a_step_may_propose_several_tokens_and_take_some_back():
             request.drafts = [*right, (right[-1] + 1) % 101] if done and done < 17 else []
         plan: Plan = scheduler.schedule()
         runner.move(plan.moves)
-        best, row = runner.run(*plan.tokens()).argmax(-1).tolist(), 0
+        best: list[int] = runner.run(*plan.tokens()).argmax(-1).tolist()
+        row = 0
         scheduler.advance(plan)
         for work in plan.work:
             request, chosen = work.request, best[row : (row := row + work.rows)]
-            right = 0
-            while right < len(request.drafts) and request.drafts[right] == chosen[right]:
-                right += 1
+            good = 0
+            while good < len(request.drafts) and request.drafts[good] == chosen[good]:
+                good += 1
             request.drafts = []
-            request.output.token_ids += chosen[: right + 1]
+            request.output.token_ids += chosen[: good + 1]
             request.computed = request.verified - 1
             scheduler.tables[request].shrink(request.verified)
             if len(request.output.token_ids) == 20:
