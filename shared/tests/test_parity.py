@@ -1,5 +1,7 @@
-"""Every stage, driven by the same scenarios, gives the tokens of the first: all of them in float64, and in float32 all
-but near ties. A new stage is found by its folder and tested here without a line being added."""
+"""Every stage gives the first one's tokens: all of them in float64, all but near ties in float32.
+
+A new stage is found by its folder, and tested here without a new line.
+"""
 
 from __future__ import annotations
 
@@ -16,80 +18,69 @@ from shared.course.testing import random_checkpoint
 from shared.peers import transformers_greedy
 from shared.tokenizer import load_tokenizer
 
-ENGINES = stages.engines()
-SAMPLING = stages.sampling_params()
+ENGINES, PARAMS = stages.engines(), stages.sampling_params()
 NAMES = [entry.name for entry in parity.scenarios(parity.Config(101, 64, 24, 3, 2))]
+WHOLE = {"tokens": 64, "near_ties": 0, "widest_gap": 0.0}
+later_stages = pytest.mark.parametrize("stage", list(ENGINES)[1:])
 
 
 @pytest.mark.parametrize("scenario", NAMES)
-@pytest.mark.parametrize("stage", list(ENGINES)[1:])
+@later_stages
 def test_every_scenario_in_float64(stage, scenario, tiny_model):
-    found = parity.prove(
-        ENGINES[stage](tiny_model), stages.oracle(tiny_model), SAMPLING, [scenario]
-    )
-    assert found.tokens > 0
-    assert found.near_ties == []
+    oracle = stages.oracle(tiny_model)
+    proof = parity.prove(ENGINES[stage](tiny_model), oracle, PARAMS, [scenario])
+    assert proof.tokens > 0 and proof.near_ties == []
 
 
 @pytest.fixture(scope="module")
 def longer():
     """A model in float64 with room for prompts of 30 tokens and answers of 64."""
-    checkpoint = random_checkpoint(parity.Config(101, 96, 24, 3, 2, name="longer"))
-    return stages.load_model(checkpoint, dtype=torch.float64)
+    config = parity.Config(101, 96, 24, 3, 2, name="longer")
+    return stages.load_model(random_checkpoint(config), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("stage", list(ENGINES)[1:])
+@later_stages
 def test_200_prompts_by_64_tokens_in_float64(stage, longer, prompts):
-    """The oracle makes a pass over all that there is for each token: 12,800 passes. One pass over prompt and answer has in its
-    rows what each of these would say, so 200 passes tell whether every token is the oracle's."""
+    """The oracle would make 12,800 passes, one for each token. The rows of one pass over prompt and
+    answer are the same, so 200 passes show whether every token is the oracle's."""
     many = prompts(longer.config, 200, 30)
-    outputs = ENGINES[stage](longer).generate(many, stages.sampling_params()(max_tokens=64))
+    outputs = ENGINES[stage](longer).generate(many, PARAMS(max_tokens=64))
     assert [output.prompt_ids for output in outputs] == many
     for output in outputs:
-        assert prove_answer(longer, output.prompt_ids, output.token_ids) == {
-            "tokens": 64,
-            "near_ties": 0,
-            "widest_gap": 0.0,
-        }
+        assert prove_answer(longer, output.prompt_ids, output.token_ids) == WHOLE
 
 
-def test_one_pass_over_an_answer_has_what_the_oracle_says_token_by_token(longer, prompts):
-    for output in stages.oracle(longer).generate(
-        prompts(longer.config, 12, 30), stages.sampling_params()(max_tokens=64)
-    ):
-        assert prove_answer(longer, output.prompt_ids, output.token_ids) == {
-            "tokens": 64,
-            "near_ties": 0,
-            "widest_gap": 0.0,
-        }
+def test_one_pass_over_an_answer_proves_the_oracles_tokens(longer, prompts):
+    many = prompts(longer.config, 12, 30)
+    for output in stages.oracle(longer).generate(many, PARAMS(max_tokens=64)):
+        assert prove_answer(longer, output.prompt_ids, output.token_ids) == WHOLE
         wrong = [*output.token_ids[:-1], (output.token_ids[-1] + 1) % 101]
         with pytest.raises(AssertionError, match="below the best"):
             prove_answer(longer, output.prompt_ids, wrong)
 
 
-@pytest.mark.parametrize("stage", list(ENGINES)[1:])
-def test_float32_parts_only_at_near_ties(stage, tiny):
+@later_stages
+def test_float32_differs_only_at_near_ties(stage, tiny):
     model = stages.load_model(tiny, dtype=torch.float32)
-    found = parity.prove(ENGINES[stage](model), stages.oracle(model), SAMPLING)
-    assert found.tokens > 200
-    assert len(found.near_ties) <= found.sequences * 0.05
+    proof = parity.prove(ENGINES[stage](model), stages.oracle(model), PARAMS)
+    assert proof.tokens > 200
+    assert len(proof.near_ties) <= proof.sequences * 0.05
 
 
-@pytest.mark.parametrize("stage", list(ENGINES)[1:])
-def test_records_tell_what_was_run(stage, tiny_model):
+@later_stages
+def test_the_records_count_what_ran(stage, tiny_model):
     engine = ENGINES[stage](tiny_model)
-    outputs = engine.generate([[1, 2, 3], [4, 5]], stages.sampling_params()(max_tokens=5))
+    outputs = engine.generate([[1, 2, 3], [4, 5]], PARAMS(max_tokens=5))
+    decoded = sum(len(output.token_ids) - 1 for output in outputs)
     assert sum(step.prefill_tokens for step in engine.steps) == 5
-    assert sum(step.decode_tokens for step in engine.steps) == sum(
-        len(o.token_ids) - 1 for o in outputs
-    )
+    assert sum(step.decode_tokens for step in engine.steps) == decoded
 
 
-# ---- the ruler itself must be able to say no ------------------------------------------------------------------------
+# ---- the proof must be able to fail -------------------------------------------------------------
 
 
 class Sabotaged:
-    """The oracle's own answers, one token changed: what `prove` must refuse."""
+    """The oracle's own answers, with one token changed."""
 
     def __init__(self, engine, row, at):
         self.engine, self.model, self.row, self.at = engine, engine.model, row, at
@@ -104,84 +95,72 @@ class Sabotaged:
 def test_one_wrong_token_is_refused(tiny_model):
     oracle = stages.oracle(tiny_model)
     with pytest.raises(parity.ParityError, match="many lengths, sequence 3, token 7"):
-        parity.prove(Sabotaged(oracle, 3, 7), oracle, SAMPLING, ["many lengths"])
+        parity.prove(Sabotaged(oracle, 3, 7), oracle, PARAMS, ["many lengths"])
 
 
-def test_a_sequence_that_ends_early_is_refused(tiny_model):
+@pytest.fixture(scope="module")
+def answer(tiny_model):
+    """answer(max_tokens): the oracle's answer to one prompt."""
     oracle = stages.oracle(tiny_model)
-    params = stages.sampling_params()(max_tokens=8, logprobs=parity.LIKELIEST)
-    expected = oracle.generate([[1, 2]], params)
-    short = oracle.generate([[1, 2]], replace(params, max_tokens=7))
+    params = PARAMS(max_tokens=8, logprobs=parity.LIKELIEST)
+    return lambda count: oracle.generate([[1, 2]], replace(params, max_tokens=count))
+
+
+def test_a_sequence_that_ends_early_is_refused(answer):
     with pytest.raises(parity.ParityError, match="token 7"):
-        parity.compare("short", expected, short, torch.float32, parity.Parity())
+        parity.compare("short", answer(8), answer(7), torch.float32, parity.Parity())
 
 
 @pytest.mark.parametrize(
-    "dtype, highest, gap, tie",
+    ("dtype", "highest", "gap", "tie"),
     [
         (torch.float64, 20.0, 1e-12, False),
-        (torch.float32, 20.0, 0.0009, True),
-        (torch.float32, 20.0, 0.0011, False),
+        *((torch.float32, 20.0, 0.0009, True), (torch.float32, 20.0, 0.0011, False)),
         (torch.bfloat16, 31.0, 0.375, True),  # 3 steps of 1/8
         (torch.bfloat16, 16.0, 0.5, False),
         (torch.bfloat16, 15.9, 0.25, False),  # the same in steps of 1/16
-        (torch.bfloat16, -3.0, 0.05, True),
-        (torch.bfloat16, 3.0, 0.0625, False),
-        (torch.float16, 20.0, 0.06, True),
-        (torch.float16, 20.0, 0.0625, False),
+        *((torch.bfloat16, -3.0, 0.05, True), (torch.bfloat16, 3.0, 0.0625, False)),
+        *((torch.float16, 20.0, 0.06, True), (torch.float16, 20.0, 0.0625, False)),
     ],
 )
-def test_a_near_tie_is_counted_and_a_clear_choice_is_not_excused(
-    tiny_model, dtype, highest, gap, tie
-):
-    oracle = stages.oracle(tiny_model)
-    params = stages.sampling_params()(max_tokens=8, logprobs=parity.LIKELIEST)
-    expected, got = oracle.generate([[1, 2]], params), oracle.generate([[1, 2]], params)
+def test_a_near_tie_is_counted_and_a_clear_choice_is_refused(answer, dtype, highest, gap, tie):
+    expected, got, proof = answer(8), answer(8), parity.Parity()
     judged = expected[0].logprobs[4]
     second, third = judged.top[1][0], judged.top[2][0]
     judged.token, judged.highest = -1.0, highest
     judged.top = [(judged.top[0][0], -1.0), (second, -1.0 - gap), (third, -9.0)]
+    unlikely = next(token for token in range(101) if token not in dict(judged.top))
     got[0].token_ids[4] = second
     if tie:
-        found = parity.Parity()
-        parity.compare("tie", expected, got, dtype, found)
-        assert found.near_ties == [
-            {"scenario": "tie", "row": 0, "token": 4, "gap": pytest.approx(gap)}
-        ]
-    else:
+        parity.compare("tie", expected, got, dtype, proof)
+        (counted,) = proof.near_ties
+        assert counted == {"scenario": "tie", "row": 0, "token": 4, "gap": pytest.approx(gap)}
+    for wrong in (third, unlikely) if tie else (second, third, unlikely):
+        got[0].token_ids[4] = wrong
         with pytest.raises(parity.ParityError, match="sequence 0, token 4"):
             parity.compare("tie", expected, got, dtype, parity.Parity())
-    for wrong in (
-        third,
-        next(i for i in range(101) if i not in dict(judged.top)),
-    ):  # a tie of others is no excuse
-        got[0].token_ids[4] = wrong
-        with pytest.raises(parity.ParityError):
-            parity.compare("tie", expected, got, dtype, parity.Parity())
 
 
-# ---- elsewhere: a GPU, and real weights -----------------------------------------------------------------------------
+# ---- elsewhere: a GPU, and real weights ---------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", list(ENGINES))
 def test_every_stage_on_cuda_gives_the_tokens_of_the_cpu(stage, tiny, tiny_model):
     model = stages.load_model(tiny, device="cuda", dtype=torch.float64)
-    found = parity.prove(ENGINES[stage](model), stages.oracle(tiny_model), SAMPLING)
-    assert found.near_ties == []
+    proof = parity.prove(ENGINES[stage](model), stages.oracle(tiny_model), PARAMS)
+    assert proof.near_ties == []
 
 
 @pytest.mark.weights
 @pytest.mark.parametrize("stage", list(ENGINES))
-def test_real_gpt2_says_what_transformers_says(stage):
+def test_real_gpt2_gives_the_tokens_of_transformers(stage):
     from transformers import AutoModelForCausalLM
 
     folder = os.environ["STAIRCASE_GPT2"]
     loaded = checkpoint.load(folder)
     ids = load_tokenizer(loaded.folder).encode("The meaning of life is")
-    model = stages.load_model(loaded, dtype=torch.float64)
-    (output,) = ENGINES[stage](model).generate(
-        [ids], stages.sampling_params()(max_tokens=24, ignore_eos=True)
-    )
+    engine = ENGINES[stage](stages.load_model(loaded, dtype=torch.float64))
+    (output,) = engine.generate([ids], PARAMS(max_tokens=24, ignore_eos=True))
     theirs = AutoModelForCausalLM.from_pretrained(folder).double().eval()
     assert output.token_ids == transformers_greedy(theirs, ids, 24)
