@@ -50,13 +50,13 @@ def cases(values: dict[str, list[Any]]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "value"), cases(BAD))
-def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
+def test_a_bad_value_is_refused_by_name(name, value):
     with pytest.raises(UserError, match=rf"^(A token id in )?{name} .*\.$"):
         SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize(("name", "value"), cases(EDGES))
-def test_the_edges_of_a_range_are_allowed(name: str, value: Any) -> None:
+def test_the_edges_of_a_range_are_allowed(name, value):
     SamplingParams(**{name: value})
 
 
@@ -65,14 +65,14 @@ def test_the_edges_of_a_range_are_allowed(name: str, value: Any) -> None:
     [{"logit_bias": {100: 1.0}}, {"stop_token_ids": (3, 100)}, {"top_k": 101}, {"logprobs": 101}],
     ids=lambda options: next(iter(options)),
 )
-def test_check_vocabulary(options: dict[str, Any]) -> None:
+def test_check_vocabulary(options):
     params = SamplingParams(**options)
     params.check_vocabulary(101)
     with pytest.raises(UserError, match=rf"{next(iter(options))} .* for this model.*\.$"):
         params.check_vocabulary(100)
 
 
-def test_min_tokens_needs_a_token_that_does_not_end_the_text() -> None:
+def test_min_tokens_needs_a_token_that_does_not_end_the_text():
     params = SamplingParams(min_tokens=1, stop_token_ids=(0, 1))
     params.check_vocabulary(5, eos_ids=(2, 3))
     params.check_vocabulary(5, eos_ids=())
@@ -82,7 +82,7 @@ def test_min_tokens_needs_a_token_that_does_not_end_the_text() -> None:
     SamplingParams(stop_token_ids=(0, 1)).check_vocabulary(2)
 
 
-def test_a_checked_object_stays_as_it_was_checked() -> None:
+def test_a_checked_object_stays_as_it_was_checked():
     bias, stops = {1: 2.0}, [3]
     params = SamplingParams(logit_bias=bias, stop_token_ids=stops)  # type: ignore[arg-type]
     bias[1] = math.nan
@@ -91,7 +91,7 @@ def test_a_checked_object_stays_as_it_was_checked() -> None:
     assert hash(params) == hash(SamplingParams(logit_bias={1: 2.0}, stop_token_ids=(3,)))
 
 
-def test_requests_and_outputs_need_no_torch() -> None:
+def test_requests_and_outputs_need_no_torch():
     """Schedulers are built on these modules, and are pure Python."""
     code = "import sys, stage01_forward.generation, stage01_forward.params, shared.records\n"
     code += "sys.exit(bool({'torch', 'numpy', 'tiktoken'} & set(sys.modules)))"

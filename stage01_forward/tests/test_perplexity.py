@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def expected(twin: Any, ids: list[int], stride: int) -> float:
     return sum(losses) / len(losses)
 
 
-def test_one_window_is_the_loss_of_transformers(models: tuple[GPT2, Any]) -> None:
+def test_one_window_is_the_loss_of_transformers(models):
     ours, twin = models
     ids = random_prompt(WINDOW, CONFIG, 1)
     loss = twin(torch.tensor([ids]), labels=torch.tensor([ids])).loss.item()  # in float32
@@ -55,9 +54,7 @@ def test_one_window_is_the_loss_of_transformers(models: tuple[GPT2, Any]) -> Non
 
 @pytest.mark.parametrize("length", [2, WINDOW + 1, WINDOW + 2, 3 * WINDOW - 5])
 @pytest.mark.parametrize("stride", [1, 7, WINDOW - 1, WINDOW, None])
-def test_sliding_windows(
-    models: tuple[GPT2, Any], monkeypatch: pytest.MonkeyPatch, length: int, stride: int | None
-) -> None:
+def test_sliding_windows(models, monkeypatch, length, stride):
     monkeypatch.setattr(module, "ROWS", 5)  # logits in several pieces, the last one short
     ours, twin = models
     ids = random_prompt(length, CONFIG, 2)
@@ -72,12 +69,12 @@ def test_sliding_windows(
     ("ids", "stride", "words"),
     [([5], 1, "1 tokens"), ([1, 2], 0, "from 1 to 24, .* not 0"), ([1, 2], 25, "not 25")],
 )
-def test_refused(models: tuple[GPT2, Any], ids: list[int], stride: int, words: str) -> None:
+def test_refused(models, ids, stride, words):
     with pytest.raises(UserError, match=words):
         perplexity(models[0], ids, stride)
 
 
-def test_prompt_logprobs_are_those_of_every_position(models: tuple[GPT2, Any]) -> None:
+def test_prompt_logprobs_are_those_of_every_position(models):
     ids = random_prompt(9, CONFIG, 4)
     first, *rest = prompt_logprobs(models[0], ids, top=2)
     logprobs = models[1](torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -89,7 +86,7 @@ def test_prompt_logprobs_are_those_of_every_position(models: tuple[GPT2, Any]) -
         assert scores.token == pytest.approx(row[ids[place]], abs=1e-5)
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path, capsys):
     fields = {"vocab_size": 256, "n_positions": 24, "n_embd": 16, "n_layer": 1, "n_head": 2}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     text, latin, short = tmp_path / "text.txt", tmp_path / "latin.txt", tmp_path / "short.txt"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from shared.errors import UserError
 from stage01_forward import fast_sampling, sampling
@@ -25,20 +23,14 @@ SAMPLERS = {"plain": sampling.sample, "fast": fast_sampling.sample}
 both = pytest.mark.parametrize("sample", SAMPLERS.values(), ids=SAMPLERS)
 
 
-def one(
-    sample: Callable[..., Any],
-    logits: Sequence[float] | Tensor,
-    history: History = EMPTY,
-    eos_ids: Sequence[int] = (),
-    **options: Any,
-) -> int:
+def one(sample, logits, history=EMPTY, eos_ids=(), **options):
     """The token that `sample` takes for one row."""
     params = SamplingParams(**options)
     row = torch.as_tensor(logits)[None]
     return int(sample(row, [params], [history], [params.generator()], eos_ids)[0])
 
 
-def plain_token(row: Tensor, params: SamplingParams, history: History, eos_ids: Any) -> int:
+def plain_token(row, params, history, eos_ids):
     """The token that the fast sampler must take: darts at all tokens, until one hits the nucleus."""
     generator = params.generator()
     whole = distribution(row, [replace(params, top_p=1.0)], [history], eos_ids)
@@ -51,10 +43,10 @@ def plain_token(row: Tensor, params: SamplingParams, history: History, eos_ids: 
 
 
 @st.composite
-def rows(draw: Any, vocabulary: int) -> SamplingParams:
+def rows(draw, vocabulary):
     some, ids = st.sampled_from([True, False, False]), st.integers(0, vocabulary - 1)
 
-    def either(off: Any, on: Any) -> Any:
+    def either(off, on):
         return draw(on) if draw(some) else off
 
     return SamplingParams(
@@ -74,7 +66,7 @@ def rows(draw: Any, vocabulary: int) -> SamplingParams:
 
 
 @st.composite
-def batches(draw: Any) -> tuple[Tensor, list[SamplingParams], list[History], tuple[int, ...]]:
+def batches(draw):
     vocabulary = draw(st.sampled_from([4, 63, 64, 65, 200, 1000]))
     params = draw(st.lists(rows(vocabulary), min_size=1, max_size=4))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -90,11 +82,9 @@ def batches(draw: Any) -> tuple[Tensor, list[SamplingParams], list[History], tup
     return torch.from_numpy(logits).to(dtype), params, histories, eos_ids
 
 
-@settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(batches())
-def test_the_fast_sampler_takes_the_tokens_of_the_plain_one(batch: Any) -> None:
+def test_the_fast_sampler_takes_the_tokens_of_the_plain_one(batch):
     logits, params, histories, eos_ids = batch
     before = logits.clone()
     tokens = {
@@ -124,9 +114,7 @@ def test_the_fast_sampler_takes_the_tokens_of_the_plain_one(batch: Any) -> None:
     ],
     ids=str,
 )
-def test_frequencies_follow_the_softmax(
-    sample: Callable[..., Any], options: dict[str, Any]
-) -> None:
+def test_frequencies_follow_the_softmax(sample, options):
     count, vocabulary = 4_000, 100
     params = SamplingParams(**{"temperature": 1.0, **options})
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(5)) * 1.5
@@ -149,52 +137,36 @@ def test_frequencies_follow_the_softmax(
     assert torch.special.gammaincc(*halves) > 0.001  # P(chi-square > statistic)
 
 
-def many() -> tuple[Tensor, list[SamplingParams], list[History]]:
-    """24 rows with 24 different sets of options."""
-    random = np.random.default_rng(2)
-    params = [
-        SamplingParams(
-            temperature=[0.0, 0.7, 1.3][row % 3],
-            top_k=[0, 40][row // 2 % 2],
-            top_p=[1.0, 0.9, 0.2][row % 5 % 3],
-            min_p=[0.0, 0.05][row // 3 % 2],
-            repetition_penalty=[1.0, 1.2][row // 4 % 2],
-            frequency_penalty=[0.0, 0.3][row // 6 % 2],
-            logit_bias={} if row % 4 else {7: 3.0, 8: -100},
-            seed=row,
-            logprobs=[None, 0, 5][row % 3],
-            min_tokens=[0, 50][row // 5 % 2],
-            stop_token_ids=(1, 2),
-        )
-        for row in range(24)
-    ]
-    histories: list[History] = [
-        (random.integers(0, 997, 30).tolist(), random.integers(0, 997, row)) for row in range(24)
-    ]
-    return torch.from_numpy(random.normal(0, 2, (24, 997))), params, histories
+KINDS: list[dict[str, Any]] = [
+    {"logprobs": 3},
+    {"temperature": 0.7, "top_k": 40, "min_p": 0.05, "seed": 1},
+    {"temperature": 1.3, "top_p": 0.2, "seed": 2, "logprobs": 0},
+    {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3, "logprobs": 5},
+    {"frequency_penalty": 0.3, "logit_bias": {7: 3.0, 8: -100}, "min_tokens": 50},
+    {"temperature": 1.0, "seed": 4},
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_alone_and_in_a_batch_the_same(dtype: torch.dtype) -> None:
-    logits, params, histories = many()
-    logits = logits.to(dtype)
+def test_alone_and_in_a_batch_the_same(dtype):
+    random = np.random.default_rng(2)
+    params = [SamplingParams(**{"seed": 0, **options}) for options in KINDS]
+    logits = torch.from_numpy(random.normal(0, 2, (6, 997))).to(dtype)
+    histories = [(random.integers(0, 997, 30), random.integers(0, 997, row)) for row in range(6)]
     shared, alone = ([p.generator() for p in params] for _ in range(2))
     for _ in range(3):  # the generators must advance alike too
         tokens, logprobs = fast_sampling.sample(logits, params, histories, shared, (0,))
-        for row in range(len(params)):
+        for row in range(6):
             own = slice(row, row + 1)
-            token, logprob = fast_sampling.sample(
-                logits[own], params[own], histories[own], alone[own], (0,)
-            )
+            single = logits[own], params[own], histories[own], alone[own]
+            token, logprob = fast_sampling.sample(*single, (0,))
             assert (int(token), logprob[0]) == (int(tokens[row]), logprobs[row])
-        assert all(
-            torch.equal(a.get_state(), b.get_state()) for a, b in zip(shared, alone, strict=True)
-        )
+            assert torch.equal(alone[row].get_state(), shared[row].get_state())
 
 
 @both
-def test_a_seed_repeats_and_another_seed_differs(sample: Callable[..., Any]) -> None:
-    def run(seed: int | None) -> list[int]:
+def test_a_seed_repeats_and_another_seed_differs(sample):
+    def run(seed):
         params = SamplingParams(temperature=1.0, seed=seed)
         generators = [params.generator()] * 8
         return sample(torch.zeros(8, 5000), [params] * 8, [EMPTY] * 8, generators)[0].tolist()
@@ -207,15 +179,13 @@ def test_a_seed_repeats_and_another_seed_differs(sample: Callable[..., Any]) -> 
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_greedy_takes_the_lowest_id_of_a_tie(
-    sample: Callable[..., Any], dtype: torch.dtype
-) -> None:
+def test_greedy_takes_the_lowest_id_of_a_tie(sample, dtype):
     logits = torch.tensor([[1.0, 7.0, 7.0, 7.0], [2.0, 2.0, 2.0, 2.0]], dtype=dtype)
     tokens, logprobs = sample(logits, [SamplingParams()] * 2, [EMPTY] * 2, [None] * 2)
     assert (tokens.tolist(), logprobs) == ([1, 0], [None, None])
 
 
-def test_the_fast_sampler_needs_no_random_number_for_greedy_rows() -> None:
+def test_the_fast_sampler_needs_no_random_number_for_greedy_rows():
     generator = torch.Generator().manual_seed(1)
     state = generator.get_state()
     fast_sampling.sample(torch.zeros(1, 4), [SamplingParams()], [EMPTY], [generator])
@@ -223,16 +193,10 @@ def test_the_fast_sampler_needs_no_random_number_for_greedy_rows() -> None:
 
 
 @both
-def test_no_rows_no_tokens(sample: Callable[..., Any]) -> None:
-    tokens, logprobs = sample(torch.empty(0, 10), [], [], [])
-    assert tokens.shape == (0,) and logprobs == []
-
-
-@both
 @pytest.mark.parametrize(
     "options", [{}, {"presence_penalty": 1.0}, {"temperature": 1.0, "top_k": 1}], ids=str
 )
-def test_float64_is_not_rounded(sample: Callable[..., Any], options: dict[str, Any]) -> None:
+def test_float64_is_not_rounded(sample, options):
     logits = torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64)
     assert one(sample, logits, **options) == 1
 
@@ -249,15 +213,15 @@ def test_float64_is_not_rounded(sample: Callable[..., Any], options: dict[str, A
         ([-math.inf] * 70 + [-3.0, -math.inf, -3.0], {"top_k": 50, "top_p": 0.99}, {70, 72}),
     ],
 )
-def test_what_the_filters_keep(
-    sample: Callable[..., Any], logits: Any, options: dict[str, Any], expected: set[int]
-) -> None:
+def test_what_the_filters_keep(sample, logits, options, expected):
     assert {
         one(sample, logits, temperature=1.0, seed=seed, **options) for seed in range(60)
     } == expected
 
 
 # ---- the options, one at a time, by hand ----
+
+LOW, TWICE = dict.fromkeys(range(4), -100), {"repetition_penalty": 2.0}
 
 
 @both
@@ -267,9 +231,9 @@ def test_what_the_filters_keep(
         ({}, EMPTY, 0),
         ({"logit_bias": {0: -100}}, EMPTY, 1),
         ({"logit_bias": {4: 5.5}}, EMPTY, 4),
-        ({"repetition_penalty": 2.0}, ([0], []), 1),  # 4 / 2 < 3; the prompt counts
-        ({"repetition_penalty": 2.0}, ([], [0]), 1),
-        ({"repetition_penalty": 2.0}, ([0, 0, 0, 0], []), 1),  # once, however often it occurred
+        (TWICE, ([0], []), 1),  # 4 / 2 < 3; the prompt counts
+        (TWICE, ([], [0]), 1),
+        (TWICE, ([0, 0, 0, 0], []), 1),  # once, however often it occurred
         ({"repetition_penalty": 1.2}, ([0, 0, 0, 0], []), 0),
         ({"presence_penalty": 1.5}, ([0], []), 0),  # the prompt does not count
         ({"presence_penalty": 1.5}, ([], [0]), 1),
@@ -283,33 +247,15 @@ def test_what_the_filters_keep(
         ({"min_tokens": 1, "eos_ids": (0, 1)}, EMPTY, 2),
         ({"min_tokens": 1, "eos_ids": (0, 1), "ignore_eos": True}, EMPTY, 2),
         ({"min_tokens": 1, "eos_ids": (0, 1)}, ([], [1]), 0),
-        # 6 / 2 - 2 = 1; the other way round, (6 - 2) / 2 = 2. Both samplers start from 4, + 2.
-        (
-            {"logit_bias": {0: 2, 1: -1.5}, "repetition_penalty": 2.0, "presence_penalty": 2.0},
-            ([], [0]),
-            2,
-        ),
-        (
-            {"logit_bias": {1: 2.5}, "repetition_penalty": 2.0},
-            ([1], []),
-            0,
-        ),  # 5.5 / 2, not 3 / 2 + 2.5
-        ({"repetition_penalty": 2.0, "logit_bias": dict.fromkeys(range(4), -100)}, ([4], []), 4),
-        (
-            {"repetition_penalty": 2.0, "logit_bias": {**dict.fromkeys(range(4), -100), 4: -0.6}},
-            ([4], []),
-            5,
-        ),
+        # 6 / 2 - 2 = 1; the other way round, (6 - 2) / 2 = 2.
+        (TWICE | {"logit_bias": {0: 2, 1: -1.5}, "presence_penalty": 2.0}, ([], [0]), 2),
+        (TWICE | {"logit_bias": {1: 2.5}}, ([1], []), 0),  # 5.5 / 2, not 3 / 2 + 2.5
+        (TWICE | {"logit_bias": LOW}, ([4], []), 4),
+        (TWICE | {"logit_bias": LOW | {4: -0.6}}, ([4], []), 5),  # -0.6 * 2 < -1
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.02])  # at 0.02 all others weigh less than 1e-4
-def test_each_option(
-    sample: Callable[..., Any],
-    options: dict[str, Any],
-    history: History,
-    expected: int,
-    temperature: float,
-) -> None:
+def test_each_option(sample, options, history, expected, temperature):
     logits = [4.0, 3.0, 2.0, 1.0, 0.0, -1.0]
     assert one(sample, logits, history, temperature=temperature, seed=0, **options) == expected
 
@@ -319,9 +265,7 @@ def test_each_option(
 
 @both
 @pytest.mark.parametrize("count", [0, 1, 5, 130])
-def test_logprobs_are_those_of_the_unmodified_logits(
-    sample: Callable[..., Any], count: int
-) -> None:
+def test_logprobs_are_those_of_the_unmodified_logits(sample, count):
     logits = torch.randn(3, 130, generator=torch.Generator().manual_seed(0)) * 4
     logits[:, 100] = logits[:, 20]  # a tie
     params = SamplingParams(temperature=0.5, top_k=3, logit_bias={9: 100.0}, logprobs=count, seed=0)
@@ -340,7 +284,7 @@ def test_logprobs_are_those_of_the_unmodified_logits(
         assert mine.highest == float(logits[row].max())
 
 
-def test_logprobs_of_the_likeliest_when_nearly_all_tie() -> None:
+def test_logprobs_of_the_likeliest_when_nearly_all_tie():
     logits = torch.zeros(1, 1000, dtype=torch.bfloat16)
     logits[0, 500] = 1
     (mine,) = fast_sampling.sample(logits, [SamplingParams(logprobs=4)], [EMPTY], [None])[1]
@@ -354,14 +298,12 @@ def test_logprobs_of_the_likeliest_when_nearly_all_tie() -> None:
 @both
 @pytest.mark.parametrize("bad", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_scores_that_are_not_finite_are_refused(
-    sample: Callable[..., Any], bad: Sequence[float], temperature: float
-) -> None:
+def test_scores_that_are_not_finite_are_refused(sample, bad, temperature):
     with pytest.raises(UserError, match="NaN or infinite"):
         one(sample, bad, temperature=temperature)
 
 
-def test_a_dart_at_either_end_hits_a_token_that_has_weight() -> None:
+def test_a_dart_at_either_end_hits_a_token_that_has_weight():
     cumulative = torch.tensor([[0.0, 0.0, 1.0, 1.0, 3.0, 3.0]], dtype=torch.float64)
     darts = torch.tensor([0.0, 0.99, 1.0, 3.0, 3.1], dtype=torch.float64)
     hits = [int(fast_sampling._first_above(cumulative, dart.view(1, 1))) for dart in darts]
@@ -369,6 +311,8 @@ def test_a_dart_at_either_end_hits_a_token_that_has_weight() -> None:
 
 
 @both
-def test_rows_that_do_not_match_are_a_programming_error(sample: Callable[..., Any]) -> None:
+def test_rows_are_counted(sample):
+    tokens, logprobs = sample(torch.empty(0, 10), [], [], [])
+    assert tokens.shape == (0,) and logprobs == []
     with pytest.raises(ValueError, match="one row each"):
         sample(torch.zeros(2, 5), [SamplingParams()], [EMPTY], [None])
