@@ -1,15 +1,14 @@
-"""Is this machine ready? `python -m shared.course.doctor` says so in a few seconds, and what to do
-about each line that is not.
+"""Checks in seconds whether this machine is ready: `python -m shared.course.doctor`.
 
     ok      as it should be
-    note    works, and is worth knowing
-    WRONG   will not work until it is mended; the next line says how
+    note    works; good to know
+    WRONG   does not work; the next line tells how to fix it
 
-Exit status 0 if nothing is wrong, else 1. It looks at the reference only, never at a student's
-copy: it is green before the first exercise is done. Nothing is changed, and no network is used.
+Exit status 0 if nothing is wrong, else 1. It checks the reference only, never a student's copy, so
+it is green before the first exercise is done. It changes nothing and uses no network.
 
-It has to speak where nothing is installed yet, so this module and `paths` import the standard
-library alone, and each check imports what it looks at.
+It must run where nothing is installed yet: this module and `paths` import the standard library
+alone, and each check imports what it needs.
 """
 
 from __future__ import annotations
@@ -30,26 +29,16 @@ from pathlib import Path
 from ..paths import ROOT
 
 PYTHON = (3, 11)
-OLDEST_TORCH = (2, 11)  # any from here on will do: many need a build of their own, for their GPU
-ENGINE_NEEDS = (
-    "numpy",
-    "torch",
-    "safetensors",
-    "tiktoken",
-    "tqdm",
-    "rich",
-    "psutil",
-)  # imported, not only looked up
+OLDEST_TORCH = (2, 11)  # any newer one works: many machines need another build for their GPU
+# Imported, not only looked up.
+ENGINE_NEEDS = ("numpy", "torch", "safetensors", "tiktoken", "tqdm", "rich", "psutil")
 INSTALL = "python -m pip install -r requirements.txt"
 GIB = 2**30
-LEAST_MEMORY, ENOUGH_MEMORY = (
-    1 * GIB,
-    4 * GIB,
-)  # for the embedded model; for tests and benchmarks with the shape of GPT-2 124M
+LEAST_MEMORY = 1 * GIB  # for the embedded model
+ENOUGH_MEMORY = 4 * GIB  # for tests and benchmarks with the shape of GPT-2 124M
 LEAST_DISK, ENOUGH_DISK = 0.1 * GIB, 1 * GIB
 PROMPT, TOKENS = "Once upon a time", 40
-# Greedy, in float32. At each token the second best is more than 0.01 behind, hundreds of times what
-# rounding can change.
+# Greedy, in float32. The second-best logit is always more than 0.01 behind: hundreds of roundings.
 STORY = (
     " there lived a gentle girl. Her name was Mira, and her home was a village under the cliffs. "
     "Mira was not afraid of wet socks, not even a little. One morning Mira set off for"
@@ -59,7 +48,7 @@ OK, NOTE, WRONG = "ok", "note", "WRONG"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found: OK, NOTE or WRONG, a line on it, and what to do about it."""
+    """The result of a check: OK, NOTE or WRONG, a line about it, and what to do."""
 
     state: str
     text: str
@@ -67,30 +56,26 @@ class Finding:
 
 
 def python() -> Finding:
-    """Is this Python new enough, and is it one of the project's own?"""
+    """Whether this Python is new enough, and whether it is the project's own."""
     version = ".".join(str(part) for part in sys.version_info[:3])
     if sys.version_info[:2] < PYTHON:
         needed = ".".join(str(part) for part in PYTHON)
-        return Finding(
-            WRONG,
-            f"{version} is older than {needed}",
-            f"install Python {needed} or newer, and make .venv anew with it",
-        )
+        remedy = f"install Python {needed} or newer, and make .venv again with it"
+        return Finding(WRONG, f"{version} is older than {needed}", remedy)
     if sys.prefix == sys.base_prefix:
         return Finding(OK, f"{version}, without a virtual environment")
     return Finding(OK, f"{version}, in {Path(sys.prefix).name}")
 
 
 def requirements(text: str) -> dict[str, str]:
-    """The packages of a requirements.txt with the version that each is pinned to."""
+    """The packages of a requirements.txt with their pinned versions."""
     return dict(re.findall(r"^([\w.-]+)==([\w.]+)\s*$", text, re.MULTILINE))
 
 
 def packages(
     pinned: dict[str, str], installed: Callable[[str], str] = importlib.metadata.version
 ) -> Finding:
-    """Is every package there, at the version that was tested? `installed` gives a package's
-    version, or raises."""
+    """Whether every package has its pinned version. installed: gives a version, or raises."""
     missing, others = [], []
     for name, version in pinned.items():
         try:
@@ -107,14 +92,11 @@ def packages(
 
 
 def libraries() -> Finding:
-    """Can what the engine needs be loaded, and is PyTorch new enough?"""
+    """Whether the engine's packages load, and PyTorch is new enough."""
     for name in ENGINE_NEEDS:
         try:
             importlib.import_module(name)
-        except (
-            ImportError,
-            OSError,
-        ) as error:  # OSError: a library of the system's that the package needs is not there
+        except (ImportError, OSError) as error:  # OSError: a system library is missing
             return Finding(WRONG, f"{name} cannot be imported: {error}", INSTALL)
     import torch
 
@@ -124,19 +106,16 @@ def libraries() -> Finding:
 
 
 def threads() -> Finding:
-    """How many threads does PyTorch take, and may it use as many processors?"""
+    """Whether PyTorch uses at most as many threads as it has processors."""
     import torch
 
     from .. import measure
 
-    taken, there = torch.get_num_threads(), min(measure.cpus(), _cpu_quota())
-    if taken > there:
-        return Finding(
-            NOTE,
-            f"{taken} threads on {_count(there)}: they wait for each other",
-            f"set OMP_NUM_THREADS={there}",
-        )
-    return Finding(OK, f"{taken} on {_count(there)}")
+    count, cpus = torch.get_num_threads(), min(measure.cpus(), _cpu_quota())
+    if count > cpus:
+        text = f"{count} threads on {_count(cpus)}: they wait for each other"
+        return Finding(NOTE, text, f"set OMP_NUM_THREADS={cpus}")
+    return Finding(OK, f"{count} on {_count(cpus)}")
 
 
 def _count(cpus: int) -> str:
@@ -144,13 +123,11 @@ def _count(cpus: int) -> str:
 
 
 def _cpu_quota() -> int:
-    """The processors that a container may use at a time, which PyTorch does not ask for."""
+    """The processors that a container may use at a time, which PyTorch ignores."""
     quota, _, period = _cgroup("cpu.max").partition(" ")
-    return (
-        max(1, round(int(quota) / int(period)))
-        if quota.isdigit() and period.isdigit()
-        else sys.maxsize
-    )
+    if not (quota.isdigit() and period.isdigit()):
+        return sys.maxsize
+    return max(1, round(int(quota) / int(period)))
 
 
 def _cgroup(name: str) -> str:
@@ -161,74 +138,55 @@ def _cgroup(name: str) -> str:
 
 
 def memory() -> Finding:
-    """Is there enough memory for the model, and for the tests with larger ones?"""
+    """Whether memory suffices for the embedded model, and for tests with larger ones."""
     import psutil
 
     most = _cgroup("memory.max")
     free = min(psutil.virtual_memory().available, int(most) if most.isdigit() else sys.maxsize)
     text = f"{free / GIB:.1f} GiB free"
     if free < LEAST_MEMORY:
-        return Finding(
-            WRONG, text, f"close other programs: {LEAST_MEMORY / GIB:g} GiB is the least"
-        )
+        least = f"{LEAST_MEMORY / GIB:g} GiB"
+        return Finding(WRONG, text, f"close other programs: {least} is the minimum")
     if free < ENOUGH_MEMORY:
-        remedy = (
-            "close other programs before benchmarks and tests with GPT-2 124M: "
-            f"they want {ENOUGH_MEMORY / GIB:g} GiB"
-        )
+        enough = f"{ENOUGH_MEMORY / GIB:g} GiB"
+        remedy = f"close other programs before benchmarks and tests with GPT-2 124M: {enough}"
         return Finding(NOTE, f"{text}, enough for the lessons", remedy)
     return Finding(OK, text)
 
 
 def disk(root: Path = ROOT) -> Finding:
-    """May the project's folder be written, and is there room?"""
+    """Whether the project's folder can be written, and has room."""
     try:
         with tempfile.TemporaryFile(dir=root):
             pass
     except OSError as error:
-        return Finding(
-            WRONG,
-            f"{root} cannot be written ({error.strerror})",
-            "move the project to a folder of your own",
-        )
+        text = f"{root} cannot be written ({error.strerror})"
+        return Finding(WRONG, text, "move the project to a folder of your own")
     free = shutil.disk_usage(root).free
     text = f"{free / GIB:.1f} GiB free"
     if free < LEAST_DISK:
-        return Finding(
-            WRONG,
-            text,
-            "make room: your copies of the exercises and the results of benchmarks are written "
-            "here",
-        )
+        return Finding(WRONG, text, "make room: exercises and benchmarks write here")
     if free < ENOUGH_DISK:
-        return Finding(
-            NOTE,
-            text,
-            f"GPT-2's own weights would want {ENOUGH_DISK / GIB:g} GiB; the embedded model is "
-            "here already",
-        )
+        enough = f"{ENOUGH_DISK / GIB:g} GiB"
+        return Finding(NOTE, text, f"make {enough} of room for GPT-2's weights, if you want them")
     return Finding(OK, text)
 
 
 def code() -> Finding:
-    """Are the files those of the commit? A changed reference is why tests fail that passed
-    yesterday."""
+    """Whether the files are those of the commit: a changed reference makes tests fail."""
     from .. import measure
 
     commit, changed = measure.git_state()
     if commit is None:
         return Finding(OK, "not a git checkout, so nothing to compare with")
     if changed:
-        return Finding(
-            NOTE,
-            f"some files differ from commit {commit[:7]}",
-            "git status shows which, and git checkout puts them back",
-        )
+        remedy = "git status shows which, and git checkout restores them"
+        return Finding(NOTE, f"some files differ from commit {commit[:7]}", remedy)
     return Finding(OK, f"as in commit {commit[:7]}")
 
 
 def device() -> Finding:
-    """What will compute, and does it?"""
+    """The device that will compute, and whether it does."""
     import torch
 
     from .. import measure
@@ -243,11 +201,11 @@ def device() -> Finding:
         first = str(error).partition("\n")[0]
         remedy = "give every command --device cpu, or install the PyTorch that fits your driver"
         return Finding(WRONG, f"{name} does not compute: {first}", remedy)
-    return Finding(OK, f"{name}, which every command takes unless it is given --device cpu")
+    return Finding(OK, f"{name}, the default of every command; --device cpu for another")
 
 
 def loopback() -> Finding:
-    """Can a program here talk to another one? From stage 06 on they do, over HTTP."""
+    """Whether programs here can talk to each other: from stage 06 on they do, over HTTP."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -255,16 +213,13 @@ def loopback() -> Finding:
         ):
             pass
     except OSError as error:
-        return Finding(
-            WRONG,
-            f"127.0.0.1 does not answer ({error})",
-            "allow connections to 127.0.0.1: stages 06 and 07 need them",
-        )
+        remedy = "allow connections to 127.0.0.1: stages 06 and 07 need them"
+        return Finding(WRONG, f"127.0.0.1 does not answer ({error})", remedy)
     return Finding(OK, "127.0.0.1 answers; no other network is needed")
 
 
 def model() -> Finding:
-    """Does the embedded model say what it must?"""
+    """Whether the embedded model generates the right tokens."""
     from .. import checkpoint
     from ..tokenizer import load_tokenizer
     from . import stages
@@ -272,23 +227,19 @@ def model() -> Finding:
     loaded = checkpoint.load("stories")
     tokenizer = load_tokenizer(loaded.folder)
     engine = stages.oracle(stages.load_model(loaded))
-    output = engine.generate(
-        [tokenizer.encode(PROMPT)], stages.sampling_params()(max_tokens=TOKENS)
-    )[0]
-    said = tokenizer.decode(output.token_ids)
-    if said != STORY:
-        remedy = "git status: put stage01_forward and shared back as they were, or clone again"
-        return Finding(
-            WRONG,
-            f"'{PROMPT}' goes on with '{said[:60]}...' and not with '{STORY[:60]}...'",
-            remedy,
-        )
+    sampling = stages.sampling_params()(max_tokens=TOKENS)
+    (output,) = engine.generate([tokenizer.encode(PROMPT)], sampling)
+    story = tokenizer.decode(output.token_ids)
+    if story != STORY:
+        remedy = "git status: restore stage01_forward and shared, or clone again"
+        text = f"'{PROMPT}' continues with '{story[:60]}...' and not with '{STORY[:60]}...'"
+        return Finding(WRONG, text, remedy)
     first = STORY.partition(".")[0]
     return Finding(OK, f"'{PROMPT}{first}. ...', the right {TOKENS} tokens")
 
 
 def checks() -> dict[str, Callable[[], Finding]]:
-    """All checks by name, in an order in which the first that is wrong explains those after it."""
+    """All checks by name. The first one that is wrong explains those after it."""
     pinned = (ROOT / "requirements.txt").read_text(encoding="utf-8")
     return {
         "python": python,
@@ -305,31 +256,24 @@ def checks() -> dict[str, Callable[[], Finding]]:
 
 
 def examine(name: str, check: Callable[[], Finding]) -> Finding:
-    """Run a check; whatever it raises is what it found."""
+    """Run a check; an error is a finding, too."""
     from ..errors import UserError
 
     try:
         return check()
     except ImportError as error:
-        return Finding(WRONG, f"not looked at: {error}", INSTALL)
-    except UserError as error:  # which says what to do about it
-        return Finding(
-            WRONG, str(error), "git status: put the files back as they were, or clone again"
-        )
-    except Exception as error:  # a doctor must not fall over what it finds
-        return Finding(
-            WRONG,
-            f"{type(error).__name__}: {error}",
-            f"report this, with all lines above: the check '{name}' failed",
-        )
+        return Finding(WRONG, f"not checked: {error}", INSTALL)
+    except UserError as error:
+        return Finding(WRONG, str(error), "git status: restore the files, or clone again")
+    except Exception as error:
+        remedy = f"report this, with all lines above: the check '{name}' failed"
+        return Finding(WRONG, f"{type(error).__name__}: {error}", remedy)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # and not cli.Parser: it needs PyTorch, which may be what is missing
-    parser = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(  # cli.Parser needs PyTorch, which may be missing
         prog="python -m shared.course.doctor",
-        description="Says whether this machine is ready for the course, and what to do about "
-        "what is not.",
+        description="Checks whether this machine is ready for the course, and tells what to fix.",
         epilog="exit status: 0 ready, 1 something is wrong",
         allow_abbrev=False,
     )
@@ -342,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{finding.state:<6} {name:<10} {finding.text}", flush=True)
         if finding.remedy:
             print(f"{'':<17} -> {finding.remedy}", flush=True)
-    wrong = sum(each.state == WRONG for each in found)
+    wrong = sum(finding.state == WRONG for finding in found)
     seconds = time.perf_counter() - started
     verdict = f"Not ready: {wrong} of {len(found)} wrong." if wrong else "Ready."
     print(f"{verdict} ({seconds:.1f} s)")
@@ -350,8 +294,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if hasattr(
-        sys.stdout, "reconfigure"
-    ):  # an error's words must not fail to print where the system's pipes are not UTF-8
+    if hasattr(sys.stdout, "reconfigure"):  # printing must not fail where pipes are not UTF-8
         sys.stdout.reconfigure(errors="replace")
     sys.exit(main())

@@ -1,9 +1,8 @@
 """Runs the stages' labs as a reader would, top to bottom: `python -m shared.course.notebooks`.
 
-Each notebook runs in a fresh kernel of this Python, in the folder where it lies. The first error,
-or a lab that takes longer than a reader waits, is a failure. `--write` keeps the outputs in the
-file, so that a code host shows them, without what would change from run to run for no reason (times
-of execution, versions, the pieces in which a stream arrived).
+Each notebook runs in a new kernel of this Python, in its own folder. A lab fails at its first error
+or when it takes too long. `--write` keeps the outputs in the file, for code hosts to show, without
+what changes from run to run (times of execution, versions, the chunks of a stream).
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from .. import cli, paths
 from ..errors import UserError
 
 LAB = "lab.ipynb"
-LIMIT = 180  # seconds; the labs are made for a minute, and CI machines are slow
+LIMIT = 180  # seconds; a lab takes a minute, and CI machines are slow
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LabError(Exception):
-    """A cell failed or took too long: which one, and why."""
+    """The cell that failed or took too long, and why."""
 
 
 def labs() -> list[Path]:
@@ -43,24 +42,21 @@ def labs() -> list[Path]:
 
 
 def read(path: Path) -> Any:
-    """The notebook at `path`. UserError if it is absent or none."""
+    """The notebook at `path`. Raises UserError if it is missing or invalid."""
     try:
         return nbformat.read(path, as_version=4)
     except Exception as error:  # nbformat raises many kinds for a damaged file
-        raise UserError(
-            f"{path} is no notebook that can be read ({type(error).__name__}): mend the path or "
-            "the file."
-        ) from None
+        problem = f"{path} is not a valid notebook ({type(error).__name__})"
+        raise UserError(f"{problem}: correct the path, or repair the file.") from None
 
 
 def execute(notebook: Any, folder: Path, limit: float, label: str) -> float:
-    """Run all cells of `notebook` in `folder` and put their outputs in it; returns the seconds, the
-    kernel's start among them.
+    """Run all cells of `notebook` in `folder` and put their outputs in it; returns the seconds,
+    including the kernel's start.
 
-    Raises LabError at the first cell that fails, or when all cells together take longer than
-    `limit` seconds.
+    Raises LabError at the first cell that fails, or after `limit` seconds in all.
     """
-    # Only the kernel of this very Python: a machine may have others installed under the same name.
+    # Only the kernel of this Python: a machine may have others installed under the same name.
     manager = AsyncKernelManager(
         kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), transport_encryption="auto"
     )
@@ -81,18 +77,14 @@ def execute(notebook: Any, folder: Path, limit: float, label: str) -> float:
             try:
                 client.execute_cell(cell, index)
             except CellExecutionError as error:
-                raise LabError(
-                    f"cell {index} failed:\n{COLOURS.sub('', str(error)).strip()}"
-                ) from None
+                problem = COLOURS.sub("", str(error)).strip()
+                raise LabError(f"cell {index} failed:\n{problem}") from None
             except CellTimeoutError:
-                raise LabError(
-                    f"cell {index} was still running after the limit of {limit:g} s:\n{cell.source}"
-                ) from None
+                problem = f"was still running after the limit of {limit:g} s"
+                raise LabError(f"cell {index} {problem}:\n{cell.source}") from None
             except DeadKernelError:
-                raise LabError(
-                    f"cell {index} ended the whole process, perhaps for want of memory:\n"
-                    f"{cell.source}"
-                ) from None
+                problem = "ended the whole process, perhaps for lack of memory"
+                raise LabError(f"cell {index} {problem}:\n{cell.source}") from None
     seconds = time.perf_counter() - started
     if seconds > limit:
         raise LabError(f"it took {seconds:.1f} s, and the limit is {limit:g} s")
@@ -100,7 +92,7 @@ def execute(notebook: Any, folder: Path, limit: float, label: str) -> float:
 
 
 def tidy(notebook: Any) -> None:
-    """Take out of `notebook` what changes from run to run or says nothing to a reader."""
+    """Remove from `notebook` what changes from run to run or does not help a reader."""
     notebook.metadata = nbformat.from_dict(
         {
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -119,8 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         "shared.course.notebooks",
         "Runs the labs of all stages, or the notebooks named, top to bottom.",
         "  python -m shared.course.notebooks\n"
-        "  python -m shared.course.notebooks --write              and keep the outputs in the "
-        "files\n"
+        "  python -m shared.course.notebooks --write        keep the outputs in the files\n"
         "  python -m shared.course.notebooks stage02_kv_cache/lab.ipynb",
     )
     parser.add_argument(
@@ -136,17 +127,14 @@ def main(argv: list[str] | None = None) -> int:
         type=cli.number(0, 86_400, above=True),
         default=LIMIT,
         metavar="SECONDS",
-        help="the longest that one notebook may take; default %(default)s",
+        help="most time for one notebook; default %(default)s",
     )
     options = parser.parse_args(argv)
     failed = 0
     for path in options.notebooks or labs():
         path = path.resolve()
-        name = (
-            path.relative_to(paths.ROOT).as_posix()
-            if path.is_relative_to(paths.ROOT)
-            else str(path)
-        )
+        inside = path.is_relative_to(paths.ROOT)
+        name = path.relative_to(paths.ROOT).as_posix() if inside else str(path)
         notebook = read(path)
         try:
             seconds = execute(notebook, path.parent, options.limit, name)
