@@ -154,18 +154,15 @@ COLUMNS: dict[str, Column] = {
 }
 TABLES = tables(
     COLUMNS,
-    {
-        "forward": "dtype | tokens | limit, ms | ours, ms | share of it | transformers, ms "
-        "| over transformers",
-        "attention": "dtype | tokens | scores kept, MB | explicit, ms | fused, ms | gain",
-        "linear": (
-            "forward",
-            "dtype | tokens | layers | plain layers, ms | ours, ms | over plain layers",
-        ),
-        "generation": "model | dtype | ours, tok/s | transformers without cache, tok/s "
-        "| over transformers | same tokens",
-        "profile": operators(),
-    },
+    """
+    forward: dtype | tokens | limit, ms | ours, ms | share of it | transformers, ms
+      | over transformers
+    attention: dtype | tokens | scores kept, MB | explicit, ms | fused, ms | gain
+    linear < forward: dtype | tokens | layers | plain layers, ms | ours, ms | over plain layers
+    generation: model | dtype | ours, tok/s | transformers without cache, tok/s
+      | over transformers | same tokens
+    """,
+    profile=operators(),
 )
 LOG: dict[str, Any] = {"log_x": True, "log_y": True}
 

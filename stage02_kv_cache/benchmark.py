@@ -220,16 +220,19 @@ GROWTH = "model | new tokens | naive, tok/s | cached, tok/s | gain (predicted) |
 PROMPTS = "model | dtype | prompt | naive, ms | cached, ms | gain (predicted) | same tokens"
 DRAW = tables(
     COLUMNS,
-    {
-        "growth": (partial(counted, dtype="float32"), GROWTH),
-        "growth_bfloat16": (partial(counted, dtype="bfloat16"), GROWTH),
-        "prompts": PROMPTS,
-        "null": PROMPTS,
-        "prefill": ("peers", f"dtype | prompt | {PREFILL}"),
-        "decode": (decoding, f"dtype | {DECODE}"),
-        "memory": memory_table,
-        "profile": operators(),
-    },
+    f"""
+    growth: {GROWTH}
+    growth_bfloat16: {GROWTH}
+    prompts: {PROMPTS}
+    null: {PROMPTS}
+    prefill < peers: dtype | prompt | {PREFILL}
+    decode < decoding: dtype | {DECODE}
+    """,
+    growth=partial(counted, dtype="float32"),
+    growth_bfloat16=partial(counted, dtype="bfloat16"),
+    decoding=decoding,
+    memory=memory_table,
+    profile=operators(),
 )
 
 

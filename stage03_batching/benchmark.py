@@ -255,21 +255,19 @@ COLUMNS: dict[str, Column] = {
 SINGLES = "dtype | sequences | one after the other (stage 02), ms | as a batch, ms | gain (predicted) | same tokens"
 DRAW = tables(
     COLUMNS,
-    {
-        "scaling": "dtype | batch | decode, tok/s (limit) | step, ms | bound by | MBU | MFU | cache, MB (formula) | same tokens",
-        "prefill": ("peers", f"dtype | batch | {PREFILL}"),
-        "decode": ("peers", f"dtype | batch | {DECODE} | same tokens as ours"),
-        "win": (
-            lambda results: [row for row in results.groups("single") if row.requests > 1],
-            SINGLES,
-        ),
-        "null": (
-            lambda results: [row for row in results.groups("single") if row.requests == 1],
-            SINGLES,
-        ),
-        "waste": "rows | passes | tokens computed (wasted) | tok/s | over equal rows (predicted) | same tokens",
-        "profile": operators(),
-    },
+    f"""
+    scaling: dtype | batch | decode, tok/s (limit) | step, ms | bound by | MBU | MFU
+      | cache, MB (formula) | same tokens
+    prefill < peers: dtype | batch | {PREFILL}
+    decode < peers: dtype | batch | {DECODE} | same tokens as ours
+    win: {SINGLES}
+    null: {SINGLES}
+    waste: rows | passes | tokens computed (wasted) | tok/s | over equal rows (predicted)
+      | same tokens
+    """,
+    win=lambda results: [row for row in results.groups("single") if row.requests > 1],
+    null=lambda results: [row for row in results.groups("single") if row.requests == 1],
+    profile=operators(),
 )
 
 

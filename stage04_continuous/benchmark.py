@@ -400,32 +400,22 @@ def without(case: str, *names: str) -> Callable[[Results], list[Row]]:
 
 TABLES = tables(
     COLUMNS,
-    {
-        "win": "engine | tok/s | slots in use | passes (predicted) | over stage 03 (predicted) "
-        "| same tokens",
-        "win_seconds": ("win", "dtype | engine | seconds, limit | cache, MB | stage 04 over it"),
-        "null": (
-            without("equal", "transformers"),
-            "dtype | slots | engine | tok/s | seconds, limit | slots in use | passes (predicted) "
-            "| over stage 03 (predicted)",
-        ),
-        "peers": (
-            without("equal", STATIC),
-            "dtype | slots | engine | tok/s | slots in use | passes | stage 04 over it "
-            "| same tokens",
-        ),
-        "lose": (
-            "single",
-            "dtype | engine | tok/s | limit, tok/s | slots in use | cache, MB "
-            "| over stage 02 (predicted) | same tokens",
-        ),
-        "chunking": chunk_rows,
-        "overhead": (
-            lambda results: results.groups("equal"),
-            "dtype | slots | passes with all rows | step p50, ms "
-            "| scheduler, sampling, postprocessing p50, ms | share p50",
-        ),
-    },
+    """
+    win: engine | tok/s | slots in use | passes (predicted) | over stage 03 (predicted)
+      | same tokens
+    win_seconds < win: dtype | engine | seconds, limit | cache, MB | stage 04 over it
+    null: dtype | slots | engine | tok/s | seconds, limit | slots in use | passes (predicted)
+      | over stage 03 (predicted)
+    peers: dtype | slots | engine | tok/s | slots in use | passes | stage 04 over it | same tokens
+    lose < single: dtype | engine | tok/s | limit, tok/s | slots in use | cache, MB
+      | over stage 02 (predicted) | same tokens
+    overhead: dtype | slots | passes with all rows | step p50, ms
+      | scheduler, sampling, postprocessing p50, ms | share p50
+    """,
+    null=without("equal", "transformers"),
+    peers=without("equal", STATIC),
+    chunking=chunk_rows,
+    overhead=lambda results: results.groups("equal"),
 )
 
 

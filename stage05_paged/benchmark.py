@@ -726,51 +726,35 @@ COLUMNS: dict[str, Column] = {
 PAIR = "context | block size | contiguous, ms | paged, ms | paged over contiguous, predicted"
 TABLES = tables(
     COLUMNS,
-    {
-        "capacity": (
-            same_memory,
-            "workload | engine | tok/s | passes (predicted) | over stage 04 (predicted) "
-            "| same tokens",
-        ),
-        "capacity_memory": (
-            same_memory,
-            "workload | engine | most at once | mean while others wait | mean at once "
-            "| preemptions | memory unused | cache, MB | seconds, limit",
-        ),
-        "grid": (
-            lambda results: [win(results).of(name) for name in CELLS],
-            "cache, batches | mean at once | passes (predicted) | tok/s "
-            "| over stage 03 (predicted) | same tokens",
-        ),
-        "grid_alone": alone_and_together,
-        "lose": (
-            "single",
-            "dtype | prompt | answer | engine | tok/s | limit, tok/s | over stage 02 (predicted) "
-            "| same tokens",
-        ),
-        "waste": "memory is taken | unused, scheduler alone | unused, measured in the winning run",
-        "memory": memory_lines,
-        "gather": (
-            few_pairs,
-            "sequences | context | contiguous, ms | paged, ms | paged over contiguous, predicted "
-            "| gathered, MB",
-        ),
-        "gather_all": (
-            "gather",
-            f"dtype | sequences | {PAIR} | gathered, MB | at full bandwidth, ms | same tokens",
-        ),
-        "sizes": f"dtype | sequences | {PAIR} | gathered, MB | at full bandwidth, ms",
-        "prefix": (
-            lambda results: results.rows("prefix"),
-            "model | prefix | TTFT, limit, ms | tokens computed | found in the cache "
-            "| over the first (predicted) | same tokens",
-        ),
-        "preemption": "model | context | recompute, predicted, ms | swap, predicted, ms "
-        "| cheaper (predicted) | recompute with own blocks cached, ms | tokens proved",
-        "crossing": crossings,
-        "parts": parts_lines,
-        "profile": lambda results: operators()(results).split("\n\n")[-1],
-    },
+    f"""
+    capacity < same_memory: workload | engine | tok/s | passes (predicted)
+      | over stage 04 (predicted) | same tokens
+    capacity_memory < same_memory: workload | engine | most at once | mean while others wait
+      | mean at once | preemptions | memory unused | cache, MB | seconds, limit
+    grid: cache, batches | mean at once | passes (predicted) | tok/s | over stage 03 (predicted)
+      | same tokens
+    lose < single: dtype | prompt | answer | engine | tok/s | limit, tok/s
+      | over stage 02 (predicted) | same tokens
+    waste: memory is taken | unused, scheduler alone | unused, measured in the winning run
+    gather < few_pairs: sequences | context | contiguous, ms | paged, ms
+      | paged over contiguous, predicted | gathered, MB
+    gather_all < gather: dtype | sequences | {PAIR} | gathered, MB | at full bandwidth, ms
+      | same tokens
+    sizes: dtype | sequences | {PAIR} | gathered, MB | at full bandwidth, ms
+    prefix: model | prefix | TTFT, limit, ms | tokens computed | found in the cache
+      | over the first (predicted) | same tokens
+    preemption: model | context | recompute, predicted, ms | swap, predicted, ms
+      | cheaper (predicted) | recompute with own blocks cached, ms | tokens proved
+    """,
+    same_memory=same_memory,
+    grid=lambda results: [win(results).of(name) for name in CELLS],
+    grid_alone=alone_and_together,
+    memory=memory_lines,
+    few_pairs=few_pairs,
+    prefix=lambda results: results.rows("prefix"),
+    crossing=crossings,
+    parts=parts_lines,
+    profile=lambda results: operators()(results).split("\n\n")[-1],
 )
 
 

@@ -662,20 +662,20 @@ LATENCIES = (
 )
 TABLES = tables(
     COLUMNS,
-    {
-        HTTP: LOADS,
-        "http_latency": (both(HTTP), LATENCIES),
-        "tokens": token_lines,
-        "passes": passes,
-        NULL: LOADS,
-        "null_latency": (both(NULL), LATENCIES),
-        LOSE: "model | streams | alone, requests/s | server, requests/s | share, predicted | passes "
-        "| loop, us a request | client, us a request",
-        "lose_latency": (
-            both(LOSE),
-            "model | streams | engine | TTFT p50, ms | TTFT p99, ms | same tokens",
-        ),
-    },
+    f"""
+    http: {LOADS}
+    http_latency: {LATENCIES}
+    null: {LOADS}
+    null_latency: {LATENCIES}
+    lose: model | streams | alone, requests/s | server, requests/s | share, predicted | passes
+      | loop, us a request | client, us a request
+    lose_latency: model | streams | engine | TTFT p50, ms | TTFT p99, ms | same tokens
+    """,
+    http_latency=both(HTTP),
+    tokens=token_lines,
+    passes=passes,
+    null_latency=both(NULL),
+    lose_latency=both(LOSE),
 )
 
 

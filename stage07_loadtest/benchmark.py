@@ -551,31 +551,22 @@ COLUMNS: dict[str, Column] = {
 LATENCIES = " | ".join(f"{name} p{n}, ms" for name in NAMES for n in (50, 95))
 TABLES = tables(
     COLUMNS,
-    {
-        "load": (
-            closed,
-            "server | workload | users | requests | success | tok/s | limit, tok/s "
-            "| over sequential | goodput, req/s",
-        ),
-        "load_latency": (closed, f"server | workload | users | {LATENCIES} | client CPU"),
-        "open": (
-            opened,
-            "arrivals | of capacity | tok/s | TTFT p95, ms | E2E p95, ms | goodput, req/s",
-        ),
-        "open_latency": (
-            opened,
-            "arrivals | of capacity | requests | success | offered, req/s | answered, req/s "
-            "| TTFT p50, ms | TPOT p50, ms | E2E p50, ms",
-        ),
-        "dtype": (
-            dtypes,
-            "server | dtype | users | success | tok/s | limit, tok/s | TTFT p50, ms "
-            "| TPOT p50, ms | E2E p50, ms",
-        ),
-        "trust": trust,
-        "split": partial(steps, name="short"),
-        "split_mixed": partial(steps, name="mixed"),
-    },
+    f"""
+    load < closed: server | workload | users | requests | success | tok/s | limit, tok/s
+      | over sequential | goodput, req/s
+    load_latency < closed: server | workload | users | {LATENCIES} | client CPU
+    open < opened: arrivals | of capacity | tok/s | TTFT p95, ms | E2E p95, ms | goodput, req/s
+    open_latency < opened: arrivals | of capacity | requests | success | offered, req/s
+      | answered, req/s | TTFT p50, ms | TPOT p50, ms | E2E p50, ms
+    dtype < dtypes: server | dtype | users | success | tok/s | limit, tok/s | TTFT p50, ms
+      | TPOT p50, ms | E2E p50, ms
+    """,
+    closed=closed,
+    opened=opened,
+    dtypes=dtypes,
+    trust=trust,
+    split=partial(steps, name="short"),
+    split_mixed=partial(steps, name="mixed"),
 )
 
 

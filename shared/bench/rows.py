@@ -210,33 +210,33 @@ def table(
 Draw = Callable[[Results], str]
 
 
-def tables(columns: Mapping[str, Column], declared: Mapping[str, Any]) -> dict[str, Draw]:
-    """Tables by name. Each is declared as a header, which draws the case of the same name; as a pair
-    of case, or function from results to rows, and header; or as a function from results to markdown
-    or to rows that are mappings from headings to cells.
-    With the column "engine" a group gets a line for each of its variants."""
+def tables(columns: Mapping[str, Column], declared: str, **sources: Any) -> dict[str, Draw]:
+    """Tables by name, one a line: "name < source: heading | heading". The source, by default of the
+    name, is a case, or one of `sources`: a function from results to rows. A line that begins with |
+    continues the one before. With the column "engine" a group gets a line for each variant.
+
+    Sources without headings give markdown, or mappings from headings to cells.
+    """
     known = COLUMNS | dict(columns)
 
-    def draw(choose: str | Callable[[Results], Iterable[Any]], header: str) -> Draw:
+    def draw(source: Any, header: str) -> Draw:
         def markdown(results: Results) -> str:
-            if not isinstance(choose, str):
-                return table(choose(results), header, known)
-            each = results.rows if "engine" in header.split(" | ") else results.groups
-            return table(each(choose), header, known)
+            if callable(source):
+                found = source(results)
+            else:
+                each = results.rows if "engine" in header.split(" | ") else results.groups
+                found = each(source)
+            return found if isinstance(found, str) else table(found, header, known if header else {})
 
         return markdown
 
-    def drawn(how: Callable[[Results], Any]) -> Draw:
-        def markdown(results: Results) -> str:
-            found = how(results)
-            return found if isinstance(found, str) else table(found)
-
-        return markdown
-
-    return {
-        name: drawn(how) if callable(how) else draw(*((name, how) if isinstance(how, str) else how))
-        for name, how in declared.items()
-    }
+    drawn, used = {}, set()
+    for line in re.sub(r"\n\s*\|", " |", declared).strip().splitlines():
+        name, header = line.strip().split(": ", 1)
+        name, _, source = name.partition(" < ")
+        used.add(source or name)
+        drawn[name] = draw(sources.get(source or name, source or name), header)
+    return drawn | {name: draw(how, "") for name, how in sources.items() if name not in used}
 
 
 def gain(over: str, predicted: Callable[[Row], float] | None = None) -> Callable[[Row], str]:

@@ -286,7 +286,12 @@ WORKLOAD = (
     "model | dtype | requests | prompt tokens | answer tokens | memory, whole contexts | rounds"
 )
 TABLES = tables(
-    COLUMNS, {"workload": (lambda results: results.groups("steps"), WORKLOAD), "steps": STEPS}
+    COLUMNS,
+    f"""
+    workload: {WORKLOAD}
+    steps: {STEPS}
+    """,
+    workload=lambda results: results.groups("steps"),
 )
 
 

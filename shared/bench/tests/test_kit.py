@@ -38,7 +38,7 @@ BENCHMARK = Benchmark(
     PLAN,
     replace(PLAN, dtypes=("float32",)),
     cases(Case(speed)),
-    rows.tables(COLUMNS, {"speed": "engine | tok/s | gain (predicted) | same tokens"}),
+    rows.tables(COLUMNS, "speed: engine | tok/s | gain (predicted) | same tokens"),
     {},
     lambda results: f"{len(results.groups('speed'))} groups",
 )
@@ -189,6 +189,30 @@ def test_cells_are_keys_formats_attributes_and_functions() -> None:
     )
     assert rows.table([{"rate": 7}], "a", columns) == "| a |\n|--:|\n| 7.0 |"
     assert rows.table([], "a | b", columns) == "| a | b |\n|---|---|"
+
+
+def test_tables_are_declared_by_name_source_and_headings() -> None:
+    drawn = rows.tables(
+        {"b": "a"},
+        """
+        one: model | dtype
+        two < one: model
+          | b
+        three < chosen: b
+        """,
+        chosen=lambda results: [{"a": 1}, {"a": 2}],
+        four=lambda results: [{"x": 1, "y": "z"}],
+        five=lambda results: "text",
+    )
+    one = [{"model": "tiny", "dtype": "float32", "a": 7}]
+    about = {"configuration": {}, "limits": vars(LIMITS), "results": {"one": one}}
+    assert {name: draw(rows.Results(about)) for name, draw in drawn.items()} == {
+        "one": "| model | dtype |\n|---|---|\n| tiny | float32 |",
+        "two": "| model | b |\n|---|--:|\n| tiny | 7 |",
+        "three": "| b |\n|--:|\n| 1 |\n| 2 |",
+        "four": "| x | y |\n|--:|---|\n| 1 | z |",
+        "five": "text",
+    }
 
 
 def test_lengths_are_packed_and_percentiles_are_measured_values() -> None:
