@@ -180,12 +180,6 @@ def test_columns_not_yet_taken_are_never_read(tiny_model, cache, rows, alone):
 
 
 @torch.inference_mode()
-def test_the_token_that_stands_for_padding_does_not_matter(tiny_model, cache, rows, alone):
-    padded = rectangle(rows).masked_fill(~REAL, 77)
-    assert_each_as_alone(through_cache(tiny_model, cache, padded), alone)
-
-
-@torch.inference_mode()
 def test_nothing_passes_from_row_to_row(tiny_model, cache, rows, alone):
     """NaN in all of one row, padding included, stays there."""
     tokens = rectangle(rows)
