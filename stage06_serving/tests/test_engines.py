@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import httpx2
-import openai
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -410,37 +409,21 @@ def test_options_for_blocks_are_refused(tiny_folder, kind, option):
 def test_a_server_with_it(house, wait_idle, tiny_folder, kind):
     """A crowd gets the tokens of stage 01; samples, an echo, and the page's frames work too."""
     oracle = parity.naive(str(tiny_folder))
-    requests = parity.requests(300, 14, 60)
     options = ("--dtype", "float64", "--kv-memory", str(8 * CONTEXT), "--max-sequences", "6")
     running = house("--model", str(tiny_folder), "--engine", kind, *options, "--no-sanitize")
     rows = 1 if kind in ALONE else 4  # contexts
     start = running.stderr()
     assert f"\n  engine  {kind}\n" in start and f" in {rows} blocks of 256 tokens" in start
-    answers = parity.crowd(running.url, "tiny", requests)
-    prompt, url = [5, 6, 7, 8], f"{running.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-        samples: Any = client.completions.create(
-            model="tiny",
-            prompt=prompt,
-            n=3,
-            seed=40,
-            max_tokens=10,
-            echo=True,
-            logprobs=1,
-            extra_body={"return_token_ids": True},
-        )
+    requests, prompt = parity.requests(300, 14, 60), [5, 6, 7, 8]
+    answers = parity.assert_parity(oracle, running.url, "tiny", requests)
+    scored = {"echo": True, "logprobs": 1}
+    samples = parity.assert_samples(oracle, running.url, "tiny", prompt, **scored).choices
+    first = samples[0].logprobs.token_logprobs
+    assert all(each.logprobs.token_logprobs[:4] == [None, *first[1:4]] for each in samples)
     numbers = wait_idle(running.url)
     with httpx2.stream("GET", f"{running.url}/live", timeout=60, trust_env=False) as live:
         frame = json.loads(next(each for each in live.iter_lines() if each).removeprefix("data: "))
-    for (tokens, reason), (ids, fields) in zip(answers, requests, strict=True):
-        expected = parity.alone(oracle, ids, fields)
-        assert (tokens, reason) == (expected.token_ids, expected.finish_reason), fields
-    first = samples.choices[0].logprobs.token_logprobs
-    for number, choice in enumerate(samples.choices):
-        fields = {"temperature": 1, "seed": 40 + number, "max_tokens": 10}
-        assert choice.token_ids == parity.alone(oracle, prompt, fields).token_ids
-        assert choice.logprobs.token_logprobs[:4] == [None, *first[1:4]]
-    generated = [tokens for tokens, _ in answers] + [each.token_ids for each in samples.choices]
+    generated = [tokens for tokens, _ in answers] + [each.token_ids for each in samples]
     assert numbers["vllm:generation_tokens_total"] == sum(map(len, generated))
     prompts = sum(len(ids) for ids, _ in requests) + 3 * len(prompt)
     assert numbers["vllm:prompt_tokens_total"] == prompts
