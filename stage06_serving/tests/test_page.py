@@ -48,10 +48,8 @@ PACE = "0.01"  # seconds more for each pass of a model that is as small as this 
 OWNED, SHARED, CACHED, FREE = range(4)  # in the text below the map
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-needs_browser = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER),
-    reason="chromium or its chromedriver is missing (Debian: chromium, chromium-driver)",
-)
+MISSING = "chromium or its chromedriver is missing (Debian: chromium, chromium-driver)"
+needs_browser = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +113,11 @@ class Page:
     def run(self, script: str) -> Any:
         return self.browser.execute_script(script)
 
-    def until(self, holds: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-        deadline = time.monotonic() + seconds
-        while not (found := holds()):
-            status = self["status"].text
-            assert time.monotonic() < deadline, f"not in time: {what}; the status is {status!r}"
+    def until(self, holds: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < deadline, f"not in time: {what}; {self['status'].text!r}"
             time.sleep(0.02)
-        return found
 
     def link(self, words: str) -> None:
         self.until(lambda: self["link"].text == words, f"the connection is {words!r}")
@@ -144,15 +140,14 @@ class Page:
         self.until(ended, "the answer is done")
 
     def begun(self) -> None:
-        self.until(lambda: self.texts() and self.texts()[0], "the answer has begun")
+        self.until(lambda: any(self.texts()[:1]), "the answer has begun")
 
     def stopped(self) -> None:
         self.until(lambda: self["status"].text == "Stopped.", "it has stopped")
 
     def texts(self) -> list[str]:
-        return self.run(
-            "return [...document.querySelectorAll('.answer')].map(each => each.textContent)"
-        )
+        answers = "[...document.querySelectorAll('.answer')]"
+        return self.run(f"return {answers}.map(answer => answer.textContent)")
 
     def blocks(self) -> list[int]:
         """The counts below the map: blocks of one sequence, shared, cached, free."""
@@ -162,10 +157,10 @@ class Page:
     def picture(self, name: str) -> str:
         return self.run(f"return document.getElementById('{name}').toDataURL()")
 
-    def media(self, name: str = "", value: str = "") -> None:
-        """Emulate a media feature, or none."""
-        features = [{"name": name, "value": value}] if name else []
-        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    def media(self, **features: str) -> None:
+        """Emulate media features, such as prefers_color_scheme="dark"."""
+        pairs = [{"name": name.replace("_", "-"), "value": features[name]} for name in features]
+        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": pairs})
 
     def errors(self) -> list[str]:
         log = self.browser.get_log("browser")
@@ -386,7 +381,7 @@ def test_a_phone_needs_no_horizontal_scrolling(page: Page) -> None:
 @needs_browser
 def test_colours_follow_the_scheme(page: Page) -> None:
     def scheme(name: str) -> tuple[str, str]:
-        page.media("prefers-color-scheme", name)
+        page.media(prefers_color_scheme=name)
         colour = page.run("return getComputedStyle(document.body).backgroundColor")
         return colour, page.picture("map")
 
@@ -398,7 +393,7 @@ def test_colours_follow_the_scheme(page: Page) -> None:
 @needs_browser
 def test_reduced_motion_means_no_animation(page: Page) -> None:
     """A picture now and then, and none in the browser's animation frames."""
-    page.media("prefers-reduced-motion", "reduce")
+    page.media(prefers_reduced_motion="reduce")
     before = page.picture("timeline")
     page.run("window.requestAnimationFrame = () => { window.animated = true; }")
     page.ask(max_tokens="60")
