@@ -19,10 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from shared import cli, paths
-from shared.checkpoint import Config, random_tensors
 from shared.course import stages
 from shared.course.testing import FIELDS, make_folder
 from shared.errors import UserError
@@ -66,9 +64,7 @@ def refuses(result: tuple[int, str, str], words: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "ids", "ids without a tokenizer"])
-def test_stages_say_the_same_and_count_it(
-    run: Run, folder: Path, tmp_path: Path, kind: str
-) -> None:
+def test_stages_say_the_same_and_count_it(run, folder, tmp_path, kind):
     ids, model = list(b"hello"), folder
     if kind == "ids without a tokenizer":
         model = make_folder(tmp_path / "model")
@@ -91,9 +87,7 @@ def test_stages_say_the_same_and_count_it(
 
 
 @pytest.mark.parametrize("arguments", [["--temperature", "1"], ["--random-weights"]])
-def test_a_seed_repeats_and_another_does_not(
-    run: Run, folder: Path, tmp_path: Path, arguments: list[str]
-) -> None:
+def test_a_seed_repeats_and_another_does_not(run, folder, tmp_path, arguments):
     if arguments == ["--random-weights"]:
         (folder := tmp_path).joinpath("config.json").write_text(json.dumps(FIELDS))
     main, model = MAINS["stage02_kv_cache"], ("hello", "--model", str(folder), "--max-tokens", "20")
@@ -101,20 +95,20 @@ def test_a_seed_repeats_and_another_does_not(
     assert one[0] == 0 and one[1] == again[1] != other[1]
 
 
-def test_a_long_answer_stops_where_the_context_ends(run: Run, folder: Path) -> None:
+def test_a_long_answer_stops_where_the_context_ends(run, folder):
     model = ("hello", "--model", str(folder), "--max-tokens", "1000000")
     status, _, err = run(MAINS["stage02_kv_cache"], *model)
     assert status == 0 and "[43 tokens" in err and "finish reason length" in err
 
 
-def test_help_shows_every_option_with_an_example(run: Run) -> None:
+def test_help_shows_every_option_with_an_example(run):
     for name, main in MAINS.items():
         status, out, _ = run(main, "--help")
         assert status == 0 and set(re.findall(r"--[a-z-]+", out)) >= OPTIONS
         assert f'python -m {name} "Once upon a time"' in out
 
 
-def test_defaults_are_greedy_and_float32() -> None:
+def test_defaults_are_greedy_and_float32():
     options = cli.generation_parser("a_stage", "About.").parse_args([])
     fields = {"max_tokens": 400, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
     assert cli.sampling_fields(options) == fields
@@ -123,7 +117,7 @@ def test_defaults_are_greedy_and_float32() -> None:
     assert (options.threads, options.prompt_ids) == (None, None)
 
 
-def test_threads_are_set(run: Run, folder: Path) -> None:
+def test_threads_are_set(run, folder):
     before = torch.get_num_threads()
     try:
         arguments = ("--model", str(folder), "--max-tokens", "2", "--threads", "3")
@@ -133,7 +127,7 @@ def test_threads_are_set(run: Run, folder: Path) -> None:
         torch.set_num_threads(before)
 
 
-def test_text_shows_whole_characters_and_no_end_of_text(folder: Path) -> None:
+def test_text_shows_whole_characters_and_no_end_of_text(folder):
     parser = cli.generation_parser("a_stage", "About.")
     loaded = cli.load_model_from(parser.parse_args(["--model", str(folder)]), stages.load_model)
     ids = [*"aé".encode(), *"€".encode()[:2], 256]
@@ -162,9 +156,7 @@ def prompt_from(monkeypatch: pytest.MonkeyPatch, data: bytes, argument: str | No
         (b"not read", "half \ud83d a pair", "half ? a pair"),
     ],
 )
-def test_prompt_from_argument_or_standard_input(
-    monkeypatch: pytest.MonkeyPatch, data: bytes, argument: str | None, prompt: str
-) -> None:
+def test_prompt_from_argument_or_standard_input(monkeypatch, data, argument, prompt):
     assert prompt_from(monkeypatch, data, argument) == prompt
 
 
@@ -179,14 +171,12 @@ def test_prompt_from_argument_or_standard_input(
         (b"", "a" * (cli.MOST_PROMPT_BYTES + 1), "256 KiB"),
     ],
 )
-def test_prompt_refused(
-    monkeypatch: pytest.MonkeyPatch, data: bytes, argument: str | None, words: str
-) -> None:
+def test_prompt_refused(monkeypatch, data, argument, words):
     with pytest.raises(UserError, match=words):
         prompt_from(monkeypatch, data, argument)
 
 
-def test_without_a_prompt_a_terminal_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_prompt_a_terminal_is_not_read(monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     with pytest.raises(UserError, match="no prompt"):
         cli.read_prompt(argparse.Namespace(prompt=None))
@@ -198,18 +188,14 @@ def test_without_a_prompt_a_terminal_is_not_read(monkeypatch: pytest.MonkeyPatch
 # ---- what is refused ----
 
 
-# Checked by parsers, which all stages share, and by the engines, each of which must refuse.
-BAD_OPTIONS = {
+BAD_OPTIONS = {  # the parser is the same for all stages
     "--max-tokens -3": "--max-tokens.*'-3'.*from 1 to 1000000",
     "--max-tokens 0": "--max-tokens",
-    f"--max-tokens {'9' * 30}": "--max-tokens",
     "--max-tokens 1.5": "--max-tokens",
     "--temperature -1": "--temperature.*'-1'.*from 0 to 2",
     "--temperature nan": "--temperature",
-    "--temperature 1e300": "--temperature",
     "--top-k -1": "--top-k",
     "--top-p 0": "--top-p.*above 0 to 1",
-    "--top-p nan": "--top-p",
     "--top-p 1.01": "--top-p",
     "--threads 0": "--threads",
     "--threads 1000000000": "--threads",
@@ -229,7 +215,7 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize("options", BAD_OPTIONS)
-def test_bad_options(run: Run, folder: Path, options: str) -> None:
+def test_bad_options(run, folder, options):
     arguments = ("hello", "--model", str(folder), *options.split())
     refuses(run(MAINS["stage01_forward"], *arguments), f"(?i){BAD_OPTIONS[options]}")
 
@@ -245,47 +231,29 @@ def test_bad_options(run: Run, folder: Path, options: str) -> None:
         (["hello", "--tempo", "1"], "unrecognized arguments: --tempo.*--help"),
     ],
 )
-def test_every_stage_refuses(
-    run: Run, folder: Path, name: str, arguments: list[str], words: str
-) -> None:
+def test_every_stage_refuses(run, folder, name, arguments, words):
     refuses(run(MAINS[name], *arguments, "--model", str(folder)), f"(?i){words}")
 
 
-BROKEN = {
-    "truncated": "model.safetensors.*truncated",
-    "misshapen": r"ln_f.bias.*17.*16",
-    "pickle": "pytorch_model.bin.*convert",
-    "no model.safetensors": "model.safetensors.*--random-weights",
-    "no config.json": "config.json",
-    "no vocab.json": "vocab.json is missing",
-    "no vocab.json merges.txt": "vocab.json is missing.*--prompt-ids",
-}
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("model.safetensors", "model.safetensors.*--random-weights"),
+        ("config.json", "config.json is missing"),
+        ("vocab.json", "vocab.json is missing"),
+        ("vocab.json merges.txt", "vocab.json is missing.*--prompt-ids"),
+    ],
+)
+def test_incomplete_folders(run, tmp_path, missing, words):
+    broken = make_folder(tmp_path / "broken")
+    for name in missing.split():
+        (broken / name).unlink()
+    refuses(run(MAINS["stage01_forward"], "hello", "--model", str(broken)), words)
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_broken_folders(run: Run, tmp_path: Path, how: str) -> None:
-    weights = (broken := make_folder(tmp_path / "broken")) / "model.safetensors"
-    if how == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif how == "misshapen":
-        tensors = random_tensors(Config.from_dict(FIELDS))
-        save_file(tensors | {"ln_f.bias": torch.zeros(17)}, weights)
-    elif how == "pickle":
-        weights.rename(broken / "pytorch_model.bin")
-    else:
-        for name in how.split()[1:]:
-            (broken / name).unlink()
-    refuses(run(MAINS["stage01_forward"], "hello", "--model", str(broken)), BROKEN[how])
-
-
-def test_vocabulary_and_model_that_disagree(run: Run, tmp_path: Path) -> None:
-    model = ("--model", str(make_folder(tmp_path / "m", 302)))
-    refuses(run(MAINS["stage01_forward"], "hello", *model), "302.*300")
-
-
-def test_a_name_that_is_no_model(run: Run, tmp_path: Path) -> None:
-    names = {"no-such-model": "no-such-model.*stories, gpt2", str(tmp_path / "missing"): "missing"}
-    for name, words in names.items():
+def test_vocabularies_that_disagree_and_unknown_names(run, tmp_path):
+    too_large, unknown = str(make_folder(tmp_path / "m", 302)), "no-such-model.*stories, gpt2"
+    for name, words in {too_large: "302.*300", "no-such-model": unknown}.items():
         refuses(run(MAINS["stage01_forward"], "hello", "--model", name), words)
 
 
@@ -293,14 +261,14 @@ def test_a_name_that_is_no_model(run: Run, tmp_path: Path) -> None:
     ("name", "present"),
     [("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available())],
 )
-def test_a_device_that_is_absent(run: Run, folder: Path, name: str, present: bool) -> None:
+def test_a_device_that_is_absent(run, folder, name, present):
     if present:
         pytest.skip(f"there is {name}")
     model = ("--model", str(folder), "--device", name)
     refuses(run(MAINS["stage01_forward"], "hello", *model), f"{name}.*--device cpu")
 
 
-def test_apple_gpus_have_no_float64() -> None:
+def test_apple_gpus_have_no_float64():
     with pytest.raises(UserError, match="float64"):
         cli.choose_dtype("float64", torch.device("mps"))
 
@@ -308,7 +276,7 @@ def test_apple_gpus_have_no_float64() -> None:
 # ---- how a program ends ----
 
 
-def test_a_model_that_no_memory_can_hold(run: Run, tmp_path: Path) -> None:
+def test_a_model_that_no_memory_can_hold(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"n_positions": 10**12}))
     model = ("--model", str(tmp_path), "--random-weights")
     refuses(run(MAINS["stage01_forward"], "hello", *model), "memory is not enough")
@@ -324,7 +292,7 @@ def test_a_model_that_no_memory_can_hold(run: Run, tmp_path: Path) -> None:
         (RuntimeError("DefaultCPUAllocator: you tried to allocate 9 bytes."), 2, "error: The mem"),
     ],
 )
-def test_exit_status(run: Run, raised: BaseException, status: int, words: str) -> None:
+def test_exit_status(run, raised, status, words):
     def main(_: list[str] | None) -> None:
         raise raised
 
@@ -332,7 +300,7 @@ def test_exit_status(run: Run, raised: BaseException, status: int, words: str) -
     assert code == status and err.startswith(words)
 
 
-def test_a_bug_keeps_its_traceback_and_a_status_is_passed_on(run: Run) -> None:
+def test_a_bug_keeps_its_traceback_and_a_status_is_passed_on(run):
     assert run(lambda _: 1)[0] == 1
     assert run(lambda _: None)[0] == 0
     with pytest.raises(ZeroDivisionError):
@@ -343,7 +311,7 @@ def test_a_bug_keeps_its_traceback_and_a_status_is_passed_on(run: Run) -> None:
         cli.run(lambda _: open("no such file"))  # type: ignore[arg-type, return-value]  # noqa: SIM115
 
 
-def test_real_processes(folder: Path, interruptible: None) -> None:
+def test_real_processes(folder, interruptible):
     """Pipes, encodings, signals. All at once, because each process takes seconds to start."""
     hub = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", **hub}
@@ -355,7 +323,7 @@ def test_real_processes(folder: Path, interruptible: None) -> None:
 
         def start(stage: str, *arguments: str) -> subprocess.Popen[bytes]:
             command = [sys.executable, "-m", stage, *arguments]
-            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+            pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
             return stack.enter_context(
                 subprocess.Popen(command, cwd=paths.ROOT, env=environment, **pipes)
             )
