@@ -85,7 +85,7 @@ TASKS = (
             "tests/test_scheduler.py::test_decodes_go_first_and_prompts_share_the_rest",
             "tests/test_scheduler.py::test_a_decode_overtakes_a_prompt_that_was_admitted_before_it",
             "tests/test_scheduler.py::"
-            "test_without_chunks_a_prompt_runs_whole_and_nobody_overtakes_it",
+            "test_without_chunks_a_prompt_runs_whole_and_none_overtakes_it",
             "tests/test_scheduler.py::"
             "test_the_lowest_free_slot_is_taken_and_a_freed_one_is_filled_in_the_next_pass",
             "tests/test_scheduler.py::"

@@ -1,5 +1,5 @@
-"""The contract of an engine that packs its requests into one pass a step, with add, abort, step, fail,
-generate, stream and run.
+"""The contract of an engine that packs its requests into one pass a step, with add, abort, step,
+fail, generate, stream and run.
 
 A stage subclasses EngineContract in its own tests and defines `engine`, which makes its engine, and
 `spoil`, which breaks a request's memory; nothing is edited here.
@@ -110,7 +110,7 @@ class EngineContract(StepContract):
         assert_answered(*requests)
 
     def test_a_mixed_pass_is_one_pass(self, passes):
-        """A prompt that arrives while others decode runs beside them, and they do not wait for it."""
+        """A prompt that arrives while others decode runs beside them, and they do not wait."""
         engine = self.engine(4, 16)
         for length in (3, 4, 5):
             ask(engine, length, 20)
@@ -289,7 +289,7 @@ class EngineContract(StepContract):
 
     @pytest.mark.parametrize("when", [1, 2, 3, 6], ids=["chunk", "chunk 2", "prompt", "decode"])
     def test_nan_stays_with_its_request_and_goes_with_it(self, when):
-        """The request alone ends with "error", and the next owner of its memory never meets the NaN."""
+        """The request alone ends with "error"; the next owner of its memory never meets the NaN."""
         engine = self.engine(3, 32, max_chunk=10, **self.unshared, **self.tight)
         sick, *healthy = (ask(engine, length, 20) for length in (26, 9, 17, 4, 30))
         for _ in range(when):

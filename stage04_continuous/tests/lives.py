@@ -1,4 +1,4 @@
-"""Random lives of a real engine: calls in any order, every plan checked, every answer the naive one's.
+"""Random lives of a real engine: calls in any order, plans checked, answers the naive engine's.
 
 A stage subclasses Life, defines `make`, and adds rules for what only its engine can do.
 """

@@ -1,4 +1,4 @@
-"""What every test of an engine compares with: the naive engine's answers on a model of random weights.
+"""What tests of engines compare with: the naive engine's answers, on a model of random weights.
 
 In float64, where tokens must be equal and their log-probabilities nearly so.
 """
@@ -89,8 +89,8 @@ def finish(engine: Any) -> list[Any]:
 
 
 def assert_answered(*requests: Request, given: int = 0, aborted: bool = False) -> None:
-    """Each request has the naive engine's answer, or its beginning if it may be `aborted`. The first
-    `given` tokens of the answer are those of the request it was forked from."""
+    """Each request has the naive engine's answer, or its beginning if it may be `aborted`. The
+    first `given` tokens of the answer are those of the request it was forked from."""
     for request in requests:
         output, beginning = request.output, request.output.token_ids[:given]
         rest = replace(request.sampling, max_tokens=request.sampling.max_tokens - given)

@@ -40,7 +40,7 @@ class SlotLife(Life):
     @precondition(lambda self: self.scheduler.running and self.scheduler.chunked)
     @rule(pick=st.integers(0, 3))
     def recompute(self, pick):
-        """Catches: a request that has an answer taken for a decode, although nothing is computed."""
+        """Catches: a request with an answer taken for a decode, although nothing is computed."""
         request = self.scheduler.running[pick % len(self.scheduler.running)]
         request.computed = 0
         self.seen["recomputed with an answer"] += bool(request.output.token_ids)

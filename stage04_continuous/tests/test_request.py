@@ -1,4 +1,4 @@
-"""A request: the states it may go through, and what is left to compute, which follows from one number alone."""
+"""A request: its states, and what is left to compute, which follows from one number alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_a_new_request_has_nothing_and_is_nowhere():
 
 
 def test_remaining_is_what_there_is_less_what_is_computed():
-    """Catches: prefill inferred from "has it an answer yet?". With an answer and nothing computed, all of it remains."""
+    """Catches: prefill inferred from having no answer. With an answer and nothing computed, all
+    of it remains."""
     request = answered([1, 2, 3, 4], [5, 6])
     for computed in range(7):
         request.computed = computed

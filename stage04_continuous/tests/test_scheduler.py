@@ -1,4 +1,4 @@
-"""The scheduler: its decisions one by one. Random lives of it, in an engine, are in test_contract.py."""
+"""The scheduler: its decisions one by one. Random lives of it are in test_contract.py."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_decode_overtakes_a_prompt_that_was_admitted_before_it():
     assert step(scheduler) == [("short", 1, 1, 1, True), ("long", 0, 3, 3, False)]
 
 
-def test_without_chunks_a_prompt_runs_whole_and_nobody_overtakes_it():
+def test_without_chunks_a_prompt_runs_whole_and_none_overtakes_it():
     scheduler = Scheduler(max_sequences=4, token_budget=10, chunked=False)
     first = ask(scheduler, 6, "a")
     ask(scheduler, 10, "big")

@@ -65,7 +65,8 @@ class Quick(list):
     def refuse(self, *_):
         raise AssertionError("this walks along the list")
 
-    __contains__ = __iter__ = index = count = remove = insert = sort = reverse = refuse  # type: ignore[assignment]
+    __contains__ = __iter__ = index = count = refuse  # type: ignore[assignment]
+    remove = insert = sort = reverse = refuse  # type: ignore[assignment]
 
     def pop(self, index=-1):
         assert index == -1, "this moves all that come behind"

@@ -41,7 +41,7 @@ class Sequences:
         return self.past[sequence].shape[2]
 
     def share(self, sequence, count):
-        """What `extend` needs to know: (blocks, start, count), with new blocks as they are needed."""
+        """What `extend` needs: (blocks, start, count), with new blocks as they are needed."""
         table = self.tables[sequence]
         while len(table) * self.size < self.length(sequence) + count:
             table.append(self.free.pop())
@@ -49,7 +49,8 @@ class Sequences:
         return table, self.length(sequence), count
 
     def compute(self, *parts, atol=1e-12):
-        """One pass over `parts`, each (sequence, count), held against explicit attention of each sequence alone."""
+        """One pass over `parts`, each (sequence, count), compared with explicit attention of each
+        sequence alone."""
         shares = [self.share(*part) for part in parts]
         attention = self.cache.extend(shares)
         tokens = sum(count for _, count in parts)
@@ -117,8 +118,8 @@ def test_grouping_rules(starts_and_counts, sizes):
 
 
 def test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees():
-    """Shares come in any order; `order` brings those together that attend together. Gathered are the
-    blocks of the longest of a run; a shorter table is padded with its own first block."""
+    """Shares come in any order; `order` brings those together that attend together. Gathered are
+    the blocks of the longest of a run; a shorter table is padded with its own first block."""
     cache = PagedCache(CONFIG, 20, 4)
     attention = cache.extend(
         [([7, 3], 0, 6), ([5, 11, 1, 8], 6, 2), ([4, 0, 6], 10, 1), ([9, 2], 0, 6), ([13], 2, 1)]
@@ -187,7 +188,7 @@ def test_a_gather_goes_in_tiles_of_so_many_bytes(tile_bytes, shapes, monkeypatch
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_packing_is_explicit_attention_of_each_sequence(size, data):
-    """Passes of random shares, in any order, of sequences whose blocks lie among blocks full of NaN."""
+    """Passes of random shares, in any order, of sequences among blocks full of NaN."""
     count = data.draw(st.integers(1, 5))
     sequences = Sequences(size, count, 200, seed=data.draw(st.integers(0, 999)))
     with pytest.MonkeyPatch.context() as patch:
@@ -222,7 +223,8 @@ def test_several_heads_of_queries_share_one_of_keys_and_values(group, tile):
 @pytest.mark.parametrize("broken", [0, 1], ids=["the short one", "the long one"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_neighbours_nan_does_not_come_through(first, broken, tile):
-    """They attend in one call, and the shorter one's table goes on with something that its mask hides: never the neighbour's."""
+    """They attend in one call. The shorter table is padded with a block that its mask hides: never
+    the neighbour's."""
     sequences = Sequences(4, 2, 64)
     sequences.compute((0, 5), (1, 30))
     order = [first, 1 - first]
@@ -356,7 +358,7 @@ def test_moves_that_clash_do_not_go_together(moves, sizes):
     wanted = [Move(*each) for each in moves]
     found = batches(wanted)
     assert [len(batch) for _, batch in found] == sizes
-    assert [each for _, batch in found for each in batch] == wanted
+    assert [move for _, batch in found for move in batch] == wanted
     assert all({each.kind for each in batch} == {kind} for kind, batch in found)
 
 

@@ -41,7 +41,7 @@ class TestPaged(EngineContract):
 
 
 class PagedLife(Life):
-    """Pool, tables, prefix cache, swapping and forks, in memory for hardly more than one request."""
+    """Prefix cache, swapping, samples and forks, in memory for hardly more than one request."""
 
     @initialize(
         size=st.sampled_from((2, 3, 4, 1, 16)),

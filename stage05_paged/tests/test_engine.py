@@ -1,4 +1,4 @@
-"""The engine on blocks: what its records say of memory; what is found, shared, copied and taken away.
+"""The engine on blocks: records of memory; what is found, shared, copied and taken away.
 
 What every engine must do is in test_contract.py.
 """
@@ -157,7 +157,7 @@ def test_salts_keep_tenants_apart():
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_blocks_of_an_errored_request_are_not_found_again(size):
-    """Position 30 is NaN in the weights for a while: a request that gets there ends with an error."""
+    """Position 30 is NaN in the weights for a while: a request that gets there fails."""
     engine, weights = engine_of(blocks=96 // size, size=size), the_model().wpe.weight
     beside = ask(engine, 8, 20)
     engine.step()

@@ -1,8 +1,7 @@
-"""The small steps that every token pays for, timed: `python -m pytest -m micro`. A default run leaves them out.
+"""The small steps that every token pays for, timed: `python -m pytest -m micro`.
 
-They are for whoever changes one of them, to see before and after on one machine; the README says how two runs are compared. The
-figures of the reports are the benchmarks'. All steps are those of a decode pass in the middle of its work: ROWS sequences with
-CONTEXT tokens each. None of them changes what the next round of its own finds.
+To compare two states of the code on one machine; the README describes how. All steps are those of a
+decode pass in the middle of its work: ROWS sequences with CONTEXT tokens each, unchanged by it.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def model() -> GPT2:
 
 @pytest.fixture
 def attention() -> PagedAttention:
-    """A pass of one new token for each row, whose blocks lie as far apart as in a pool that has been in use."""
+    """A pass of one new token for each row; blocks lie apart, as in a pool that has been in use."""
     cache = PagedCache(CONFIG, BLOCKS, BLOCK)
     cache.kv.normal_(generator=torch.Generator().manual_seed(0))
     return cache.extend([(list(range(row, BLOCKS, ROWS)), CONTEXT, 1) for row in range(ROWS)])
@@ -112,7 +111,7 @@ def test_schedule(benchmark: Any, scheduler: Scheduler) -> None:
 
 
 def test_block_pool(benchmark: Any) -> None:
-    """A table takes its blocks and gives them back, in a pool that is full of what could be found again."""
+    """A table takes its blocks and gives them back, in a pool full of cached ones."""
     pool = BlockPool(BLOCKS, BLOCK)
     kept = [pool.take() for _ in range(BLOCKS)]
     for block in kept:

@@ -1,4 +1,4 @@
-"""When memory runs out, without a model: which request gives way, what is swapped, what is shared."""
+"""When memory runs out, without a model: which request gives way, what is swapped and shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's memory decisions one by one, without a model; the rules for the budget are stage 04's.
+"""The scheduler's memory decisions one by one, without a model; budget rules are stage 04's.
 
 Random lives of it, in an engine, are in test_contract.py.
 """
@@ -301,7 +301,7 @@ def test_what_was_evicted_is_computed_again():
 
 
 def test_found_blocks_without_an_owner_are_not_counted_as_free_room_too():
-    """3 of 4 blocks are cached and found. The rest of the prompt takes two, and only one is free."""
+    """3 of 4 blocks are cached and found. The rest of the prompt takes two, and one is free."""
     scheduler = scheduler_of(5)
     run_one(scheduler, PROMPT[:12])
     holder = ask(scheduler, 4, "h", answer=2)
@@ -314,7 +314,7 @@ def test_found_blocks_without_an_owner_are_not_counted_as_free_room_too():
 
 
 def test_a_draft_is_published_when_it_is_verified_and_not_before():
-    """A rejected token must not be found. Catches: blocks published as soon as they are computed."""
+    """A rejected token must not be found. Catches: blocks published when they are computed."""
     scheduler = scheduler_of(20)
     request = ask(scheduler, PROMPT[:6])
     step(scheduler)

@@ -53,8 +53,8 @@ BLOCKS, SIZE, SWAP = 14, 4, 8
 
 
 class Grouped:
-    """Rotary positions, RMS norms, no MLP, two query heads for each head of keys and values, and two
-    end ids. With `repeat`, every query head has keys of its own, which are copies."""
+    """Rotary positions, RMS norms, no MLP, two query heads for each head of keys and values, and
+    two end ids. With `repeat`, every query head has keys of its own, which are copies."""
 
     def __init__(self, repeat: bool = False) -> None:
         heads = 4 if repeat else 2
@@ -112,8 +112,8 @@ def test_a_second_model_family_runs_in_every_stage(make):
 
 
 class TokensFirst:
-    """(layers, 2, blocks, block_size, H, D), which kernels like. The swap pool is behind the blocks,
-    tokens are packed in reverse order, and each sequence attends alone."""
+    """(layers, 2, blocks, block_size, H, D), which kernels like. The swap pool is behind the
+    blocks, tokens are packed in reverse order, and each sequence attends alone."""
 
     def __init__(self, config, blocks, size, swap_blocks=0):
         shape = (config.n_layer, 2, blocks + swap_blocks, size, config.n_kv_head, config.head_dim)
@@ -266,7 +266,7 @@ def test_any_rows_of_a_share_can_be_asked_for(slots):
 
 
 def test_a_step_may_propose_several_tokens_and_take_some_back():
-    """Drafts are computed beside the newest token, and rejected ones leave no trace: speculation."""
+    """Speculation: drafts are computed beside the newest token; rejected ones leave no trace."""
     engine = make_paged(the_model(), pool=BlockPool(40, 4))
     runner, scheduler = engine.runner, engine.scheduler
     asked = {request.id: request for request in (ask(engine, n, 20) for n in (5, 9, 14))}
