@@ -15,8 +15,8 @@ do not commute:
     8. one token is drawn
 
 Each row depends on its own logits, options, history and generator alone: a request gets the same
-token alone and in a batch. The engines use fast_sampling.py, which draws from the same distribution
-and never sorts the vocabulary.
+token alone and in a batch. The engines use fast_sampling.py: the same distribution without a sort,
+and the same tokens from the same generators, but for top_p, where it may throw several darts.
 
 Left out on purpose: stop strings (they need text), beam search, grammars.
 """
@@ -79,9 +79,8 @@ def distribution(
         if p.greedy:
             out[scores.argmax()] = 1  # argmax: the lowest id of a tie
         else:
-            weights = _filtered(
-                ((scores - scores.max()) / max(p.temperature, MIN_TEMPERATURE)).exp(), p
-            )
+            temperature = max(p.temperature, MIN_TEMPERATURE)
+            weights = _filtered(((scores - scores.max()) / temperature).exp(), p)
             out.copy_(weights / weights.sum())
     return result
 
@@ -91,9 +90,8 @@ def _edited(
 ) -> Tensor:
     """Steps 2 to 4: an edited copy of one row of logits (V,), in float64 or float32."""
     prompt, output = history
-    scores = row.to(
-        "cpu", torch.float64 if row.dtype == torch.float64 else torch.float32, copy=True
-    )
+    dtype = torch.float64 if row.dtype == torch.float64 else torch.float32
+    scores = row.to("cpu", dtype, copy=True)
     if len(output) < params.min_tokens:
         scores[[*params.stop_token_ids, *eos_ids]] = -math.inf
     for token, bias in params.logit_bias.items():
