@@ -333,11 +333,9 @@ def matmul_rate(
     best = 0.0
     for size in sizes:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        ways: list[Callable[[], object]] = [lambda a=a, b=b: a @ b]  # type: ignore[misc]
+        ways: list[Callable[[], object]] = [partial(torch.matmul, a, b)]
         if linear.can_pack(torch.device(device), dtype):
-            packed = linear.pack(b)
-            # type: ignore[misc]
-            ways.append(lambda a=a, packed=packed: linear.packed_linear(a, packed, None))
+            ways.append(partial(linear.packed_linear, a, linear.pack(b), None))
         best = max(best, *(_best_rate(2 * size**3, way, budget) for way in ways))
     return best / 1e9
 

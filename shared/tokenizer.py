@@ -119,7 +119,7 @@ class IdTokenizer:
 
     def __init__(self, inner: AnyTokenizer | None) -> None:
         self._inner = inner
-        self.vocab_size = 0 if inner is None else inner.vocab_size
+        self.vocab_size: int = 0 if inner is None else inner.vocab_size
         self.eos_id: int | None = None if inner is None else inner.eos_id
 
     @staticmethod

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,7 +175,7 @@ print(psutil.Process().memory_info().rss - before, size)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows counts mapped pages in another way")
 def test_loading_maps_the_file_and_copies_nothing(tmp_path: Path) -> None:
-    fields = SIZES | {"vocab_size": 60_000, "n_embd": 256, "n_head": 1}
+    fields: dict[str, Any] = SIZES | {"vocab_size": 60_000, "n_embd": 256, "n_head": 1}
     save_file(random_tensors(Config(**fields)), tmp_path / WEIGHTS)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     command = [sys.executable, "-c", RESIDENT, str(tmp_path)]

@@ -67,7 +67,12 @@ def test_a_whole_packed_model_computes_the_same():
 def test_plain_layers_compete_with_the_fastest_packed_ones(monkeypatch):
     """The way for a single row is chosen first, and its weight is copied once for all ways."""
     calls = []
-    monkeypatch.setattr(linear, "faster", lambda *call: calls.append(call[:3]) or True)
+
+    def faster(*call):
+        calls.append(call[:3])
+        return True
+
+    monkeypatch.setattr(linear, "faster", faster)
     assert linear.optimize(load_model(random_checkpoint(SHAPES["wide"])), "auto") == "packed"
     *ways, (plain, best, rows) = calls
     assert rows == (1, 32) and all(isinstance(layer, nn.Linear) for _, layer in plain)

@@ -177,12 +177,13 @@ def test_the_card_is_written_from_the_measurements(tmp_path):
 
     for name in ("model.safetensors", "README.md"):
         (tmp_path / name).write_bytes((checkpoint.STORIES / name).read_bytes())
-    facts = [
+    evaluation, training = (
         json.loads((checkpoint.STORIES / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("evaluation", "training")
-    ]
+    )
     before = (tmp_path / "README.md").read_text(encoding="utf-8")
-    write_card(tmp_path, *facts, AutoConfig.from_pretrained(checkpoint.STORIES))
+    config = AutoConfig.from_pretrained(checkpoint.STORIES)
+    write_card(tmp_path, evaluation, training, config)
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == before
 
 
