@@ -40,19 +40,19 @@ def test_every_pass_computes_everything_again(engine):
 
 
 def test_stops_at_end_of_text_unless_told_to_ignore_it(engine, tiny_model):
-    free = engine.generate([[8, 9]], SamplingParams(max_tokens=12))[0].token_ids
+    free = engine.generate([[50, 2]], SamplingParams(max_tokens=12))[0].token_ids
     stopping = Engine(tiny_model, eos_ids=(free[5],))
     first = free.index(free[5])
-    (output,) = stopping.generate([[8, 9]], SamplingParams(max_tokens=12))
+    (output,) = stopping.generate([[50, 2]], SamplingParams(max_tokens=12))
     assert (output.token_ids, output.finish_reason) == (free[: first + 1], "stop")
-    (output,) = stopping.generate([[8, 9]], SamplingParams(max_tokens=12, ignore_eos=True))
+    (output,) = stopping.generate([[50, 2]], SamplingParams(max_tokens=12, ignore_eos=True))
     assert (output.token_ids, output.finish_reason) == (free, "length")
 
 
 def test_stops_at_stop_token_ids(engine):
-    free = engine.generate([[8, 9]], SamplingParams(max_tokens=12))[0].token_ids
-    (output,) = engine.generate([[8, 9]], SamplingParams(max_tokens=12, stop_token_ids=(free[3],)))
-    assert (output.token_ids, output.finish_reason) == (free[: free.index(free[3]) + 1], "stop")
+    free = engine.generate([[50, 2]], SamplingParams(max_tokens=12))[0].token_ids
+    (output,) = engine.generate([[50, 2]], SamplingParams(max_tokens=12, stop_token_ids=(free[4],)))
+    assert (output.token_ids, output.finish_reason) == (free[: free.index(free[4]) + 1], "stop")
 
 
 @pytest.mark.parametrize(
