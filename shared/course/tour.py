@@ -33,9 +33,9 @@ from . import stages
 
 FIRST = "Once upon a time"
 PROMPTS = 32
-LENGTHS = (4, 24, 96, 12, 160, 48, 8, 72)  # tokens of the prompts, in turn
-SHARES = (1.0, 0.125, 0.25, 0.125, 0.5, 0.2, 0.75, 0.125)  # of --max-tokens, in turn
-CONTEXTS = 4  # memory for keys and values, in whole contexts
+LENGTHS = (4, 24, 12, 32, 8, 48, 16, 20)  # tokens of the prompts, in turn
+SHARES = (1.0, 0.25, 0.5, 0.25, 0.75, 0.4, 0.6, 0.3)  # of --max-tokens, in turn
+CONTEXTS = 8  # memory for keys and values, in whole contexts
 WARM_UP = 4  # tokens: libraries choose their kernels at the first call
 LOAD = "stage07_loadtest"
 ROUNDS = 2  # requests of each user of the load
@@ -301,10 +301,10 @@ def visit(loaded: cli.Loaded, engines: dict[str, Any], options: argparse.Namespa
         title(SERVER)
         print("  starting the server ...", flush=True)
         with own_server(server_options(options, loaded), quiet=True) as server:
-            print(f"  {len(work.prompts)} clients ask at once, over HTTP ...", flush=True)
+            print(f"  {len(work.prompts)} clients at once, over HTTP ...", flush=True)
             note(*asyncio.run(over_http(server.url, work)))
             title(LOAD)
-            print("  users who ask again when they have read their answers ...", flush=True)
+            print(f"  {len(work.prompts)} users, {ROUNDS} requests each ...", flush=True)
             counts = [len(answer.token_ids) for answer in expected]
             row, seen = load_test(server.url, work, counts)
             rows.append(row)
