@@ -585,7 +585,7 @@ def memory_lines(results: Results) -> Iterator[dict[str, str]]:
     tokens = prompt + answer - 1  # the last token of an answer is never computed
     each, most = pool.blocks_for(tokens), most_sequences(pool, tokens)
     slot = config.n_positions * config.kv_bytes_per_token(kind) / 1e6
-    headings = ("sequences", "contiguous, MB", f"pool of {count:,} blocks, MB", "at once in it")
+    headings = ["sequences", "contiguous, MB", f"pool of {count:,} blocks, MB", "at once in it"]
     headings += ("pool of the blocks in use, MB", "contiguous over that")
     for n in results.plan["batches"]:
         here, least = min(n, most), n * each * one

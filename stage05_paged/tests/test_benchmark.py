@@ -4,6 +4,7 @@ predictions are exact where they count passes and memory."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ from stage05_paged.make import make
 from stage05_paged.scheduler import Scheduler
 
 TINY = replace(
-    FULL, models=("tiny", "tiny"), memory=128, block_size=4, budget=16, requests=14, prompts=(2, 6),
+    FULL, models=("tiny",), memory=128, block_size=4, budget=16, requests=14, prompts=(2, 6),
     answers=(2, 40), middle=16, repeats=(1, 1), null=(5, 56, 8), null_repeats=1,
     singles=((4, 3), (40, 4)), single_repeats=1, rows=(1, 3), contexts=(5, 30), sized_context=20,
     gather_repeats=2, sizes=(1, 4, 16), batches=(1, 3, 40), table=(60, 4, 10), system=16, own=5,
@@ -67,8 +68,8 @@ def capacity(results: Results, case: str) -> Row:
 def test_everything_is_drawn(results: Results) -> None:
     assert check_drawn(benchmark.BENCHMARK, dict(results.content)) == {
         "limits": 1, "capacity": 4, "capacity_memory": 4, "grid": 4, "grid_alone": 2, "lose": 12,
-        "waste": 5, "memory": 4, "gather": 4, "gather_all": 8, "sizes": 3, "prefix": 8,
-        "preemption": 4, "crossing": 1, "parts": 4, "profile": 6,
+        "waste": 5, "memory": 4, "gather": 4, "gather_all": 8, "sizes": 3, "prefix": 4,
+        "preemption": 2, "crossing": 1, "parts": 4, "profile": 6,
     }  # fmt: skip
 
 
@@ -78,10 +79,9 @@ def test_the_winning_workload_is_that_of_stage_04_and_fills_the_memory() -> None
     assert benchmark.workload(FULL) == continuous.workload(continuous.FULL)
     pool = BlockPool(FULL.memory // FULL.block_size, FULL.block_size)
     scheduler = Scheduler(pool, pool.count, FULL.budget)
-    most: list[int] = []
-    watch = simulate(scheduler, benchmark.workload(FULL), lambda: most.append(pool.owned) or 0)
-    assert max(map(len, watch.passes)) < FULL.requests
-    assert max(most) == pool.count and scheduler.counts.preemptions > 0
+    watch = simulate(scheduler, benchmark.workload(FULL))
+    assert FULL.requests > max(map(len, watch.passes)) > benchmark.slots(FULL, PRESETS["gpt2"])
+    assert scheduler.counts.preemptions > 0  # so all blocks were owned at some time
 
 
 @pytest.mark.parametrize("plan", [FULL, QUICK])
@@ -165,7 +165,7 @@ def test_reserved_and_used_are_counted_in_every_pass() -> None:
     """A prompt of 3 tokens and an answer of 5: its passes have 3, 4, 5, 6 and 7 keys."""
     slots = SlotScheduler(2, 8)
     for size, reserved in ((64, 5 * 64), (None, 5 * 7)):
-        watch = simulate(slots, [(3, 5)], lambda size=size: benchmark.slot_tokens(slots, size))
+        watch = simulate(slots, [(3, 5)], partial(benchmark.slot_tokens, slots, size))
         assert watch.memory == [reserved, 25]
     pool = BlockPool(8, 4)
     assert simulate(Scheduler(pool, 8, 8), [(3, 5)], lambda: pool.owned * 4).memory == [32, 25]
@@ -180,9 +180,9 @@ def test_memory_by_arithmetic_is_what_the_caches_take(results: Results) -> None:
     below, above = (SlotCache(config, slots).bytes for slots in (fixed - 1, fixed))
     assert below <= PagedCache(config, count, 4).bytes < above
     assert benchmark.crossover(1900, 16, 1024) == 30  # between 24 and 32, as the reference found
-    *_, many, last = benchmark.memory_table(results).splitlines()
-    assert "| from " in last and "| from 1 on |" in last
-    assert many.startswith("| 40 |") and "| 15 (100% of it) |" in many  # 4 blocks of 60 each
+    *_, many, last = (list(line.values()) for line in benchmark.memory_lines(results))
+    assert many[0] == "40" and many[3] == "15 (100% of it)"  # 4 blocks of 60 each
+    assert last[2] == f"from {benchmark.crossover(60, 4, 1024)} on" and last[4] == "from 1 on"
 
 
 def test_a_pair_holds_the_same_and_is_noticed_if_it_does_not(subject: Subject) -> None:
@@ -218,7 +218,7 @@ def test_only_a_later_request_finds_the_system_prompt(results: Results) -> None:
 def test_a_preempted_request_is_measured_each_way(subject: Subject) -> None:
     """Recompute computes all again, swap moves every block out and in, own blocks are found."""
     pools = [BlockPool(32, 4) for _ in range(2)]
-    options = {"max_sequences": 1, "token_budget": 64, "preemption": "swap"}
+    options: dict[str, Any] = {"max_sequences": 1, "token_budget": 64, "preemption": "swap"}
     engine = make(subject.model, pool=pools[0], swap_pool=pools[1], **options)
     for way, computed in ((RECOMPUTE, 31), (SWAP, 1), (FOUND, 31 - 28)):
         engine.steps.clear()

@@ -111,6 +111,8 @@ def test_engines_run_in_turn_on_the_same_prompts(
     ran: list[tuple[str, Any]] = []
 
     class Watched(Engine):
+        name = ""
+
         def generate(self, prompts: Any, sampling: Any) -> Any:
             ran.append((self.name, prompts))
             return super().generate(prompts, sampling)
