@@ -229,6 +229,7 @@ def test_a_runner_in_another_process():
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
     process.start()
+    there.close()  # so that a failure of the process ends `recv` here
     try:
         assert_crowd_is_answered(crowded_engine(Remote(CONFIG, here)))
     finally:
