@@ -1,4 +1,4 @@
-"""The small client: what it prints, and one sentence for each way in which a server can fail it."""
+"""The small client: its output, and one sentence for each failure of a server."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from stage06_serving.tests.conftest import House, Running
 
 PROMPT = "Once upon a time"
 CHUNK = {"choices": [{"index": 0, "text": " a", "finish_reason": None}]}
+DATA = f"data: {json.dumps(CHUNK)}"
+BROKEN = 'data: {"error": {"message": "it broke"}}'
 
 
 @pytest.fixture
-def saying() -> Iterator[Callable[[bytes], str]]:
-    """saying(answer): the address of somebody who answers the first request with these bytes, and closes."""
+def answering() -> Iterator[Callable[[bytes], str]]:
+    """answering(answer): an address that answers one request with these bytes, and closes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer(data: bytes) -> None:
@@ -39,76 +41,58 @@ def saying() -> Iterator[Callable[[bytes], str]]:
 
 def events(*lines: str, status: str = "200 OK") -> bytes:
     body = "".join(f"{line}\n\n" for line in lines)
-    return f"HTTP/1.1 {status}\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n{body}".encode()
+    head = "Content-Type: text/event-stream\r\nConnection: close"
+    return f"HTTP/1.1 {status}\r\n{head}\r\n\r\n{body}".encode()
 
 
-def test_an_answer_is_printed_behind_its_prompt(
+def test_an_answer_is_printed_after_its_prompt(
     server: Running, client: openai.OpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (
-        client.completions.create(model="stories", prompt=PROMPT, max_tokens=8, temperature=0)
-        .choices[0]
-        .text
+    completion = client.completions.create(
+        model="stories", prompt=PROMPT, max_tokens=8, temperature=0
     )
-    assert (
-        small.main([PROMPT, "--max-tokens", "8", "--temperature", "0", "--url", server.url + "/"])
-        == 0
-    )
-    told = capsys.readouterr()
-    assert told.out == f"{PROMPT}{text}\n"
-    assert told.err.startswith("[8 tokens in ") and told.err.endswith(" finish reason length]\n")
+    options = ["--max-tokens", "8", "--temperature", "0", "--url", server.url + "/"]
+    assert small.main([PROMPT, *options]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{PROMPT}{completion.choices[0].text}\n"
+    assert printed.err.startswith("[8 tokens in ")
+    assert printed.err.endswith(" finish reason length]\n")
 
 
-def test_the_events_are_those_of_the_server(saying: Callable[[bytes], str]) -> None:
-    url = saying(
-        events(
-            ": a comment",
-            f"data: {json.dumps(CHUNK)}",
-            f"data: {json.dumps(CHUNK)}",
-            "data: [DONE]",
-        )
-    )
+def test_the_events_are_those_of_the_server(answering: Callable[[bytes], str]) -> None:
+    url = answering(events(": a comment", DATA, DATA, "data: [DONE]"))
     assert list(small.stream(url, {"prompt": PROMPT})) == [CHUNK, CHUNK]
+
+
+LATE = events('{"error": {"message": "too late"}}', status="504 Gateway Timeout")
+GATEWAY = events("<h1>Bad gateway</h1>", status="502 Bad Gateway")
 
 
 @pytest.mark.parametrize(
     "answer, words",
     [
-        (
-            events('{"error": {"message": "too late"}}', status="504 Gateway Timeout"),
-            "The server answered 504: too late",
-        ),
-        (
-            events("<h1>Bad gateway</h1>", status="502 Bad Gateway"),
-            "The server answered 502: <h1>Bad gateway</h1>",
-        ),
-        (
-            events(
-                f"data: {json.dumps(CHUNK)}",
-                'data: {"error": {"message": "it broke"}}',
-                "data: [DONE]",
-            ),
-            "with an error: it broke",
-        ),
-        (events(f"data: {json.dumps(CHUNK)}"), "stopped before its end"),
+        (LATE, "The server answered 504: too late"),
+        (GATEWAY, "The server answered 502: <h1>Bad gateway</h1>"),
+        (events(DATA, BROKEN, "data: [DONE]"), "with an error: it broke"),
+        (events(DATA), "stopped before its end"),
         (events("<html>a page</html>"), "stopped before its end"),
         (events("data: not JSON", "data: [DONE]"), "did not answer with a completion"),
         (b"220 mail.example ESMTP\r\n", "cannot be reached"),
         (b"", "cannot be reached"),
     ],
 )
-def test_whatever_a_server_does_is_said_in_a_sentence(
-    saying: Callable[[bytes], str], answer: bytes, words: str
+def test_every_failure_is_a_sentence(
+    answering: Callable[[bytes], str], answer: bytes, words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        list(small.stream(saying(answer), {"prompt": PROMPT}))
+        list(small.stream(answering(answer), {"prompt": PROMPT}))
 
 
 @pytest.mark.parametrize(
     "address",
     ["http://127.0.0.1:1", "127.0.0.1", "ftp://127.0.0.1", "http://[", "http://127.0.0.1:99999999"],
 )
-def test_an_address_where_nobody_is(address: str) -> None:
+def test_an_address_without_a_server(address: str) -> None:
     with pytest.raises(UserError, match="--url"):
         list(small.stream(address, {"prompt": PROMPT}))
 
@@ -116,9 +100,7 @@ def test_an_address_where_nobody_is(address: str) -> None:
 def test_a_key_is_sent(house: House, tiny_folder: Path) -> None:
     locked = house("--model", str(tiny_folder), "--kv-memory", "64KiB", "--api-key", "first-key")
     body = {"prompt": "a", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-    assert (
-        list(small.stream(locked.url, body, "first-key"))[-1]["choices"][0]["finish_reason"]
-        == "length"
-    )
+    *_, last = small.stream(locked.url, body, "first-key")
+    assert last["choices"][0]["finish_reason"] == "length"
     with pytest.raises(UserError, match="answered 401: The API key is missing or wrong"):
         list(small.stream(locked.url, body, "wrong"))

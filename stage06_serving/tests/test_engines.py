@@ -199,16 +199,6 @@ def test_one_request_at_a_time(make, model, kind):
         assert request.output.token_ids == expected[: len(request.output.token_ids)]
 
 
-def test_slots_are_taken_as_soon_as_they_are_free(make):
-    engine = make("continuous", rows=2)
-    for each in (("a", 5, 3), ("b", 5, 7), ("c", 5, 2), ("d", 5, 30)):
-        ask(engine, *each)
-    engine.step()
-    status = engine.status
-    assert ids(engine) == ["a", "b"] and (status.owned, status.waiting) == (2, 2)
-    assert finish(engine)[:4] == [{"a", "b"}] * 2 + [{"b", "c"}] * 2
-
-
 # ---- what the metrics and the page read ---------------------------------------------------------
 
 
