@@ -7,8 +7,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from xml.etree import ElementTree
 
@@ -57,12 +56,14 @@ def texts(figure: Figure) -> list[Text]:
 
 
 PROGRAM = """
-from shared.tests.test_charts import *
+import sys
+from pathlib import Path
+from shared.tests.test_charts import CHARTS, charts
 for draw in CHARTS: charts.save(draw(), Path(sys.argv[1], draw.__name__))
 """
 
 
-def test_a_chart_has_the_same_bytes_in_another_process(tmp_path: Path) -> None:
+def test_a_chart_has_the_same_bytes_in_another_process(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     for draw in CHARTS:
@@ -73,7 +74,7 @@ def test_a_chart_has_the_same_bytes_in_another_process(tmp_path: Path) -> None:
         assert not re.search(rb"[ \t\r]\n", content) and content.endswith(b"</svg>\n")
 
 
-def test_the_users_own_settings_change_nothing() -> None:
+def test_the_users_own_settings_change_nothing():
     before = charts.render(some_bars())
     settings = {"font.size": 30, "axes.facecolor": "red", "svg.hashsalt": "other"}
     with matplotlib.rc_context(settings | {"lines.linewidth": 9}):
@@ -109,26 +110,26 @@ BLINDNESS = {
 }
 
 
-def test_colours_are_apart_in_grey() -> None:
+def test_colours_are_apart_in_grey():
     levels = sorted(lightness(linear_rgb(colour)) for colour in charts.COLOURS)
     assert min(b - a for a, b in itertools.pairwise(levels)) > 10
     assert levels[-1] < 80  # and still show on white
 
 
 @pytest.mark.parametrize("kind", BLINDNESS)
-def test_colours_are_apart_for_the_colour_blind(kind: str) -> None:
+def test_colours_are_apart_for_the_colour_blind(kind):
     cones = np.array(BLINDNESS[kind].split(), float).reshape(3, 3) / 1e6
     seen = [lab(cones @ linear_rgb(colour)) for colour in charts.COLOURS]
     assert min(float(np.linalg.norm(a - b)) for a, b in itertools.combinations(seen, 2)) > 25
 
 
-def test_each_series_has_a_shape_of_its_own() -> None:
+def test_each_series_has_a_shape_of_its_own():
     for shapes in (charts.MARKERS, charts.LINES, charts.HATCHES):
         assert len({str(shape) for shape in shapes}) == len(charts.COLOURS)
 
 
 @pytest.mark.parametrize("draw", CHARTS)
-def test_no_text_is_small_or_on_top_of_another(draw: Callable[[], Figure]) -> None:
+def test_no_text_is_small_or_on_top_of_another(draw):
     figure = draw()
     assert min(float(text.get_fontsize()) for text in texts(figure)) >= 9
     figure.draw_without_rendering()
@@ -141,7 +142,7 @@ def test_no_text_is_small_or_on_top_of_another(draw: Callable[[], Figure]) -> No
         assert across <= 1 or down <= 1, f"{one!r} and {other!r} overlap"
 
 
-def test_every_series_and_limit_is_named_beside_its_marks() -> None:
+def test_every_series_and_limit_is_named_beside_its_marks():
     assert {"first", "second", "third", "guess", "memory"} <= {
         text.get_text() for text in texts(some_lines())
     }
@@ -161,16 +162,14 @@ def test_every_series_and_limit_is_named_beside_its_marks() -> None:
         ({"a": [math.nan, math.nan]}, None),
     ],
 )
-def test_data_that_do_not_fit_are_refused(
-    series: dict[str, Sequence[float]], spread: dict[str, Sequence[tuple[float, float]]] | None
-) -> None:
+def test_data_that_do_not_fit_are_refused(series, spread):
     with pytest.raises(ValueError):
         charts.lines("t", "x", "y", [1, 2], series, spread=spread)
     with pytest.raises(ValueError):
         charts.bars("t", "x", ["g", "h"], series, spread=spread)
 
 
-def test_a_roofline_refuses_points_without_a_roof() -> None:
+def test_a_roofline_refuses_points_without_a_roof():
     with pytest.raises(ValueError, match="'b' has points and no peak"):
         charts.roofline("t", "n", 10.0, {"a": 100.0}, {"b": [(1.0, 5.0, "1")]})
     with pytest.raises(ValueError, match="one to 5"):

@@ -99,9 +99,7 @@ def refusal(call: Callable[[], object]) -> str:
 # ---- what transformers wrote --------------------------------------------------------------------
 
 
-def test_a_folder_of_transformers(
-    original: Path, model: GPT2LMHeadModel, expected: Tensors, tmp_path: Path
-) -> None:
+def test_a_folder_of_transformers(original, model, expected, tmp_path):
     loaded = load(str(original))
     assert_same(loaded.tensors, expected)
     assert loaded.config == Config(**SIZES, eos_ids=(100,), name=original.name)
@@ -144,17 +142,13 @@ SPELLINGS: dict[str, Callable[[Tensors], Tensors]] = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_every_spelling_gives_the_same_tensors(
-    folder: Path, expected: Tensors, spelling: str
-) -> None:
+def test_every_spelling_gives_the_same_tensors(folder, expected, spelling):
     rewrite(folder, SPELLINGS[spelling])
     assert_same(load(str(folder)).tensors, expected)
 
 
 @pytest.mark.parametrize("dtype", checkpoint.DTYPES)
-def test_dtypes_of_the_file_are_kept_or_converted(
-    folder: Path, expected: Tensors, dtype: torch.dtype
-) -> None:
+def test_dtypes_of_the_file_are_kept_or_converted(folder, expected, dtype):
     rewrite(folder, lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()})
     stored = {name: tensor.to(dtype) for name, tensor in expected.items()}
     assert_same(load(str(folder)).tensors, stored)
@@ -174,7 +168,7 @@ print(psutil.Process().memory_info().rss - before, size)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows counts mapped pages in another way")
-def test_loading_maps_the_file_and_copies_nothing(tmp_path: Path) -> None:
+def test_loading_maps_the_file_and_copies_nothing(tmp_path):
     fields: dict[str, Any] = SIZES | {"vocab_size": 60_000, "n_embd": 256, "n_head": 1}
     save_file(random_tensors(Config(**fields)), tmp_path / WEIGHTS)
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -184,13 +178,13 @@ def test_loading_maps_the_file_and_copies_nothing(tmp_path: Path) -> None:
     assert size > 60e6 and grown < size / 4
 
 
-def test_writing_to_a_loaded_tensor_leaves_the_file_alone(folder: Path) -> None:
+def test_writing_to_a_loaded_tensor_leaves_the_file_alone(folder):
     before = (folder / WEIGHTS).read_bytes()
     load(str(folder)).tensors["wte.weight"].zero_()
     assert (folder / WEIGHTS).read_bytes() == before
 
 
-def test_stories_opens_in_transformers_and_has_its_vocabulary() -> None:
+def test_stories_opens_in_transformers_and_has_its_vocabulary():
     loaded = load("stories")
     theirs = AutoModelForCausalLM.from_pretrained(STORIES).transformer.state_dict()
     assert_same(loaded.tensors, dict(theirs))
@@ -293,18 +287,14 @@ FAULTS: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "words"), FAULTS, ids=[words for _, words in FAULTS])
-def test_each_fault_of_a_folder_is_one_sentence(
-    folder: Path, spoil: Callable[[Path], object], words: str
-) -> None:
+def test_each_fault_of_a_folder_is_one_sentence(folder, spoil, words):
     spoil(folder)
     assert words in refusal(lambda: load(str(folder)))
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_damaged_file_never_gives_another_error_or_another_shape(
-    folder: Path, original: Path, data: st.DataObject
-) -> None:
+def test_a_damaged_file_never_gives_another_error_or_another_shape(folder, original, data):
     """Cut anywhere, or with any bytes of its header or size changed."""
     content = bytearray((original / WEIGHTS).read_bytes())
     header = 8 + int.from_bytes(content[:8], "little")
@@ -330,13 +320,13 @@ NAMES = ["", "gpt5", "../a/b", "/no/such/folder", "a/b/c", "nul\0", "~no-user/x"
 
 
 @pytest.mark.parametrize("name", NAMES, ids=str)
-def test_an_unknown_name_raises_with_the_known_ones(name: str) -> None:
+def test_an_unknown_name_raises_with_the_known_ones(name):
     message = refusal(lambda: load(name))
     assert all(known in message for known in ("stories", "gpt2-medium", "owner/name"))
     assert len(message) < 400
 
 
-def test_a_preset_name_is_never_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_name_is_never_a_folder(folder, monkeypatch):
     assert "is a file: give the folder" in refusal(lambda: load(str(folder / WEIGHTS)))
     folder.rename(folder.parent / "tiny")
     monkeypatch.chdir(folder.parent)
@@ -388,14 +378,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("owner/broken", "cannot be downloaded from the hub"),
     ],
 )
-def test_names_that_the_hub_refuses(hub: Path, name: str, words: str) -> None:
+def test_names_that_the_hub_refuses(hub, name, words):
     assert words in refusal(lambda: load(name))
 
 
 @pytest.mark.parametrize("setting", [("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", True)])
-def test_no_network(
-    hub: Path, monkeypatch: pytest.MonkeyPatch, setting: tuple[str, object]
-) -> None:
+def test_no_network(hub, monkeypatch, setting):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, *setting)
@@ -403,9 +391,7 @@ def test_no_network(
     assert "gpt2 cannot be downloaded" in message and "--model stories" in message
 
 
-def test_a_cached_copy_needs_no_network(
-    hub: Path, original: Path, expected: Tensors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_copy_needs_no_network(hub, original, expected, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
 
 
 @pytest.mark.parametrize("field", BAD)
-def test_configs_that_are_refused(field: str) -> None:
+def test_configs_that_are_refused(field):
     for value, words in BAD[field]:
         with pytest.raises(UserError) as caught:
             Config.from_dict({"model_type": "gpt2", **SIZES, field: value})
@@ -51,17 +50,17 @@ def test_configs_that_are_refused(field: str) -> None:
 @pytest.mark.parametrize(
     "extra", [{}, {"activation_function": "gelu_pytorch_tanh"}, {"n_inner": 96}, {"n_inner": None}]
 )
-def test_configs_that_are_accepted(extra: dict[str, Any]) -> None:
+def test_configs_that_are_accepted(extra):
     config = Config.from_dict({**SIZES, **extra}, "mine")
     assert (config.name, config.vocab_size, config.layer_norm_epsilon) == ("mine", 101, 1e-5)
 
 
 @pytest.mark.parametrize("value, eos_ids", [(None, ()), (0, (0,)), ([1, 2], (1, 2))])
-def test_a_config_lists_the_ids_that_end_a_text(value: object, eos_ids: tuple[int, ...]) -> None:
+def test_a_config_lists_the_ids_that_end_a_text(value, eos_ids):
     assert Config.from_dict({**SIZES, "eos_token_id": value}).eos_ids == eos_ids
 
 
-def test_heads_of_keys_are_a_field_of_their_own() -> None:
+def test_heads_of_keys_are_a_field_of_their_own():
     plain = Config(101, 64, 24, 3, 2)
     assert (plain.n_kv_head, plain.head_dim) == (2, 12)
     grouped = Config(101, 64, 24, 3, n_head=4, n_kv_head=2, head_dim=10)
@@ -71,14 +70,14 @@ def test_heads_of_keys_are_a_field_of_their_own() -> None:
         Config(101, 64, 24, 3, n_head=4, n_kv_head=3)
 
 
-def test_presets_are_the_published_models() -> None:
+def test_presets_are_the_published_models():
     counts = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168}
     counts |= {"gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
     assert {name: PRESETS[name].parameter_count for name in counts} == counts
     assert {PRESETS[name].head_dim for name in counts} == {64}
 
 
-def test_cache_bytes_per_token() -> None:
+def test_cache_bytes_per_token():
     assert PRESETS["gpt2"].kv_bytes_per_token(torch.float32) == 12 * 2 * 768 * 4
     assert PRESETS["gpt2"].kv_bytes_per_token(torch.bfloat16) == 12 * 2 * 768 * 2
 
@@ -91,7 +90,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 # ---- random weights ----
 
 
-def test_random_weights_of_a_preset() -> None:
+def test_random_weights_of_a_preset():
     first, again, other = (load("tiny", random_weights=True, seed=seed) for seed in (7, 7, 8))
     assert first.config == PRESETS["tiny"]
     assert first.folder is None
@@ -101,7 +100,7 @@ def test_random_weights_of_a_preset() -> None:
     assert not torch.equal(first.tensors["wte.weight"], other.tensors["wte.weight"])
 
 
-def test_random_weights_are_spread_as_when_gpt2_training_begins() -> None:
+def test_random_weights_are_spread_as_when_gpt2_training_begins():
     tensors = random_tensors(Config(500, 200, n_embd=128, n_layer=8, n_head=2))
     residual = 0.02 / 4  # 2 * 8 layers add to the residual stream
     spreads = {"wte": 0.02, "wpe": 0.01, "h.7.attn.c_attn": 0.02, "h.7.mlp.c_fc": 0.02}
@@ -114,14 +113,14 @@ def test_random_weights_are_spread_as_when_gpt2_training_begins() -> None:
             assert (tensor == (1 if name.endswith("weight") else 0)).all()
 
 
-def test_random_weights_are_the_same_in_every_dtype() -> None:
+def test_random_weights_are_the_same_in_every_dtype():
     single = load("tiny", random_weights=True, seed=3).tensors
     for dtype in (torch.float64, torch.bfloat16):
         converted = load("tiny", random_weights=True, seed=3, dtype=dtype).tensors
         assert_same(converted, {name: tensor.to(dtype) for name, tensor in single.items()})
 
 
-def test_random_weights_of_a_folder_need_its_config_alone(tmp_path: Path) -> None:
+def test_random_weights_of_a_folder_need_its_config_alone(tmp_path):
     with pytest.raises(UserError, match="config.json is missing"):
         load(str(tmp_path), random_weights=True)
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
@@ -132,7 +131,7 @@ def test_random_weights_of_a_folder_need_its_config_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["gpt5", "owner/name"])
-def test_random_weights_of_what_does_not_exist(name: str) -> None:
+def test_random_weights_of_what_does_not_exist(name):
     with pytest.raises(UserError, match="No model and no folder is called"):
         load(name, random_weights=True)
 
@@ -147,7 +146,7 @@ def check(words: int, eos_id: int | None, size: int, eos_ids: tuple[int, ...]) -
     check_vocabulary(tokenizer, Config(size, 8, 4, 1, 1, eos_ids=eos_ids, name="m"))
 
 
-def test_vocabularies_that_fit_and_others() -> None:
+def test_vocabularies_that_fit_and_others():
     check(260, 259, 260, (259,))
     check(260, 259, 300, (0, 259))
     check(260, None, 260, (259,))

@@ -165,8 +165,9 @@ def test_a_stop_string_ends_the_text_before_it(client):
     keep = {"include_stop_str_in_output": True}
     kept = complete(client, max_tokens=16, stop=stop, extra_body=keep)
     assert kept.choices[0].text == before + stop and counts(kept)[1] < 16
-    for none in (None, [], "never seen"):
-        choice = first(client, max_tokens=16, stop=none)
+    unseen: tuple[Any, ...] = (None, [], "never seen")
+    for stops in unseen:
+        choice = first(client, max_tokens=16, stop=stops)
         assert (choice.text, choice.finish_reason) == (whole, "length")
 
 

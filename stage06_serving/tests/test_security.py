@@ -9,6 +9,7 @@ import pickle
 import secrets
 import socket
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -238,7 +239,7 @@ def test_a_slow_body_ends_with_408(monkeypatch):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/generate"}
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/generate"}
     scope["headers"] = [(b"content-type", b"application/json")]
     asyncio.run(asyncio.wait_for(Guard(FastAPI())(scope, receive, send), 30))
     start, body = sent
@@ -298,9 +299,12 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
     """CVE-2025-59425: `==` ends at the first letter that differs, and its time shows where."""
     compared: list[tuple[bytes, bytes]] = []
     real = secrets.compare_digest
-    monkeypatch.setattr(
-        secrets, "compare_digest", lambda *pair: (compared.append(pair), real(*pair))[1]
-    )
+
+    def compare(digest, known):
+        compared.append((digest, known))
+        return real(digest, known)
+
+    monkeypatch.setattr(secrets, "compare_digest", compare)
     keys = ("first", "second", "third")
     guard = Guard(FastAPI(), keys)
     digests = [hashlib.sha256(key.encode()).digest() for key in keys]
