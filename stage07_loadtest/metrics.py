@@ -52,7 +52,8 @@ the only one |
 | failures | by kind; infinite in the adjusted percentiles | counted; in no latency | by status | \
 infinite in the `adj_` percentiles | |
 | goodput | requests/s within every limit, from the intended start | the same, from sending | \
-highest load at which 95 % keep the limits | as vLLM | highest Poisson rate whose p99 keeps the limits |"""
+highest load at which 95 % keep the limits | as vLLM | \
+highest Poisson rate whose p99 keeps the limits |"""
 
 
 # ---- one request --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is requested: prompts as token ids, exact in length with any tokenizer, and answer lengths."""
+"""What is requested: prompts as token ids, exact in length for any tokenizer, and lengths."""
 
 from __future__ import annotations
 

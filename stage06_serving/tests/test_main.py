@@ -151,7 +151,12 @@ def test_what_stops_the_start(capsys, tmp_path, monkeypatch):
     assert status == 2 and shown.startswith("error: --chat-template")
     opened: list[socket.socket] = []
     listen = stage.listen
-    monkeypatch.setattr(stage, "listen", lambda *where: opened.append(listen(*where)) or opened[-1])
+
+    def keep(*where: Any) -> socket.socket:
+        opened.append(listen(*where))
+        return opened[-1]
+
+    monkeypatch.setattr(stage, "listen", keep)
     status, shown = ended(capsys, "--port", "0", "--model", "./nothing-here")
     assert status == 2 and shown.startswith("error: ") and "nothing-here" in shown
     assert "serves" not in shown and [one.fileno() for one in opened] == [-1]  # closed
@@ -233,7 +238,7 @@ def test_start_and_end_of_an_open_server(interruptible, serve, tiny_folder, tmp_
             "\n  model   tiny, float32 on cpu",
             "\n  engine  paged\n",
             "\n  memory  64.0 KiB in 16 blocks of 16 tokens: 1 whole context of 256; at most 3",
-            f"\n  try     curl -N {address}/v1/completions -H 'Content-Type: application/json' -d '",
+            f"\n  try     curl -N {address}/v1/completions -H 'Content-Type: application/json' -d",
         ):
             assert line in shown
         running.url = f"http://127.0.0.1:{running.port}"

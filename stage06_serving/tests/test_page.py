@@ -1,6 +1,6 @@
 """The page and its frames, in headless Chromium against a real server.
 
-The server's model is made by hand and repeats one text for any prompt: markup, which must stay text.
+The server's model is made by hand and repeats one text: markup, which must stay text.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ needs_browser = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
 
 @pytest.fixture(scope="module")
 def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that repeats SAID: its layers do nothing, and each position leads to one byte."""
+    """A checkpoint that repeats SAID: its layers do nothing, each position leads to one byte."""
     folder = make_folder(tmp_path_factory.mktemp("page") / "reciter")
     fields = FIELDS | {"n_positions": POSITIONS, "n_embd": 64, "n_layer": 1}
     shapes = random_tensors(Config.from_dict(fields))

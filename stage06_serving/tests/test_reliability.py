@@ -12,6 +12,7 @@ import socket
 import struct
 import time
 from contextlib import ExitStack
+from typing import Any
 
 import openai
 import pytest
@@ -279,7 +280,7 @@ def test_a_late_stream_ends_with_an_error(hasty, wait_idle):
     fault.plant(PASS)
     url = f"{running.url}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=HANG) as client:
-        fields = {"prompt": IDS, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+        fields: Any = {"prompt": IDS, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
         with pytest.raises(openai.APIError, match="longer than the server allows"):
             list(client.completions.create(model="tiny", stream=True, **fields))
     assert since(before, wait_idle(running.url))["abort"] == 1

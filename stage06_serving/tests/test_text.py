@@ -66,7 +66,7 @@ def pieces_of(
 
 
 def stopped(text: str, stops: Sequence[str], keep: bool = False) -> tuple[str, str | None]:
-    """The rule, letter by letter: the stop string that is complete first, the longest of several."""
+    """The rule, letter by letter: the stop string that is complete first, and the longest."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -237,7 +237,8 @@ def test_streams_equal_whole_answers(house, tiny_folder):
                 return (await client.post("/completions", json=body)).json()["choices"]
 
             async def one(number: int, plain: Any) -> tuple[Any, Any, list[Any]]:
-                whole, more = plain, {"seed": number // TOGETHER}
+                more: dict[str, Any] = {"seed": number // TOGETHER}
+                whole = plain
                 async with gate:
                     if number % 3 == 0 and len(plain["text"]) > 4:
                         more["stop"] = [plain["text"][3:5], "never"]

@@ -39,15 +39,26 @@ def record(
     """A success: chunks of one token, `gaps` seconds apart, the first that long after sending."""
     sent, count = intended if sent is None else sent, len(gaps)
     chunks = [sent + sum(gaps[: number + 1]) for number in range(count)]
-    fields = {"chunks": chunks, "chunk_tokens": [1] * count, "end": chunks[-1], "status": 200}
+    fields: dict[str, Any] = {
+        "chunks": chunks,
+        "chunk_tokens": [1] * count,
+        "end": chunks[-1],
+        "status": 200,
+    }
     fields |= {"prompt_tokens": 8, "completion_tokens": count, "finish_reason": "length"}
-    return Record(index, intended, count, sent, **fields | {"done": True} | more)  # type: ignore[arg-type]
+    fields |= {"done": True} | more
+    return Record(index, intended, count, sent, **fields)
 
 
 def refused(index: int = 0, intended: float = 0.0) -> Record:
     """A request that the server rejected with 503."""
-    fields = {"status": 503, "end": intended + 0.01, "failure": HTTP_503, "detail": "no room"}
-    return Record(index, intended, 3, intended, **fields)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {
+        "status": 503,
+        "end": intended + 0.01,
+        "failure": HTTP_503,
+        "detail": "no room",
+    }
+    return Record(index, intended, 3, intended, **fields)
 
 
 def broken(index: int = 0, intended: float = 0.0) -> Record:

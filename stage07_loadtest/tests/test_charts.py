@@ -64,8 +64,8 @@ OPEN = {
 
 
 def texts(figure: Figure) -> list[Any]:
-    found = figure.findobj(Text)
-    return [text for text in found if text.get_text().strip() and text.get_visible()]  # type: ignore[attr-defined]
+    found: list[Any] = figure.findobj(Text)
+    return [text for text in found if text.get_text().strip() and text.get_visible()]
 
 
 def words(figure: Figure) -> list[str]:
@@ -74,13 +74,15 @@ def words(figure: Figure) -> list[str]:
 
 def series(figure: Figure) -> list[tuple[list[float], list[float]]]:
     """Places and values of the lines, without single marks."""
-    lines: list[Any] = [line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 1]
+    axes: Any = figure.axes[0]
+    lines = [line for line in axes.get_lines() if len(line.get_xdata()) > 1]
     return [([*map(float, at.get_xdata())], [*map(float, at.get_ydata())]) for at in lines]
 
 
 def marked(figure: Figure, fill: str) -> list[float]:
     """Places of single marks: hollow ones are filled with white, rings with none."""
-    lines: list[Any] = [line for line in figure.axes[0].get_lines() if len(line.get_xdata()) == 1]
+    axes: Any = figure.axes[0]
+    lines = [line for line in axes.get_lines() if len(line.get_xdata()) == 1]
     return sorted(line.get_xdata()[0] for line in lines if line.get_markerfacecolor() == fill)
 
 

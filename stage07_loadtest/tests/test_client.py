@@ -48,7 +48,7 @@ def ask_mock(
 
 
 def ask_raw(answer: bytes, close: bool = True, **fields: Any) -> Record:
-    """One request to a socket that reads it whole, writes `answer`, and hangs up or falls silent."""
+    """One request to a socket that reads it, writes `answer`, and hangs up or falls silent."""
     over = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

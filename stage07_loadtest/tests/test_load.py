@@ -1,4 +1,4 @@
-"""One point: who is sent when, what is counted and what is not, and what is kept if it ends early."""
+"""One point: what is sent when, what is counted, and what is kept if it ends early."""
 
 from __future__ import annotations
 

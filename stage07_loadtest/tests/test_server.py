@@ -1,4 +1,4 @@
-"""What is read from a server besides its answers: counters, the model's name, whether it is idle."""
+"""What is read from a server besides answers: counters, the model's name, whether it is idle."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_settled_waits_until_the_server_is_idle():
     assert before is not None and before.running == 1 and before.kv_cache_usage > 0
     assert after is not None and after.idle and (after.generation_tokens, after.success) == (5, 1)
     impatient = against(
-        "/metrics", 200, METRICS.encode(), lambda *where: settled(*where, patience=0.1)
+        "/metrics", 200, METRICS.encode(), lambda session, target: settled(session, target, 0.1)
     )
     assert impatient == COUNTERS and not impatient.idle
 
