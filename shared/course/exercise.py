@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .. import cli, paths
 from ..errors import UserError
@@ -222,8 +223,8 @@ def main(argv: list[str] | None = None) -> int | None:
         subparser.set_defaults(do=do)
         return subparser
 
-    def add_stage(subparser: argparse.ArgumentParser, **options: str) -> None:
-        subparser.add_argument("stage", help="stage04_continuous, stage04 or 4", **options)  # type: ignore[arg-type]
+    def add_stage(subparser: argparse.ArgumentParser, **options: Any) -> None:
+        subparser.add_argument("stage", help="stage04_continuous, stage04 or 4", **options)
 
     add_stage(command("start", start, "make a copy of a stage with empty tasks"))
     add_stage(command("status", status, "your results: all stages, or the tasks of one"), nargs="?")
@@ -278,8 +279,8 @@ def main(argv: list[str] | None = None) -> int | None:
 class _command(cli.Parser):
     """A command's parser: argparse makes it with other arguments than cli.Parser takes."""
 
-    def __init__(self, prog: str, **options: str) -> None:
-        argparse.ArgumentParser.__init__(self, prog=prog, allow_abbrev=False, **options)  # type: ignore[arg-type]
+    def __init__(self, prog: str, **options: Any) -> None:
+        argparse.ArgumentParser.__init__(self, prog=prog, allow_abbrev=False, **options)
 
 
 if __name__ == "__main__":

@@ -425,7 +425,7 @@ def junit(verdicts: Iterable[Verdict]) -> str:
             "skipped": "0",
             "time": f"{sum(verdict.seconds for verdict in judged):.1f}",
         }
-        suite = ET.SubElement(root, "testsuite", name=stage, **counts)
+        suite = ET.SubElement(root, "testsuite", {"name": stage, **counts})
         for verdict in judged:
             seconds, points = f"{verdict.seconds:.1f}", (verdict.points, verdict.task.points)
             case = ET.SubElement(

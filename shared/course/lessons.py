@@ -38,6 +38,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -240,7 +241,7 @@ def _help(module: str, words: list[str]) -> str:
     return output.getvalue()
 
 
-def program(module: str) -> object:
+def program(module: str) -> Any:
     """What `python -m module` runs."""
     found = importlib.import_module(module)
     return importlib.import_module(f"{module}.__main__") if hasattr(found, "__path__") else found

@@ -12,6 +12,7 @@ import difflib
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from shared import cli, paths
 from shared.course import mine
@@ -113,10 +114,10 @@ def check(options: argparse.Namespace) -> int:
         print(f"  python -m shared.course.museum reveal {exhibit.name}")
         return 0
     print(f"{verdict}: {len(failed)} of {len(outcomes)} tests fail.\n")
-    for name, error in failed.items():
+    for name, text in failed.items():
         print(f"  {name}")
         if "::" not in name:  # the file cannot be loaded; the error of a test would tell too much
-            print(textwrap.indent(error, "    "))
+            print(textwrap.indent(text, "    "))
     first = next(iter(failed), exhibit.stage)
     print(f"\nWhy they do: python -m pytest {first.partition('::')[0]} --mine")
     return 1
@@ -192,8 +193,7 @@ def main(argv: list[str] | None = None) -> int | None:
 class _command(cli.Parser):
     """A command's parser: argparse makes it with other arguments than cli.Parser takes."""
 
-    def __init__(self, prog: str, **options: str) -> None:
-        # type: ignore[arg-type]
+    def __init__(self, prog: str, **options: Any) -> None:
         argparse.ArgumentParser.__init__(self, prog=prog, allow_abbrev=False, **options)
 
 

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ def run_here(words: list[str]) -> tuple[int, str]:
     """`lessons.run`, but with our programs in this process: a new one takes longer than most do."""
     if words[:2] != [sys.executable, "-m"] or not links.OURS.match(words[2]):
         return in_a_process(words)
-    program: Any = lessons.program(words[2])
+    program = lessons.program(words[2])
     threads, output = torch.get_num_threads(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, open(os.devnull, encoding="utf-8") as nothing:
         patch.setattr(sys, "stdin", nothing)

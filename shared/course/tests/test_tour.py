@@ -18,7 +18,7 @@ from shared.course.testing import random_checkpoint
 from shared.tokenizer import ByteTokenizer
 
 FIELDS = {"vocab_size": 300, "n_positions": 160, "n_embd": 16, "n_layer": 2, "n_head": 2}
-CONFIG = Config(**FIELDS, name="tour")
+CONFIG = Config.from_dict({"model_type": "gpt2", **FIELDS}, "tour")
 
 # The first stage's engine, with the tokens at some places changed by an xor.
 MAKE = """
