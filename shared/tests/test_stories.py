@@ -99,6 +99,7 @@ def test_readable_until_finds_the_first_mistake(stories):
     text = stories[0].text
     cut = len(text) // 2
     assert GRAMMAR.readable_until(text) == len(text)
+    assert not GRAMMAR.read(text + " Rain.")
     assert 0 < GRAMMAR.readable_until(text[:cut] + "#" + text[cut:]) <= cut
 
 
