@@ -36,9 +36,7 @@ class Scenario:
     name: str
     prompts: list[list[int]]
     sampling: list[dict[str, Any]]
-    stop_at: list[int] = field(
-        default_factory=list
-    )  # stop at the oracle's token n
+    stop_at: list[int] = field(default_factory=list)  # stop at the oracle's token n
 
 
 @dataclass

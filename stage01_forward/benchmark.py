@@ -64,7 +64,8 @@ def last_logits(model: GPT2, ids: list[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def prove_logits(model: GPT2, peer: Any, ids: list[int]) -> float:
-    """The largest difference from `peer`'s float32 logits. Raises AssertionError above the bound."""
+    """The largest difference from `peer`'s float32 logits. Raises AssertionError above the
+    bound."""
     theirs = peer(torch.tensor([ids])).logits[0, -1]
     difference = float((last_logits(model, ids).float() - theirs).abs().max())
     if difference > (bound := LOGIT_BOUND[model.dtype]):

@@ -190,7 +190,8 @@ def megabytes(kind: torch.dtype, tokens: int) -> float:
 
 
 def memory_table(results: Results) -> str:
-    """By arithmetic, and below it the peaks of fresh processes in float32, where they were taken."""
+    """By arithmetic, and below it the peaks of fresh processes in float32, where they were
+    taken."""
     config = PRESETS["gpt2"]
     lines = [
         {

@@ -55,7 +55,8 @@ class Sizes(Plan):
     prompt: int = 64
     answer: int = 32
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
-    # Once, and with few tokens: its prompts alone take half a minute, and their proof as long. 0: no.
+    # Once, and with few tokens: its prompts alone take half a minute, and their proof as long. 0:
+    # no.
     wide: int = 512
     wide_answer: int = 8
     repeats: int = 2
@@ -87,7 +88,8 @@ QUICK = replace(
 def alternated(
     subject: Subject, workloads: Mapping[str, Lengths], repeats: int, **fields: Any
 ) -> list[Group]:
-    """Several workloads of this engine in turn, each as one batch, with the seconds of every pass."""
+    """Several workloads of this engine in turn, each as one batch, with the seconds of every
+    pass."""
     engine = Engine(subject.model, max_batch=max(map(len, workloads.values())))
     runs = {
         name: Runs(engine, subject.prompts(prompt for prompt, _ in pairs), [n for _, n in pairs])
@@ -252,7 +254,10 @@ COLUMNS: dict[str, Column] = {
     "over equal rows (predicted)": against_equal,
     "same tokens as ours": lambda row: row.alike("ours", "ours"),
 }
-SINGLES = "dtype | sequences | one after the other (stage 02), ms | as a batch, ms | gain (predicted) | same tokens"
+SINGLES = (
+    "dtype | sequences | one after the other (stage 02), ms | as a batch, ms | gain (predicted) "
+    "| same tokens"
+)
 DRAW = tables(
     COLUMNS,
     f"""

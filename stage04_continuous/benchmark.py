@@ -165,7 +165,8 @@ def side_by_side(
 
 
 def equal(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """Equal requests, one for each slot; and the bookkeeping of every pass that decodes them all."""
+    """Equal requests, one for each slot; and the bookkeeping of every pass that decodes them
+    all."""
     for slots in plan.equal_slots:
         lengths, budget = [plan.equal] * slots, slots * plan.equal[0]
         kinds, repeats = ("sdpa", "eager"), plan.equal_repeats
@@ -206,8 +207,8 @@ def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
 class Arrival:
     """A long prompt arrives while its neighbours decode: what it does to them, at every call.
 
-    The neighbours get a token each in every pass, so one list of gaps between their tokens holds for
-    all of them.
+    The neighbours get a token each in every pass, so one list of gaps between their tokens holds
+    for all of them.
     """
 
     def __init__(self, subject: Subject, plan: Sizes, engine: Engine) -> None:
@@ -246,7 +247,8 @@ class Arrival:
 
 
 def chunk_scheduler(plan: Mapping[str, Any], chunk: str) -> Scheduler:
-    """Runs the long prompt in chunks of so many tokens, or whole; the budget has room for it all."""
+    """Runs the long prompt in chunks of so many tokens, or whole; the budget has room for it
+    all."""
     slots, budget = plan["neighbours"] + 1, plan["neighbours"] + plan["long_prompt"]
     if chunk == WHOLE:
         return Scheduler(slots, budget, chunked=False)
@@ -319,7 +321,8 @@ def cache(row: Row) -> str:
 
 
 def gaps(row: Row) -> dict[str, list[float]]:
-    """Seconds between a neighbour's tokens in all runs: without a long prompt, and by its chunks."""
+    """Seconds between a neighbour's tokens in all runs: without a long prompt, and by its
+    chunks."""
     calm = [gap for runs in row.group["before"].values() for gaps in runs for gap in gaps]
     found = {"no long prompt": calm}
     for own in row.variants:

@@ -324,7 +324,8 @@ class Pair:
 def decode_pairs(
     subject: Subject, wanted: Sequence[tuple[int, int, int]], repeats: int
 ) -> Iterator[Group]:
-    """A decode pass over equal sequences, contiguous and paged; wanted: rows, context, block size."""
+    """A decode pass over equal sequences, contiguous and paged; wanted: rows, context, block
+    size."""
     for rows, context, size in wanted:
         needed = 2 * rows * context * subject.config.kv_bytes_per_token(subject.dtype)
         if needed > free_memory() / 2:
@@ -578,7 +579,8 @@ def crossover(blocks: int, size: int, context: int) -> int:
 
 
 def memory_lines(results: Results) -> Iterator[dict[str, str]]:
-    """By arithmetic: slots of whole contexts, a pool of fixed size, one of just the blocks in use."""
+    """By arithmetic: slots of whole contexts, a pool of fixed size, one of just the blocks in
+    use."""
     size, config, kind = results.plan["block_size"], PRESETS["gpt2"], torch.float32
     count, prompt, answer = results.plan["table"]
     pool, one = BlockPool(count, size), block_bytes(config, kind, size) / 1e6

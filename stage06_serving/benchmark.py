@@ -131,7 +131,8 @@ QUICK = replace(
 
 
 def watched_name(switch: float) -> str:
-    """The variant in which the engine's own process serves, with this switch interval in seconds."""
+    """The variant in which the engine's own process serves, with this switch interval in
+    seconds."""
     return f"watched, {switch * 1e3:g} ms"
 
 
@@ -205,7 +206,8 @@ def steps_of(records: Sequence[Any], streams: int) -> dict[str, Any]:
 
 
 def run_offline(engine: Any, load: Load, prompts: Sequence[list[int]]) -> Run:
-    """The engine with nothing around it: a loop that steps, and adds a request when one has ended."""
+    """The engine with nothing around it: a loop that steps, and adds a request when one has
+    ended."""
     engine.steps.clear()
     requests: list[Request] = []
     numbers: dict[str, int] = {}
@@ -398,8 +400,9 @@ async def listening(app: Any) -> AsyncIterator[str]:
 
 
 def clocks(pid: int) -> dict[str, float]:
-    """Seconds of processor time so far: of the loop, which runs on the main thread, and of all other
-    threads. Where the system does not number threads as Linux does, the loop's count as the engine's."""
+    """Seconds of processor time so far: of the loop, which runs on the main thread, and of all
+    other threads. Where the system does not number threads as Linux does, the loop's count as the
+    engine's."""
     server = psutil.Process(pid)
     times, threads = server.cpu_times(), [one for one in server.threads() if one.id == pid]
     loop = sum(one.user_time + one.system_time for one in threads)
@@ -437,10 +440,12 @@ def measure_load(
 def prove(
     subject: Subject, load: Load, prompts: Sequence[list[int]], ids: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """That every answer has its length, and is what stage 01 would choose. Raises AssertionError."""
+    """That every answer has its length, and is what stage 01 would choose. Raises
+    AssertionError."""
     if wrong := [len(answer) for answer in ids if len(answer) != load.answer]:
         raise AssertionError(
-            f"{len(wrong)} answers have another length than {load.answer}, such as {wrong[0]} tokens"
+            f"{len(wrong)} answers have another length than {load.answer}, such as {wrong[0]} "
+            "tokens"
         )
     return subject.prove(map(Output, prompts, ids))
 
@@ -472,8 +477,9 @@ def run(plan: Plan) -> dict[str, Any]:
 
                 ways: dict[str, Any] = {OFFLINE: partial(by_engine, offline), SERVER: by_server}
                 for switch in (SWITCH, *plan.switches):
-                    watch = lambda *given, by=by_engine, s=switch: by(watched, *given, s)  # noqa: E731
-                    ways[watched_name(switch)] = watch
+                    ways[watched_name(switch)] = lambda *given, by=by_engine, s=switch: by(
+                        watched, *given, s
+                    )
                 loads = plan.loads((model, dtype))
                 http = [load for load in loads if load.case == HTTP]
                 most = max(http, key=lambda load: load.streams)
@@ -570,8 +576,8 @@ def pass_of(row: Row) -> dict[str, float] | None:
 
 
 def passes(results: Results) -> list[dict[str, str]]:
-    """The engine's thread, alone and beside the loop: how many times its own time the loop costs the
-    engine, with the server's switch interval and with others."""
+    """The engine's thread, alone and beside the loop: how many times its own time the loop costs
+    the engine, with the server's switch interval and with others."""
     lines = []
     for row in results.rows(HTTP):
         alone, found = pass_of(row.of(OFFLINE)), pass_of(row)
@@ -703,7 +709,8 @@ def http_chart(results: Results) -> Figure:
 
 
 def where_chart(results: Results) -> Figure:
-    """What a token costs beside its pass: how much longer the engine's thread takes, and the loop."""
+    """What a token costs beside its pass: how much longer the engine's thread takes, and the
+    loop."""
     row = main_row(results)
     alone, watched = pass_of(row.of(OFFLINE)), pass_of(beside(row))
     found: dict[str, float] = {}

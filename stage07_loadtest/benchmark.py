@@ -382,7 +382,8 @@ class Load:
         return f"{most:,.0f}" if most else ""
 
     def over_sequential(self) -> str:
-        """With the most users who were tried: waiting does not make one request at a time slower."""
+        """With the most users who were tried: waiting does not make one request at a time
+        slower."""
         base = [
             load.rate for load in closed(self.results) if load.point == (SEQUENTIAL, self.workload)
         ]

@@ -1,5 +1,5 @@
-"""Predictions: what the passes of a workload must cost, by operations, bytes and the scheduler's own
-decisions, before anything has run."""
+"""Predictions: what the passes of a workload must cost, by operations, bytes and the scheduler's
+own decisions, before anything has run."""
 
 from __future__ import annotations
 

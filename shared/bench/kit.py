@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -54,7 +54,8 @@ def run_lengths(values: Iterable[Any]) -> list[list[Any]]:
 
 
 def packed(lengths: Lengths) -> list[list[int]]:
-    """As results keep them: tokens of prompt and answer, and how many requests in a row have them."""
+    """As results keep them: tokens of prompt and answer, and how many requests in a row have
+    them."""
     return [[*pair, times] for pair, times in run_lengths(lengths)]
 
 
@@ -92,8 +93,8 @@ def shape(name: str) -> Checkpoint:
 def prove(scores: torch.Tensor, taken: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """That the oracle would choose each of the tokens `taken` (N,) too, by its logits (N, V).
 
-    Raises AssertionError at a difference that is no near tie; near ties are counted, with the widest
-    gap.
+    Raises AssertionError at a difference that is no near tie; near ties are counted, with the
+    widest gap.
     """
     best, differs = scores.amax(-1), scores.argmax(-1) != taken
     below = best - scores.gather(1, taken[:, None])[:, 0]  # (N,)
@@ -320,7 +321,7 @@ class Benchmark:
 
     def charts(self, content: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
         results = Results(content)
-        return {name: lambda draw=draw: draw(results) for name, draw in self.pictures.items()}  # type: ignore[misc]
+        return {name: partial(draw, results) for name, draw in self.pictures.items()}
 
     def headline(self, content: Mapping[str, Any]) -> str:
         """One line, for the table of stages."""
@@ -339,7 +340,8 @@ class Benchmark:
         )
 
     def main(self, argv: list[str] | None = None) -> None:
-        """Measure and write reports/<machine>/<stage>.json; with --quick show the tables instead."""
+        """Measure and write reports/<machine>/<stage>.json; with --quick show the tables
+        instead."""
         module = f"{self.stage}.benchmark"
         parser = cli.Parser(
             module,

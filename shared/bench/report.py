@@ -265,7 +265,8 @@ def _read(path: Path) -> bytes | None:
 
 
 def report(root: Path, modules: Mapping[str, Any], check: bool) -> int:
-    """Check or update the reports below `root` and print what was found; returns the exit status."""
+    """Check or update the reports below `root` and print what was found; returns the exit
+    status."""
     found = Report(root, modules, check)
     stale = found.stale if check else found.write()
     for path in stale:

@@ -4,10 +4,12 @@ A benchmark's results are lists of groups, one list a case. A group is what was 
 workload on a model in a dtype, and each field that differs between the engines (or layers, or
 caches) that ran it in turn is a mapping by variant:
 
-    {"model": "gpt2", "dtype": "float32", "lengths": [[64, 32], ...], "seconds": {"ours": [...], ...},
+    {"model": "gpt2", "dtype": "float32", "lengths": [[64, 32], ...], "seconds": {"ours": [...],
+    ...},
      "passes": {"ours": 32, ...}, "bytes": {...}, "proof": {"ours": {...}, ...}}
 
-A `Row` is a group as one of its variants sees it. A table is a choice of rows and a list of columns.
+A `Row` is a group as one of its variants sees it. A table is a choice of rows and a list of
+columns.
 """
 
 from __future__ import annotations
@@ -226,7 +228,9 @@ def tables(columns: Mapping[str, Column], declared: str, **sources: Any) -> dict
             else:
                 each = results.rows if "engine" in header.split(" | ") else results.groups
                 found = each(source)
-            return found if isinstance(found, str) else table(found, header, known if header else {})
+            return (
+                found if isinstance(found, str) else table(found, header, known if header else {})
+            )
 
         return markdown
 

@@ -86,8 +86,8 @@ class Run:
 
 
 def work(variant: str, plan: Plan, threads: int) -> Run:
-    """Run `variant`: a stage, one of TITLES, or a peer's URL. A short warm-up comes first: libraries
-    choose their kernels at the first call."""
+    """Run `variant`: a stage, one of TITLES, or a peer's URL. A short warm-up comes first:
+    libraries choose their kernels at the first call."""
     prompts, counts = workload(plan)
     if variant == MODULE:
         return by_server(plan, threads)
@@ -121,8 +121,8 @@ def work(variant: str, plan: Plan, threads: int) -> Run:
 def by_transformers(
     variant: str, model: Any, prompts: Sequence[list[int]], counts: Sequence[int]
 ) -> Run:
-    """transformers' `generate`, as its users call it. In a batch every answer gets as many tokens as
-    the longest one."""
+    """transformers' `generate`, as its users call it. In a batch every answer gets as many tokens
+    as the longest one."""
     transformers_batch(model, list(prompts[:2]), 2)
     run = Run()
     started = time.perf_counter()
@@ -279,7 +279,8 @@ COLUMNS: dict[str, Column] = {
     "rounds": lambda row: row.results.plan["rounds"],
 }
 STEPS = (
-    "engine | tok/s | over stage 01 | an answer takes, s (mean) | the slowest, s | peak memory, MiB "
+    "engine | tok/s | over stage 01 | an answer takes, s (mean) | the slowest, s | peak memory, "
+    "MiB "
     "| tokens proved"
 )
 WORKLOAD = (
@@ -324,7 +325,8 @@ def peer(text: str) -> tuple[str, ...]:
     parts = text.split("=", 2)
     if len(parts) != 3 or not all(parts) or not parts[1].startswith("http"):
         raise argparse.ArgumentTypeError(
-            f"'{text[:80]}' is not a peer: write NAME=URL=COMMAND, where COMMAND started that server"
+            f"'{text[:80]}' is not a peer: write NAME=URL=COMMAND, where COMMAND started that "
+            "server"
         )
     return parts[0], parts[1].rstrip("/"), parts[2]
 
@@ -335,7 +337,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         f"shared.bench.{KIND}",
         BENCHMARK.about,
-        f"  {command} --quick\n  {command} && python -m shared.bench.report\n  {command} --peer {like}",
+        f"  {command} --quick\n  {command} && python -m shared.bench.report\n  {command} --peer "
+        f"{like}",
     )
     parser.add_argument(
         "--quick",

@@ -1,4 +1,5 @@
-"""Measuring: the machine's description, taking turns, peak memory, and results that survive writing and reading."""
+"""Measuring: the machine's description, taking turns, peak memory, and results that survive writing
+and reading."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def test_summary_turns_seconds_into_rates_with_the_range_the_right_way_round() -
 def test_limits_are_measured_once_and_again_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Small loops in place of the ten seconds that the real limits take: what is kept and when is tested here.
+    # Small loops in place of the ten seconds that the real limits take: what is kept and when is
+    # tested here.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
     rates = iter([10.0, 20.0, 30.0])
@@ -79,7 +81,8 @@ def test_limits_are_measured_once_and_again_on_request(
 
 
 def test_rates_count_the_work_that_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    # With a clock on which every run takes 1 ms, the rates are the work alone. One variable, one known answer.
+    # With a clock on which every run takes 1 ms, the rates are the work alone. One variable, one
+    # known answer.
     monkeypatch.setattr(measure, "seconds", lambda run: (run(), 1e-3)[1])
     bandwidth = measure.read_bandwidth(nbytes=4 * MIB, budget=0.002)
     assert bandwidth == pytest.approx(4 * MIB / 1e-3 / 1e9)

@@ -28,8 +28,9 @@ from shared.tokenizer import (
 )
 
 SAMPLE = (
-    "The fox didn't know what the crow knew. 'We'll see,' she said, and they've seen it since 1905. "
-    "### déjà vu, naïve, größer, Привет мир, 世界你好, こんにちは, 😀😀 👩‍👩‍👧 ## # def f(x):\n    return x  "
+    "The fox didn't know what the crow knew. 'We'll see,' she said, and they've seen it since "
+    "1905. ### déjà vu, naïve, größer, Привет мир, "
+    "世界你好, こんにちは, 😀😀 👩‍👩‍👧 ## # def f(x):\n    return x  "
     "# twice\n\n\tEND\r\n"
 )
 AWKWARD = [

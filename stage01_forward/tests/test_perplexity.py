@@ -33,7 +33,8 @@ def models() -> tuple[GPT2, Any]:
 
 @torch.inference_mode()
 def expected(twin: Any, ids: list[int], stride: int) -> float:
-    """Mean cross-entropy of each token in the first window, 0, stride, 2 stride, ..., that has it."""
+    """Mean cross-entropy of each token in the first window, 0, stride, 2 stride, ..., that has
+    it."""
     losses = []
     for place in range(1, len(ids)):
         start = next(s for s in range(0, len(ids), stride) if s + WINDOW >= place)

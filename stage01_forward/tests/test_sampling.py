@@ -31,7 +31,8 @@ def one(sample, logits, history=EMPTY, eos_ids=(), **options):
 
 
 def plain_token(row, params, history, eos_ids):
-    """The token that the fast sampler must take: darts at all tokens, until one hits the nucleus."""
+    """The token that the fast sampler must take: darts at all tokens, until one hits the
+    nucleus."""
     generator = params.generator()
     whole = distribution(row, [replace(params, top_p=1.0)], [history], eos_ids)
     nucleus = distribution(row, [params], [history], eos_ids)
@@ -275,7 +276,8 @@ def test_logprobs_are_those_of_the_unmodified_logits(sample, count):
     assert logprobs[1] is None
     for row in (0, 2):
         expected = logits[row].double().log_softmax(-1)
-        order = sorted(range(130), key=lambda id: (-float(logits[row, id]), id))[:count]  # noqa: B023
+        scores = logits[row].tolist()
+        order = sorted(range(130), key=lambda id, s=scores: (-s[id], id))[:count]
         mine = logprobs[row]
         assert isinstance(mine, Logprobs)
         assert tokens[row] == 9 and mine.token == pytest.approx(float(expected[9]), abs=1e-5)

@@ -28,7 +28,8 @@ def problem(dtype, queries, group=1):
 
 
 def by_hand(q, keys, values, sees):
-    """In float64, one query at a time, over the keys that it sees: (B, H, T, D). sees: (B, T, S)."""
+    """In float64, one query at a time, over the keys that it sees: (B, H, T, D). sees: (B, T,
+    S)."""
     group = q.shape[1] // keys.shape[1]
     q, keys, values = q.double(), keys.double(), values.double()
     out = torch.empty(q.shape, dtype=torch.float64)

@@ -295,9 +295,7 @@ def test_a_request_that_leaves_no_token_to_take_fails_alone(engine, naive):
 
 
 @pytest.mark.parametrize("good", [0, 2])
-def test_scores_that_are_not_finite_end_one_row(
-    engine, naive, tiny_model, monkeypatch, good
-):
+def test_scores_that_are_not_finite_end_one_row(engine, naive, tiny_model, monkeypatch, good):
     """A row with NaN scores, after `good` tokens, ends with an error; the other rows do not."""
     params = SamplingParams(max_tokens=6)
     forward = tiny_model.logits

@@ -1,5 +1,5 @@
-"""The benchmark measures a tiny model for real, its workload is worth measuring, and its predictions
-are exact where they count passes."""
+"""The benchmark measures a tiny model for real, its workload is worth measuring, and its
+predictions are exact where they count passes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,30 @@ from stage04_continuous.make import make
 from stage04_continuous.scheduler import Scheduler
 
 TINY = replace(
-    FULL, models=("tiny",), requests=9, slots=3, budget=8, prompts=(2, 6), answers=(2, 20), middle=5,
-    repeats=(1, 1), equal_slots=(2, 4), equal=(3, 4), equal_repeats=(2, 1), single=(4, 3),
-    single_repeats=1, neighbours=2, neighbours_prompt=4, before=3, after=9, long_prompt=30,
-    long_answer=2, chunks=(6, 16), chunk_repeats=1, gantt=(2, 12),
-)  # fmt: skip
+    FULL,
+    models=("tiny",),
+    requests=9,
+    slots=3,
+    budget=8,
+    prompts=(2, 6),
+    answers=(2, 20),
+    middle=5,
+    repeats=(1, 1),
+    equal_slots=(2, 4),
+    equal=(3, 4),
+    equal_repeats=(2, 1),
+    single=(4, 3),
+    single_repeats=1,
+    neighbours=2,
+    neighbours_prompt=4,
+    before=3,
+    after=9,
+    long_prompt=30,
+    long_answer=2,
+    chunks=(6, 16),
+    chunk_repeats=1,
+    gantt=(2, 12),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,9 +72,15 @@ def side_by_side(results: Results) -> list[Row]:
 
 def test_everything_is_drawn(results: Results) -> None:
     assert check_drawn(benchmark.BENCHMARK, dict(results.content)) == {
-        "limits": 1, "win": 3, "win_seconds": 3, "null": 8, "peers": 12, "lose": 6, "chunking": 8,
+        "limits": 1,
+        "win": 3,
+        "win_seconds": 3,
+        "null": 8,
+        "peers": 12,
+        "lose": 6,
+        "chunking": 8,
         "overhead": 4,
-    }  # fmt: skip
+    }
 
 
 def test_answers_of_the_winning_workload_differ_in_length() -> None:

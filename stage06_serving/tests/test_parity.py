@@ -93,7 +93,8 @@ def assert_parity(
 
 @pytest.mark.parametrize("preemption", ["recompute", pytest.param("swap", marks=pytest.mark.slow)])
 def test_a_crowd_with_little_memory(house, metrics, tiny_folder, preemption):
-    """Memory for 2 whole contexts, and 8 sequences: prompts share blocks, and requests lose them."""
+    """Memory for 2 whole contexts, and 8 sequences: prompts share blocks, and requests lose
+    them."""
     folder = str(tiny_folder)
     options = ("--dtype", "float64", "--block-size", "4", "--kv-memory", "72KiB")
     swap = ("--swap-memory", "1MiB") if preemption == "swap" else ()

@@ -404,8 +404,8 @@ def test_no_code_of_a_model_is_run(folder, tmp_path):
 
 
 def test_one_process_listens_on_one_address(server):
-    """CVE-2025-47277, CVE-2025-32444, CVE-2025-30165, CVE-2026-3059: processes took pickles from any
-    machine."""
+    """CVE-2025-47277, CVE-2025-32444, CVE-2025-30165, CVE-2026-3059: processes took pickles from
+    any machine."""
     process = psutil.Process(server.process.pid)
     assert not process.children(recursive=True)
     connections = process.net_connections(kind="all")

@@ -34,7 +34,7 @@ from stage07_loadtest.benchmark import (
     SEQUENTIAL,
     STATIC,
     TRANSFORMERS,
-)  # fmt: skip
+)
 from stage07_loadtest.load import Point, ServerDelta
 from stage07_loadtest.metrics import Summary, summarize
 from stage07_loadtest.mock import Behaviour
@@ -45,12 +45,24 @@ from stage07_loadtest.tests.test_metrics import record, refused
 from stage07_loadtest.workload import LENGTHS
 
 TINY = replace(
-    FULL, models=("stories",), dtypes=("float32",), contexts=2, sequences=4, main_users=2, seconds=0.2,
+    FULL,
+    models=("stories",),
+    dtypes=("float32",),
+    contexts=2,
+    sequences=4,
+    main_users=2,
+    seconds=0.2,
     users={SEQUENTIAL: {"short": (1, 2)}, PAGED: {"short": (1, 2), "mixed": (2,)}},
-    open_requests=4, burst=(2, 0.2), prove_prompts=1,
-)  # fmt: skip
+    open_requests=4,
+    burst=(2, 0.2),
+    prove_prompts=1,
+)
 WORDS = 8  # tokens of an answer of the real run
-RULER = {"known": {"ttft": 0.2, "itl": 0.05}, "measured": {"ttft": 0.2041, "itl": 0.05}, "client_cpu": 0.04}  # fmt: skip
+RULER = {
+    "known": {"ttft": 0.2, "itl": 0.05},
+    "measured": {"ttft": 0.2041, "itl": 0.05},
+    "client_cpu": 0.04,
+}
 ROUND = measure.Limits("cpu", 1, 40.0, {"float32": 200.0, "bfloat16": 400.0})  # of the lessons
 
 
@@ -73,8 +85,8 @@ class Real:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
-    """One real server takes the place of both engines; which options each has is looked at here, and
-    what they do is tested in stage 06."""
+    """One real server takes the place of both engines; which options each has is looked at here,
+    and what they do is tested in stage 06."""
     started: list[Sequence[str]] = []
     file = tmp_path_factory.mktemp("reports") / "machine" / f"{benchmark.STAGE}.json"
     threads = torch.get_num_threads()
@@ -89,8 +101,11 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
                 yield server
 
             for name, value in {
-                "own_server": start, "FULL": TINY, "check_ruler": lambda: RULER, "ANSWER": WORDS
-            }.items():  # fmt: skip
+                "own_server": start,
+                "FULL": TINY,
+                "check_ruler": lambda: RULER,
+                "ANSWER": WORDS,
+            }.items():
                 patch.setattr(benchmark, name, value)
             patch.setattr(workload, "ANSWER", WORDS)
             patch.setattr(workload, "MIXED_ANSWER", (WORDS, 0.8, 4, 12))
@@ -230,9 +245,14 @@ def test_the_plans_can_show_what_they_are_for(plan: Any) -> None:
 
 
 def made(
-    server: str, rate: float, users: int | None = None, name: str = "short", offered: float = 0.0,
-    kind: Any = "poisson", failed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+    server: str,
+    rate: float,
+    users: int | None = None,
+    name: str = "short",
+    offered: float = 0.0,
+    kind: Any = "poisson",
+    failed: int = 0,
+) -> dict[str, Any]:
     """A point of ten requests, some of them failed, with two tokens each and `rate` tok/s."""
     good = 10 - failed
     records = [record(i, gaps=(0.5, 0.1)) for i in range(good)]
@@ -251,15 +271,29 @@ def made(
 def known() -> Results:
     """Rates whose quotients are obvious."""
     found = [
-        made(TRANSFORMERS, 5, 1), made(TRANSFORMERS, 5, 8), made(SEQUENTIAL, 8, 1), made(SEQUENTIAL, 10, 64),
-        made(STATIC, 30, 64), made(STATIC, 40, 64), made(CONTINUOUS, 42, 64), made(PAGED, 9, 1),
-        made(PAGED, 30, 8), made(PAGED, 84, 64), made(PAGED, 90, 128, failed=1),
-        made(SEQUENTIAL, 10, 8, "mixed"), made(STATIC, 20, 64, "mixed"), made(CONTINUOUS, 40, 64, "mixed"),
-        made(PAGED, 60, 64, "mixed"), made(PAGED, 22, offered=11.25), made(PAGED, 44, offered=22.5),
-        made(PAGED, 80, offered=49.5), made(PAGED, 30, offered=9.0, kind="bursts"),
-        made(f"{SEQUENTIAL}, bfloat16", 16, 1), made(f"{PAGED}, bfloat16", 18, 1),
+        made(TRANSFORMERS, 5, 1),
+        made(TRANSFORMERS, 5, 8),
+        made(SEQUENTIAL, 8, 1),
+        made(SEQUENTIAL, 10, 64),
+        made(STATIC, 30, 64),
+        made(STATIC, 40, 64),
+        made(CONTINUOUS, 42, 64),
+        made(PAGED, 9, 1),
+        made(PAGED, 30, 8),
+        made(PAGED, 84, 64),
+        made(PAGED, 90, 128, failed=1),
+        made(SEQUENTIAL, 10, 8, "mixed"),
+        made(STATIC, 20, 64, "mixed"),
+        made(CONTINUOUS, 40, 64, "mixed"),
+        made(PAGED, 60, 64, "mixed"),
+        made(PAGED, 22, offered=11.25),
+        made(PAGED, 44, offered=22.5),
+        made(PAGED, 80, offered=49.5),
+        made(PAGED, 30, offered=9.0, kind="bursts"),
+        made(f"{SEQUENTIAL}, bfloat16", 16, 1),
+        made(f"{PAGED}, bfloat16", 18, 1),
         made(f"{PAGED}, bfloat16", 160, 64),
-    ]  # fmt: skip
+    ]
     proof = {
         name: {"tokens": 450, "near_ties": int(name == PAGED), "widest_gap": 0} for name in ENGINES
     }
@@ -347,12 +381,17 @@ def test_trust_is_shown_for_all_points_together(table: Lines, known: Results) ->
 @pytest.mark.parametrize(
     ("engine", "users", "name", "contexts", "rows"),
     [
-        (TRANSFORMERS, 64, "short", 8, 1), (SEQUENTIAL, 64, "long", 8, 1), (STATIC, 4, "short", 8, 4),
-        (CONTINUOUS, 64, "short", 8, 8), (PAGED, 32, "short", 8, 32), (PAGED, 128, "short", 8, 64),
+        (TRANSFORMERS, 64, "short", 8, 1),
+        (SEQUENTIAL, 64, "long", 8, 1),
+        (STATIC, 4, "short", 8, 4),
+        (CONTINUOUS, 64, "short", 8, 8),
+        (PAGED, 32, "short", 8, 32),
+        (PAGED, 128, "short", 8, 64),
         # A context of 1,024 is 64 blocks; a long prompt and its answer, 114 tokens, take 8 of them.
-        (PAGED, 128, "long", 8, 64), (PAGED, 128, "long", 1, 8),
+        (PAGED, 128, "long", 8, 64),
+        (PAGED, 128, "long", 1, 8),
     ],
-)  # fmt: skip
+)
 def test_how_many_rows_a_pass_can_have(
     engine: str, users: int, name: str, contexts: int, rows: int
 ) -> None:

@@ -1,4 +1,5 @@
-"""The kit proves before it tells, takes variants in turn, and draws tables from what was measured."""
+"""The kit proves before it tells, takes variants in turn, and draws tables from what was
+measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The profile counts what really ran: every product of every layer and step, and tells matrices from vectors."""
+"""The profile counts what really ran: every product of every layer and step, and tells matrices
+from vectors."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ LAYERS, WIDTH, WORDS = PRESETS["tiny"].n_layer, PRESETS["tiny"].n_embd, PRESETS[
 
 
 def products(tiny: Checkpoint, stage: str, packed: bool) -> dict[str, dict[str, Any]]:
-    """What a profile of `stage` says of the products, by their shape: a prompt of 5 tokens, 6 new ones."""
+    """What a profile of `stage` says of the products, by their shape: a prompt of 5 tokens, 6 new
+    ones."""
     model = stages.load_model(tiny, dtype=torch.float32)
     if packed:
         linear.optimize(model, "packed")
@@ -55,7 +57,8 @@ def test_the_naive_engine_multiplies_matrices_and_the_cached_one_vectors(
 
 
 def single_row(found: dict[str, dict[str, Any]], shape: str) -> dict[str, Any]:
-    """The product of one row, which the packed layer may run as the fewest rows that it is quick with."""
+    """The product of one row, which the packed layer may run as the fewest rows that it is quick
+    with."""
     return next(
         found[f"{rows} x {shape}"]
         for rows in (1, linear.FEWEST_ROWS)

@@ -1,4 +1,5 @@
-"""Reports: the texts come from the results alone, and what is stale, missing or left over is named."""
+"""Reports: the texts come from the results alone, and what is stale, missing or left over is
+named."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ def test_tables_are_filled_in_and_all_else_is_left_alone(root: Path) -> None:
     assert "<!-- table: speed -->\n\n| speed |\n|--:|\n| 1.0 |\n\n<!-- /table -->\n" in text
     assert ".memory -->\n\n| memory |\n|--:|\n| 10.0 |\n\n<!-- /table -->\n" in text
     text = (root / SECOND / "REPORT.md").read_text()
-    begins = "Before.\n\n<!-- table: memory -->\n\n| memory |\n|--:|\n| 10.0 |\n\n<!-- /table -->\nAfter,"
+    table = "| memory |\n|--:|\n| 10.0 |"
+    begins = f"Before.\n\n<!-- table: memory -->\n\n{table}\n\n<!-- /table -->\nAfter,"
     assert text.startswith(begins) and text.endswith(REPORT.splitlines()[-1] + "\n")
     assert "| speed |\n|--:|\n| 2.0 |" in text and "old numbers" not in text
 
