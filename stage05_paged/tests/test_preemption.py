@@ -307,6 +307,21 @@ def test_a_copy_comes_from_the_parents_last_block_before_the_pass():
     assert Move("copy", source, target) in plan.moves
 
 
+def test_a_copy_for_which_there_is_no_block_waits():
+    scheduler = scheduler_of(3, max_sequences=3)
+    ask_samples(scheduler, 10, "s1", "s2", answer=3)
+    step(scheduler)
+    assert step(scheduler) == [("s1", 10, 1, True)] and ids(scheduler.waiting) == ["s2"]
+
+
+def test_a_child_with_other_tokens_than_its_parent_shares_nothing():
+    scheduler = scheduler_of(20)
+    parent = ask(scheduler, PROMPT[:9], "parent")
+    step(scheduler)
+    ask(scheduler, [1, *PROMPT[1:9]], "child", parent=parent)
+    assert step(scheduler)[1] == ("child", 0, 9, True)
+
+
 def test_when_the_first_sample_is_aborted_the_next_one_leads():
     scheduler = scheduler_of(20, max_sequences=4, token_budget=6)
     samples = ask_samples(scheduler, 10, "s1", "s2", "s3")
