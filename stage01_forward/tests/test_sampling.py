@@ -277,7 +277,7 @@ def test_logprobs_are_those_of_the_unmodified_logits(sample, count):
     for row in (0, 2):
         expected = logits[row].double().log_softmax(-1)
         scores = logits[row].tolist()
-        order = sorted(range(130), key=lambda id, s=scores: (-s[id], id))[:count]
+        order = [id for _, id in sorted((-score, id) for id, score in enumerate(scores))][:count]
         mine = logprobs[row]
         assert isinstance(mine, Logprobs)
         assert tokens[row] == 9 and mine.token == pytest.approx(float(expected[9]), abs=1e-5)

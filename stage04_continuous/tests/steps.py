@@ -35,7 +35,7 @@ bad = pytest.mark.parametrize("prompt, params, message", BAD.values(), ids=BAD)
 class StepContract:
     """Subclass it as `class TestMine(StepContract)`."""
 
-    together = 3  # how many of three requests the engine runs at once
+    together: int = 3  # how many of three requests the engine runs at once
     phases = {("waiting", False, False), ("running", True, False), ("running", False, True)}
 
     def engine(self, sequences: int = 4, budget: int = 32, **options: Any) -> Any:

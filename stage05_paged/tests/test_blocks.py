@@ -65,7 +65,7 @@ class Quick(list):
     def refuse(self, *_):
         raise AssertionError("this walks along the list")
 
-    __contains__ = __iter__ = index = count = refuse  # type: ignore[assignment]
+    __contains__ = __iter__ = index = count = refuse
     remove = insert = sort = reverse = refuse  # type: ignore[assignment]
 
     def pop(self, index=-1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx2
 import pytest
@@ -101,14 +101,14 @@ def finish(engine: AnyEngine) -> list[set[str]]:
 class Adapted(StepContract):
     """Engines whose requests have all their tokens computed in the pass that admits them."""
 
-    phases: ClassVar = {("waiting", False, False), ("running", False, True)}
+    phases = {("waiting", False, False), ("running", False, True)}
 
     def assert_idle(self, engine: Any) -> None:
         assert engine.requests == {} and is_empty(engine) and engine.step() == []
 
 
 class TestPaged(Adapted):
-    phases: ClassVar = StepContract.phases
+    phases = StepContract.phases
 
     def engine(self, sequences: int = 4, budget: int = 32, **options: Any) -> Any:
         options |= {"max_sequences": sequences, "token_budget": budget}
@@ -116,7 +116,7 @@ class TestPaged(Adapted):
 
 
 class TestSlots(Adapted):
-    phases: ClassVar = StepContract.phases
+    phases = StepContract.phases
 
     def engine(self, sequences: int = 4, budget: int = 32, **options: Any) -> Any:
         return Slots(make_slots(the_model(), sequences, token_budget=budget, **options))
@@ -129,7 +129,7 @@ class TestStatic(Adapted):
 
 class TestSequential(Adapted):
     together = 1
-    test_abort_at_any_moment_changes_no_other_request = None  # see test_one_request_at_a_time
+    test_abort_at_any_moment_changes_no_other_request: Any = None  # test_one_request_at_a_time
 
     def engine(self, *_: Any, **options: Any) -> Any:
         return Batches(OneByOne(the_model()), 1, 1000)

@@ -63,7 +63,12 @@ def refused(index: int = 0, intended: float = 0.0) -> Record:
 
 def broken(index: int = 0, intended: float = 0.0) -> Record:
     """A request whose connection was lost after two tokens."""
-    lost = {"completion_tokens": None, "finish_reason": None, "done": False, "failure": RESET}
+    lost: dict[str, Any] = {
+        "completion_tokens": None,
+        "finish_reason": None,
+        "done": False,
+        "failure": RESET,
+    }
     chunks = record(index, intended).chunks[:2]
     return record(index, intended, chunks=chunks, chunk_tokens=[1, 1], **lost)
 
