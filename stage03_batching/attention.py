@@ -17,7 +17,8 @@ def masked_attention(
     converted on the way. H may be a multiple of H_kv: then H / H_kv query heads share a head of
     keys and values.
     """
-    keys, values = keys.to(q.dtype), values.to(q.dtype)  # no copy where the dtype is the same
+    if keys.dtype != q.dtype:
+        keys, values = keys.to(q.dtype), values.to(q.dtype)
     group = q.shape[1] // keys.shape[1]
     if causal:
         return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=group > 1)
