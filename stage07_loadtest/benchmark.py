@@ -24,14 +24,13 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from shared import charts, cli, measure
-from shared.bench.kit import Benchmark, Plan, Subject, greedy, shape
+from shared.bench.kit import Benchmark, Output, Plan, Subject, greedy, shape
 from shared.bench.rows import Column, Results, median, tables
 from shared.checkpoint import PRESETS, Config
+from shared.course import stages
 from shared.errors import UserError
 from shared.roofline import forward_cost
 from shared.server import own_server
-from stage01_forward.engine import Engine as NaiveEngine
-from stage01_forward.generation import Output
 
 from . import charts as curves
 from . import metrics, mock, schedule, workload
@@ -180,7 +179,7 @@ def prove(subject: Subject, url: str, count: int) -> dict[str, Any]:
 
 def naive_rate(subject: Subject, count: int) -> float:
     """Output tok/s of stage 01's engine over short prompts, without HTTP."""
-    engine = NaiveEngine(subject.model)
+    engine = stages.oracle(subject.model)
     prompts = [token_ids(ask) for ask in workload.make("short", count, "proof")]
     engine.generate(prompts[:1], greedy(WARM))
     return count * ANSWER / measure.seconds(lambda: engine.generate(prompts, greedy(ANSWER)))

@@ -182,7 +182,7 @@ RARE += tuple(
 
 def test_lives_of_fifty_calls():
     """A few of those of the next test, which takes minutes."""
-    seen = live(PagedLife, 40)
+    seen = live(PagedLife, 60)
     assert not [event for event in EVENTS if not seen[event]]
 
 

@@ -29,8 +29,10 @@ def answering() -> Iterator[Callable[[bytes], str]]:
         def answer(data: bytes) -> None:
             connection, _ = listening.accept()
             with connection:
-                connection.recv(2**16)
                 connection.sendall(data)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(2**16):  # closing with unread bytes would reset
+                    pass
 
         def start(data: bytes) -> str:
             threading.Thread(target=answer, args=(data,), daemon=True).start()
