@@ -179,7 +179,7 @@ def test_a_server_that_answers_otherwise_stops_the_benchmark(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = Subject(shape("stories"), torch.float32)
-    engine = benchmark.NaiveEngine(subject.model)
+    engine = benchmark.stages.oracle(subject.model)
 
     async def answers(url: str, asks: Sequence[workload.Ask]) -> list[list[int]]:
         found = [
