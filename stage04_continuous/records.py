@@ -49,6 +49,7 @@ class Recorder:
         """Append the record of a step that had work."""
         if not plan:
             return
+        seconds = time.perf_counter() - plan.started  # without writing this record
         slots = []
         for work in plan.work:
             prefill, output = work.prefill_tokens, work.request.output
@@ -57,7 +58,6 @@ class Recorder:
                     work.table, work.request.id, prefill, work.count - prefill, output.finish_reason
                 )
             )
-        seconds = time.perf_counter() - plan.started
         self.steps.append(
             SlotsRecord(
                 rows=len(slots),

@@ -70,6 +70,7 @@ class Recorder:
         """Append the record of a step that had work."""
         if not plan:
             return
+        seconds = time.perf_counter() - plan.started  # without writing this record
         pool, sequences = self.scheduler.pool, []
         for work in plan.work:
             prefill, output = work.prefill_tokens, work.request.output
@@ -79,7 +80,6 @@ class Recorder:
                     work.request.id, prefill, work.count - prefill, blocks, output.finish_reason
                 )
             )
-        seconds = time.perf_counter() - plan.started
         self.steps.append(
             BlocksRecord(
                 rows=len(sequences),
