@@ -99,7 +99,7 @@ def test_a_seed_repeats_an_answer_and_its_samples_differ(client):
     bias = {str(token): 100 for token in range(300, 400)}  # no two answers are equal by chance
 
     def texts(**fields: Any) -> list[str]:
-        options = {"max_tokens": 4, "temperature": 2, "n": 3, "logit_bias": bias}
+        options = {"max_tokens": 16, "temperature": 2, "n": 3, "logit_bias": bias}
         answer = complete(client, **options, **fields)
         return [choice.text for choice in answer.choices]
 
