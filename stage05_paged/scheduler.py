@@ -352,7 +352,7 @@ class Scheduler:
     def _awaits_parent(self, request: Request) -> bool:
         """Whether the parent of `request` is still to compute what both need."""
         parent = request.parent
-        if parent is None or parent.state is State.FINISHED:
+        if parent is None or parent not in self.tables:  # ended, or never queued here
             return False
         return parent.computed < request.token_count - 1
 

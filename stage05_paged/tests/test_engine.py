@@ -382,3 +382,13 @@ def test_the_default_pool_holds_eight_whole_contexts_in_half_of_free_memory(monk
     assert make(the_model()).scheduler.pool.count == 10
     assert make(the_model(), 3).scheduler.pool.count == 3 * 4
     assert make(the_model(), pool=BlockPool(7, 2)).scheduler.pool.block_size == 2
+
+
+def test_a_parent_that_was_never_queued_is_not_waited_for():
+    engine = engine_of()
+    stranger = Request(prompt_of(9), greedy(6))
+    child = engine.add(Request(prompt_of(9), greedy(6), parent=stranger))
+    for _ in range(20):
+        engine.step()
+    assert child.output.finish_reason == "length"
+    assert_answered(child)
