@@ -81,17 +81,6 @@ def test_the_users_own_settings_change_nothing():
         assert charts.render(some_bars()) == before
 
 
-def lightness(rgb: np.ndarray) -> float:
-    """CIE L* of linear rgb."""
-    y = float(rgb @ [0.2126, 0.7152, 0.0722])
-    return 116 * y ** (1 / 3) - 16 if y > 0.008856 else 903.3 * y
-
-
-def linear_rgb(colour: str) -> np.ndarray:
-    values = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-
-
 def lab(rgb: np.ndarray) -> np.ndarray:
     """CIE L*a*b* (D65) of linear rgb, in which a distance of about 2 can just be seen."""
     xyz = np.array(
@@ -110,17 +99,16 @@ BLINDNESS = {
 }
 
 
-def test_colours_are_apart_in_grey():
-    levels = sorted(lightness(linear_rgb(colour)) for colour in charts.COLOURS)
+def test_colours_are_apart_in_grey_and_for_the_colour_blind():
+    values = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in charts.COLOURS]) / 255
+    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    levels = sorted(lab(rgb)[0] for rgb in linear)
     assert min(b - a for a, b in itertools.pairwise(levels)) > 10
     assert levels[-1] < 80  # and still show on white
-
-
-@pytest.mark.parametrize("kind", BLINDNESS)
-def test_colours_are_apart_for_the_colour_blind(kind):
-    cones = np.array(BLINDNESS[kind].split(), float).reshape(3, 3) / 1e6
-    seen = [lab(cones @ linear_rgb(colour)) for colour in charts.COLOURS]
-    assert min(float(np.linalg.norm(a - b)) for a, b in itertools.combinations(seen, 2)) > 25
+    for matrix in BLINDNESS.values():
+        cones = np.array(matrix.split(), float).reshape(3, 3) / 1e6
+        seen = [lab(cones @ rgb) for rgb in linear]
+        assert min(float(np.linalg.norm(a - b)) for a, b in itertools.combinations(seen, 2)) > 25
 
 
 def test_each_series_has_a_shape_of_its_own():
@@ -151,15 +139,15 @@ def test_every_series_and_limit_is_named_beside_its_marks():
     assert "20.0" in labels and not any("nan" in label for label in labels)
 
 
+PAIR = {"a": [1.0, 2.0]}
+
+
 @pytest.mark.parametrize(
     ("series", "spread"),
     [
-        ({}, None),
-        ({name: [1.0, 2.0] for name in "abcdef"}, None),
-        ({"a": [1.0]}, None),
-        ({"a": [1.0, 2.0]}, {"a": [(0.0, 1.0)]}),
-        ({"a": [1.0, 2.0]}, {"b": [(0.0, 1.0), (0.0, 1.0)]}),
-        ({"a": [math.nan, math.nan]}, None),
+        *(({}, None), ({"a": [1.0]}, None), ({"a": [math.nan, math.nan]}, None)),
+        *(({name: [1.0, 2.0] for name in "abcdef"}, None), (PAIR, {"a": [(0.0, 1.0)]})),
+        (PAIR, {"b": [(0.0, 1.0), (0.0, 1.0)]}),
     ],
 )
 def test_data_that_do_not_fit_are_refused(series, spread):
@@ -167,9 +155,6 @@ def test_data_that_do_not_fit_are_refused(series, spread):
         charts.lines("t", "x", "y", [1, 2], series, spread=spread)
     with pytest.raises(ValueError):
         charts.bars("t", "x", ["g", "h"], series, spread=spread)
-
-
-def test_a_roofline_refuses_points_without_a_roof():
     with pytest.raises(ValueError, match="'b' has points and no peak"):
         charts.roofline("t", "n", 10.0, {"a": 100.0}, {"b": [(1.0, 5.0, "1")]})
     with pytest.raises(ValueError, match="one to 5"):

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,16 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from shared import checkpoint, paths
-from shared.checkpoint import (
-    PRESETS,
-    STORIES,
-    WEIGHTS,
-    Config,
-    check_vocabulary,
-    expected_shapes,
-    load,
-    random_tensors,
-)
+from shared.checkpoint import PRESETS, STORIES, WEIGHTS, Config, check_vocabulary, load
 from shared.errors import UserError
 from shared.tokenizer import load_tokenizer
 
@@ -56,8 +48,7 @@ def expected(model: GPT2LMHeadModel) -> Tensors:
 
 @pytest.fixture(scope="module")
 def original(model: GPT2LMHeadModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gpt2")
-    model.save_pretrained(folder)
+    model.save_pretrained(folder := tmp_path_factory.mktemp("gpt2"))
     return folder
 
 
@@ -72,14 +63,6 @@ def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
     changed = {name: tensor.clone().contiguous() for name, tensor in change(tensors).items()}
     save_file(changed, folder / WEIGHTS)
-
-
-def configure(**fields: object) -> Callable[[Path], object]:
-    def apply(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-    return apply
 
 
 def assert_same(ours: Tensors, theirs: Tensors) -> None:
@@ -100,6 +83,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def test_a_folder_of_transformers(original, model, expected, tmp_path):
+    before = (original / WEIGHTS).read_bytes()
     loaded = load(str(original))
     assert_same(loaded.tensors, expected)
     assert loaded.config == Config(**SIZES, eos_ids=(100,), name=original.name)
@@ -108,6 +92,8 @@ def test_a_folder_of_transformers(original, model, expected, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="12KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2 and not (tmp_path / WEIGHTS).exists()
     assert_same(load(str(tmp_path)).tensors, expected)
+    loaded.tensors["wte.weight"].zero_()
+    assert (original / WEIGHTS).read_bytes() == before
 
 
 def to_openai(tensors: Tensors) -> Tensors:
@@ -115,27 +101,23 @@ def to_openai(tensors: Tensors) -> Tensors:
     renamed = {}
     for name, tensor in tensors.items():
         *path, last = name.removeprefix("transformer.").replace("h.", "h").split(".")
+        matrix, kind = tensor.ndim == 2, "b" if last == "bias" else "g"
         if path in (["wte"], ["wpe"]):
             renamed[f"model/{path[0]}"] = tensor
-        elif tensor.ndim == 2:
-            renamed["/".join(["model", *path, "w"])] = tensor[None]
         else:
-            renamed["/".join(["model", *path, "b" if last == "bias" else "g"])] = tensor
+            where = "/".join(["model", *path, "w" if matrix else kind])
+            renamed[where] = tensor[None] if matrix else tensor
     return renamed
 
 
-def with_buffers(tensors: Tensors) -> Tensors:
-    """The attention masks in checkpoints of 2019."""
-    mask = torch.tril(torch.ones(1, 1, 32, 32)).to(torch.uint8)
-    buffers = {f"h.{layer}.attn.bias": mask for layer in range(2)}
-    return tensors | buffers | {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}
-
-
+MASK = torch.tril(torch.ones(1, 1, 32, 32)).to(torch.uint8)
+MASKS = {f"h.{layer}.attn.bias": MASK for layer in range(2)}  # in checkpoints of 2019
+MASKS["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
 SPELLINGS: dict[str, Callable[[Tensors], Tensors]] = {
     "without prefix": lambda tensors: {
         name.removeprefix("transformer."): tensor for name, tensor in tensors.items()
     },
-    "old buffers": with_buffers,
+    "old buffers": lambda tensors: tensors | MASKS,
     "lm_head": lambda tensors: tensors | {"lm_head.weight": tensors["transformer.wte.weight"]},
     "OpenAI": to_openai,
 }
@@ -151,8 +133,8 @@ def test_every_spelling_gives_the_same_tensors(folder, expected, spelling):
 def test_dtypes_of_the_file_are_kept_or_converted(folder, expected, dtype):
     rewrite(folder, lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()})
     stored = {name: tensor.to(dtype) for name, tensor in expected.items()}
-    assert_same(load(str(folder)).tensors, stored)
-    assert {tensor.dtype for tensor in load(str(folder)).tensors.values()} == {dtype}
+    assert_same(tensors := load(str(folder)).tensors, stored)
+    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
     wide = {name: tensor.double() for name, tensor in stored.items()}
     assert_same(load(str(folder), dtype=torch.float64).tensors, wide)
 
@@ -170,18 +152,12 @@ print(psutil.Process().memory_info().rss - before, size)
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows counts mapped pages in another way")
 def test_loading_maps_the_file_and_copies_nothing(tmp_path):
     fields: dict[str, Any] = SIZES | {"vocab_size": 60_000, "n_embd": 256, "n_head": 1}
-    save_file(random_tensors(Config(**fields)), tmp_path / WEIGHTS)
+    save_file(checkpoint.random_tensors(Config(**fields)), tmp_path / WEIGHTS)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     command = [sys.executable, "-c", RESIDENT, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=paths.ROOT)
     grown, size = map(int, run.stdout.split())
     assert size > 60e6 and grown < size / 4
-
-
-def test_writing_to_a_loaded_tensor_leaves_the_file_alone(folder):
-    before = (folder / WEIGHTS).read_bytes()
-    load(str(folder)).tensors["wte.weight"].zero_()
-    assert (folder / WEIGHTS).read_bytes() == before
 
 
 def test_stories_opens_in_transformers_and_has_its_vocabulary():
@@ -200,95 +176,79 @@ def test_stories_opens_in_transformers_and_has_its_vocabulary():
 # ---- invalid folders ----------------------------------------------------------------------------
 
 
-def change(
-    name: str, value: Callable[[torch.Tensor], torch.Tensor] | None
-) -> Callable[[Path], None]:
-    """Change one tensor of the file; None removes it."""
-
-    def apply(tensors: Tensors) -> Tensors:
-        old = tensors.pop(f"transformer.{name}")
-        return tensors if value is None else tensors | {f"transformer.{name}": value(old)}
-
-    return lambda folder: rewrite(folder, apply)
+def drop(*names: str) -> Callable[[Tensors], Tensors]:
+    left_out = [f"transformer.{name}" for name in names]
+    return lambda tensors: {name: tensors[name] for name in tensors if name not in left_out}
 
 
-def add(name: str, *shape: int) -> Callable[[Path], None]:
-    return lambda folder: rewrite(folder, lambda tensors: tensors | {name: torch.zeros(shape)})
+def change(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return lambda tensors: tensors | {f"transformer.{name}": value(tensors[f"transformer.{name}"])}
 
 
-def write(name: str, content: bytes) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes(content)
+def add(name: str, *shape: int) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: torch.zeros(shape)}
 
 
-def rename(name: str) -> Callable[[Path], object]:
-    """The weights under another name."""
-    return lambda folder: (folder / WEIGHTS).rename(folder / name)
+TENSOR_FAULTS: list[tuple[Callable[[Tensors], Tensors], str]] = [
+    (drop("h.1.ln_2.bias"), "missing h.1.ln_2.bias;"),
+    (add("h.2.ln_1.bias", 2), "unexpected h.2.ln_1.bias;"),
+    (lambda ts: add("extra", 2)(drop("ln_f.bias")(ts)), "missing ln_f.bias; unexpected extra"),
+    (change("h.0.attn.c_attn.weight", torch.t), "misshapen h.0.attn.c_attn.weight (72, 24) inste"),
+    (change("h.0.mlp.c_fc.weight", lambda tensor: tensor[None]), "h.0.mlp.c_fc.weight (1, 24, 96)"),
+    (change("h.0.ln_1.bias", torch.Tensor.char), "h.0.ln_1.bias (torch.int8)"),
+    (add("wpe.weight", 32, 24), "hold wpe.weight under two names"),
+    *((add("lm_head.weight", *shape), "differs from wte.weight") for shape in ((101, 24), (2,))),
+]
 
 
-def index(content: object) -> Callable[[Path], None]:
+@pytest.mark.parametrize(("spoil", "words"), TENSOR_FAULTS, ids=[w for _, w in TENSOR_FAULTS])
+def test_each_fault_of_the_tensors_is_one_sentence(folder, spoil, words):
+    rewrite(folder, spoil)
+    assert words in refusal(lambda: load(str(folder)))
+
+
+def index(content: object) -> dict[str, Any]:
     """An index in place of the single file."""
-
-    def apply(folder: Path) -> None:
-        (folder / WEIGHTS).unlink()
-        (folder / checkpoint.INDEX).write_text(json.dumps(content))
-
-    return apply
+    return {WEIGHTS: None, checkpoint.INDEX: json.dumps(content).encode()}
 
 
-def shard(file: object) -> Callable[[Path], None]:
+def shard(file: object) -> dict[str, Any]:
     return index({"weight_map": {"wte.weight": file}})
 
 
-def truncate(folder: Path) -> None:
-    data = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
-
-
-def as_directory(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    (folder / "config.json").mkdir()
-
-
-def two_faults(folder: Path) -> None:
-    change("ln_f.bias", None)(folder)
-    add("extra", 2)(folder)
+def config(**fields: int) -> dict[str, Any]:
+    return {"config.json": json.dumps(SIZES | fields).encode()}
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 CORRUPT, UNREADABLE = "truncated, corrupt or not safetensors", "cannot be read as JSON"
-OUTSIDE = "not a file of its own folder"
-FAULTS: list[tuple[Callable[[Path], object], str]] = [
-    (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
-    *((write("config.json", text), UNREADABLE) for text in (b'{"n_', b"\x80\x04", b"[" * 100_000)),
-    *((write("config.json", b"[]"), "is not a JSON object"), (as_directory, UNREADABLE)),
-    (lambda folder: (folder / WEIGHTS).unlink(), "has no model.safetensors: give"),
-    (rename("pytorch_model.bin"), "pytorch_model.bin but no model.safetensors, and pickle"),
-    (rename("tf_model.h5"), "convert it with transformers"),
-    *((truncate, CORRUPT), (write(WEIGHTS, b""), CORRUPT), (write(WEIGHTS, b"PK" * 99), CORRUPT)),
-    (write(WEIGHTS, POINTER), "run git lfs pull"),
-    (change("h.1.ln_2.bias", None), "missing h.1.ln_2.bias;"),
-    (add("h.2.ln_1.bias", 2), "unexpected h.2.ln_1.bias;"),
-    (two_faults, "missing ln_f.bias; unexpected extra"),
-    (change("h.0.attn.c_attn.weight", torch.t), "misshapen h.0.attn.c_attn.weight (72, 24) inste"),
-    (change("h.0.mlp.c_fc.weight", lambda tensor: tensor[None]), "h.0.mlp.c_fc.weight (1, 24, 96)"),
-    (change("h.0.ln_1.bias", torch.Tensor.char), "h.0.ln_1.bias (torch.int8)"),
-    (configure(n_layer=5), "missing h.2.ln_1.weight, h.2.ln_1.bias, h.2.attn.c_attn.weight and 33"),
-    (configure(vocab_size=200), "misshapen wte.weight (101, 24) instead of (200,"),
-    (add("wpe.weight", 32, 24), "hold wpe.weight under two names"),
-    *((add("lm_head.weight", *shape), "differs from wte.weight") for shape in ((101, 24), (2,))),
-    *(
-        (index([]), "is not a JSON object"),
-        (index({}), "no weight_map"),
-        (shard(1), "no weight_map"),
-    ),
-    *((shard("../a.safetensors"), OUTSIDE), (shard("..\\a.safetensors"), OUTSIDE)),
+OUTSIDE, UNMAPPED = "not a file of its own folder", "no weight_map"
+FILE_FAULTS: list[tuple[dict[str, Any], str]] = [  # None removes a file
+    ({"config.json": None}, "config.json is missing"),
+    *(({"config.json": text}, UNREADABLE) for text in (b'{"n_', b"\x80\x04", b"[" * 100_000)),
+    ({"config.json": b"[]"}, "is not a JSON object"),
+    ({"config.json": None, "config.json/a": b""}, UNREADABLE),
+    ({WEIGHTS: None}, "has no model.safetensors: give"),
+    ({WEIGHTS: None, "pytorch_model.bin": b""}, "pytorch_model.bin but no model.safetensors, and"),
+    ({WEIGHTS: None, "tf_model.h5": b""}, "convert it with transformers"),
+    *(({WEIGHTS: data}, CORRUPT) for data in (b"", b"PK" * 99)),
+    ({WEIGHTS: POINTER}, "run git lfs pull"),
+    (config(n_layer=5), "missing h.2.ln_1.weight, h.2.ln_1.bias, h.2.attn.c_attn.weight and 33"),
+    (config(vocab_size=200), "misshapen wte.weight (101, 24) instead of (200,"),
+    *((index([]), "is not a JSON object"), (index({}), UNMAPPED), (shard(1), UNMAPPED)),
+    *((shard(f"..{slash}a.safetensors"), OUTSIDE) for slash in "/\\"),
     (shard("a.safetensors"), "a.safetensors is missing although"),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "words"), FAULTS, ids=[words for _, words in FAULTS])
-def test_each_fault_of_a_folder_is_one_sentence(folder, spoil, words):
-    spoil(folder)
+@pytest.mark.parametrize(("files", "words"), FILE_FAULTS, ids=[words for _, words in FILE_FAULTS])
+def test_each_fault_of_the_files_is_one_sentence(folder, files, words):
+    for name, data in files.items():
+        if data is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(data)
     assert words in refusal(lambda: load(str(folder)))
 
 
@@ -311,7 +271,7 @@ def test_a_damaged_file_never_gives_another_error_or_another_shape(folder, origi
     except UserError:
         return
     shapes = {name: tuple(tensor.shape) for name, tensor in loaded.tensors.items()}
-    assert shapes == expected_shapes(loaded.config)
+    assert shapes == checkpoint.expected_shapes(loaded.config)
 
 
 # ---- names and the network ----------------------------------------------------------------------
@@ -353,14 +313,12 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The hub's cache, a new folder; the hub itself is a server on this machine."""
-    import huggingface_hub
-    from huggingface_hub import constants
-
+    constants = huggingface_hub.constants
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(variable, "127.0.0.1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         huggingface_hub.close_session()  # the next one reads the variables above
@@ -370,31 +328,21 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         thread.join()
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("a/nothing", "Neither a folder nor a public model on the hub is called a/nothing"),
-        ("a..b/c", "Neither a folder nor a public model"),  # not allowed
-        ("owner/broken", "cannot be downloaded from the hub"),
-    ],
-)
-def test_names_that_the_hub_refuses(hub, name, words):
-    assert words in refusal(lambda: load(name))
-
-
-@pytest.mark.parametrize("setting", [("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", True)])
-def test_no_network(hub, monkeypatch, setting):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, *setting)
-    message = refusal(lambda: load("gpt2"))
-    assert "gpt2 cannot be downloaded" in message and "--model stories" in message
+def test_names_that_the_hub_refuses_and_no_network(hub, monkeypatch):
+    for name, words in {
+        "a/nothing": "Neither a folder nor a public model on the hub is called a/nothing",
+        "a..b/c": "Neither a folder nor a public model",  # not allowed
+        "owner/broken": "cannot be downloaded from the hub",
+    }.items():
+        assert words in refusal(lambda: load(name))  # noqa: B023
+    for setting in (("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", True)):
+        monkeypatch.setattr(huggingface_hub.constants, *setting)
+        message = refusal(lambda: load("gpt2"))
+        assert "gpt2 cannot be downloaded" in message and "--model stories" in message
 
 
 def test_a_cached_copy_needs_no_network(hub, original, expected, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     cached = hub / "models--openai-community--gpt2"
     shutil.copytree(original, cached / "snapshots" / "0123abc")
     (cached / "refs").mkdir()

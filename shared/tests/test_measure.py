@@ -1,11 +1,9 @@
-"""Measuring: the machine's description, taking turns, peak memory, and results that survive writing
-and reading."""
+"""Measuring: the machine, taking turns, peak memory, and results that survive their file."""
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from shared.errors import UserError
 MIB = 2**20
 
 
-def test_the_machine_is_described_with_what_it_has() -> None:
+def test_the_machine_is_described_with_what_it_has():
     found = measure.machine()
     assert found["processor"] and found["system"] and found["device"] == "cpu"
     assert 1 <= found["cores"] <= found["cpus"]
@@ -31,42 +29,35 @@ def test_the_machine_is_described_with_what_it_has() -> None:
         ("AMD EPYC 9654 96-Core Processor", "cpu", "amd-epyc-9654-8cpu"),
         ("Intel(R) Core(TM) i7-8700 CPU @ 3.20GHz", "cpu", "intel-core-i7-8700-8cpu"),
         ("Apple M2 Pro", "mps", "apple-m2-pro-8cpu-mps"),
-        ("AMD EPYC", "NVIDIA H200", "nvidia-h200"),
-        ("?", "cpu", "unknown-8cpu"),
+        *(("AMD EPYC", "NVIDIA H200", "nvidia-h200"), ("?", "cpu", "unknown-8cpu")),
     ],
 )
-def test_slug_names_what_did_the_work(processor: str, device: str, folder: str) -> None:
+def test_slug_names_what_did_the_work(processor, device, folder):
     assert measure.slug({"processor": processor, "cpus": 8, "device": device}) == folder
 
 
-def test_variants_take_turns_in_rotated_order_and_warm_up_does_not_count() -> None:
+def test_variants_take_turns_and_warm_up_does_not_count():
     ran: list[str] = []
     variants = {name: lambda name=name: ran.append(name) for name in "ABC"}
     times = measure.alternate(variants, repeats=3, warmup=1)
     assert "".join(ran) == "ABC" + "BCA" + "CAB" + "ABC"
     assert {name: len(values) for name, values in times.items()} == {"A": 3, "B": 3, "C": 3}
     assert all(value > 0 for values in times.values() for value in values)
+    count = iter(range(99))  # fewer repeats sit out the last rounds
+    kept = measure.turns({name: lambda: next(count) for name in "AB"}, {"A": 2, "B": 1}, warmup=1)
+    assert kept == {"A": [3, 4], "B": [2]}
 
 
-def test_fewer_repeats_sit_out_the_last_rounds_and_results_are_kept() -> None:
-    count = iter(range(99))
-    variants = {name: lambda: next(count) for name in "AB"}
-    assert measure.turns(variants, {"A": 2, "B": 1}, warmup=1) == {"A": [3, 4], "B": [2]}
-
-
-def test_summary_turns_seconds_into_rates_with_the_range_the_right_way_round() -> None:
+def test_summary_turns_seconds_into_rates_with_the_range_the_right_way_round():
     rates = measure.summarize([2.0, 1.0, 4.0]).of(8)
     assert rates == measure.Summary(median=4.0, low=2.0, high=8.0)
     assert rates.show() == "4.0 (2.0 to 8.0)"
 
 
-def test_limits_are_measured_once_and_again_on_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Small loops in place of the ten seconds that the real limits take: what is kept and when is
-    # tested here.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
+def test_limits_are_measured_once_and_again_on_request(tmp_path, monkeypatch):
+    # What is kept and when is tested here, without the ten seconds that the real limits take.
+    for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.setenv(variable, str(tmp_path))
     rates = iter([10.0, 20.0, 30.0])
     monkeypatch.setattr(measure, "read_bandwidth", lambda device: next(rates))
     monkeypatch.setattr(measure, "matmul_rate", lambda device, dtype: 100.0)
@@ -74,26 +65,20 @@ def test_limits_are_measured_once_and_again_on_request(
     assert first.bandwidth_gb_s == 10 and first.gflops == {"float32": 100.0, "bfloat16": 100.0}
     assert first.threads == torch.get_num_threads()
     assert measure.limits() == first
-    assert measure.limits(refresh=True).bandwidth_gb_s == 20
-    assert measure.limits().bandwidth_gb_s == 20
+    assert measure.limits(refresh=True).bandwidth_gb_s == 20 == measure.limits().bandwidth_gb_s
     (measure.cache_folder() / "limits.json").write_text("{ damaged")
     assert measure.limits().bandwidth_gb_s == 30
 
 
-def test_rates_count_the_work_that_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    # With a clock on which every run takes 1 ms, the rates are the work alone. One variable, one
-    # known answer.
-    monkeypatch.setattr(measure, "seconds", lambda run: (run(), 1e-3)[1])
-    bandwidth = measure.read_bandwidth(nbytes=4 * MIB, budget=0.002)
-    assert bandwidth == pytest.approx(4 * MIB / 1e-3 / 1e9)
-    assert measure.matmul_rate(sizes=(64,), budget=0.002) == pytest.approx(2 * 64**3 / 1e-3 / 1e9)
-
-
-def test_real_rates_are_positive_in_both_dtypes() -> None:
-    assert measure.read_bandwidth(nbytes=MIB, budget=0.001) > 0
+def test_rates_count_the_work_that_was_done(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         assert measure.matmul_rate(dtype=dtype, sizes=(64,), budget=0.001) > 0
         assert linear.can_pack(torch.device("cpu"), dtype) in (True, False)
+    assert measure.read_bandwidth(nbytes=MIB, budget=0.001) > 0
+    monkeypatch.setattr(measure, "seconds", lambda run: (run(), 1e-3)[1])  # every run takes 1 ms
+    bandwidth = measure.read_bandwidth(nbytes=4 * MIB, budget=0.002)
+    assert bandwidth == pytest.approx(4 * MIB / 1e-3 / 1e9)
+    assert measure.matmul_rate(sizes=(64,), budget=0.002) == pytest.approx(2 * 64**3 / 1e-3 / 1e9)
 
 
 # It lingers: on a busy machine, who watches it may not come to look for a while.
@@ -108,37 +93,27 @@ print("done", sys.argv[1])
 """
 
 
-@pytest.fixture
-def hungry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A program that takes as many MiB as it is told, and gives them back before it ends."""
+def test_peak_memory_is_that_of_the_fresh_process(tmp_path, monkeypatch):
     (tmp_path / "hungry_program.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return "hungry_program"
-
-
-def test_peak_memory_is_that_of_the_fresh_process(hungry: str) -> None:
     ballast = bytearray(200 * MIB)  # this process's own memory must not count
     ballast[::4096] = b"x" * len(ballast[::4096])
-    small = measure.run_fresh(hungry, ["1"])
-    large = measure.peak_memory(hungry, ["121"])
+    small = measure.run_fresh("hungry_program", ["1"])
+    large = measure.peak_memory("hungry_program", ["121"])
     assert small.output.split() == ["done", "1"]
     assert small.peak_bytes < 100 * MIB
     # Where the system keeps no peak, sampling may miss the last pages.
     assert (80 if sys.platform == "darwin" else 115) * MIB < large - small.peak_bytes < 140 * MIB
     assert ballast[0] == ord("x")
-
-
-def test_a_program_that_fails_is_reported_with_what_it_said(hungry: str) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"hungry_program many ended with status 1(.|\n)*invalid literal"
-    ):
-        measure.run_fresh(hungry, ["many"])
+    reason = r"hungry_program many ended with status 1(.|\n)*invalid literal"
+    with pytest.raises(RuntimeError, match=reason):
+        measure.run_fresh("hungry_program", ["many"])
 
 
 LIMITS = measure.Limits("cpu", 2, 40.0, {"float32": 500.0})
 
 
-def test_results_survive_writing_and_reading(tmp_path: Path) -> None:
+def test_results_survive_writing_and_reading(tmp_path):
     path = tmp_path / "machine" / "stage.json"
     seconds = {"seconds": [0.1, 1 / 3]}
     written = measure.content("speed", {"model": "tiny"}, seconds, LIMITS, seed=7)
@@ -153,11 +128,6 @@ def test_results_survive_writing_and_reading(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]  # nothing half-written is left
     with pytest.raises(UserError, match="schema 2, and this version reads 3"):
         measure.load(path, 3)
-
-
-def test_what_is_not_a_number_is_not_written(tmp_path: Path) -> None:
-    path = tmp_path / "stage.json"
-    measure.save(path, {"seconds": 1.0})
     before = path.read_bytes()
     with pytest.raises(ValueError, match="JSON"):
         measure.save(path, {"seconds": float("nan")})
@@ -167,16 +137,12 @@ def test_what_is_not_a_number_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot be read"),
-        ("{", "damaged"),
+        *((None, "cannot be read"), ("{", "damaged"), ("[]", "schema None")),
         ('{"schema": 1, "results": NaN}', "damaged"),
-        ("[]", "schema None"),
         (json.dumps({"schema": measure.SCHEMA + 1}), f"schema {measure.SCHEMA + 1}"),
     ],
 )
-def test_results_that_cannot_be_trusted_are_refused(
-    tmp_path: Path, text: str | None, message: str
-) -> None:
+def test_results_that_cannot_be_trusted_are_refused(tmp_path, text, message):
     path = tmp_path / "stage.json"
     if text is not None:
         path.write_text(text)
@@ -184,9 +150,7 @@ def test_results_that_cannot_be_trusted_are_refused(
         measure.load(path)
 
 
-def test_results_and_texts_do_not_make_a_checkout_dirty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_and_texts_do_not_make_a_checkout_dirty(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "ROOT", tmp_path)
     assert measure.git_state() == (None, None)  # no checkout
     if measure._output("git", "init", "-q") is None:
@@ -194,9 +158,8 @@ def test_results_and_texts_do_not_make_a_checkout_dirty(
     (tmp_path / "code.py").write_text("a = 1\n")
     (tmp_path / "README.md").write_text("old\n")
     measure._output("git", "add", ".")
-    measure._output(
-        "git", "-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-q", "-m", "first"
-    )
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    measure._output("git", *author, "commit", "-q", "-m", "first")
     commit, dirty = measure.git_state()
     assert commit is not None and len(commit) == 40 and dirty is False
     (tmp_path / "reports").mkdir()

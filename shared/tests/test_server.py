@@ -11,29 +11,19 @@ from shared import server
 from shared.errors import UserError
 
 
-@pytest.fixture
-def instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another module in place of the server, so that no model is loaded."""
-    monkeypatch.setattr(server, "MODULE", "stage07_loadtest.mock")
+def test_a_server_is_started_and_stopped_whatever_happens(monkeypatch):
+    monkeypatch.setattr(server, "MODULE", "stage07_loadtest.mock")  # so that no model is loaded
     monkeypatch.setattr(server, "READY", "The mock serves ")
-
-
-@pytest.mark.parametrize("quiet", [True, False])
-def test_a_server_is_started_and_stopped_whatever_happens(instead: None, quiet: bool) -> None:
-    with (
-        pytest.raises(RuntimeError, match="what happens"),
-        server.own_server(["--ttft", "0.01"], quiet=quiet) as running,
-    ):
-        with urllib.request.urlopen(f"{running.url}/v1/models", timeout=20) as answer:
-            assert answer.status == 200
-        assert psutil.Process(running.pid).is_running()
-        raise RuntimeError("what happens")
-    assert not psutil.pid_exists(running.pid)
-
-
-def test_a_server_that_does_not_start_says_why(instead: None) -> None:
-    with (
-        pytest.raises(UserError, match=r"The server did not start: .*--itl.*--help"),
-        server.own_server(["--itl", "fast"]),
-    ):
+    for quiet in (True, False):
+        with (
+            pytest.raises(RuntimeError, match="what happens"),
+            server.own_server(["--ttft", "0.01"], quiet=quiet) as running,
+        ):
+            with urllib.request.urlopen(f"{running.url}/v1/models", timeout=20) as answer:
+                assert answer.status == 200
+            assert psutil.Process(running.pid).is_running()
+            raise RuntimeError("what happens")
+        assert not psutil.pid_exists(running.pid)
+    reason = r"The server did not start: .*--itl.*--help"
+    with pytest.raises(UserError, match=reason), server.own_server(["--itl", "fast"]):
         pass

@@ -10,11 +10,15 @@ import re
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from shared import checkpoint
 from shared.course import stages
 from shared.errors import UserError
+from shared.peers import transformers_greedy
 from shared.stories import grammar
+from shared.stories.evaluate import runs_of, write_card
+from shared.stories.train import load_start, train
 from shared.tokenizer import Tokenizer
 
 GRAMMAR = grammar.load()
@@ -28,14 +32,11 @@ def stories():
 # ---- the grammar --------------------------------------------------------------------------------
 
 
-def test_there_is_variety():
+def test_there_is_variety_and_a_seed_repeats_it():
     kinds = "girl boy animal pet petkind toy tool treasure food place home"
     assert len(GRAMMAR.plots) >= 40
     assert sum(len(GRAMMAR.words[kind]) for kind in kinds.split()) >= 150
     assert all(len(set(words)) == len(words) for words in GRAMMAR.words.values())
-
-
-def test_a_seed_repeats_its_stories():
     first, again, other = (list(itertools.islice(grammar.stories(seed), 20)) for seed in (7, 7, 8))
     assert first == again
     assert not {story.text for story in first} & {story.text for story in other}
@@ -119,9 +120,6 @@ def test_entropy_is_a_sum_of_choices():
     assert mean == pytest.approx(expected, abs=0.03)
     chances = {story.text: math.exp(story.log_probability) for story in drawn}
     assert len(chances) == 4 * 3 * 2 * 2 and sum(chances.values()) == pytest.approx(1)
-
-
-def test_a_plot_without_a_pause_is_refused():
     with pytest.raises(ValueError, match="exactly one line '~'"):
         grammar.Grammar(WORDS, "# none\n", FRAME, "## one\nonly this\n")
 
@@ -134,29 +132,17 @@ def loaded():
     return checkpoint.load("stories")
 
 
-def test_the_folder_is_complete_and_small():
-    files = list(checkpoint.STORIES.iterdir())
-    needed = {"config.json", "model.safetensors", "vocab.json", "merges.txt", "README.md"}
-    assert needed | {"tokenizer_config.json"} <= {path.name for path in files}
-    assert sum(path.stat().st_size for path in files) <= 12e6
-
-
 def test_transformers_gives_the_same_tokens(loaded, stories):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint.STORIES).double().eval()
     their_tokenizer = AutoTokenizer.from_pretrained(checkpoint.STORIES)
     ours = Tokenizer.from_folder(checkpoint.STORIES)
     engine = stages.oracle(stages.load_model(loaded, dtype=torch.float64))
     for story in stories[:50]:
         assert ours.encode(story.text) == their_tokenizer.encode(story.text)
-    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
     for prompt in ("Once upon a time", "Long ago, in a hut"):
         ids = ours.encode(prompt)
         (output,) = engine.generate([ids], stages.sampling_params()(max_tokens=30))
-        inputs = torch.tensor([ids])
-        reply = theirs.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
-        assert reply[0, len(ids) :].tolist() == output.token_ids
+        assert output.token_ids == transformers_greedy(theirs, ids, 30)
 
 
 def test_sampled_stories_are_consistent(loaded):
@@ -172,10 +158,6 @@ def test_sampled_stories_are_consistent(loaded):
 
 def test_the_card_is_written_from_the_measurements(tmp_path):
     """No number in the card was typed by hand: written again from its data, it is the same."""
-    from transformers import AutoConfig
-
-    from shared.stories.evaluate import write_card
-
     for name in ("model.safetensors", "README.md"):
         (tmp_path / name).write_bytes((checkpoint.STORIES / name).read_bytes())
     evaluation, training = (
@@ -183,37 +165,25 @@ def test_the_card_is_written_from_the_measurements(tmp_path):
         for name in ("evaluation", "training")
     )
     before = (tmp_path / "README.md").read_text(encoding="utf-8")
-    config = AutoConfig.from_pretrained(checkpoint.STORIES)
-    write_card(tmp_path, evaluation, training, config)
+    write_card(tmp_path, evaluation, training, AutoConfig.from_pretrained(checkpoint.STORIES))
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == before
 
 
 @pytest.mark.slow
-def test_training_is_deterministic_and_learns(tmp_path):
-    from shared.stories.train import train
-
-    torch.set_num_threads(2)
-    for name in ("first", "second"):
-        train(tmp_path / name, steps=12, seed=3, width=48, layers=2, heads=2)
-    first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
-    assert first.read_bytes() == second.read_bytes()
-
-
-@pytest.mark.slow
-def test_training_continues_from_an_earlier_result(tmp_path):
+def test_training_is_deterministic_and_continues_from_an_earlier_result(tmp_path):
     """With its vocabulary and its weights; the facts have both runs."""
-    from shared.stories.evaluate import runs_of
-    from shared.stories.train import load_start, train
-
-    first, second = tmp_path / "first", tmp_path / "second"
-    facts = train(first, steps=2, seed=3, width=48, layers=2, heads=2)
-    (first / "training.json").write_text(json.dumps(facts), encoding="utf-8")
+    torch.set_num_threads(2)
+    first, again, second = (tmp_path / name for name in ("first", "again", "second"))
+    facts = [train(each, steps=12, seed=3, width=48, layers=2, heads=2) for each in (first, again)]
+    weights = [(each / "model.safetensors").read_bytes() for each in (first, again)]
+    assert weights[0] == weights[1]
+    (first / "training.json").write_text(json.dumps(facts[0]), encoding="utf-8")
     model, tokenizer, before = load_start(first)
-    assert before == facts and tokenizer.get_vocab_size() == model.config.vocab_size
+    assert before == facts[0] and tokenizer.get_vocab_size() == model.config.vocab_size
     prompt = "Once upon a time"
     assert Tokenizer.from_folder(first).encode(prompt) == tokenizer.encode(prompt).ids
     more = train(second, steps=1, seed=3, width=0, layers=0, heads=0, start=first)
-    assert [run["steps"] for run in runs_of(more)] == [2, 1]
+    assert [run["steps"] for run in runs_of(more)] == [12, 1]
     assert (second / "vocab.json").read_bytes() == (first / "vocab.json").read_bytes()
     with pytest.raises(UserError, match="no folder that this command wrote"):
         load_start(tmp_path)

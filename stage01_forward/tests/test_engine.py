@@ -21,8 +21,7 @@ def test_greedy_tokens_are_those_of_transformers(engine, tiny, prompts):
     twin = transformers_model(tiny, torch.float64)
     many = prompts(tiny.config, 25, 20)
     outputs = engine.generate(many, SamplingParams(max_tokens=16))
-    for prompt, output in zip(many, outputs, strict=True):
-        assert output.token_ids == transformers_greedy(twin, prompt, 16)
+    assert [o.token_ids for o in outputs] == [transformers_greedy(twin, p, 16) for p in many]
 
 
 def test_stream_is_generate_token_by_token(engine):
@@ -58,12 +57,8 @@ def test_stops_at_stop_token_ids(engine):
 @pytest.mark.parametrize(
     ("output", "options", "reason"),
     [
-        ([5, 7], {}, "stop"),
-        ([5, 8], {}, "stop"),
-        ([5, 6], {}, "length"),
-        ([5], {}, None),
-        ([7], {"min_tokens": 2}, None),
-        ([5, 7], {"min_tokens": 2}, "stop"),
+        *(([5, 7], {}, "stop"), ([5, 8], {}, "stop"), ([5, 6], {}, "length"), ([5], {}, None)),
+        *(([7], {"min_tokens": 2}, None), ([5, 7], {"min_tokens": 2}, "stop")),
         ([7], {"ignore_eos": True}, None),
         ([7], {"ignore_eos": True, "stop_token_ids": (7,)}, "stop"),
     ],
@@ -76,20 +71,17 @@ def test_end_of_text_on_the_last_allowed_token_is_a_stop(tiny, output, options, 
 @pytest.mark.parametrize("length", [1, 62, 63])
 def test_prompt_and_answer_fill_the_context_and_no_more(engine, length):
     (output,) = engine.generate([[3] * length], SamplingParams(max_tokens=500, ignore_eos=True))
-    assert len(output.token_ids) == 64 - length
-    assert output.finish_reason == "length"
+    assert (len(output.token_ids), output.finish_reason) == (64 - length, "length")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "says"),
-    [([], "empty"), ([3] * 64, "64 tokens"), ([3] * 5000, "shorten"), ([101], "101"), ([-1], "-1")],
-    ids=["empty", "no room for an answer", "far too long", "unknown id", "negative id"],
-)
-def test_unfit_prompts_are_refused_before_any_work(engine, prompt, says):
-    with pytest.raises(UserError, match=says):
-        engine.generate([[1, 2], prompt], SamplingParams(max_tokens=2))
-    with pytest.raises(UserError, match=says):
-        next(engine.stream(prompt, SamplingParams(max_tokens=2)))
+def test_unfit_prompts_are_refused_before_any_work(engine):
+    says = {"empty": [], "64 tokens": [3] * 64, "shorten": [3] * 5000, "101": [101], "-1": [-1]}
+    for words, prompt in says.items():
+        with pytest.raises(UserError, match=words):
+            engine.generate([[1, 2], prompt], SamplingParams(max_tokens=2))
+        with pytest.raises(UserError, match=words):
+            next(engine.stream(prompt, SamplingParams(max_tokens=2)))
+    assert engine.steps == []
 
 
 def test_one_sampling_for_all_or_one_each(engine):

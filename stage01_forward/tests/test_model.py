@@ -19,15 +19,14 @@ SLOW = ("124M", torch.float64)
 
 def hidden_states(model, ids):
     """The residual stream before each block, and the output of the last norm."""
-    states = []
-
-    def record(_, inputs):
-        states.append(inputs[0].clone())
-
-    handles = [block.register_forward_pre_hook(record) for block in model.h]
+    states: list[torch.Tensor] = []
+    hooks = [
+        block.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0].clone()))
+        for block in model.h
+    ]
     states.append(model(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend))
-    for handle in handles:
-        handle.remove()
+    for hook in hooks:
+        hook.remove()
     return states
 
 
@@ -86,14 +85,9 @@ def test_explicit_attention_is_fused_attention(tokens):
 @torch.inference_mode()
 def test_leading_shape_is_the_callers_business(tiny_model):
     """(T,), (B, T) and packed (N,): without attention each token is computed alone."""
-
-    def attend_nothing(layer, q, k, v):
-        return v
-
-    ids = torch.arange(12) * 5 % 101
-    positions = torch.arange(12)
-    flat = tiny_model(ids, positions, attend_nothing)
-    batch = tiny_model(ids.view(3, 4), positions.view(3, 4), attend_nothing)
+    ids, positions = torch.arange(12) * 5 % 101, torch.arange(12)
+    flat = tiny_model(ids, positions, lambda layer, q, k, v: v)
+    batch = tiny_model(ids.view(3, 4), positions.view(3, 4), lambda layer, q, k, v: v)
     assert torch.allclose(flat.view(3, 4, -1), batch, rtol=0, atol=1e-13)
 
 

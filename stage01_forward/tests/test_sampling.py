@@ -180,17 +180,13 @@ def test_a_seed_repeats_and_another_seed_differs(sample):
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_greedy_takes_the_lowest_id_of_a_tie(sample, dtype):
+def test_greedy_takes_the_lowest_id_of_a_tie_and_no_random_number(sample, dtype):
     logits = torch.tensor([[1.0, 7.0, 7.0, 7.0], [2.0, 2.0, 2.0, 2.0]], dtype=dtype)
-    tokens, logprobs = sample(logits, [SamplingParams()] * 2, [EMPTY] * 2, [None] * 2)
-    assert (tokens.tolist(), logprobs) == ([1, 0], [None, None])
-
-
-def test_the_fast_sampler_needs_no_random_number_for_greedy_rows():
     generator = torch.Generator().manual_seed(1)
     state = generator.get_state()
-    fast_sampling.sample(torch.zeros(1, 4), [SamplingParams()], [EMPTY], [generator])
-    assert torch.equal(generator.get_state(), state)
+    tokens, logprobs = sample(logits, [SamplingParams()] * 2, [EMPTY] * 2, [generator] * 2)
+    assert (tokens.tolist(), logprobs) == ([1, 0], [None, None])
+    assert sample is sampling.sample or torch.equal(generator.get_state(), state)
 
 
 @both
@@ -202,38 +198,43 @@ def test_float64_is_not_rounded(sample, options):
     assert one(sample, logits, **options) == 1
 
 
+TIED, FOUR = [2.0, 1.0, 1.0, 1.0, 0.0], np.log([0.4, 0.3, 0.2, 0.1])
+
+
 @both
 @pytest.mark.parametrize(
     ("logits", "options", "expected"),
-    [
-        ([2.0, 1.0, 1.0, 1.0, 0.0], {"top_k": 2}, {0, 1, 2, 3}),  # equal weights stay together
-        ([2.0, 1.0, 1.0, 1.0, 0.0], {"top_p": 0.5}, {0, 1, 2, 3}),
+    [  # equal weights stay together
+        *((TIED, {"top_k": 2}, {0, 1, 2, 3}), (TIED, {"top_p": 0.5}, {0, 1, 2, 3})),
         # top_k leaves 0.4 and 0.3, of which the first alone is 0.57.
-        (np.log([0.4, 0.3, 0.2, 0.1]), {"top_k": 2, "top_p": 0.55}, {0}),
-        (np.log([0.4, 0.3, 0.2, 0.1]), {"top_p": 0.55}, {0, 1}),
+        *((FOUR, {"top_k": 2, "top_p": 0.55}, {0}), (FOUR, {"top_p": 0.55}, {0, 1})),
         ([-math.inf] * 70 + [-3.0, -math.inf, -3.0], {"top_k": 50, "top_p": 0.99}, {70, 72}),
     ],
 )
 def test_what_the_filters_keep(sample, logits, options, expected):
-    assert {
-        one(sample, logits, temperature=1.0, seed=seed, **options) for seed in range(60)
-    } == expected
+    seeds = range(60)
+    kept = {one(sample, logits, temperature=1.0, seed=seed, **options) for seed in seeds}
+    assert kept == expected
 
 
 # ---- the options, one at a time, by hand ----
 
-LOW, TWICE = dict.fromkeys(range(4), -100), {"repetition_penalty": 2.0}
+LOW: dict[int, float] = dict.fromkeys(range(4), -100)
+TWICE: dict[str, Any] = {"repetition_penalty": 2.0}
+SHORT: dict[str, Any] = {"min_tokens": 2, "stop_token_ids": (0,)}
+ENDS: dict[str, Any] = {"min_tokens": 1, "eos_ids": (0, 1)}
 
 
 @both
 @pytest.mark.parametrize(
     ("options", "history", "expected"),
     [
-        ({}, EMPTY, 0),
-        ({"logit_bias": {0: -100}}, EMPTY, 1),
-        ({"logit_bias": {4: 5.5}}, EMPTY, 4),
-        (TWICE, ([0], []), 1),  # 4 / 2 < 3; the prompt counts
-        (TWICE, ([], [0]), 1),
+        *(
+            ({}, EMPTY, 0),
+            ({"logit_bias": {0: -100}}, EMPTY, 1),
+            ({"logit_bias": {4: 5.5}}, EMPTY, 4),
+        ),
+        *((TWICE, ([0], []), 1), (TWICE, ([], [0]), 1)),  # 4 / 2 < 3; the prompt counts
         (TWICE, ([0, 0, 0, 0], []), 1),  # once, however often it occurred
         ({"repetition_penalty": 1.2}, ([0, 0, 0, 0], []), 0),
         ({"presence_penalty": 1.5}, ([0], []), 0),  # the prompt does not count
@@ -242,12 +243,9 @@ LOW, TWICE = dict.fromkeys(range(4), -100), {"repetition_penalty": 2.0}
         ({"frequency_penalty": 0.6}, ([], [0]), 0),
         ({"frequency_penalty": 0.6}, ([], [0, 0]), 1),  # each time
         ({"frequency_penalty": 0.6}, ([0, 0], []), 0),
-        ({"min_tokens": 2, "stop_token_ids": (0,)}, ([], [5]), 1),
-        ({"min_tokens": 2, "stop_token_ids": (0,)}, ([], [5, 5]), 0),
-        ({"min_tokens": 2, "stop_token_ids": (0,), "logit_bias": {0: 100}}, EMPTY, 1),
-        ({"min_tokens": 1, "eos_ids": (0, 1)}, EMPTY, 2),
-        ({"min_tokens": 1, "eos_ids": (0, 1), "ignore_eos": True}, EMPTY, 2),
-        ({"min_tokens": 1, "eos_ids": (0, 1)}, ([], [1]), 0),
+        *((SHORT, ([], [5]), 1), (SHORT, ([], [5, 5]), 0)),
+        (SHORT | {"logit_bias": {0: 100}}, EMPTY, 1),
+        *((ENDS, EMPTY, 2), (ENDS | {"ignore_eos": True}, EMPTY, 2), (ENDS, ([], [1]), 0)),
         # 6 / 2 - 2 = 1; the other way round, (6 - 2) / 2 = 2.
         (TWICE | {"logit_bias": {0: 2, 1: -1.5}, "presence_penalty": 2.0}, ([], [0]), 2),
         (TWICE | {"logit_bias": {1: 2.5}}, ([1], []), 0),  # 5.5 / 2, not 3 / 2 + 2.5
@@ -255,10 +253,11 @@ LOW, TWICE = dict.fromkeys(range(4), -100), {"repetition_penalty": 2.0}
         (TWICE | {"logit_bias": LOW | {4: -0.6}}, ([4], []), 5),  # -0.6 * 2 < -1
     ],
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.02])  # at 0.02 all others weigh less than 1e-4
-def test_each_option(sample, options, history, expected, temperature):
+def test_each_option(sample, options, history, expected):
     logits = [4.0, 3.0, 2.0, 1.0, 0.0, -1.0]
-    assert one(sample, logits, history, temperature=temperature, seed=0, **options) == expected
+    for temperature in (0.0, 0.02):  # at 0.02 all others weigh less than 1e-4
+        chosen = options | {"temperature": temperature, "seed": 0}
+        assert one(sample, logits, history, **chosen) == expected
 
 
 # ---- log probabilities ----
@@ -298,11 +297,11 @@ def test_logprobs_of_the_likeliest_when_nearly_all_tie():
 
 
 @both
-@pytest.mark.parametrize("bad", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_scores_that_are_not_finite_are_refused(sample, bad, temperature):
-    with pytest.raises(UserError, match="NaN or infinite"):
-        one(sample, bad, temperature=temperature)
+def test_scores_that_are_not_finite_are_refused(sample):
+    for bad in ([math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]):
+        for temperature in (0.0, 1.0):
+            with pytest.raises(UserError, match="NaN or infinite"):
+                one(sample, bad, temperature=temperature)
 
 
 def test_a_dart_at_either_end_hits_a_token_that_has_weight():

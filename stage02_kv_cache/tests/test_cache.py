@@ -38,18 +38,16 @@ def test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass(
     cuts, tiny_model, cache, whole
 ):
     """Catches a decode step that forgets the past, positions that restart at 0, a square mask."""
-    done, parts = 0, []
+    left, parts = iter(IDS), []
     for cut in cuts:
-        parts.append(through_cache(tiny_model, cache, IDS[done : done + cut]))
-        done += cut
+        parts.append(through_cache(tiny_model, cache, [next(left) for _ in range(cut)]))
     assert torch.allclose(torch.cat(parts), whole, rtol=0, atol=1e-12)
 
 
 @torch.inference_mode()
 def test_positions_go_on_where_the_cache_ends(cache):
-    assert cache.extend(5).positions.tolist() == [0, 1, 2, 3, 4]
-    assert cache.extend(1).positions.tolist() == [5]
-    assert cache.extend(3).positions.tolist() == [6, 7, 8]
+    positions = [cache.extend(count).positions.tolist() for count in (5, 1, 3)]
+    assert positions == [[0, 1, 2, 3, 4], [5], [6, 7, 8]]
 
 
 @torch.inference_mode()
@@ -83,8 +81,7 @@ def test_attention_reads_the_cache_in_place(cache):
 def test_one_decode_step_is_explicit_attention_over_all_keys(cache):
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 6, 2, 12, dtype=torch.float64, generator=generator)  # (T, H, D) each
-    first, last = cache.extend(5), None
-    first.attend(1, q[:5], k[:5], v[:5])
+    cache.extend(5).attend(1, q[:5], k[:5], v[:5])
     last = cache.extend(1).attend(1, q[5:], k[5:], v[5:])
     explicit = explicit_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
     assert torch.allclose(last[0], explicit[:, 5], rtol=0, atol=1e-13)
@@ -119,7 +116,7 @@ def test_heads_may_share_keys_and_the_cache_may_have_a_dtype_of_its_own(
     assert torch.allclose(out.double(), explicit.transpose(0, 1), rtol=0, atol=bound)
 
 
-def test_the_cache_refuses_more_than_it_holds(cache):
+def test_the_cache_refuses_more_than_it_holds(tiny_model, cache):
     cache.extend(60)
     with pytest.raises(ValueError, match="60 of 64 slots"):
         cache.extend(5)
@@ -127,9 +124,6 @@ def test_the_cache_refuses_more_than_it_holds(cache):
     with pytest.raises(ValueError, match="cannot crop to 61"):
         cache.crop(61)
     cache.extend(4)
-
-
-def test_capacity_is_checked_and_memory_is_as_computed(tiny_model):
     config = tiny_model.config
     assert KVCache(config, capacity=10).bytes == 10 * config.kv_bytes_per_token(torch.float32)
     for wrong in (0, -1, 65):

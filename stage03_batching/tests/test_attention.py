@@ -28,8 +28,7 @@ def problem(dtype, queries, group=1):
 
 
 def by_hand(q, keys, values, sees):
-    """In float64, one query at a time, over the keys that it sees: (B, H, T, D). sees: (B, T,
-    S)."""
+    """In float64, query by query, over the keys it sees: (B, H, T, D). sees: (B, T, S)."""
     group = q.shape[1] // keys.shape[1]
     q, keys, values = q.double(), keys.double(), values.double()
     out = torch.empty(q.shape, dtype=torch.float64)
@@ -48,11 +47,8 @@ def test_a_query_sees_what_its_mask_says(dtype, stored, queries, sees, group):
     """Query heads may share keys, and the cache may have a dtype of its own."""
     q, keys, values, mask = problem(dtype, queries, group)
     keys, values = keys.to(stored), values.to(stored)
-    visible = {
-        "mask": mask[:, 0],
-        "all": torch.ones(B, queries, S, dtype=torch.bool),
-        "causal": torch.ones(B, S, S, dtype=torch.bool).tril(),
-    }[sees]
+    all_keys = torch.ones(B, queries, S, dtype=torch.bool)
+    visible = {"mask": mask[:, 0], "all": all_keys, "causal": all_keys.tril()}[sees]
     expected = by_hand(q, keys, values, visible)
     out = masked_attention(q, keys, values, mask if sees == "mask" else None, sees == "causal")
     assert (out.shape, out.dtype) == (q.shape, dtype)

@@ -58,9 +58,6 @@ def assert_each_as_alone(hidden, alone):
         assert torch.allclose(own, single, rtol=0, atol=1e-12), f"row {row}"
 
 
-# ---- a row in a batch is the row alone ----
-
-
 @pytest.mark.parametrize("steps", [0, 1, STEPS])
 @torch.inference_mode()
 def test_each_row_is_what_it_is_alone(steps, tiny_model, cache, rows, alone):
@@ -76,26 +73,6 @@ def test_each_row_is_what_it_is_alone(steps, tiny_model, cache, rows, alone):
 def test_any_cutting_into_passes_gives_the_same(cuts, tiny_model, cache, rows, alone):
     """Also cuts inside the padding, and passes of several columns behind it."""
     assert_each_as_alone(through_cache(tiny_model, cache, rectangle(rows), cuts), alone)
-
-
-@torch.inference_mode()
-def test_equal_lengths_need_no_padding(tiny_model, rows, alone):
-    cache = PaddedCache(tiny_model.config, [4] * len(rows), 9, dtype=torch.float64)
-    assert cache.padding.tolist() == [0] * len(rows)
-    tokens = torch.tensor([row[:8] for row in rows])
-    hidden = through_cache(tiny_model, cache, tokens, [4, 1, 1, 1, 1])
-    assert_each_as_alone(hidden, [single[:8] for single in alone])
-
-
-@torch.inference_mode()
-def test_one_row_is_a_batch_too(tiny_model, rows, alone):
-    cache = PaddedCache(tiny_model.config, [12], COLUMNS, dtype=torch.float64)
-    assert_each_as_alone(
-        through_cache(tiny_model, cache, torch.tensor(rows[2:3]), [12] + [1] * STEPS), alone[2:3]
-    )
-
-
-# ---- positions and masks ----
 
 
 @torch.inference_mode()
@@ -154,59 +131,32 @@ def test_a_row_at_the_end_of_the_context_keeps_a_valid_position(tiny_model):
     assert last[5:] == [[63, position] for position in range(6, 63)]
 
 
-# ---- what must not be read ----
-
-
 @torch.inference_mode()
-def test_padding_may_hold_any_finite_number(tiny_model, cache, rows):
-    """Bit for bit. Padding runs through the model as a token, so its cached values are finite."""
+def test_nothing_passes_from_row_to_row(tiny_model, cache, rows, alone):
+    """NaN in all of one row, padding included, stays there. Columns not yet taken are not read, and
+    padding is read with a weight of zero: it is finite, because it runs through the model."""
     tokens = rectangle(rows)
-    clean = PaddedCache(tiny_model.config, LENGTHS, COLUMNS, dtype=torch.float64)
-    for each in (clean, cache):
-        through_cache(tiny_model, each, tokens[:, :WIDTH], [WIDTH])
+    cache.kv.fill_(torch.nan)
+    through_cache(tiny_model, cache, tokens[:, :WIDTH], [WIDTH])
     for row, padding in enumerate(cache.padding.tolist()):
         assert cache.kv[:, :, row, :, :padding].isfinite().all()
         cache.kv[:, 0, row, :, :padding], cache.kv[:, 1, row, :, :padding] = 1e30, -1e30
-    expected, got = (
-        through_cache(tiny_model, each, tokens[:, WIDTH:], [1, 1, 3, 2]) for each in (clean, cache)
-    )
-    assert torch.equal(got, expected)
-
-
-@torch.inference_mode()
-def test_columns_not_yet_taken_are_never_read(tiny_model, cache, rows, alone):
-    cache.kv.fill_(torch.nan)
-    assert_each_as_alone(through_cache(tiny_model, cache, rectangle(rows)), alone)
-
-
-@torch.inference_mode()
-def test_nothing_passes_from_row_to_row(tiny_model, cache, rows, alone):
-    """NaN in all of one row, padding included, stays there."""
-    tokens = rectangle(rows)
-    through_cache(tiny_model, cache, tokens[:, :WIDTH], [WIDTH])
     cache.kv[:, :, 3] = torch.nan
-    hidden = through_cache(tiny_model, cache, tokens[:, WIDTH:], [1] * STEPS)
+    hidden = through_cache(tiny_model, cache, tokens[:, WIDTH:], [1, 1, 3, 2])
     assert hidden[3].isnan().all()
     others = [0, 1, 2, 4, 5]
     assert_each_as_alone(hidden[others], [alone[row][LENGTHS[row] :] for row in others])
 
 
-# ---- memory ----
-
-
 @torch.inference_mode()
-def test_attention_reads_the_cache_in_place(cache):
+def test_attention_reads_the_cache_in_place(tiny_model, cache):
     """Views, not copies: what a pass reads and writes is the cache's own memory."""
     cache.extend(WIDTH)
     attention = cache.extend(1)
     assert attention.seen.data_ptr() == cache.kv.data_ptr()
     assert attention.new.untyped_storage().data_ptr() == cache.kv.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_memory_is_rows_times_columns(tiny_model, dtype):
-    cache = PaddedCache(tiny_model.config, [3, 9, 1, 9], 20, dtype=dtype)
-    assert cache.bytes == 4 * 20 * tiny_model.config.kv_bytes_per_token(dtype)
+    token = tiny_model.config.kv_bytes_per_token(torch.float64)
+    assert cache.bytes == len(LENGTHS) * COLUMNS * token
 
 
 def test_the_cache_refuses_more_than_it_holds(cache):

@@ -24,21 +24,6 @@ from stage03_batching import __main__ as stage
 from stage03_batching.engine import Engine
 
 
-def caller(main: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """call(lines, *options) -> (status, stdout, stderr) with --prompts; a string is one prompt."""
-
-    def call(lines: list[str] | str, *options: str) -> tuple[int, str, str]:
-        file = folder.parent / "prompts.txt"
-        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        prompts = [lines] if isinstance(lines, str) else ["--prompts", str(file)]
-        model = ["--model", str(folder), "--dtype", "float64", "--linear", "plain"]
-        with pytest.raises(SystemExit) as exit:
-            cli.run(main, [*prompts, *model, *options])
-        return (exit.value.code, *capsys.readouterr())  # type: ignore[return-value]
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("stage03") / "model")
@@ -46,7 +31,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def call(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    return caller(stage.main, folder, capsys)
+    """call(lines, *options) -> (status, stdout, stderr) with --prompts; a string is one prompt."""
+
+    def run(lines: list[str] | str, *options: str) -> tuple[Any, ...]:
+        file = folder.parent / "prompts.txt"
+        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        prompts = [lines] if isinstance(lines, str) else ["--prompts", str(file)]
+        model = ["--model", str(folder), "--dtype", "float64", "--linear", "plain"]
+        with pytest.raises(SystemExit) as exit:
+            cli.run(stage.main, [*prompts, *model, *options])
+        return (exit.value.code, *capsys.readouterr())
+
+    return run
 
 
 def answers(out: str) -> dict[int, str]:
@@ -80,12 +76,7 @@ def test_rows_that_end_early_idle_and_the_count_is_that_of_the_records(call):
 
 
 def test_waste_of_several_batches_is_added_up():
-    batches: list[tuple[Any, ...]] = [
-        (2, 5, 0, 1.0, 3),
-        (1, 0, 1, 1.0, 1),
-        (1, 4, 0, 1.0, 0),
-        (1, 0, 1, 1.0),
-    ]
+    batches = [(2, 5, 0, 1.0, 3), (1, 0, 1, 1.0, 1), (1, 4, 0, 1.0, 0), (1, 0, 1, 1.0, 0)]
     assert stage.waste([StepRecord(*record) for record in batches]) == (
         "[wasted: 3 padded tokens in prefill and 1 idle row-steps in decode, "
         "26.7 % of all 15 tokens computed]"
@@ -100,11 +91,10 @@ def test_a_bad_prompt_is_an_error_and_the_others_go_on(call):
     assert first.startswith("error: prompt 2: The prompt is empty")
     assert second.startswith("error: prompt 3: ") and "48 tokens" in second
     assert "2 error, 2 length" in err
-
-
-def test_nothing_but_bad_prompts(call):
     status, out, err = call(["a" * 48], "--max-tokens", "4")
     assert (status, out) == (2, "") and "0 tokens in 0 steps" in err and "Traceback" not in err
+    status, out, err = call(["hello", "b"], "--top-k", "301")
+    assert (status, out) == (2, "") and err.count("\n") == 1 and "top_k" in err
 
 
 def test_a_seed_repeats_all_and_equal_prompts_differ(call):
@@ -115,11 +105,6 @@ def test_a_seed_repeats_all_and_equal_prompts_differ(call):
     shifted = call(["hello"] * 3, *options, "6")[1]  # each prompt has the seed of the next one
     assert [answers(shifted)[1], answers(shifted)[2]] == [answers(one)[2], answers(one)[3]]
     assert call(["hello"] * 2, *options, str(2**63 - 1))[0] == 0
-
-
-def test_options_that_fit_no_prompt_are_one_error(call):
-    status, out, err = call(["hello", "b"], "--top-k", "301")
-    assert (status, out) == (2, "") and err.count("\n") == 1 and "top_k" in err
 
 
 @pytest.mark.parametrize(("height", "shown"), [(24, 6), (7, 6), (6, 4), (4, 2), (1, 0)])
