@@ -81,6 +81,29 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message[:1].upper()}{message[1:]}; --help lists every option.")
 
 
+class _Command(Parser):
+    """The parser of a subcommand: argparse makes it with other arguments than Parser takes."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        argparse.ArgumentParser.__init__(self, prog=prog, allow_abbrev=False, **options)
+
+
+def commands(parser: Parser) -> Callable[..., argparse.ArgumentParser]:
+    """Returns add(name, do, about), which makes a subcommand: `options.do(options)` runs it."""
+    group = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=_Command
+    )
+
+    def add(
+        name: str, do: Callable[[argparse.Namespace], int | None], about: str
+    ) -> argparse.ArgumentParser:
+        subparser: argparse.ArgumentParser = group.add_parser(name, help=about)
+        subparser.set_defaults(do=do)
+        return subparser
+
+    return add
+
+
 def whole_number(low: int, high: int) -> Callable[[str], int]:
     """An argparse type: a whole number from `low` to `high`."""
 

@@ -13,7 +13,6 @@ import difflib
 import json
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,16 +211,7 @@ def main(argv: list[str] | None = None) -> int | None:
     parser = cli.Parser(
         "shared.course.exercise", "The exercises of the stages: yours to write, in mine/.", EXAMPLES
     )
-    commands = parser.add_subparsers(
-        title="commands", required=True, metavar="COMMAND", parser_class=_command
-    )
-
-    def command(
-        name: str, do: Callable[[argparse.Namespace], int | None], about: str
-    ) -> argparse.ArgumentParser:
-        subparser = commands.add_parser(name, help=about)
-        subparser.set_defaults(do=do)
-        return subparser
+    command = cli.commands(parser)
 
     def add_stage(subparser: argparse.ArgumentParser, **options: Any) -> None:
         subparser.add_argument("stage", help="stage04_continuous, stage04 or 4", **options)
@@ -274,13 +264,6 @@ def main(argv: list[str] | None = None) -> int | None:
     options = parser.parse_args(argv)
     done: int | None = options.do(options)
     return done
-
-
-class _command(cli.Parser):
-    """A command's parser: argparse makes it with other arguments than cli.Parser takes."""
-
-    def __init__(self, prog: str, **options: Any) -> None:
-        argparse.ArgumentParser.__init__(self, prog=prog, allow_abbrev=False, **options)
 
 
 if __name__ == "__main__":

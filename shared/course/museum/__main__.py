@@ -12,7 +12,6 @@ import difflib
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from shared import cli, paths
 from shared.course import mine
@@ -155,16 +154,7 @@ def main(argv: list[str] | None = None) -> int | None:
         "A museum of bugs: plant one, find it, and read where it happened.",
         EXAMPLES,
     )
-    commands = parser.add_subparsers(
-        title="commands", required=True, metavar="COMMAND", parser_class=_command
-    )
-
-    def command(
-        name: str, do: Callable[[argparse.Namespace], int | None], about: str
-    ) -> argparse.ArgumentParser:
-        subparser = commands.add_parser(name, help=about)
-        subparser.set_defaults(do=do)
-        return subparser
+    command = cli.commands(parser)
 
     def of_one(
         name: str, do: Callable[[argparse.Namespace], int | None], about: str
@@ -188,13 +178,6 @@ def main(argv: list[str] | None = None) -> int | None:
     options = parser.parse_args(argv)
     done: int | None = options.do(options)
     return done
-
-
-class _command(cli.Parser):
-    """A command's parser: argparse makes it with other arguments than cli.Parser takes."""
-
-    def __init__(self, prog: str, **options: Any) -> None:
-        argparse.ArgumentParser.__init__(self, prog=prog, allow_abbrev=False, **options)
 
 
 if __name__ == "__main__":

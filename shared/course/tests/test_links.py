@@ -80,7 +80,6 @@ def test_a_text_without_fault(root: Path) -> None:
         ("<https://nowhere>", "https://nowhere is not a well-formed web address"),
         ("[x](ftp://example.org)", "is neither a web address nor a path"),
         ("`stage01_first/gone.py`", "`stage01_first/gone.py` does not exist"),
-        ("`stage09_gone/code.py`", "`stage09_gone/code.py` does not exist"),
         ("`shared/gone.py:12`", "`shared/gone.py` does not exist"),
         ("`cat stage01_first/gone.py`", "`stage01_first/gone.py` does not exist"),
         ("`stage01_first/code.py::test_gone`", "`stage01_first/code.py` has no test_gone"),
@@ -106,15 +105,11 @@ def test_hidden_folders_and_virtual_environments_are_left_alone(root: Path) -> N
     assert links.problems(root) == []
 
 
-@pytest.mark.parametrize(
-    ("heading", "slug"),
-    [
+def test_anchors_are_those_of_a_code_host() -> None:
+    for heading, slug in (
         ("What `x` costs", "what-x-costs"),
-        ("Predict, measure: explain!", "predict-measure-explain"),
-        ("1. KV-cache and stage02_kv_cache", "1-kv-cache-and-stage02_kv_cache"),
+        ("1. KV-cache: stage02_kv_cache!", "1-kv-cache-stage02_kv_cache"),
         ("A [link](x.md) in it", "a-link-in-it"),
         ("Before / after", "before--after"),
-    ],
-)
-def test_anchors_are_those_of_a_code_host(heading: str, slug: str) -> None:
-    assert markdown.anchor(heading) == slug
+    ):
+        assert markdown.anchor(heading) == slug
