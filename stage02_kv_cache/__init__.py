@@ -5,5 +5,9 @@ and reads from it. `engine.py` is the engine of stage 01 with that cache. Model,
 shape of a request are stage 01's.
 """
 
+from shared import openmp
+
 QUESTION: str = "The past does not change: why compute it again for every token?"
 FIRST_FILE: str = "cache.py"
+
+openmp.choose()  # before PyTorch is loaded

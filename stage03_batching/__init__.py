@@ -4,5 +4,9 @@
 padding. `engine.py` is the engine of stage 02 for a whole batch, which ends when its last row ends.
 """
 
+from shared import openmp
+
 QUESTION: str = "The weights are read for one row: why not for many?"
 FIRST_FILE: str = "cache.py"
+
+openmp.choose()  # before PyTorch is loaded

@@ -5,5 +5,9 @@ plan (`plan.py`) about requests (`request.py`). `runner.py` and `cache.py` carry
 and values in slots, and `engine.py` is the step: schedule, move, run, sample, postprocess.
 """
 
+from shared import openmp
+
 QUESTION: str = "Requests come and go at any time: why should the batch wait for its last row?"
 FIRST_FILE: str = "scheduler.py"
+
+openmp.choose()  # before PyTorch is loaded

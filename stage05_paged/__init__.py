@@ -6,5 +6,9 @@ blocks and takes them away, and `sanitizer.py` checks after every step that none
 is stage 04's; `engine.py` puts it together with these parts.
 """
 
+from shared import openmp
+
 QUESTION: str = "The length of an answer is unknown: why reserve memory for the longest?"
 FIRST_FILE: str = "blocks.py"
+
+openmp.choose()  # before PyTorch is loaded

@@ -5,5 +5,9 @@ waits for it. `protocol.py` describes what clients send, `service.py` and `text.
 answers, `formats.py` writes them as JSON, and `app.py` has the endpoints.
 """
 
+from shared import openmp
+
 QUESTION: str = "An engine is a loop, and clients are many, slow, and gone: how do they meet?"
 FIRST_FILE: str = "async_engine.py"
+
+openmp.choose()  # before PyTorch is loaded

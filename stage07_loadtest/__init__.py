@@ -3,7 +3,11 @@
 It speaks HTTP and imports no stage.
 """
 
+from shared import openmp
+
 QUESTION = (
     "What do users wait when there are many of them, and how would we know that the figure is true?"
 )
 FIRST_FILE = "metrics.py"
+
+openmp.choose()  # before PyTorch is loaded

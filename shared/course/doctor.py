@@ -106,16 +106,16 @@ def libraries() -> Finding:
 
 
 def threads() -> Finding:
-    """Whether PyTorch uses at most as many threads as it has processors."""
+    """Whether PyTorch uses at most as many threads as it has processors; how they wait."""
     import torch
 
-    from .. import measure
+    from .. import measure, openmp
 
     count, cpus = torch.get_num_threads(), min(measure.cpus(), _cpu_quota())
     if count > cpus:
         text = f"{count} threads on {_count(cpus)}: they wait for each other"
         return Finding(NOTE, text, f"set OMP_NUM_THREADS={cpus}")
-    return Finding(OK, f"{count} on {_count(cpus)}")
+    return Finding(OK, f"{count} on {_count(cpus)}; they wait {openmp.choose()}")
 
 
 def _count(cpus: int) -> str:

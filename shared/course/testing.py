@@ -68,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
         threads = max(1, (os.cpu_count() or 1) // 2)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the programs that tests start
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the other tests keep it busy
 
 
 def pytest_report_header(config: pytest.Config) -> str:

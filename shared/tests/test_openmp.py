@@ -1,0 +1,83 @@
+"""How threads wait is settled before PyTorch is loaded, in every package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from shared import openmp, paths
+
+
+def run(code: str, **given: str) -> str:
+    """What a new Python prints, with OpenMP's own report of its settings if it loads OpenMP."""
+    environ = {name: text for name, text in os.environ.items() if name not in openmp.VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=paths.ROOT,
+        env=environ | {"OMP_DISPLAY_ENV": "VERBOSE"} | given,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """A machine on which other programs use all processors."""
+    loop = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(loop) for _ in range(os.cpu_count() or 1)]
+    yield
+    for each in loops:
+        each.kill()
+        each.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch for Linux brings GNU's OpenMP")
+@pytest.mark.usefixtures("busy")
+@pytest.mark.parametrize(
+    ("given", "spins", "told"),
+    [({}, "0", "asleep: other programs"), ({"GOMP_SPINCOUNT": "777"}, "777", "GOMP_SPINCOUNT=777")],
+)
+def test_openmp_itself_reports_the_choice(given: dict[str, str], spins: str, told: str) -> None:
+    # This module of a stage imports PyTorch first of all.
+    out = run("import stage01_forward.attention; print(stage01_forward.openmp.choose())", **given)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in out and told in out
+
+
+@pytest.mark.parametrize("package", ["shared", *paths.discover()])
+def test_every_package_chooses_before_pytorch_is_loaded(package: str) -> None:
+    code = f"import sys, {package}; print('torch' in sys.modules, {package}.openmp._choice[:2])"
+    assert run(code, OMP_WAIT_POLICY="PASSIVE") == "False as\n"
+
+
+@pytest.mark.parametrize(
+    ("used", "environ", "told"),
+    [
+        (0.1, {}, "by spinning, the fastest"),
+        (None, {}, "by spinning: psutil is missing"),
+        (0.9, {"OMP_WAIT_POLICY": "PASSIVE"}, "asleep: other programs used 0.9 processors"),
+    ],
+)
+def test_only_a_busy_machine_changes_the_environment(
+    monkeypatch: pytest.MonkeyPatch, used: float | None, environ: dict[str, str], told: str
+) -> None:
+    monkeypatch.setattr(openmp, "_choice", "")
+    monkeypatch.setattr(openmp, "in_use", lambda: used)
+    monkeypatch.delitem(sys.modules, "torch")
+    found: dict[str, str] = {}
+    assert openmp.choose(found).startswith(told) and found == environ
+    monkeypatch.setattr(openmp, "in_use", lambda: 2.0)
+    assert openmp.choose(found).startswith(told)  # once and for all
+
+
+def test_pytorch_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "_choice", "")
+    found: dict[str, str] = {}
+    assert "loaded before" in openmp.choose(found) and not found
