@@ -60,9 +60,6 @@ def refuses(result: tuple[int, str, str], words: str) -> None:
     assert re.search(words, err), err
 
 
-# ---- what works ----
-
-
 @pytest.mark.parametrize("kind", ["text", "ids", "ids without a tokenizer"])
 def test_stages_say_the_same_and_count_it(run, folder, tmp_path, kind):
     if kind == "ids without a tokenizer":
@@ -95,10 +92,15 @@ def test_a_seed_repeats_and_another_does_not(run, folder, tmp_path, arguments):
     assert one[0] == 0 and one[1] == again[1] != other[1]
 
 
-def test_a_long_answer_stops_where_the_context_ends(run, folder):
-    model = ("hello", "--model", str(folder), "--max-tokens", "1000000")
-    status, _, err = run(MAINS["stage02_kv_cache"], *model)
-    assert status == 0 and "[43 tokens" in err and "finish reason length" in err
+def test_a_long_answer_stops_where_the_context_ends_and_threads_are_set(run, folder):
+    before = torch.get_num_threads()
+    try:
+        model = ("--model", str(folder), "--max-tokens", "1000000", "--threads", "3")
+        status, _, err = run(MAINS["stage02_kv_cache"], "hello", *model)
+        assert status == 0 and "[43 tokens" in err and "finish reason length" in err
+        assert torch.get_num_threads() == 3 and "3 threads" in err
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_help_shows_every_option_with_an_example(run):
@@ -117,16 +119,6 @@ def test_defaults_are_greedy_and_float32():
     assert (options.threads, options.prompt_ids) == (None, None)
 
 
-def test_threads_are_set(run, folder):
-    before = torch.get_num_threads()
-    try:
-        arguments = ("--model", str(folder), "--max-tokens", "2", "--threads", "3")
-        _, _, err = run(MAINS["stage02_kv_cache"], "hello", *arguments)
-        assert torch.get_num_threads() == 3 and "3 threads" in err
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_text_shows_whole_characters_and_no_end_of_text(folder):
     parser = cli.generation_parser("a_stage", "About.")
     loaded = cli.load_model_from(parser.parse_args(["--model", str(folder)]), stages.load_model)
@@ -135,9 +127,6 @@ def test_text_shows_whole_characters_and_no_end_of_text(folder):
     shown = list(cli.with_text(iter(tokens), loaded))
     assert [text for _, text in shown] == ["a", "", "é", "", "", "\ufffd"]
     assert [token for token, _ in shown] == tokens
-
-
-# ---- the prompt ----
 
 
 def prompt_from(monkeypatch: pytest.MonkeyPatch, data: bytes, argument: str | None = None) -> str:
@@ -172,9 +161,6 @@ def test_without_a_prompt_a_terminal_is_not_read(monkeypatch):
         monkeypatch.setattr(sys, "stdin", stdin)  # None: closed, `<&-`
         with pytest.raises(UserError, match="no prompt"):
             cli.read_prompt(argparse.Namespace(prompt=argument))
-
-
-# ---- what is refused ----
 
 
 BAD_OPTIONS = {  # the parser is the same for all stages
@@ -240,9 +226,6 @@ def test_devices_that_are_absent(run, folder):
         refuses(run(MAINS["stage01_forward"], "hello", *model), f"{name}.*--device cpu")
     with pytest.raises(UserError, match="float64"):
         cli.choose_dtype("float64", torch.device("mps"))
-
-
-# ---- how a program ends ----
 
 
 def test_a_model_that_no_memory_can_hold(run, tmp_path):

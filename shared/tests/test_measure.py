@@ -14,12 +14,14 @@ from shared.errors import UserError
 MIB = 2**20
 
 
-def test_the_machine_is_described_with_what_it_has():
+def test_the_machine_is_described_and_rates_summed_up():
     found = measure.machine()
     assert found["processor"] and found["system"] and found["device"] == "cpu"
-    assert 1 <= found["cores"] <= found["cpus"]
-    assert found["memory_gib"] > 0.1
+    assert 1 <= found["cores"] <= found["cpus"] and found["memory_gib"] > 0.1
     assert measure.versions()["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    rates = measure.summarize([2.0, 1.0, 4.0]).of(8)
+    assert rates == measure.Summary(median=4.0, low=2.0, high=8.0)
+    assert rates.show() == "4.0 (2.0 to 8.0)"
 
 
 @pytest.mark.parametrize(
@@ -46,12 +48,6 @@ def test_variants_take_turns_and_warm_up_does_not_count():
     count = iter(range(99))  # fewer repeats sit out the last rounds
     kept = measure.turns({name: lambda: next(count) for name in "AB"}, {"A": 2, "B": 1}, warmup=1)
     assert kept == {"A": [3, 4], "B": [2]}
-
-
-def test_summary_turns_seconds_into_rates_with_the_range_the_right_way_round():
-    rates = measure.summarize([2.0, 1.0, 4.0]).of(8)
-    assert rates == measure.Summary(median=4.0, low=2.0, high=8.0)
-    assert rates.show() == "4.0 (2.0 to 8.0)"
 
 
 def test_limits_are_measured_once_and_again_on_request(tmp_path, monkeypatch):

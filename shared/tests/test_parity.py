@@ -76,9 +76,6 @@ def test_the_records_count_what_ran(stage, tiny_model):
     assert sum(step.decode_tokens for step in engine.steps) == decoded
 
 
-# ---- the proof must be able to fail -------------------------------------------------------------
-
-
 class Sabotaged:
     """The oracle's own answers, with one token changed."""
 
@@ -135,9 +132,6 @@ def test_a_near_tie_is_counted_and_a_clear_choice_is_refused(answer, dtype, high
         got[0].token_ids[4] = wrong
         with pytest.raises(parity.ParityError, match="sequence 0, token 4"):
             parity.compare("tie", expected, got, dtype, parity.Parity())
-
-
-# ---- elsewhere: a GPU, and real weights ---------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -29,9 +29,6 @@ def stories():
     return list(itertools.islice(grammar.stories("tests"), 400))
 
 
-# ---- the grammar --------------------------------------------------------------------------------
-
-
 def test_there_is_variety_and_a_seed_repeats_it():
     kinds = "girl boy animal pet petkind toy tool treasure food place home"
     assert len(GRAMMAR.plots) >= 40
@@ -122,9 +119,6 @@ def test_entropy_is_a_sum_of_choices():
     assert len(chances) == 4 * 3 * 2 * 2 and sum(chances.values()) == pytest.approx(1)
     with pytest.raises(ValueError, match="exactly one line '~'"):
         grammar.Grammar(WORDS, "# none\n", FRAME, "## one\nonly this\n")
-
-
-# ---- the model ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

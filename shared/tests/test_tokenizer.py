@@ -87,9 +87,6 @@ def assert_same(ours: Tokenizer, theirs: GPT2Tokenizer, texts: list[str]) -> Non
         assert ours.decode(ids) == text and ours.decode_bytes(ids) == text.encode()
 
 
-# ---- against transformers -----------------------------------------------------------------------
-
-
 def test_awkward_texts_have_the_ids_of_transformers(folder, ours, theirs):
     assert_same(ours, theirs, [SAMPLE, *AWKWARD])
     assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
@@ -117,9 +114,6 @@ def test_any_text_and_any_ids_are_those_of_transformers(ours, theirs, text, data
     assert ours.decode(ours.encode(text)) == text
     ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 2)))
     assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
-
-
-# ---- intended differences -----------------------------------------------------------------------
 
 
 def test_special_tokens_in_a_text_are_text_and_unknown_ids_are_numbers(ours):
@@ -163,9 +157,6 @@ def test_bytes_where_there_are_no_files():
     assert all(0 <= token_id < tokenizer.vocab_size for token_id in tokenizer.encode(SAMPLE))
 
 
-# ---- a character at a time ----------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=["bpe", "bytes"])
 def tokenizer(request: pytest.FixtureRequest, ours: Tokenizer) -> Tokenizer | ByteTokenizer:
     return ours if request.param == "bpe" else ByteTokenizer()
@@ -194,9 +185,6 @@ def test_no_half_character_is_ever_shown(tokenizer, text):
         held = len(tokenizer.decode_bytes(ids[:count])) - len(shown.encode())
         assert held < 4  # bytes, no more than needed
     assert shown == text and decoder.flush() == ""
-
-
-# ---- the files ----------------------------------------------------------------------------------
 
 
 def test_other_spellings_of_merges(folder, ours):

@@ -63,6 +63,7 @@ def rows(draw, vocabulary):
         stop_token_ids=tuple(draw(st.lists(ids, max_size=1))),
         min_tokens=draw(st.integers(0, 4)),
         seed=draw(st.integers(0, 2**32)),
+        logprobs=either(None, st.integers(0, 4)),
     )
 
 
@@ -79,29 +80,29 @@ def batches(draw):
     lengths = random.integers(0, 9, (len(params), 2))
     histories = [tuple(random.integers(0, ids, n).tolist() for n in pair) for pair in lengths]
     eos_ids = draw(st.sampled_from([(), (0,), (0, vocabulary // 2)]))
-    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
     return torch.from_numpy(logits).to(dtype), params, histories, eos_ids
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(batches())
 def test_the_fast_sampler_takes_the_tokens_of_the_plain_one(batch):
+    """And of a row alone, with the same log probabilities; its generator advances alike."""
     logits, params, histories, eos_ids = batch
-    before = logits.clone()
-    tokens = {
-        name: sample(logits, params, histories, [p.generator() for p in params], eos_ids)[0]
-        for name, sample in SAMPLERS.items()
-    }
+    before, generators = logits.clone(), [p.generator() for p in params]
+    tokens, logprobs = fast_sampling.sample(logits, params, histories, generators, eos_ids)
+    plain = [p.generator() for p in params]
+    expected, _ = sampling.sample(logits, params, histories, plain, eos_ids)
     for row, p in enumerate(params):
+        own, alone = slice(row, row + 1), [p.generator()]
+        single = fast_sampling.sample(logits[own], [p], histories[own], alone, eos_ids)
+        assert (single[0][0], single[1][0]) == (tokens[row], logprobs[row])
+        assert torch.equal(alone[0].get_state(), generators[row].get_state())
         if p.top_p == 1:
-            assert tokens["fast"][row] == tokens["plain"][row]
-        expected = plain_token(logits[row : row + 1], p, histories[row], eos_ids)
-        assert int(tokens["fast"][row]) == expected
-    assert tokens["fast"].dtype == tokens["plain"].dtype == torch.int64
+            assert tokens[row] == expected[row]
+        assert int(tokens[row]) == plain_token(logits[own], p, histories[row], eos_ids)
+    assert tokens.dtype == expected.dtype == torch.int64
     assert torch.equal(logits, before)
-
-
-# ---- the draw ----
 
 
 @both
@@ -136,33 +137,6 @@ def test_frequencies_follow_the_softmax(sample, options):
     statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
     halves = torch.tensor([len(cells) - 1, statistic], dtype=torch.float64) / 2
     assert torch.special.gammaincc(*halves) > 0.001  # P(chi-square > statistic)
-
-
-KINDS: list[dict[str, Any]] = [
-    {"logprobs": 3},
-    {"temperature": 0.7, "top_k": 40, "min_p": 0.05, "seed": 1},
-    {"temperature": 1.3, "top_p": 0.2, "seed": 2, "logprobs": 0},
-    {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3, "logprobs": 5},
-    {"frequency_penalty": 0.3, "logit_bias": {7: 3.0, 8: -100}, "min_tokens": 50},
-    {"temperature": 1.0, "seed": 4},
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_alone_and_in_a_batch_the_same(dtype):
-    random = np.random.default_rng(2)
-    params = [SamplingParams(**{"seed": 0, **options}) for options in KINDS]
-    logits = torch.from_numpy(random.normal(0, 2, (6, 997))).to(dtype)
-    histories = [(random.integers(0, 997, 30), random.integers(0, 997, row)) for row in range(6)]
-    shared, alone = ([p.generator() for p in params] for _ in range(2))
-    for _ in range(3):  # the generators must advance alike too
-        tokens, logprobs = fast_sampling.sample(logits, params, histories, shared, (0,))
-        for row in range(6):
-            own = slice(row, row + 1)
-            single = logits[own], params[own], histories[own], alone[own]
-            token, logprob = fast_sampling.sample(*single, (0,))
-            assert (int(token), logprob[0]) == (int(tokens[row]), logprobs[row])
-            assert torch.equal(alone[row].get_state(), shared[row].get_state())
 
 
 @both
@@ -217,8 +191,6 @@ def test_what_the_filters_keep(sample, logits, options, expected):
     assert kept == expected
 
 
-# ---- the options, one at a time, by hand ----
-
 LOW: dict[int, float] = dict.fromkeys(range(4), -100)
 TWICE: dict[str, Any] = {"repetition_penalty": 2.0}
 SHORT: dict[str, Any] = {"min_tokens": 2, "stop_token_ids": (0,)}
@@ -260,9 +232,6 @@ def test_each_option(sample, options, history, expected):
         assert one(sample, logits, history, **chosen) == expected
 
 
-# ---- log probabilities ----
-
-
 @both
 @pytest.mark.parametrize("count", [0, 1, 5, 130])
 def test_logprobs_are_those_of_the_unmodified_logits(sample, count):
@@ -291,9 +260,6 @@ def test_logprobs_of_the_likeliest_when_nearly_all_tie():
     (mine,) = fast_sampling.sample(logits, [SamplingParams(logprobs=4)], [EMPTY], [None])[1]
     assert mine is not None and [token for token, _ in mine.top] == [500, 0, 1, 2]
     assert mine.token == mine.top[0][1] == pytest.approx(1 - math.log(999 + math.e), abs=1e-6)
-
-
-# ---- bad input ----
 
 
 @both
