@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from shared import checkpoint, paths
+from shared import checkpoint
 from shared.checkpoint import PRESETS, STORIES, WEIGHTS, Config, check_vocabulary, load
 from shared.errors import UserError
 from shared.tokenizer import load_tokenizer
@@ -136,25 +136,15 @@ def test_dtypes_of_the_file_are_kept_or_converted(folder, expected, dtype):
     assert_same(load(str(folder), dtype=torch.float64).tensors, wide)
 
 
-RESIDENT = """
-import sys, psutil
-from shared.checkpoint import load
-before = psutil.Process().memory_info().rss
-loaded = load(sys.argv[1])
-size = sum(tensor.nbytes for tensor in loaded.tensors.values())
-print(psutil.Process().memory_info().rss - before, size)
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows counts mapped pages in another way")
 def test_loading_maps_the_file_and_copies_nothing(tmp_path):
     fields: dict[str, Any] = SIZES | {"vocab_size": 60_000, "n_embd": 256, "n_head": 1}
     save_file(checkpoint.random_tensors(Config(**fields)), tmp_path / WEIGHTS)
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    command = [sys.executable, "-c", RESIDENT, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=paths.ROOT)
-    grown, size = map(int, run.stdout.split())
-    assert size > 60e6 and grown < size / 4
+    before = psutil.Process().memory_info().rss
+    loaded = load(str(tmp_path))
+    grown = psutil.Process().memory_info().rss - before
+    assert grown < 15e6 < 60e6 < sum(tensor.nbytes for tensor in loaded.tensors.values())
 
 
 def test_stories_opens_in_transformers_and_has_its_vocabulary():
