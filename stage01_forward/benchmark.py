@@ -7,7 +7,7 @@ against `transformers`' logits, the engine's tokens against `transformers`' toke
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,20 +15,9 @@ import torch
 from matplotlib.figure import Figure
 
 from shared import charts, cli, measure
-from shared.bench.kit import (
-    Benchmark,
-    Case,
-    Group,
-    Peer,
-    Plan,
-    Subject,
-    cases,
-    compare,
-    greedy,
-    label,
-    profiled,
-)
-from shared.bench.rows import Column, Results, Row, ms, operators, over, rate, tables
+from shared.bench import kit, rows
+from shared.bench.kit import Case, Group, Subject
+from shared.bench.rows import Results, Row, ms, over
 from shared.peers import transformers_model
 from shared.roofline import forward_cost
 
@@ -42,18 +31,19 @@ LOGIT_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True)
-class Sizes(Plan):
+class Sizes(kit.Plan):
     models: tuple[str, ...] = ("gpt2", "stories")
     lengths: tuple[int, ...] = (1, 8, 32, 128, 512, 1023)
     attention: tuple[int, ...] = (16, 64, 256, 1024)
     prompt: int = 5
     answer: int = 50
     profiled: int = 64
-    repeats: int = 9
+    repeats: int = 5
+    generation_repeats: int = 2
 
 
 FULL = Sizes()
-QUICK = replace(FULL, lengths=(1, 32, 512), attention=(64, 256), answer=8, repeats=3)
+QUICK = kit.quick(FULL, lengths=(1, 32, 512), attention=(64, 256), answer=8, repeats=3)
 
 
 @torch.inference_mode()
@@ -70,7 +60,8 @@ def prove_logits(model: GPT2, peer: Any, ids: list[int]) -> float:
     difference = float((last_logits(model, ids).float() - theirs).abs().max())
     if difference > (bound := LOGIT_BOUND[model.dtype]):
         raise AssertionError(
-            f"{label(model.dtype)} logits differ from transformers' by {difference}, over {bound}"
+            f"{kit.label(model.dtype)} logits differ from transformers' by {difference}, over "
+            f"{bound}"
         )
     return difference
 
@@ -100,10 +91,8 @@ def attention(subject: Subject, plan: Sizes) -> list[Group]:
     for length in plan.attention:
         generator = torch.Generator().manual_seed(length)
         q, k, v = torch.randn(3, heads, length, size, generator=generator).to(subject.dtype)
-        variants = {
-            "explicit": partial(explicit_attention, q, k, v),
-            "fused": partial(fused_attention, q, k, v),
-        }
+        ways = {"explicit": explicit_attention, "fused": fused_attention}
+        variants = {name: partial(way, q, k, v) for name, way in ways.items()}
         difference = float((variants["explicit"]() - variants["fused"]()).abs().max())
         seconds = measure.alternate(variants, plan.repeats, warmup=2)
         scores = heads * length * length * subject.dtype.itemsize
@@ -115,16 +104,16 @@ def attention(subject: Subject, plan: Sizes) -> list[Group]:
 def generation(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """Tokens one after the other, each computed from scratch: this engine, and `transformers`
     without its cache. Its tokens are proved by ours."""
-    engines = {OURS: Engine(subject.model), PEER: Peer(subject.peer("sdpa"), use_cache=False)}
-    lengths, repeats = [(plan.prompt, plan.answer)], max(2, plan.repeats // 3)
-    group, runs = compare(subject, engines, lengths, repeats, "generation")
+    engines = {OURS: Engine(subject.model), PEER: kit.Peer(subject.peer("sdpa"), use_cache=False)}
+    lengths = [(plan.prompt, plan.answer)]
+    group, runs = kit.compare(subject, engines, lengths, plan.generation_repeats, "generation")
     group["proof"][PEER] = subject.prove(runs[PEER].outputs[-1])
     yield group
 
 
 def profile(subject: Subject, plan: Sizes) -> list[Group]:
-    prompts = subject.prompts([plan.profiled], "profile")
-    return [profiled(subject, "", lambda: Engine(subject.model).generate(prompts, greedy(8)))]
+    run = partial(Engine(subject.model).generate, subject.prompts([plan.profiled], "profile"))
+    return [kit.profiled(subject, "", partial(run, kit.greedy(8)))]
 
 
 # ---- tables and charts --------------------------------------------------------------------------
@@ -135,25 +124,22 @@ def limit(row: Row) -> float:
     return row.least([forward_cost(row.config, row.kind, row["context"])])
 
 
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, rows.Column] = {
     "tokens": "context",
     "layers": "linear",
     "limit, ms": lambda row: f"{limit(row) * 1e3:.1f}",
     "share of it": lambda row: f"{limit(row) / row.of(OURS).median:.0%}",
-    "ours, ms": ms(OURS),
     "plain layers, ms": ms(PLAIN),
-    "transformers, ms": ms(PEER),
     "over transformers": over(PEER, OURS),
     "over plain layers": over(PLAIN, OURS),
     "scores kept, MB": lambda row: f"{row['bytes'] / 1e6:.2f}",
     "explicit, ms": ms("explicit", 3),
     "fused, ms": ms("fused", 3),
     "gain": over("explicit", "fused"),
-    "ours, tok/s": rate(OURS),
-    "transformers without cache, tok/s": rate(PEER),
+    "transformers without cache, tok/s": rows.rate(PEER),
     "same tokens": lambda row: row.of(PEER).proof,
 }
-TABLES = tables(
+TABLES = rows.tables(
     COLUMNS,
     """
     forward: dtype | tokens | limit, ms | ours, ms | share of it | transformers, ms
@@ -163,22 +149,22 @@ TABLES = tables(
     generation: model | dtype | ours, tok/s | transformers without cache, tok/s
       | over transformers | same tokens
     """,
-    profile=operators(),
+    profile=rows.operators(),
 )
+
+
 LOG: dict[str, Any] = {"log_x": True, "log_y": True}
 
 
 def curves(results: Results, case: str, names: dict[str, str]) -> tuple[list[int], Any]:
     """Tokens, and a line of ms for each name of a variant, in float32."""
-    rows = results.groups(case, dtype="float32")
-    lines = {
-        name: [row.of(variant).median * 1e3 for row in rows] for variant, name in names.items()
-    }
-    return [row["context"] for row in rows], lines
+    found = results.groups(case, dtype="float32")
+    lines = {name: [row.of(key).median * 1e3 for row in found] for name, key in names.items()}
+    return [row["context"] for row in found], lines
 
 
 def forward_chart(results: Results) -> Figure:
-    names = {PEER: "transformers", PLAIN: "plain layers", OURS: "packed layers"}
+    names = {"transformers": PEER, "plain layers": PLAIN, "packed layers": OURS}
     tokens, series = curves(results, "forward", names)
     bound = "machine's limit"
     series[bound] = [limit(row) * 1e3 for row in results.groups("forward", dtype="float32")]
@@ -202,9 +188,11 @@ def headline(results: Results) -> str:
 
 
 ABOUT = "Measures the forward pass and the naive engine on this CPU, after proving them."
-WORK = cases(Case(forward), Case(attention), Case(generation, models=None), Case(profile, dtypes=1))
+WORK = kit.cases(
+    Case(forward), Case(attention), Case(generation, models=None), Case(profile, dtypes=1)
+)
 CHARTS = {"forward": forward_chart, "attention": attention_chart}
-BENCHMARK = Benchmark("stage01_forward", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+BENCHMARK = kit.Benchmark("stage01_forward", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """What the KV cache buys, where it buys nothing, and what it costs:
 `python -m stage02_kv_cache.benchmark`.
 
-The naive engine needs minutes for a thousand tokens, and its passes grow smoothly. So every 25th of
+The naive engine needs minutes for a thousand tokens, and its passes grow smoothly. So every 50th of
 its passes over a long answer runs and is timed, and those between are interpolated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,37 +16,14 @@ import torch
 from matplotlib.figure import Figure
 
 from shared import charts, cli, measure
-from shared.bench.kit import (
-    Benchmark,
-    Case,
-    Group,
-    Plan,
-    Subject,
-    beside_peers,
-    cases,
-    compare,
-    greedy,
-    label,
-    profiled,
-)
-from shared.bench.rows import (
-    DECODE,
-    PREFILL,
-    Column,
-    Results,
-    Row,
-    decoding,
-    median,
-    ms,
-    operators,
-    over,
-    rate,
-    table,
-    tables,
-)
+from shared.bench import kit, rows
+from shared.bench.forecast import naive_costs, static_costs
+from shared.bench.kit import Case, Group, Subject
+from shared.bench.rows import Results, Row, median
 from shared.checkpoint import PRESETS
-from shared.roofline import Cost, forward_cost
+from shared.roofline import forward_cost
 from stage01_forward.engine import Engine as NaiveEngine
+from stage01_forward.generation import Output
 
 from .engine import Engine
 
@@ -55,35 +32,25 @@ NAIVE, CACHED = "naive", "cached"
 
 
 @dataclass(frozen=True)
-class Sizes(Plan):
+class Sizes(kit.Plan):
     models: tuple[str, ...] = ("gpt2", "stories")
     growth: tuple[int, ...] = (200, 500, 1000)  # new tokens after a prompt of 5
-    stride: int = 25  # of the naive passes
+    stride: int = 50  # of the naive passes
     growth_repeats: int = 2
     prompts: tuple[int, ...] = (64, 256, 512)
-    answer: int = 50
+    answer: int = 25
     prompt_repeats: int = 2
     null_prompts: tuple[int, ...] = (5, 64, 512)  # before a single token
-    null_repeats: int = 5
-    peers: tuple[tuple[int, int], ...] = ((512, 1), (64, 128))  # prefill, decode
+    null_repeats: int = 3
+    peers: tuple[tuple[int, int], ...] = ((512, 1), (64, 64))  # prefill, decode
     peer_repeats: int = 3
     profiled: tuple[int, int] = (64, 16)
     peaks: bool = True
 
 
 FULL = Sizes()
-QUICK = replace(
-    FULL,
-    models=("gpt2",),
-    growth=(60,),
-    growth_repeats=1,
-    prompts=(64,),
-    answer=10,
-    prompt_repeats=1,
-    null_repeats=3,
-    peers=((512, 1), (64, 16)),
-    peer_repeats=2,
-    peaks=False,
+QUICK = kit.quick(
+    FULL, growth=(60,), prompts=(64,), answer=10, peers=((512, 1), (64, 16)), peaks=False
 )
 
 
@@ -95,50 +62,55 @@ def growth(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """Seconds of every pass of the cached engine over a long answer, and of some naive ones."""
     naive, cached = NaiveEngine(subject.model), Engine(subject.model)
     (prompt,), most = subject.prompts([5], "growth"), max(plan.growth)
-    (output,) = cached.generate([prompt], greedy(most))
-    proof = subject.prove([output])
     places = [*range(0, most, plan.stride), most - 1]  # tokens generated before the pass
-    steps: dict[str, list[list[float]]] = {NAIVE: [], CACHED: []}
+    cached.generate([prompt], kit.greedy(2))  # warms up
+    outputs: list[Output] = []
 
-    def run_naive() -> None:
+    def run_cached() -> list[float]:
+        outputs.extend(cached.generate([prompt], kit.greedy(most)))
+        return [step.seconds for step in cached.steps]
+
+    def run_naive() -> list[float]:
         taken = []
         for done in places:
-            naive.generate([prompt + output.token_ids[:done]], greedy(1))
+            naive.generate([prompt + outputs[0].token_ids[:done]], kit.greedy(1))
             taken.append(naive.steps[0].seconds)
-        steps[NAIVE].append(taken)
+        return taken
 
-    def run_cached() -> None:
-        cached.generate([prompt], greedy(most))
-        steps[CACHED].append([step.seconds for step in cached.steps])
-
-    measure.alternate({NAIVE: run_naive, CACHED: run_cached}, plan.growth_repeats, warmup=0)
+    ways = {CACHED: run_cached, NAIVE: run_naive}  # the first run has the tokens of the others
+    steps = measure.turns(ways, plan.growth_repeats, warmup=0)
     about = {**subject.about, "prompt": len(prompt), "counts": list(plan.growth)}
-    yield {**about, "proof": proof, "places": places, "steps": steps}
+    yield {
+        **about,
+        "proof": [subject.prove([output]) for output in outputs][-1],
+        "places": places,
+        "steps": steps,
+    }
 
 
 def prompts(subject: Subject, plan: Sizes) -> Iterator[Group]:
     for prompt in plan.prompts:
         lengths = [(prompt, plan.answer)]
-        yield compare(subject, engines(subject), lengths, plan.prompt_repeats)[0]
+        yield kit.compare(subject, engines(subject), lengths, plan.prompt_repeats)[0]
 
 
 def null(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """A single token: nothing was kept yet that could help."""
     for prompt in plan.null_prompts:
-        yield compare(subject, engines(subject), [(prompt, 1)], plan.null_repeats)[0]
+        yield kit.compare(subject, engines(subject), [(prompt, 1)], plan.null_repeats)[0]
 
 
 def peers(subject: Subject, plan: Sizes) -> Iterator[Group]:
     for lengths in plan.peers:
-        yield beside_peers(subject, Engine(subject.model), [lengths], plan.peer_repeats)
+        yield kit.beside_peers(subject, Engine(subject.model), [lengths], plan.peer_repeats)
 
 
 def profile(subject: Subject, plan: Sizes) -> Iterator[Group]:
     prompt, count = plan.profiled
     titles = {NAIVE: "Before, the naive engine", CACHED: "After, with the cache"}
     for name, engine in engines(subject).items():
-        run = partial(engine.generate, subject.prompts([prompt], "profile"), greedy(count))
-        yield profiled(subject, titles[name], run)
+        run = partial(engine.generate, subject.prompts([prompt], "profile"), kit.greedy(count))
+        yield kit.profiled(subject, titles[name], run)
 
 
 def memory(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -155,21 +127,9 @@ def memory(subject: Subject, plan: Sizes) -> Iterator[Group]:
 # ---- tables and charts --------------------------------------------------------------------------
 
 
-def naive_costs(row: Row) -> list[Cost]:
-    """Every pass computes everything again."""
-    ((prompt, count),) = row.lengths
-    return [forward_cost(row.config, row.kind, prompt + done) for done in range(count)]
-
-
-def cached_costs(row: Row) -> list[Cost]:
-    ((prompt, count),) = row.lengths
-    steps = range(prompt, prompt + count - 1)
-    first = forward_cost(row.config, row.kind, prompt)
-    return [first, *(forward_cost(row.config, row.kind, 1, cached) for cached in steps)]
-
-
 def predicted(row: Row) -> float:
-    return row.least({NAIVE: naive_costs, CACHED: cached_costs}[row.variant](row))
+    costs = naive_costs if row.variant == NAIVE else static_costs
+    return row.least(costs(row.config, row.kind, row.lengths))
 
 
 def counted(results: Results, **where: str) -> Iterator[Row]:
@@ -195,7 +155,7 @@ def memory_table(results: Results) -> str:
     config = PRESETS["gpt2"]
     lines = [
         {
-            "dtype": label(kind),
+            "dtype": kit.label(kind),
             "weights, MB": f"{config.parameter_count * kind.itemsize / 1e6:.0f}",
             "cache a token, KiB": f"{config.kv_bytes_per_token(kind) / 1024:.0f}",
             "cache of 1,024 tokens, MB": f"{megabytes(kind, 1024):.0f}",
@@ -204,36 +164,32 @@ def memory_table(results: Results) -> str:
     ]
     name, found = "engine, peak of a process with 1,000 tokens", results.groups("memory")
     peaks = [{name: row["name"], "MB": f"{row['bytes'] / 1e6:,.0f}"} for row in found]
-    return "\n\n".join(table(rows) for rows in (lines, peaks) if rows)
+    return "\n\n".join(rows.table(found) for found in (lines, peaks) if found)
 
 
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, rows.Column] = {
     "new tokens": "tokens",
     "prompt": lambda row: row.lengths[0][0],
-    "naive, tok/s": rate(NAIVE),
-    "cached, tok/s": rate(CACHED),
-    "naive, ms": ms(NAIVE),
-    "cached, ms": ms(CACHED),
-    "gain (predicted)": over(NAIVE, CACHED, predicted),
+    "gain (predicted)": rows.over(NAIVE, CACHED, predicted),
     "same tokens": lambda row: row.of(CACHED).proof,
 }
 GROWTH = "model | new tokens | naive, tok/s | cached, tok/s | gain (predicted) | same tokens"
 PROMPTS = "model | dtype | prompt | naive, ms | cached, ms | gain (predicted) | same tokens"
-DRAW = tables(
+DRAW = rows.tables(
     COLUMNS,
     f"""
     growth: {GROWTH}
     growth_bfloat16: {GROWTH}
     prompts: {PROMPTS}
     null: {PROMPTS}
-    prefill < peers: dtype | prompt | {PREFILL}
-    decode < decoding: dtype | {DECODE}
+    prefill < peers: dtype | prompt | {rows.PREFILL}
+    decode < decoding: dtype | {rows.DECODE}
     """,
     growth=partial(counted, dtype="float32"),
     growth_bfloat16=partial(counted, dtype="bfloat16"),
-    decoding=decoding,
+    decoding=rows.decoding,
     memory=memory_table,
-    profile=operators(),
+    profile=rows.operators(),
 )
 
 
@@ -270,7 +226,7 @@ def prompts_chart(results: Results) -> Figure:
 def memory_chart(results: Results) -> Figure:
     positions = [0, 256, 512, 768, 1024]
     kept = {
-        f"{label(kind)} cache": [megabytes(kind, at) for at in positions]
+        f"{kit.label(kind)} cache": [megabytes(kind, at) for at in positions]
         for kind in (torch.float32, torch.bfloat16)
     }
     weights = PRESETS["gpt2"].parameter_count * 4 / 1e6
@@ -288,7 +244,7 @@ def headline(results: Results) -> str:
 
 
 ABOUT = "Measures the engine with and without KV cache on this CPU, beside transformers."
-WORK = cases(
+WORK = kit.cases(
     Case(growth, models=None),
     Case(prompts, models=None),
     Case(null),
@@ -297,7 +253,7 @@ WORK = cases(
     Case(memory, dtypes=1),
 )
 CHARTS = {"growth": growth_chart, "prompts": prompts_chart, "memory": memory_chart}
-BENCHMARK = Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, DRAW, CHARTS, headline)
+BENCHMARK = kit.Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, DRAW, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

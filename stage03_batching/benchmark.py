@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,34 +14,10 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from shared import charts, cli, measure
+from shared.bench import kit, rows
 from shared.bench.forecast import static_costs
-from shared.bench.kit import (
-    Benchmark,
-    Case,
-    Group,
-    Lengths,
-    Plan,
-    Runs,
-    Subject,
-    beside_peers,
-    cases,
-    compare,
-    greedy,
-    packed,
-    profiled,
-)
-from shared.bench.rows import (
-    DECODE,
-    PREFILL,
-    Column,
-    Results,
-    Row,
-    median,
-    ms,
-    operators,
-    over,
-    tables,
-)
+from shared.bench.kit import Case, Group, Lengths, Runs, Subject
+from shared.bench.rows import Results, Row, median, ms
 from shared.measure import Summary
 from stage02_kv_cache.engine import Engine as SingleEngine
 
@@ -51,17 +27,16 @@ SINGLE, BATCH = "single", "batch"
 
 
 @dataclass(frozen=True)
-class Sizes(Plan):
+class Sizes(kit.Plan):
     prompt: int = 64
     answer: int = 32
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
-    # Once, and with few tokens: its prompts alone take half a minute, and their proof as long. 0:
-    # no.
-    wide: int = 512
-    wide_answer: int = 8
+    # Once, and with few tokens: its prompts alone take 20 seconds, and their proof as long; 0: no.
+    wide: int = 256
+    wide_answer: int = 4
     repeats: int = 2
-    peers: tuple[tuple[int, int], ...] = ((8, 3), (32, 3), (64, 2))  # sequences, repeats
-    single: tuple[tuple[int, int], ...] = ((1, 5), (32, 2))  # the null control, and the win
+    peers: tuple[tuple[int, int], ...] = ((8, 2), (32, 2))  # sequences, repeats
+    single: tuple[tuple[int, int], ...] = ((1, 3), (32, 2))  # the null control, and the win
     waste_rows: int = 32  # all short but one
     short: int = 16
     long_answer: int = 256
@@ -70,19 +45,9 @@ class Sizes(Plan):
 
 
 FULL = Sizes()
-QUICK = replace(
-    FULL,
-    batches=(1, 8, 64),
-    wide=0,
-    answer=8,
-    repeats=1,
-    peers=((8, 2),),
-    single=((1, 2), (8, 1)),
-    waste_rows=8,
-    long_answer=64,
-    long_prompt=128,
-    profiled=(32, 8, 16),
-)
+FEW: Any = {"batches": (1, 8, 64), "wide": 0, "answer": 8, "peers": ((8, 1),)}
+SHORT: Any = {"waste_rows": 8, "long_answer": 64, "long_prompt": 128, "profiled": (32, 8, 16)}
+QUICK = kit.quick(FULL, single=((1, 2), (8, 1)), **FEW, **SHORT)
 
 
 def alternated(
@@ -96,39 +61,35 @@ def alternated(
         for name, pairs in workloads.items()
     }
     seconds = measure.alternate(runs, repeats, warmup=0)
-    groups = []
-    for name, run in runs.items():
-        steps = run.steps[-1]
-        useful = sum(step.prefill_tokens + step.decode_tokens for step in steps)
-        groups.append(
-            {
-                **subject.about,
-                **fields,
-                "case": name,
-                "lengths": packed(workloads[name]),
-                "bytes": run.bytes,
-                "seconds": seconds[name],
-                "passes": len(steps),
-                "useful": useful,
-                "wasted": sum(step.wasted_tokens for step in steps),
-                "decode": [[step.seconds for step in steps[1:]] for steps in run.steps],
-                "proof": [subject.prove(outputs) for outputs in run.outputs][-1],
-            }
-        )
-    return groups
+    return [
+        {
+            **subject.about,
+            **fields,
+            "case": name,
+            "lengths": kit.packed(workloads[name]),
+            "bytes": run.bytes,
+            "seconds": seconds[name],
+            "passes": len(run.steps[-1]),
+            "useful": sum(step.prefill_tokens + step.decode_tokens for step in run.steps[-1]),
+            "wasted": sum(step.wasted_tokens for step in run.steps[-1]),
+            "decode": [[step.seconds for step in steps[1:]] for steps in run.steps],
+            "proof": [subject.prove(outputs) for outputs in run.outputs][-1],
+        }
+        for name, run in runs.items()
+    ]
 
 
-def fits(subject: Subject, rows: int, prompt: int, answer: int) -> bool:
+def fits(subject: Subject, size: int, prompt: int, answer: int) -> bool:
     """Whether a batch leaves half of the free memory free: its cache, prefill and logits."""
-    config, size = subject.config, subject.dtype.itemsize
-    cache = rows * (prompt + answer - 1) * config.kv_bytes_per_token(subject.dtype)
-    numbers = rows * (prompt * 12 * config.n_embd + 2 * config.vocab_size)
-    return cache + numbers * size < psutil.virtual_memory().available / 2
+    config, itemsize = subject.config, subject.dtype.itemsize
+    cache = size * (prompt + answer - 1) * config.kv_bytes_per_token(subject.dtype)
+    numbers = size * (prompt * 12 * config.n_embd + 2 * config.vocab_size)
+    return cache + numbers * itemsize < psutil.virtual_memory().available / 2
 
 
 def scaling(subject: Subject, plan: Sizes) -> list[Group]:
     """Batches of equal rows."""
-    equal = {str(rows): [(plan.prompt, plan.answer)] * rows for rows in plan.batches}
+    equal = {str(size): [(plan.prompt, plan.answer)] * size for size in plan.batches}
     groups = alternated(subject, equal, plan.repeats)
     if plan.wide and fits(subject, plan.wide, plan.prompt, plan.wide_answer):
         wide = {str(plan.wide): [(plan.prompt, plan.wide_answer)] * plan.wide}
@@ -140,26 +101,26 @@ def scaling(subject: Subject, plan: Sizes) -> list[Group]:
 
 def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """One after the other by stage 02, and as one batch."""
-    for rows, repeats in plan.single:
+    for size, repeats in plan.single:
         engines = {SINGLE: SingleEngine(subject.model), BATCH: Engine(subject.model)}
-        lengths = [(plan.prompt, plan.answer)] * rows
-        yield compare(subject, engines, lengths, repeats, batch=rows)[0]
+        lengths = [(plan.prompt, plan.answer)] * size
+        yield kit.compare(subject, engines, lengths, repeats, batch=size)[0]
 
 
 def peers(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    for rows, repeats in plan.peers:
-        lengths = [(plan.prompt, plan.answer)] * rows
-        yield beside_peers(subject, Engine(subject.model), lengths, repeats)
+    for size, repeats in plan.peers:
+        lengths = [(plan.prompt, plan.answer)] * size
+        yield kit.beside_peers(subject, Engine(subject.model), lengths, repeats)
 
 
 def unlike(plan: Sizes) -> dict[str, dict[str, Lengths]]:
     """One row unlike the others, and the same number of tokens spread evenly over the rows."""
-    rows, short = plan.waste_rows, plan.short
+    size, short = plan.waste_rows, plan.short
 
     def spread(longest: int) -> list[int]:
-        return [(short * (rows - 1) + longest + row) // rows for row in range(rows)]
+        return [(short * (size - 1) + longest + row) // size for row in range(size)]
 
-    others = [(short, short)] * (rows - 1)
+    others = [(short, short)] * (size - 1)
     return {
         "answers": {
             "equal answers": [(short, answer) for answer in spread(plan.long_answer)],
@@ -178,10 +139,10 @@ def waste(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
 
 def profile(subject: Subject, plan: Sizes) -> list[Group]:
-    rows, prompt, answer = plan.profiled
-    prompts = subject.prompts([prompt] * rows, "profile")
-    decode = partial(Engine(subject.model).generate, prompts, greedy(answer))
-    return [profiled(subject, f"In {subject.about['dtype']}", decode, warmup=0)]
+    size, prompt, answer = plan.profiled
+    prompts = subject.prompts([prompt] * size, "profile")
+    decode = partial(Engine(subject.model).generate, prompts, kit.greedy(answer))
+    return [kit.profiled(subject, f"In {subject.about['dtype']}", decode, warmup=0)]
 
 
 # ---- tables and charts --------------------------------------------------------------------------
@@ -233,7 +194,7 @@ def of_limit(work: str) -> Callable[[Row], str]:
     return share
 
 
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, rows.Column] = {
     "batch": "requests",
     "sequences": "requests",
     "decode, tok/s (limit)": lambda row: (
@@ -246,10 +207,9 @@ COLUMNS: dict[str, Column] = {
     "cache, MB (formula)": lambda row: f"{row['bytes'] / 1e6:,.1f} ({held(row) / 1e6:,.1f})",
     "one after the other (stage 02), ms": ms(SINGLE),
     "as a batch, ms": ms(BATCH),
-    "gain (predicted)": over(SINGLE, BATCH, predicted),
+    "gain (predicted)": rows.over(SINGLE, BATCH, predicted),
     "same tokens": lambda row: row.of(BATCH).proof,
     "rows": lambda row: f"{row.requests}, {row['case']}",
-    "passes": "passes",
     "tokens computed (wasted)": wasted,
     "over equal rows (predicted)": against_equal,
     "same tokens as ours": lambda row: row.alike("ours", "ours"),
@@ -258,13 +218,13 @@ SINGLES = (
     "dtype | sequences | one after the other (stage 02), ms | as a batch, ms | gain (predicted) "
     "| same tokens"
 )
-DRAW = tables(
+DRAW = rows.tables(
     COLUMNS,
     f"""
     scaling: dtype | batch | decode, tok/s (limit) | step, ms | bound by | MBU | MFU
       | cache, MB (formula) | same tokens
-    prefill < peers: dtype | batch | {PREFILL}
-    decode < peers: dtype | batch | {DECODE} | same tokens as ours
+    prefill < peers: dtype | batch | {rows.PREFILL}
+    decode < peers: dtype | batch | {rows.DECODE} | same tokens as ours
     win: {SINGLES}
     null: {SINGLES}
     waste: rows | passes | tokens computed (wasted) | tok/s | over equal rows (predicted)
@@ -272,16 +232,16 @@ DRAW = tables(
     """,
     win=lambda results: [row for row in results.groups("single") if row.requests > 1],
     null=lambda results: [row for row in results.groups("single") if row.requests == 1],
-    profile=operators(),
+    profile=rows.operators(),
 )
 
 
 def scaling_chart(results: Results) -> Figure:
-    rows = results.groups("scaling")
-    sizes = sorted({row.requests for row in rows})
+    found = results.groups("scaling")
+    sizes = sorted({row.requests for row in found})
     series: dict[str, list[float]] = {}
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        own = {row.requests: row for row in rows if row["dtype"] == dtype}
+    for dtype in dict.fromkeys(row["dtype"] for row in found):
+        own = {row.requests: row for row in found if row["dtype"] == dtype}
         for name, seconds in ((dtype, lambda row: step(row).median), (f"limit, {dtype}", limit)):
             series[name] = [n / seconds(own[n]) if n in own else math.nan for n in sizes]
     return charts.lines(
@@ -308,11 +268,11 @@ def roofline_chart(results: Results) -> Figure:
 
 
 def waste_chart(results: Results) -> Figure:
-    rows = results.groups("waste")
+    found = results.groups("waste")
     title = "One longer row, and most of the work is wasted"
-    x = f"tokens that went through the model, {rows[0].requests} rows"
-    series = {name: [row[name] for row in rows] for name in ("useful", "wasted")}
-    return charts.bars(title, x, [row["case"] for row in rows], series, digits=0)
+    x = f"tokens that went through the model, {found[0].requests} rows"
+    series = {name: [row[name] for row in found] for name in ("useful", "wasted")}
+    return charts.bars(title, x, [row["case"] for row in found], series, digits=0)
 
 
 def headline(results: Results) -> str:
@@ -325,9 +285,9 @@ def headline(results: Results) -> str:
 
 
 ABOUT = "Measures batches of many sizes on this CPU, beside the stage before and transformers."
-WORK = cases(Case(scaling), Case(peers), Case(single), Case(waste, dtypes=1), Case(profile))
+WORK = kit.cases(Case(scaling), Case(peers), Case(single), Case(waste, dtypes=1), Case(profile))
 CHARTS = {"roofline": roofline_chart, "scaling": scaling_chart, "waste": waste_chart}
-BENCHMARK = Benchmark("stage03_batching", ABOUT, FULL, QUICK, WORK, DRAW, CHARTS, headline)
+BENCHMARK = kit.Benchmark("stage03_batching", ABOUT, FULL, QUICK, WORK, DRAW, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

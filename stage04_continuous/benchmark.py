@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -20,30 +20,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from shared import charts, cli, measure
-from shared.bench.forecast import Watch, pass_cost, simulate, static_costs
-from shared.bench.kit import (
-    Benchmark,
-    Case,
-    Group,
-    Lengths,
-    Plan,
-    Subject,
-    cases,
-    compare,
-    greedy,
-    lognormal,
-)
-from shared.bench.rows import (
-    Column,
-    Results,
-    Row,
-    gain,
-    is_peer,
-    median,
-    milliseconds,
-    percentile,
-    tables,
-)
+from shared.bench import kit, rows
+from shared.bench.forecast import pass_cost, simulate, static_costs
+from shared.bench.kit import Case, Group, Lengths, Subject
+from shared.bench.rows import Results, Row, is_peer, median, percentile
 from shared.measure import summarize
 from shared.peers import PAGE, TransformersContinuous
 from shared.roofline import Cost
@@ -63,7 +43,7 @@ WHOLE = "whole"  # a prompt that is not cut into chunks
 
 
 @dataclass(frozen=True)
-class Sizes(Plan):
+class Sizes(kit.Plan):
     """A budget is that of a pass, in tokens."""
 
     # Win: answers of very different lengths, all there at the start; half are below `middle`.
@@ -71,16 +51,16 @@ class Sizes(Plan):
     slots: int = 32
     budget: int = 256
     prompts: tuple[int, int] = (16, 64)
-    answers: tuple[int, int] = (8, 512)
-    middle: int = 66
-    repeats: tuple[int, int] = (2, 1)  # ours, peers
+    answers: tuple[int, int] = (8, 256)
+    middle: int = 48
+    repeats: tuple[int, int] = (2, 1)  # of this stage, of the others
     # Null and peers: as many equal requests as slots. The first pass takes all prompts.
-    equal_slots: tuple[int, ...] = (32, 64)
+    equal_slots: tuple[int, ...] = (8, 32)
     equal: tuple[int, int] = (16, 32)
-    equal_repeats: tuple[int, int] = (3, 2)
+    equal_repeats: tuple[int, int] = (2, 2)  # of this stage, of the others
     # Lose: one request.
     single: tuple[int, int] = (64, 64)
-    single_repeats: int = 3
+    single_repeats: int = 2
     # A long prompt arrives among neighbours in the middle of their answers.
     neighbours: int = 8
     neighbours_prompt: int = 64
@@ -89,12 +69,12 @@ class Sizes(Plan):
     long_prompt: int = 900
     long_answer: int = 8
     chunks: tuple[int, ...] = (64, 128, 256)
-    chunk_repeats: int = 3
+    chunk_repeats: int = 2
     gantt: tuple[int, int] = (16, 200)  # slots and steps of the winning run that are drawn
 
 
 FULL = Sizes()
-QUICK = replace(
+QUICK = kit.quick(
     FULL,
     requests=24,
     slots=8,
@@ -102,21 +82,19 @@ QUICK = replace(
     answers=(4, 96),
     middle=16,
     repeats=(1, 1),
-    single_repeats=2,
     equal_slots=(8,),
     equal=(16, 16),
-    equal_repeats=(3, 1),
+    equal_repeats=(2, 1),
     single=(64, 16),
     after=24,
     chunks=(128,),
-    chunk_repeats=1,
     gantt=(8, 200),
 )
 
 
 def workload(plan: Sizes) -> Lengths:
     """The requests of the winning case."""
-    return lognormal(plan.requests, plan.prompts, plan.answers, plan.middle)
+    return kit.lognormal(plan.requests, plan.prompts, plan.answers, plan.middle)
 
 
 class Peer:
@@ -159,9 +137,9 @@ def side_by_side(
         for kind in kinds:
             peer = TransformersContinuous(subject.peer(kind), slots, most, budget)
             engines[f"transformers, {kind}"] = Peer(stack.enter_context(peer))
-        often = {name: repeats[is_peer(name)] for name in engines}
+        often = {name: repeats[name != OURS] for name in engines}
         about: dict[str, Any] = {"slots": slots, "slot_tokens": most, "budget": budget}
-        return compare(subject, engines, lengths, often, like=OURS, **about)
+        return kit.compare(subject, engines, lengths, often, like=OURS, **about)
 
 
 def equal(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -201,7 +179,7 @@ def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
         OURS: Engine(runner(subject, slots, most), scheduler),
     }
     about: dict[str, Any] = {"slots": plan.slots, "budget": plan.budget}
-    yield compare(subject, engines, [plan.single], plan.single_repeats, "single", **about)[0]
+    yield kit.compare(subject, engines, [plan.single], plan.single_repeats, "single", **about)[0]
 
 
 class Arrival:
@@ -221,12 +199,12 @@ class Arrival:
         self.outputs: list[Output] = []
 
     def __call__(self) -> None:
-        sampling = greedy(1 + self.plan.before + self.plan.after)
+        sampling = kit.greedy(1 + self.plan.before + self.plan.after)
         neighbours = [self.engine.add(Request(prompt, sampling)) for prompt in self.prompts]
         while not all(request.output.token_ids for request in neighbours):
             self.engine.step()
         self.before.append(self._gaps(self.plan.before))
-        newcomer = self.engine.add(Request(self.long_prompt, greedy(self.plan.long_answer)))
+        newcomer = self.engine.add(Request(self.long_prompt, kit.greedy(self.plan.long_answer)))
         self.after.append(self._gaps(self.plan.after, newcomer))
         if any(request.output.finish_reason is None for request in neighbours):
             raise AssertionError("a neighbour went without a token in some pass")
@@ -296,7 +274,7 @@ def arrival(row: Row) -> tuple[float, float]:
     count, before = row["neighbours"], len(row["before"][0])
     crowd = [(0, row["neighbours_prompt"], 1 + before + len(row["after"][0]))] * count
     newcomer = (1 + before, row["long_prompt"], row["long_answer"])
-    watch: Watch = simulate(chunk_scheduler(row.group, row.variant), [*crowd, newcomer])
+    watch = simulate(chunk_scheduler(row.group, row.variant), [*crowd, newcomer])
     seconds = []
     for parts in watch.passes:
         own = [part for part in parts if part.request == count]
@@ -343,7 +321,7 @@ def chunk_rows(results: Results) -> Iterator[dict[str, str]]:
             if variant := own.get(name):
                 most, limit = arrival(variant)
                 longest = f" ({most * 1e3:,.1f})"
-                first = f"{milliseconds(variant['seconds'], 0)}, {limit * 1e3:,.0f}"
+                first = f"{rows.milliseconds(variant['seconds'], 0)}, {limit * 1e3:,.0f}"
             p50, p99, top = (f"{value * 1e3:,.1f}" for value in spread)
             yield {
                 "dtype": row["dtype"],
@@ -362,7 +340,7 @@ def share_of_step(row: Row) -> str:
     return f"{median(np.concatenate(runs)):.1%} ({min(own):.1%} to {max(own):.1%})"
 
 
-def flat_ms(key: str, digits: int) -> Column:
+def flat_ms(key: str, digits: int) -> rows.Column:
     return lambda row: f"{median(s for run in row[key] for s in run) * 1e3:.{digits}f}"
 
 
@@ -376,16 +354,15 @@ def seconds(row: Row) -> str:
     return taken if is_peer(row.variant) else f"{taken}, {least(row):.2f}"
 
 
-COLUMNS: dict[str, Column] = {
-    "slots": "slots",
+COLUMNS: dict[str, rows.Column] = {
     "slots in use": lambda row: f"{occupancy(row):.0%}",
     "passes": passes,
     "passes (predicted)": passes,
     "seconds, limit": seconds,
     "limit, tok/s": lambda row: f"{row.tokens / least(row):,.1f}",
     "cache, MB": cache,
-    "over stage 03 (predicted)": gain(STATIC, least),
-    "over stage 02 (predicted)": gain(SINGLE, least),
+    "over stage 03 (predicted)": rows.gain(STATIC, least),
+    "over stage 02 (predicted)": rows.gain(SINGLE, least),
     "stage 04 over it": lambda row: f"{row.median / row.of(OURS).median:.2f}x",
     "same tokens": lambda row: row.alike(OURS, "stage 04") if "same" in row.group else row.proof,
     "step p50, ms": flat_ms("step", 1),
@@ -401,7 +378,7 @@ def without(case: str, *names: str) -> Callable[[Results], list[Row]]:
     return lambda results: [row for row in results.rows(case) if not hidden(row)]
 
 
-TABLES = tables(
+TABLES = rows.tables(
     COLUMNS,
     """
     win: engine | tok/s | slots in use | passes (predicted) | over stage 03 (predicted)
@@ -440,7 +417,7 @@ def occupancy_chart(results: Results) -> Figure:
         ticks: dict[float, str] = {}
         for number, row in enumerate((group.of(OURS), group.of(STATIC))):
             floor, count = number * (slots + gap), row["passes"]
-            values = [floor + rows for rows, _ in row["rows"]]
+            values = [floor + used for used, _ in row["rows"]]
             edges = [0, *accumulate(times for _, times in row["rows"])]
             axes.fill_between([0, count], floor, floor + slots, facecolor=charts.FAINT, linewidth=0)
             look = {"step": "post", "facecolor": charts.COLOURS[number], "linewidth": 0}
@@ -478,9 +455,9 @@ def headline(results: Results) -> str:
 
 
 ABOUT = "Measures continuous batches on this CPU, beside static ones and those of transformers."
-WORK = cases(Case(equal), Case(win, dtypes=1), Case(single), Case(chunking))
+WORK = kit.cases(Case(equal), Case(win, dtypes=1), Case(single), Case(chunking))
 CHARTS = {"gantt": gantt_chart, "occupancy": occupancy_chart, "chunking": chunking_chart}
-BENCHMARK = Benchmark("stage04_continuous", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+BENCHMARK = kit.Benchmark("stage04_continuous", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
@@ -23,23 +23,10 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from shared import charts, cli, measure
+from shared.bench import kit, rows
 from shared.bench.forecast import Part, Watch, pass_cost, simulate, static_costs
-from shared.bench.kit import (
-    Benchmark,
-    Case,
-    Group,
-    Lengths,
-    Plan,
-    Subject,
-    cases,
-    compare,
-    greedy,
-    lognormal,
-    profiled,
-    prove,
-    run_lengths,
-)
-from shared.bench.rows import Column, Results, Row, gain, median, operators, tables
+from shared.bench.kit import Case, Group, Lengths, Subject
+from shared.bench.rows import Results, Row, median
 from shared.checkpoint import PRESETS, Config
 from shared.measure import summarize
 from stage01_forward.generation import Output
@@ -47,7 +34,6 @@ from stage02_kv_cache.engine import Engine as SingleEngine
 from stage03_batching.engine import Engine as StaticEngine
 from stage04_continuous.cache import SlotCache
 from stage04_continuous.make import make as make_slots
-from stage04_continuous.plan import Plan as StepPlan
 from stage04_continuous.request import Request, State
 from stage04_continuous.runner import Runner
 from stage04_continuous.scheduler import Scheduler as SlotScheduler
@@ -70,7 +56,7 @@ DRAWN = 48  # blocks on the map: more would be thinner than a letter
 
 
 @dataclass(frozen=True)
-class Sizes(Plan):
+class Sizes(kit.Plan):
     """A budget is that of a pass, in tokens."""
 
     models: tuple[str, ...] = ("gpt2", "stories")
@@ -81,27 +67,27 @@ class Sizes(Plan):
     # Win: answers of very different lengths, nearly all much shorter than the context.
     requests: int = 96
     prompts: tuple[int, int] = (16, 64)
-    answers: tuple[int, int] = (8, 512)
-    middle: int = 66
+    answers: tuple[int, int] = (8, 256)
+    middle: int = 48
     repeats: tuple[int, int] = (2, 1)  # of continuous engines, of the same in static batches
     # Null: every request fills a whole context.
     null: tuple[int, int, int] = (8, 960, 64)  # requests, prompt, answer
     null_repeats: int = 2
     # Lose: one request, and the gather.
     singles: tuple[tuple[int, int], ...] = ((64, 64), (900, 32))
-    single_repeats: int = 3
+    single_repeats: int = 2
     rows: tuple[int, ...] = (1, 32)
     contexts: tuple[int, ...] = (64, 128, 256, 512, 1008)
     sizes: tuple[int, ...] = (1, 8, 16, 32, 128)
-    sized_context: int = 256  # of the most rows, where the block size varies, and in the profile
-    gather_repeats: int = 7
+    sized: int = 256  # context of the most rows where the block size varies, and in the profile
+    gather_repeats: int = 5
     # A table by arithmetic: memory against sequences.
     batches: tuple[int, ...] = (1, 8, 32, 128, 256, 512)
     table: tuple[int, int, int] = (1900, 16, 50)  # blocks, prompt, answer
     # A system prompt that all requests share, and what each has of its own.
     system: int = 512
     own: int = 32
-    prefix_repeats: int = 5
+    prefix_repeats: int = 3
     preempted: tuple[int, ...] = (32, 128, 512, 960)  # lengths
     plain_steps: int = 3
     preemption_repeats: int = 3
@@ -109,32 +95,27 @@ class Sizes(Plan):
 
 
 FULL = Sizes()
-QUICK = replace(
+QUICK = kit.quick(
     FULL,
-    models=("gpt2",),
     memory=2048,
     requests=12,
     answers=(4, 64),
     middle=24,
     repeats=(1, 1),
     null=(3, 1016, 8),
-    null_repeats=1,
     singles=((64, 16),),
-    single_repeats=2,
     rows=(32,),
-    frames=40,
     contexts=(64, 256),
     gather_repeats=3,
     sizes=(1, 16),
-    prefix_repeats=1,
     preempted=(32, 512),
-    preemption_repeats=1,
+    frames=40,
 )
 
 
 def workload(plan: Sizes) -> Lengths:
     """The requests of the winning case, as in stage 04."""
-    return lognormal(plan.requests, plan.prompts, plan.answers, plan.middle)
+    return kit.lognormal(plan.requests, plan.prompts, plan.answers, plan.middle)
 
 
 # ---- the same memory ----------------------------------------------------------------------------
@@ -211,7 +192,9 @@ def capacity(subject: Subject, plan: Sizes) -> Iterator[Group]:
             engines[STATIC] = StaticEngine(subject.model, max_batch=size)
             engines[PAGED_STATIC] = paged(subject, plan, plan.budget, batch)
             repeats |= dict.fromkeys((STATIC, PAGED_STATIC), plan.repeats[1])
-        group, runs = compare(subject, engines, lengths, repeats, case=case, **about(ours, plan))
+        group, runs = kit.compare(
+            subject, engines, lengths, repeats, case=case, **about(ours, plan)
+        )
         watched = {name: each for name, each in engines.items() if isinstance(each, Cold)}
         yield group | {
             "batch": batch,
@@ -232,8 +215,8 @@ def about(ours: Cold, plan: Sizes) -> dict[str, Any]:
 
 def crowded(steps: Sequence[Any]) -> float:
     """Sequences in a pass, on average over those after which others still waited."""
-    rows = [step.rows for step in steps if step.waiting]
-    return sum(rows) / len(rows) if rows else 0.0
+    crowds = [step.rows for step in steps if step.waiting]
+    return sum(crowds) / len(crowds) if crowds else 0.0
 
 
 def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -247,7 +230,7 @@ def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
             OURS: ours,
         }
         fields = about(ours, plan) | {"budget": budget, "slots": slots(plan, subject.config)}
-        yield compare(subject, engines, [lengths], plan.single_repeats, "single", **fields)[0]
+        yield kit.compare(subject, engines, [lengths], plan.single_repeats, "single", **fields)[0]
 
 
 def waste(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -281,34 +264,37 @@ def block_map(subject: Subject, plan: Sizes) -> Iterator[Group]:
     lengths = workload(plan)
     prompts = subject.prompts(prompt for prompt, _ in lengths)
     for prompt, (_, answer) in zip(prompts, lengths, strict=True):
-        engine.add(Request(prompt, greedy(answer)))
+        engine.add(Request(prompt, kit.greedy(answer)))
     frames: list[list[int]] = []
     while len(frames) < plan.frames and engine.requests:
         engine.step()
         frames.append(blockmap(engine.scheduler))
-    yield {**subject.about, "blocks": [run_lengths(states) for states in zip(*frames, strict=True)]}
+    yield {
+        **subject.about,
+        "blocks": [kit.run_lengths(states) for states in zip(*frames, strict=True)],
+    }
 
 
 # ---- what the gather costs ----------------------------------------------------------------------
 
 
 class Pair:
-    """A contiguous cache and a paged one that hold the same `context` tokens of each of `rows`
+    """A contiguous cache and a paged one that hold the same `context` tokens of each of `count`
     sequences, the blocks shuffled. `contiguous` and `paged` are a decode pass over them."""
 
-    def __init__(self, subject: Subject, rows: int, context: int, size: int) -> None:
+    def __init__(self, subject: Subject, count: int, context: int, size: int) -> None:
         config, dtype = subject.config, subject.dtype
-        held = SlotCache(config, rows, context + 1, dtype)
+        held = SlotCache(config, count, context + 1, dtype)
         held.kv.normal_(generator=torch.Generator().manual_seed(0))
-        count = -(-(context + 1) // size)
-        self.cache = PagedCache(config, rows * count, size, dtype=dtype)
-        order = list(range(rows * count))
+        each = -(-(context + 1) // size)  # blocks of a sequence
+        self.cache = PagedCache(config, count * each, size, dtype=dtype)
+        order = list(range(count * each))
         random.Random("blocks").shuffle(order)
-        self.tables = [order[row * count : (row + 1) * count] for row in range(rows)]
+        self.tables = [order[row * each : (row + 1) * each] for row in range(count)]
         for row, blocks in enumerate(self.tables):
-            lines = pad(held.kv[:, :, row], (0, 0, 0, count * size - context - 1))
-            self.cache.kv[:, :, :, blocks] = lines.unflatten(3, (count, size))
-        ids, every = [row % config.vocab_size for row in range(rows)], range(rows)
+            lines = pad(held.kv[:, :, row], (0, 0, 0, each * size - context - 1))
+            self.cache.kv[:, :, :, blocks] = lines.unflatten(3, (each, size))
+        ids, every = [row % config.vocab_size for row in range(count)], range(count)
         slots = [(row, context, 1) for row in every]
         self.shares = [(table, context, 1) for table in self.tables]
         self.contiguous = partial(Runner(subject.model, held).run, ids, slots, every)
@@ -321,43 +307,31 @@ class Pair:
         return len(self.cache.kv) * sum(tile.target.nbytes for tile in tiles)
 
 
-def decode_pairs(
-    subject: Subject, wanted: Sequence[tuple[int, int, int]], repeats: int
-) -> Iterator[Group]:
-    """A decode pass over equal sequences, contiguous and paged; wanted: rows, context, block
-    size."""
-    for rows, context, size in wanted:
-        needed = 2 * rows * context * subject.config.kv_bytes_per_token(subject.dtype)
+def gather(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """A decode pass over equal sequences, contiguous and paged: of several contexts, and with
+    blocks of several sizes."""
+    wanted = [(count, context, plan.block_size) for count in plan.rows for context in plan.contexts]
+    sizes = [size for size in plan.sizes if size != plan.block_size]
+    for count, context, size in wanted + [(max(plan.rows), plan.sized, size) for size in sizes]:
+        needed = 2 * count * context * subject.config.kv_bytes_per_token(subject.dtype)
         if needed > free_memory() / 2:
             tqdm.write(
-                f"note: {rows} sequences of {context} tokens take {needed / 1e9:.1f} GB in two "
+                f"note: {count} sequences of {context} tokens take {needed / 1e9:.1f} GB in two "
                 "caches: left out"
             )
             continue
-        pair = Pair(subject, rows, context, size)
-        proof = prove(pair.contiguous().float(), pair.paged().argmax(-1), subject.dtype)
+        pair = Pair(subject, count, context, size)
+        proof = kit.prove(pair.contiguous().float(), pair.paged().argmax(-1), subject.dtype)
         ways = {"contiguous": pair.contiguous, "paged": pair.paged}
-        fields = {"rows": rows, "context": context, "block_size": size, "bytes": pair.gathered}
-        seconds = measure.alternate(ways, repeats)
+        fields = {"rows": count, "context": context, "block_size": size, "bytes": pair.gathered}
+        seconds = measure.alternate(ways, plan.gather_repeats)
         yield {**subject.about, **fields, "seconds": seconds, "proof": proof}
 
 
-def gather(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    wanted = [(rows, context, plan.block_size) for rows in plan.rows for context in plan.contexts]
-    yield from decode_pairs(subject, wanted, plan.gather_repeats)
-
-
-def sizes(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    wanted = [(max(plan.rows), plan.sized_context, size) for size in plan.sizes]
-    yield from decode_pairs(subject, wanted, plan.gather_repeats)
-
-
 def profile(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    rows, context = max(plan.rows), plan.sized_context
-    pair = Pair(subject, rows, context, plan.block_size)
-    title = f"{rows} sequences at {context}, {subject.about['dtype']}"
+    pair = Pair(subject, max(plan.rows), plan.sized, plan.block_size)
     for name, run in (("contiguous", pair.contiguous), ("paged", pair.paged)):
-        yield profiled(subject, "", run, most=100) | {"name": name, "of": title}
+        yield kit.profiled(subject, "", run, most=100) | {"name": name}
 
 
 # ---- prefixes and preemption --------------------------------------------------------------------
@@ -379,10 +353,10 @@ def prefix(subject: Subject, plan: Sizes) -> Iterator[Group]:
         engine = engines[name != FRESH_OFF]
         start_cold(engine.scheduler.pool)
         if name == HIT:
-            engine.generate([system + subject.prompts([plan.own], "earlier")[0]], greedy(1))
+            engine.generate([system + subject.prompts([plan.own], "earlier")[0]], kit.greedy(1))
         shared = name in (MISS, HIT)
         rest = subject.prompts([plan.own if shared else length], f"{name} {next(numbers)}")[0]
-        request = Request(system + rest if shared else rest, greedy(2))
+        request = Request(system + rest if shared else rest, kit.greedy(2))
         engine.steps.clear()
         engine.scheduler.counts = Counts()
         started = time.perf_counter()
@@ -432,20 +406,23 @@ def preemption(subject: Subject, plan: Sizes) -> Iterator[Group]:
 def preempt(
     subject: Subject, engine: Engine, context: int, steps: int, way: str
 ) -> tuple[float, dict[str, Any]]:
-    """Seconds that a preemption at about `context` tokens costs, and the proof of the answer."""
+    """Seconds that a preemption costs when `context` tokens have filled their blocks, and the
+    proof of the answer."""
     scheduler = engine.scheduler
     scheduler.preemption = SWAP if way == SWAP else RECOMPUTE
     scheduler.prefix_caching = way == FOUND
     start_cold(scheduler.pool)
     (prompt,) = subject.prompts([context - steps], "preempted")
-    request = engine.add(Request(prompt, greedy(steps + 2)))
+    request = engine.add(Request(prompt, kit.greedy(steps + 2)))
     engine.step()
     plain = [measure.seconds(engine.step) for _ in range(steps)]
-    started, plan = time.perf_counter(), StepPlan()
-    scheduler._preempt(plan, request)
-    engine.runner.move(plan.moves)
-    engine.step()
-    taken = time.perf_counter() - started
+    others = [scheduler.pool.take() for _ in range(scheduler.pool.available)]
+    taken = measure.seconds(engine.step)  # it needs a block and there is none
+    if request.state is not State.WAITING:
+        raise AssertionError(f"{context} tokens do not fill their blocks: no block was needed")
+    for block in others:
+        scheduler.pool.give_back(block)
+    taken += measure.seconds(engine.step)
     if request.state is not State.FINISHED:
         raise AssertionError("the request was not resumed in the step after it was preempted")
     return taken - median(plain), subject.prove([request.output])
@@ -613,9 +590,10 @@ def ratio(row: Row) -> str:
 
 def few_pairs(results: Results) -> list[Row]:
     """In float32, with the shortest context, one between, and the longest."""
-    wanted = sorted({row["context"] for row in results.groups("gather")})
+    found = results.groups("gather", dtype="float32", block_size=results.plan["block_size"])
+    wanted = sorted({row["context"] for row in found})
     shown = {wanted[0], wanted[len(wanted) // 2], wanted[-1]}
-    return [row for row in results.groups("gather", dtype="float32") if row["context"] in shown]
+    return [row for row in found if row["context"] in shown]
 
 
 def first_token_limit(row: Row) -> float:
@@ -632,7 +610,7 @@ def ways(row: Row) -> dict[str, tuple[float, float]]:
     return {name: (row.of(name).median, of(row["context"])) for name, of in predicted.items()}
 
 
-def way(name: str) -> Column:
+def way(name: str) -> rows.Column:
     return lambda row: f"{row.of(name).ms}, {ways(row)[name][1] * 1e3:.1f}"
 
 
@@ -645,15 +623,15 @@ def cheaper(row: Row) -> str:
 def crossings(results: Results) -> Iterator[dict[str, str]]:
     """Where one way of a preemption becomes cheaper than the other."""
     for model in dict.fromkeys(row["model"] for row in results.groups("preemption")):
-        rows = results.groups("preemption", model=model)
-        cost = Cost(rows[0].config, rows[0].kind, **rows[0]["rates"])
-        places = range(1, rows[0].config.n_positions)
-        measured = ([row.of(name).median for row in rows] for name in (RECOMPUTE, SWAP))
+        found = results.groups("preemption", model=model)
+        cost = Cost(found[0].config, found[0].kind, **found[0]["rates"])
+        places = range(1, found[0].config.n_positions)
+        measured = ([row.of(name).median for row in found] for name in (RECOMPUTE, SWAP))
         yield {
             "model": model,
             "computes at, GFLOP/s": f"{cost.flops / 1e9:,.0f}",
             "copies at, GB/s": f"{cost.bandwidth / 1e9:.1f}",
-            "swap is cheaper": crossing([row["context"] for row in rows], *measured),
+            "swap is cheaper": crossing([row["context"] for row in found], *measured),
             "predicted": crossing(
                 places, *([of(n) for n in places] for of in (cost.recompute, cost.swap))
             ),
@@ -684,12 +662,12 @@ def parts_lines(results: Results) -> list[dict[str, str]]:
     return [cells(part) for part in found["paged"]]
 
 
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, rows.Column] = {
     "workload": lambda row: f"{row.requests}, {row['case']}",
     "passes (predicted)": lambda row: f"{row['passes']:,} ({forecast(row)[0]:,})",
-    "over stage 04 (predicted)": gain(CONTINUOUS, least),
-    "over stage 03 (predicted)": gain(STATIC, least),
-    "over stage 02 (predicted)": gain(SINGLE, least),
+    "over stage 04 (predicted)": rows.gain(CONTINUOUS, least),
+    "over stage 03 (predicted)": rows.gain(STATIC, least),
+    "over stage 02 (predicted)": rows.gain(SINGLE, least),
     "same tokens": lambda row: (
         row.alike(CONTINUOUS, "stage 04") if "case" in row.group else row.proof
     ),
@@ -698,7 +676,6 @@ COLUMNS: dict[str, Column] = {
     "most at once": most_rows,
     "mean while others wait": lambda row: f"{row['crowded']:.1f}",
     "mean at once": lambda row: f"{mean_rows(row):.1f}",
-    "preemptions": "preemptions",
     "memory unused": lambda row: f"{unused(row['memory']):.0%}",
     "cache, batches": lambda row: CELLS[row.variant],
     "prompt": lambda row: row.lengths[0][0],
@@ -709,8 +686,6 @@ COLUMNS: dict[str, Column] = {
     "sequences": "rows",
     "context": "context:,",
     "block size": "block_size",
-    "contiguous, ms": lambda row: row.of("contiguous").ms,
-    "paged, ms": lambda row: row.of("paged").ms,
     "paged over contiguous, predicted": ratio,
     "gathered, MB": lambda row: f"{row['bytes'] / 1e6:,.0f}",
     "at full bandwidth, ms": lambda row: f"{row['bytes'] / row.bandwidth * 1e3:.1f}",
@@ -718,17 +693,16 @@ COLUMNS: dict[str, Column] = {
     "TTFT, limit, ms": lambda row: f"{row.ms}, {first_token_limit(row) * 1e3:.1f}",
     "tokens computed": lambda row: f"{median(row['computed']):,.0f}",
     "found in the cache": lambda row: f"{median(row['hit_rate']):.0%}",
-    "over the first (predicted)": gain(MISS, first_token_limit),
+    "over the first (predicted)": rows.gain(MISS, first_token_limit),
     "recompute, predicted, ms": way(RECOMPUTE),
     "swap, predicted, ms": way(SWAP),
     "cheaper (predicted)": cheaper,
     "recompute with own blocks cached, ms": lambda row: row.of(FOUND).ms,
     "tokens proved": lambda row: row.of(FOUND).proof,
 }
-PAIR = "context | block size | contiguous, ms | paged, ms | paged over contiguous, predicted"
-TABLES = tables(
+TABLES = rows.tables(
     COLUMNS,
-    f"""
+    """
     capacity < same_memory: workload | engine | tok/s | passes (predicted)
       | over stage 04 (predicted) | same tokens
     capacity_memory < same_memory: workload | engine | most at once | mean while others wait
@@ -740,9 +714,8 @@ TABLES = tables(
     waste: memory is taken | unused, scheduler alone | unused, measured in the winning run
     gather < few_pairs: sequences | context | contiguous, ms | paged, ms
       | paged over contiguous, predicted | gathered, MB
-    gather_all < gather: dtype | sequences | {PAIR} | gathered, MB | at full bandwidth, ms
-      | same tokens
-    sizes: dtype | sequences | {PAIR} | gathered, MB | at full bandwidth, ms
+    gather_all < gather: dtype | sequences | context | block size | contiguous, ms | paged, ms
+      | paged over contiguous, predicted | gathered, MB | at full bandwidth, ms | same tokens
     prefix: model | prefix | TTFT, limit, ms | tokens computed | found in the cache
       | over the first (predicted) | same tokens
     preemption: model | context | recompute, predicted, ms | swap, predicted, ms
@@ -756,7 +729,7 @@ TABLES = tables(
     prefix=lambda results: results.rows("prefix"),
     crossing=crossings,
     parts=parts_lines,
-    profile=lambda results: operators()(results).split("\n\n")[-1],
+    profile=lambda results: rows.operators()(results).split("\n\n")[-1],
 )
 
 
@@ -768,9 +741,9 @@ def capacity_chart(results: Results) -> Figure:
     figure, axes = charts.new_figure(title, "forward pass", "sequences in it")
     with matplotlib.rc_context(charts.style()):
         for row, colour in ((ours, charts.COLOURS[3]), (base, charts.COLOURS[0])):
-            rows = [count for count, _ in row["rows"]]
+            used = [count for count, _ in row["rows"]]
             edges = [0, *accumulate(times for _, times in row["rows"])]
-            axes.fill_between(edges, [*rows, rows[-1]], step="post", facecolor=colour, linewidth=0)
+            axes.fill_between(edges, [*used, used[-1]], step="post", facecolor=colour, linewidth=0)
             words = (
                 f"{row.variant}:\n{edges[-1]:,} passes, {mean_rows(row):.1f} sequences on average"
             )
@@ -809,16 +782,16 @@ def headline(results: Results) -> str:
 
 
 ABOUT = "Measures paged memory on this CPU, beside the stages before."
-ONCE = (capacity, sizes, profile, block_map, waste)
+ONCE = (capacity, profile, block_map, waste)
 BOTH = (prefix, preemption)  # models
-WORK = cases(
+WORK = kit.cases(
     Case(single),
     Case(gather),
     *(Case(one, dtypes=1) for one in ONCE),
     *(Case(one, models=None, dtypes=1) for one in BOTH),
 )
 CHARTS = {"capacity": capacity_chart, "waste": waste_chart, "blocks": blocks_chart}
-BENCHMARK = Benchmark("stage05_paged", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+BENCHMARK = kit.Benchmark("stage05_paged", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

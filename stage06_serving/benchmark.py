@@ -35,8 +35,9 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from shared import charts, cli, measure
-from shared.bench.kit import Benchmark, Group, Subject, greedy, packed, shape
-from shared.bench.rows import Column, Results, Row, median, percentile, tables
+from shared.bench import kit, rows
+from shared.bench.kit import Group, Subject
+from shared.bench.rows import Results, Row, median, percentile
 from shared.measure import Summary, summarize
 from shared.server import own_server
 from stage01_forward.generation import Output
@@ -90,13 +91,10 @@ class Plan:
     streams: tuple[tuple[int, int], ...] = ((1, 2), (8, 8), (32, 64))
     prompt: int = 64
     answer: int = 64
-    repeats: int = 3
-    null_answer: int = 900  # Null: one request, nearly as long as the context.
+    repeats: int = 2
+    null_answer: int = 450  # Null: one long request.
     null_repeats: int = 1
-    lose: tuple[int, int] = (
-        200,
-        8,
-    )  # Lose: requests and prompt of the least that can be asked for.
+    lose: tuple[int, int] = (200, 8)  # requests and prompt of the least that can be asked for
     # Seconds after which a thread that waits for Python's lock asks for it: Python's own setting.
     switches: tuple[float, ...] = (0.005,)
 
@@ -124,8 +122,8 @@ QUICK = replace(
     subjects=FULL.subjects[:1],
     streams=((1, 1), (32, 32)),
     answer=24,
-    repeats=2,
-    null_answer=128,
+    repeats=1,
+    null_answer=64,
     lose=(96, 8),
 )
 
@@ -216,7 +214,7 @@ def run_offline(engine: Any, load: Load, prompts: Sequence[list[int]]) -> Run:
 
     def send() -> None:
         if len(requests) < len(prompts):
-            request = engine.add(Request(prompts[len(requests)], greedy(load.answer)))
+            request = engine.add(Request(prompts[len(requests)], kit.greedy(load.answer)))
             numbers[request.id] = len(requests)
             requests.append(request)
             sent.append(time.perf_counter())
@@ -430,7 +428,7 @@ def measure_load(
     return {
         **subject.about,
         **asdict(load),
-        "lengths": packed([(load.prompt, load.answer)] * load.requests),
+        "lengths": kit.packed([(load.prompt, load.answer)] * load.requests),
         **{key: {name: [run[key] for run in runs] for name, runs in kept.items()} for key in keys},
         "proof": proofs,
         "same": {name: sum(map(list.__eq__, runs[-1].ids, alone)) for name, runs in found.items()},
@@ -455,7 +453,7 @@ def run(plan: Plan) -> dict[str, Any]:
     todo = [(subject, load) for subject in plan.subjects for load in plan.loads(subject)]
     with tqdm(total=len(todo), unit="load") as bar, process() as clients:
         for model, dtype in plan.subjects:
-            subject = Subject(shape(model), getattr(torch, dtype))
+            subject = Subject(kit.shape(model), getattr(torch, dtype))
             arguments = options(plan, model, dtype, subject.about["linear"])
             with ExitStack() as stack:
                 engine = stack.enter_context(process(Engine.make, arguments))
@@ -537,7 +535,7 @@ def share_text(row: Row) -> str:
     return f"{spread}, {least:.1%} to {most:.1%}"
 
 
-def quantile(key: str, place: int) -> Column:
+def quantile(key: str, place: int) -> rows.Column:
     """The median of the runs, in ms."""
 
     def text(row: Row) -> str:
@@ -547,7 +545,7 @@ def quantile(key: str, place: int) -> Column:
     return text
 
 
-def busy(who: str) -> Column:
+def busy(who: str) -> rows.Column:
     """Processors that the engine, the loop or the client kept busy on average."""
 
     def text(row: Row) -> str:
@@ -632,19 +630,17 @@ def token_lines(results: Results) -> list[dict[str, str]]:
     ]
 
 
-def a_request(who: str) -> Column:
+def a_request(who: str) -> rows.Column:
     return lambda row: f"{python_seconds(row, who) / row['requests'] * 1e6:,.0f}"
 
 
-def requests_a_second(variant: str) -> Column:
+def requests_a_second(variant: str) -> rows.Column:
     return lambda row: summarize(row.of(variant)["seconds"]).of(row["requests"]).show()
 
 
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, rows.Column] = {
     "model": lambda row: f"{row['model']}, {row['dtype']}",
-    "streams": "streams",
     "requests": lambda row: row["requests"],
-    "answer": "answer",
     "alone, tok/s": lambda row: row.of(OFFLINE).rate.show(),
     "server, tok/s": lambda row: row.of(SERVER).rate.show(),
     "share, predicted": share_text,
@@ -666,7 +662,7 @@ LATENCIES = (
     "model | streams | requests | answer | engine | TTFT p50, ms | TTFT p99, ms | ITL p50, ms "
     "| ITL p99, ms | CPUs: engine | CPUs: loop | CPUs: client"
 )
-TABLES = tables(
+TABLES = rows.tables(
     COLUMNS,
     f"""
     http: {LOADS}
@@ -688,19 +684,19 @@ TABLES = tables(
 def http_chart(results: Results) -> Figure:
     """Share of the throughput offline by streams, of the first model; with both predictions."""
     first = main_row(results)
-    rows = results.groups(HTTP, model=first["model"], dtype=first["dtype"])
-    found, forecast = [share(row) for row in rows], [predicted(row) for row in rows]
+    own = results.groups(HTTP, model=first["model"], dtype=first["dtype"])
+    found, forecast = [share(row) for row in own], [predicted(row) for row in own]
     aim = f"aim at {first['streams']}"
     return charts.lines(
         "What is left of the engine's throughput behind HTTP",
         f"streams (GPT-2 124M shape, {first['dtype']})",
         "% of the tok/s of the engine alone",
-        [row["streams"] for row in rows],
+        [row["streams"] for row in own],
         {
             "server": [100 * one.median for one in found],
             "if nobody waits": [100 * most for _, most in forecast],
             "if the engine waits": [100 * least for least, _ in forecast],
-            aim: [100 * AIM for _ in rows],
+            aim: [100 * AIM for _ in own],
         },
         spread={"server": [(100 * one.low, 100 * one.high) for one in found]},
         dashed=("if nobody waits", "if the engine waits", aim),
@@ -736,7 +732,7 @@ def headline(results: Results) -> str:
 
 ABOUT = "Measures the server against the engine alone on this CPU."
 CHARTS = {"http": http_chart, "where": where_chart}
-BENCHMARK = Benchmark("stage06_serving", ABOUT, FULL, QUICK, run, TABLES, CHARTS, headline)
+BENCHMARK = kit.Benchmark("stage06_serving", ABOUT, FULL, QUICK, run, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

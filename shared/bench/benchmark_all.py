@@ -35,8 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "shared.bench.benchmark_all",
         "Measures every stage and the staircase on this machine, and draws the reports anew. It "
-        "takes more than an hour; leave "
-        "the machine alone meanwhile.",
+        "takes about three quarters of an hour on two cores; leave the machine alone meanwhile.",
         "  python -m shared.bench.benchmark_all --quick\n  python -m shared.bench.benchmark_all "
         "--device cuda",
     )

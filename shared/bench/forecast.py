@@ -20,7 +20,16 @@ from .kit import Lengths, greedy
 EXAMPLE = replace(PRESETS["tiny"], n_positions=2**20)  # nothing of it but its size is used
 
 
-def static_costs(config: Config, kind: torch.dtype, lengths: Lengths, size: int) -> list[Cost]:
+def naive_costs(config: Config, kind: torch.dtype, lengths: Lengths) -> list[Cost]:
+    """Of passes that compute everything again, one request after the other."""
+    return [
+        forward_cost(config, kind, prompt + done)
+        for prompt, answer in lengths
+        for done in range(answer)
+    ]
+
+
+def static_costs(config: Config, kind: torch.dtype, lengths: Lengths, size: int = 1) -> list[Cost]:
     """Of the passes of static batches of `size` requests: all rows as wide as the longest prompt of
     their batch, to its last token."""
     costs = []

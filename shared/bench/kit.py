@@ -1,7 +1,10 @@
 """The bench kit: a benchmark is a list of cases, tables of columns, charts, and a few measurements
 that are its own.
 
-    BENCHMARK = Benchmark(STAGE, "Measures ...", FULL, QUICK, cases(...), TABLES, CHARTS, headline)
+    FULL = Sizes()
+    QUICK = kit.quick(FULL, lengths=(1, 32))
+    BENCHMARK = kit.Benchmark(STAGE, "Measures ...", FULL, QUICK, kit.cases(...), TABLES, CHARTS,
+        headline)
     main = BENCHMARK.main
 
 A case takes a `Subject` (a model in a dtype) and gives groups of results (see `rows`). `compare` is
@@ -13,8 +16,9 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from itertools import groupby
 from typing import Any
@@ -23,7 +27,7 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from shared import checkpoint, cli, linear, measure
+from shared import checkpoint, cli, linear, measure, profiling
 from shared.checkpoint import Checkpoint
 from shared.parity import near_tie, random_prompt
 from shared.peers import transformers_batch, transformers_model
@@ -32,7 +36,7 @@ from stage01_forward.generation import Output
 from stage01_forward.model import GPT2, load_model
 from stage01_forward.params import SamplingParams
 
-from . import profile, rows
+from . import rows
 from .rows import Results, is_peer
 
 Group = dict[str, Any]
@@ -82,6 +86,14 @@ class Plan:
 
     models: tuple[str, ...] = ("gpt2",)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+
+def quick(plan: Any, **changes: Any) -> Any:
+    """A plan for `--quick`: the first model and dtype, each number of repeats 1, and `changes`."""
+    values = {one.name: getattr(plan, one.name) for one in fields(plan)}
+    few: dict[str, Any] = {name: values[name][:1] for name in ("models", "dtypes")}
+    few |= {name: 1 for name in values if name.endswith("repeats")}
+    return replace(plan, **few | changes)
 
 
 def shape(name: str) -> Checkpoint:
@@ -262,7 +274,7 @@ def profiled(
     subject: Subject, title: str, run: Callable[[], object], warmup: int = 1, most: int = 6
 ) -> Group:
     """Where the time of one run goes."""
-    operators = profile.profile(run, rows=most, dtype=subject.dtype, warmup=warmup)
+    operators = profiling.profile(run, rows=most, dtype=subject.dtype, warmup=warmup)
     return {**subject.about, "title": title, "operators": operators}
 
 
@@ -329,6 +341,7 @@ class Benchmark:
 
     def run(self, plan: Any, device: measure.Device = "cpu", **more: Any) -> dict[str, Any]:
         """What `measure.load` would read of the run."""
+        print("Measuring the limits of this machine, then each case.", file=sys.stderr, flush=True)
         limits = measure.limits(device, refresh=True)
         return measure.content(
             self.stage,
@@ -351,7 +364,7 @@ class Benchmark:
         parser.add_argument(
             "--quick",
             action="store_true",
-            help="a smaller grid, in a minute or two; shows the tables and keeps nothing",
+            help="a smaller grid, in under two minutes; shows the tables and keeps nothing",
         )
         if parser.parse_args(argv).quick:
             for name, text in self.tables(self.run(self.quick)).items():

@@ -26,7 +26,8 @@ from shared.checkpoint import PRESETS, Config
 from shared.measure import Summary, summarize
 from shared.roofline import Cost, forward_cost
 
-# What fills a column: a key and a format ("passes:,"), or a function of the row.
+# What fills a column: a key and a format ("passes:,"), or a function of the row. A heading that is
+# not declared is its own key; "naive, ms" and "naive, tok/s" are those of the variant "naive".
 Column = str | Callable[[Any], Any]
 NUMBER = re.compile(r"|inf|[\d.,]+[%x]?( (\(|to ).*)?")  # cells that are set to the right
 
@@ -190,6 +191,12 @@ def fill(row: Any, column: Column) -> str:
     return format(row[key] if keyed else getattr(row, key), form)
 
 
+def implied(heading: str) -> Column:
+    """The column of a heading that is not declared."""
+    variant, _, unit = heading.partition(", ")
+    return {"ms": ms(variant), "tok/s": rate(variant)}.get(unit, heading)
+
+
 def table(
     rows: Iterable[Any], header: str = "", columns: Mapping[str, Column] | None = None
 ) -> str:
@@ -198,7 +205,10 @@ def table(
     rows = list(rows)
     header = header or " | ".join(rows[0] if rows else ())
     names, known = header.split(" | "), columns or {}
-    cells = [[fill(row, known.get(name, name)) for name in names] for row in rows]
+    cells = [
+        [fill(row, known.get(name) or implied(name) if known else name) for name in names]
+        for row in rows
+    ]
     right = [all(map(NUMBER.fullmatch, column)) for column in zip(*cells, strict=True)]
     marks = ["--:" if number else "---" for number in right] or ["---"] * len(names)
     lines = [
@@ -315,10 +325,7 @@ COLUMNS: dict[str, Column] = {
     "of bandwidth": lambda row: f"{DECODE_BYTES(row) / row.bandwidth:.0%}",
     "of peak": lambda row: f"{DECODE_FLOPS(row) / row.peak:.0%}",
     "ours over it in decode": lambda row: f"{row.of('ours').decode / row.decode:.2f}x",
-    "model": "model",
-    "dtype": "dtype",
     "engine": "variant",
-    "requests": "requests",
     "tok/s": lambda row: row.rate.show(),
     "seconds": lambda row: summarize(row["seconds"]).show(2),
     "cache, MB": lambda row: f"{row['bytes'] / 1e6:,.0f}",
@@ -326,7 +333,6 @@ COLUMNS: dict[str, Column] = {
     "share of time": "share:.0%",
     "operator": lambda operator: f"`{operator['operator']}`",
     "rows x in -> out": lambda operator: operator["product"] or "",
-    "kind": "kind",
     "weights, GB/s": whole("gb_s"),
     "GFLOP/s": whole("gflops"),
 }

@@ -53,7 +53,7 @@ class Plan:
     model: str = "gpt2"
     dtype: str = "float32"
     device: str = "cpu"
-    requests: int = 24
+    requests: int = 16
     prompts: tuple[int, int] = (8, 64)
     answers: tuple[int, int] = (8, 64)
     contexts: int = 8  # memory for keys and values, where a stage takes several sequences

@@ -16,7 +16,7 @@ from stage01_forward import benchmark
 
 TINY = replace(
     benchmark.FULL, models=("tiny", "tiny"), lengths=(1, 5), attention=(4, 8), answer=6, repeats=2,
-    profiled=8,
+    generation_repeats=2, profiled=8,
 )  # fmt: skip
 
 

@@ -1,10 +1,5 @@
-"""Where the time of a stage goes: `python -m shared.bench.profile stage02_kv_cache "Once upon a
-time"`.
-
-Runs the stage's engine under PyTorch's profiler and prints the dominant operators: their share of
-the time, how often they ran, and for each product with a weight whether a matrix or a single vector
-is multiplied, the weight's bytes per second and the operations per second. `--trace FILE.json`
-writes every call for https://ui.perfetto.dev.
+"""Where time goes, by PyTorch's profiler: the dominant operators of a run, for the benchmarks and
+`python -m shared.course.profile`.
 
 Watching costs time, most of all around small operators: the shares are good to a few per cent, and
 for speeds there are the benchmarks.
@@ -14,10 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault(
@@ -27,9 +20,7 @@ os.environ.setdefault(
 import torch
 from torch.profiler import ProfilerActivity
 
-from .. import cli, linear, measure
-from ..course import stages
-from ..errors import UserError
+from . import linear, measure
 
 # Products with a weight: operator -> (place of x, place of the weight, whether the weight is (out,
 # in)). Without those that only call one of these, as aten::linear does, or each product would count
@@ -156,88 +147,3 @@ def _classify(operator: str, shapes: list[list[int]]) -> tuple[str, tuple[int, i
     # The packed layer runs a single row with three rows of zeros below it (linear.FEWEST_ROWS).
     few = linear.FEWEST_ROWS if operator.startswith("mkldnn") else 1
     return "matrix-vector" if count <= few else "matrix-matrix", size, count
-
-
-def table(found: list[dict[str, Any]]) -> str:
-    """`found` as text, a line an operator."""
-    lines = [
-        f"{'share':>6} {'calls':>7}  {'operator':<42} {'rows x in -> out':<24} {'kind':<14} "
-        f"{'GB/s':>7} {'GFLOP/s':>8}"
-    ]
-    for each in found:
-        line = f"{each['share']:>6.1%} {each['calls']:>7}  {each['operator']:<42} "
-        line += f"{each['product'] or '':<24} {each['kind']:<14}"
-        if each["product"] and each["gb_s"]:
-            line += f" {each['gb_s']:>7.1f} {each['gflops']:>8.1f}"
-        lines.append(line.rstrip())
-    return "\n".join(lines)
-
-
-def main(argv: list[str] | None = None) -> int:
-    engines = stages.engines()
-    parser = cli.Parser(
-        "shared.bench.profile",
-        "Shows which operators a stage spends its time in, and whether they multiply matrices or "
-        "vectors.",
-        '  python -m shared.bench.profile stage01_forward "Once upon a time"\n'
-        '  python -m shared.bench.profile stage02_kv_cache "Once upon a time" --max-tokens 64 '
-        "--trace decode.trace.json\n"
-        '  python -m shared.bench.profile stage02_kv_cache "Hello" --model gpt2 --random-weights '
-        "--dtype bfloat16",
-    )
-    parser.add_argument(
-        "stage",
-        choices=list(engines),
-        help="the stage whose engine runs: %(choices)s",
-        metavar="STAGE",
-    )
-    cli.add_prompt(parser)
-    parser.add_argument(
-        "--rows",
-        type=cli.whole_number(1, 1000),
-        default=12,
-        metavar="N",
-        help="how many to show; default 12",
-    )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE.json",
-        help="write every call, to be opened at ui.perfetto.dev",
-    )
-    cli.add_sampling_options(parser, max_tokens=32)
-    cli.add_model_options(parser)
-    options = parser.parse_args(argv)
-    check_trace(options.trace)
-    prompt = cli.read_prompt(options)
-    loaded = cli.load_model_from(options, stages.load_model)
-    engine = engines[options.stage](loaded.model)
-    ids = loaded.tokenizer.encode(prompt)
-    sampling = stages.sampling_params()(**cli.sampling_fields(options))
-    recorded = record(lambda: engine.generate([ids], sampling))
-    print(
-        f"{options.stage}: {len(engine.steps)} forward passes after a prompt of {len(ids)} "
-        f"tokens; {loaded}\n"
-    )
-    print(table(dominant(recorded, loaded.dtype, options.rows)))
-    if options.trace:
-        recorded.export_chrome_trace(str(options.trace))
-        print(
-            f"\n{options.trace} holds every call: open it at https://ui.perfetto.dev",
-            file=sys.stderr,
-        )
-    return 0
-
-
-def check_trace(path: Path | None) -> None:
-    """Raises UserError, before any work, if a trace cannot be written to `path`."""
-    if path is None:
-        return
-    if not path.name.endswith((".json", ".json.gz")):
-        raise UserError(f"--trace {path} must end in .json or .json.gz.")
-    if not path.parent.is_dir() or path.is_dir():
-        raise UserError(f"--trace {path} cannot be written: name a file in a folder that exists.")
-
-
-if __name__ == "__main__":
-    cli.run(main)

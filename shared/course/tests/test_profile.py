@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shared import linear
-from shared.bench import profile
+from shared import linear, profiling
 from shared.checkpoint import PRESETS, Checkpoint
-from shared.course import stages
+from shared.course import profile, stages
 from shared.errors import UserError
 
 PROMPT, NEW = [1, 2, 3, 4, 5], 6
@@ -28,7 +27,7 @@ def products(tiny: Checkpoint, stage: str, packed: bool) -> dict[str, dict[str, 
         linear.optimize(model, "packed")
     engine = stages.engines()[stage](model)
     sampling = stages.sampling_params()(max_tokens=NEW, ignore_eos=True)
-    found = profile.profile(lambda: engine.generate([PROMPT], sampling), rows=1000)
+    found = profiling.profile(lambda: engine.generate([PROMPT], sampling), rows=1000)
     assert sum(each["share"] for each in found) == pytest.approx(1)
     assert [each["seconds"] for each in found] == sorted(
         (each["seconds"] for each in found), reverse=True
@@ -71,7 +70,7 @@ def test_rates_are_bytes_and_operations_over_time() -> None:
     x = torch.randn(8, 64)
     found = [
         each
-        for each in profile.profile(lambda: [layer(x) for _ in range(3)], dtype=torch.bfloat16)
+        for each in profiling.profile(lambda: [layer(x) for _ in range(3)], dtype=torch.bfloat16)
         if each["product"]
     ]
     assert [(each["product"], each["calls"]) for each in found] == [("8 x 64 -> 96", 3)]
@@ -82,7 +81,9 @@ def test_rates_are_bytes_and_operations_over_time() -> None:
 
 
 def test_table_has_a_line_an_operator() -> None:
-    found = profile.profile(lambda: torch.nn.Linear(64, 96)(torch.randn(8, 64)).softmax(-1), rows=5)
+    found = profiling.profile(
+        lambda: torch.nn.Linear(64, 96)(torch.randn(8, 64)).softmax(-1), rows=5
+    )
     lines = profile.table(found).splitlines()
     assert len(lines) == 1 + len(found) == 6
     assert any("8 x 64 -> 96" in line and "matrix-matrix" in line for line in lines)
