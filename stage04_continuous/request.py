@@ -64,7 +64,8 @@ class Request:
     @property
     def token_count(self) -> int:
         """All tokens to compute: the verified ones and the drafts."""
-        return self.verified + len(self.drafts)
+        output = self.output  # written out: it is read several times a step for each request
+        return len(output.prompt_ids) + len(output.token_ids) + len(self.drafts)
 
     @property
     def remaining(self) -> int:
@@ -74,7 +75,7 @@ class Request:
     @property
     def decoding(self) -> bool:
         """Whether the newest token, with its drafts, is all that is left to compute."""
-        return self.remaining <= 1 + len(self.drafts)
+        return self.computed >= self.verified - 1
 
     def tokens(self, start: int, count: int) -> list[int]:
         """The ids at positions start..start+count-1 of prompt, answer and drafts."""
