@@ -7,8 +7,6 @@ A stage subclasses EngineContract in its own tests and defines `engine`, which m
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,8 +57,6 @@ class EngineContract(StepContract):
         for handle in handles:
             handle.remove()
 
-    # ---- what was run ----
-
     def test_the_whole_record_of_a_small_crowd(self, passes):
         """Two at a time, a budget of 8, and every pass of it worked out by hand."""
         engine = self.engine(2, 8)
@@ -92,36 +88,15 @@ class EngineContract(StepContract):
         spent = [record.prefill_tokens + record.decode_tokens for record in engine.steps]
         assert passes() == list(zip(spent, sampled, strict=True))
         assert max(spent) <= budget and max(record.rows for record in engine.steps) == sequences
-        prefill = sum(record.prefill_tokens for record in engine.steps)
-        decode = sum(record.decode_tokens for record in engine.steps)
-        assert prefill == sum(len(request.output.prompt_ids) for request in requests)
-        assert decode == sum(len(request.output.token_ids) - 1 for request in requests)
-        assert sum(sampled) == sum(len(request.output.token_ids) for request in requests)
+        assert sum(spent) == sum(request.token_count - 1 for request in requests)
         for record, tokens in zip(engine.steps, spent, strict=True):
             rows = self.shares(record)
-            assert (
-                record.rows == len(rows) == len({row[0] for row in rows})
-                and not record.wasted_tokens
-            )
+            assert record.rows == len({row[0] for row in rows}) and not record.wasted_tokens
             assert record.prefill_tokens == sum(row[1] for row in rows)
             assert not record.waiting or record.rows == sequences or tokens == budget
         ends = [row[3] for record in engine.steps for row in self.shares(record) if row[3]]
         assert ends == ["length"] * 14
         assert_answered(*requests)
-
-    def test_a_mixed_pass_is_one_pass(self, passes):
-        """A prompt that arrives while others decode runs beside them, and they do not wait."""
-        engine = self.engine(4, 16)
-        for length in (3, 4, 5):
-            ask(engine, length, 20)
-        for _ in range(4):
-            engine.step()
-        before = len(passes())
-        ask(engine, 30, 5)
-        tokens = [len(engine.step()) for _ in range(3)]
-        assert passes()[before:] == [(16, 3), (16, 3), (7, 4)]
-        assert tokens == [3, 3, 4]
-        assert [record.prefill_tokens for record in engine.steps][-3:] == [13, 13, 4]
 
     def test_records_are_timed_and_limited(self):
         engine = self.engine(2, steps_kept=3)
@@ -134,32 +109,14 @@ class EngineContract(StepContract):
         engine = self.engine()
         assert (engine.step(), list(engine.run()), len(engine.steps), passes()) == ([], [], 0, [])
 
-    # ---- tokens ----
-
-    def test_all_scenarios(self, tiny_model):
-        engine = self.engine(4, 32, model=tiny_model)
-        parity = prove(engine, oracle_of(tiny_model), SamplingParams)
-        assert parity.sequences > 20 and not parity.near_ties
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+    def test_all_scenarios(self, tiny, dtype):
+        """In float32, `prove` raises for a difference that is not at a near tie."""
+        model = load_model(tiny, dtype=dtype)
+        engine = self.engine(4, 32, model=model)
+        parity = prove(engine, oracle_of(model), SamplingParams)
+        assert parity.sequences > 20 and (dtype == torch.float32 or not parity.near_ties)
         self.assert_idle(engine)
-
-    def test_scenarios_in_float32_differ_at_near_ties_only(self, tiny):
-        model = load_model(tiny, dtype=torch.float32)
-        assert (
-            prove(self.engine(model=model), oracle_of(model), SamplingParams).sequences > 10
-        )  # raises otherwise
-
-    def test_other_neighbours_of_equal_lengths_leave_every_bit_as_it_was(self):
-        """In float32, where another shape of the batch may round differently."""
-        answers, others = [], set()
-        for seed in range(3):
-            engine = self.engine(4, 12, model=the_model(torch.float32), **self.tight)
-            prompts = [prompt_of(length, seed) for length in (5, 17, 9, 2, 12)]
-            first, needle, *_ = engine.generate(
-                [prompts[0], prompt_of(7), *prompts[1:]], greedy(12)
-            )
-            answers.append((needle.token_ids, needle.logprobs))
-            others.add(tuple(first.token_ids))
-        assert answers == [answers[0]] * 3 and len(others) == 3
 
     def test_each_of_several_end_ids_ends_its_own_request(self):
         """The model's config has one; the engine is given two others."""
@@ -185,33 +142,6 @@ class EngineContract(StepContract):
         assert [len(output.token_ids) for output in outputs] == [1, 6, 3]
         assert sum(record.prefill_tokens for record in engine.steps) == 14
 
-    def test_priority_decides_who_runs_first(self):
-        engine = self.engine(1, policy="priority")
-        for id, priority in (("a", 2), ("b", 0), ("c", 1)):
-            ask(engine, 2, 1, id, priority=priority)
-        assert [id for id, _ in finish(engine)] == ["b", "c", "a"]
-
-    def test_random_arrivals_and_aborts(self):
-        """50 requests join at random steps and 10 of them leave; all others get every token."""
-        rng, engine = random.Random(4), self.engine(7, 24, max_chunk=16)
-        requests = [Request(prompt_of(1 + 7 * i % 30), greedy(32), id=str(i)) for i in range(50)]
-        arrivals = {request.id: rng.randrange(150) for request in requests}
-        aborts = {str(i): arrivals[str(i)] + rng.randrange(60) for i in range(0, 50, 5)}
-        for step in range(400):
-            for request in requests:
-                if arrivals[request.id] == step:
-                    engine.add(request)
-                if aborts.get(request.id) == step and request.id in engine.requests:
-                    engine.abort(request.id)
-            engine.step()
-        reasons = Counter(request.output.finish_reason for request in requests)
-        assert reasons["abort"] > 5 and reasons["length"] >= 40
-        assert_answered(*requests, aborted=True)
-        self.assert_idle(engine)
-        assert sum(record.prefill_tokens > 0 < record.decode_tokens for record in engine.steps) > 30
-
-    # ---- invalid requests ----
-
     @bad
     def test_one_bad_prompt_among_good_ones(self, prompt, params, message):
         prompts = [prompt_of(5), prompt, prompt_of(9)]
@@ -219,32 +149,16 @@ class EngineContract(StepContract):
         assert (wrong.finish_reason, wrong.token_ids) == ("error", [])
         assert message in (wrong.error or "")
         assert (first.token_ids, last.token_ids) == (answer(5, 6), answer(9, 6))
-        assert (first.error, last.error, first.finish_reason) == (None, None, "length")
-
-    def test_only_bad_prompts_or_none(self, passes):
-        outputs = self.engine().generate([[], [1] * 64], SamplingParams())
-        assert [output.finish_reason for output in outputs] == ["error", "error"]
-        assert passes() == []
         with pytest.raises(UserError, match="There are no prompts: give at least one"):
-            self.engine().generate([], SamplingParams())
-        with pytest.raises(UserError, match="2 prompts and 1 sampling settings"):
-            self.engine().generate([[1], [2]], [SamplingParams()])
+            self.engine().generate([], params)
 
-    def test_without_chunks_a_prompt_over_the_budget(self):
-        engine = self.engine(2, 8, chunked=False)
-        wrong, fits = engine.generate([prompt_of(9), prompt_of(8)], greedy(4))
-        assert wrong.finish_reason == "error"
-        assert "allow chunks, or raise the budget" in (wrong.error or "")
-        assert fits.token_ids == answer(8, 4)
-
-    @pytest.mark.parametrize("steps", [0, 1, 3])
-    def test_an_id_is_taken_while_its_request_is_in_the_engine(self, steps):
+    def test_an_id_is_taken_while_its_request_is_in_the_engine(self):
         engine = self.engine(1)
         first = ask(engine, 3, 4, "twin")
-        for _ in range(steps):
+        for _ in range(3):
+            with pytest.raises(UserError, match="request 'twin' in the engine already"):
+                ask(engine, 5, 4, "twin")
             engine.step()
-        with pytest.raises(UserError, match="request 'twin' in the engine already"):
-            ask(engine, 5, 4, "twin")
         finish(engine)
         again = ask(engine, 5, 4, "twin")  # the first has gone
         finish(engine)
@@ -252,13 +166,10 @@ class EngineContract(StepContract):
 
     def test_ids_that_the_engine_gives_are_not_taken(self):
         engine = self.engine()
-        requests = [
-            ask(engine, 2, 1, "request-1"),
-            *(engine.add(Request(prompt_of(2), greedy(1))) for _ in range(4)),
-        ]
-        assert len({"", *(request.id for request in requests)}) == 6
-
-    # ---- failures ----
+        ask(engine, 2, 1, "request-1")
+        for _ in range(4):
+            engine.add(Request(prompt_of(2), greedy(1)))
+        assert len(engine.requests) == 5 and "" not in engine.requests
 
     @pytest.mark.parametrize("before", ["a pass", "a pass that failed"])
     def test_a_failure_outside_of_a_pass_ends_all(self, before, broken, monkeypatch):
@@ -266,8 +177,7 @@ class EngineContract(StepContract):
         engine = self.engine(1)
         requests = [ask(engine, 8, 2), ask(engine, 5, 8), ask(engine, 4, 8)]
         if before == "a pass":
-            finish_one = [engine.step(), engine.step()]
-            assert [len(tokens) for tokens in finish_one] == [1, 1]
+            assert [len(engine.step()), len(engine.step())] == [1, 1]
             requests.pop(0)
         else:
             broken()
@@ -302,18 +212,6 @@ class EngineContract(StepContract):
         assert_answered(*healthy)
         self.assert_idle(engine)
 
-    def test_all_sick_end_and_the_engine_lives(self):
-        engine = self.engine(2, **self.unshared)
-        sick = [ask(engine, length, 20) for length in (4, 9)]
-        engine.step()
-        for request in sick:
-            self.spoil(engine, request)
-        assert engine.step() == []
-        assert [request.output.finish_reason for request in sick] == ["error"] * 2
-        assert engine.generate([prompt_of(5)], greedy(9))[0].token_ids == answer(5, 9)
-
-    # ---- streams ----
-
     def test_several_streams_read_in_turn(self):
         """Reading one moves all of them on, and none misses a token."""
         engine = self.engine(2)
@@ -335,14 +233,6 @@ class EngineContract(StepContract):
             assert reasons == [None] * (count - 1) + ["length"]
         assert max(record.rows for record in engine.steps) == 2
         self.assert_idle(engine)
-
-    def test_a_stream_that_others_moved_on_yields_all(self):
-        engine = self.engine()
-        slow = engine.stream(prompt_of(5), greedy(6))
-        first = next(slow).id
-        list(engine.stream(prompt_of(2), greedy(20)))  # by now the slow one has ended, too
-        assert engine.requests == {}
-        assert [first, *(token.id for token in slow)] == answer(5, 6)
 
     def test_a_closed_stream_is_aborted(self):
         engine = self.engine(1)

@@ -79,8 +79,6 @@ class Life(RuleBasedStateMachine):
         self.told[request.id] = list(request.output.token_ids)
         self.added[request] = self.steps
 
-    # ---- calls ----
-
     @precondition(lambda self: len(self.engine.requests) < MOST)
     @rule(
         family=st.integers(0, 2),
@@ -141,8 +139,6 @@ class Life(RuleBasedStateMachine):
         for id, token in self.engine.step():
             self.told[id].append(token.id)
 
-    # ---- what a plan must be ----
-
     def before(self, plan: Any) -> None:
         """As an observer: what may run, how much of it, and in which order."""
         scheduler, work = self.scheduler, plan.work
@@ -202,8 +198,6 @@ class Life(RuleBasedStateMachine):
             return 0, request.arrival
         waited = self.steps - self.added[request]
         return request.priority - waited // self.scheduler.patience, request.arrival
-
-    # ---- what always holds ----
 
     @invariant()
     def no_request_is_lost(self):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shared.config import Config
 from shared.errors import UserError
-from stage01_forward.attention import Recompute, explicit_attention
+from stage01_forward.attention import explicit_attention
 from stage03_batching.attention import masked_attention
 from stage04_continuous import cache as module
 from stage04_continuous.cache import CALL, SlotCache, neighbours
@@ -36,9 +36,6 @@ def test_memory_is_as_computed_and_a_slot_is_checked(tiny_model):
 def test_a_share_outside_the_slots_is_refused(share):
     with pytest.raises(ValueError, match="no place for"):
         SlotCache(CONFIG, 2, 10).extend([(0, 0, 1), share])
-
-
-# ---- who attends together ----
 
 
 @pytest.mark.parametrize(
@@ -93,9 +90,6 @@ def test_groups_of_a_pass():
     assert attention.slots.tolist() == [0, 1, 3, 6, 6, 6, 4, 4, 4, 4, 4]
 
 
-# ---- attention, whatever the packing ----
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_packing_is_explicit_attention_of_each_sequence(data):
@@ -131,31 +125,6 @@ def test_any_packing_is_explicit_attention_of_each_sequence(data):
                 assert torch.allclose(got[layer, rows], want.transpose(0, 1), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("cuts", [[12], [1] * 12, [5, 7], [5, 1, 6], [11, 1]], ids=str)
-@torch.inference_mode()
-def test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass(cuts, tiny_model):
-    """Two sequences, one a token behind the other: so their positions differ in every pass."""
-    whole = tiny_model(torch.tensor(IDS), torch.arange(12), Recompute().attend)
-    cache = SlotCache(tiny_model.config, 3, dtype=torch.float64)
-    done, parts = 0, []
-    for cut in cuts:
-        shares = [(2, done, cut)]
-        if done + cut > 1:
-            shares.append((1, max(0, done - 1), min(cut, done + cut - 1)))
-        attention = cache.extend(shares)
-        ids = torch.tensor([id for _, start, n in shares for id in IDS[start : start + n]])
-        hidden = tiny_model(ids[attention.order], attention.positions, attention.attend)
-        hidden = hidden[attention.order.argsort()]
-        parts.append(hidden[:cut])
-        for _, start, count in shares[1:]:
-            assert torch.allclose(hidden[cut:], whole[start : start + count], rtol=0, atol=1e-12)
-        done += cut
-    assert torch.allclose(torch.cat(parts), whole, rtol=0, atol=1e-12)
-
-
-# ---- in place, and wiped ----
-
-
 def test_keys_and_values_are_read_in_place(monkeypatch):
     """Views, not copies: attention gets the cache's own memory, from the group's first slot on."""
     seen = []
@@ -174,18 +143,6 @@ def test_keys_and_values_are_read_in_place(monkeypatch):
         for which, part in enumerate(pair):
             assert part.data_ptr() == cache.kv[1, which, group.start].data_ptr()
             assert part.stride() == cache.kv[1, which].stride()
-
-
-def test_a_pass_writes_its_own_tokens_and_nothing_else():
-    cache = SlotCache(CONFIG, 4, 20)
-    attention = cache.extend([(0, 1, 1), (2, 6, 3)])
-    q, k, v = torch.randn(3, 4, 2, 4)
-    attention.attend(1, q, k, v)
-    want = torch.zeros_like(cache.kv)
-    for which, fresh in enumerate((k, v)):
-        want[1, which, 0, :, 1] = fresh[0]
-        want[1, which, 2, :, 6:9] = fresh[1:].transpose(0, 1)
-    assert torch.equal(cache.kv, want)
 
 
 def test_a_wipe_clears_one_slot_up_to_what_was_used():

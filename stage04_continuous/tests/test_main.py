@@ -46,9 +46,6 @@ def show(model: Any, slots: int, prompts: list[str], most: int = 9, **settings: 
     return stage.Show(engine, loaded(model), [(prompt, most) for prompt in prompts], sampling)
 
 
-# ---- answers ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -118,9 +115,6 @@ def test_without_a_prompt_the_built_in_stories_are_told(monkeypatch, capsys, tin
     assert [params.max_tokens for params in run.params].count(50) == 7 and len(run.params) == 10
 
 
-# ---- the live view ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 7), (30, 3), (5, 1)])
 def test_the_view_shows_the_records(tiny_model, width, height):
     prompts = ["a" * 20, "b", "c" * 12, "d", "a", "b", "c", "d"]
@@ -169,9 +163,6 @@ def test_on_a_terminal_the_view_goes_and_the_texts_stay(call, monkeypatch):
     assert list(answers(texts[texts.index("---") :])) == list(range(1, 31))
 
 
-# ---- chart and trace ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("lines", "prefill", "decode"), [(["hello", "a", "b"], 7, 3 * 8), ("hello", 5, 8)]
 )
@@ -192,9 +183,6 @@ def test_nothing_is_written_without_a_step(call, tmp_path):
     status, out, err = call(["a" * 48], "--gantt", str(tmp_path / "a.svg"))
     assert (status, out) == (2, "") and "no step was made" in err
     assert not (tmp_path / "a.svg").exists()
-
-
-# ---- errors -------------------------------------------------------------------------------------
 
 
 def check_error(result: tuple[int, str, str], words: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,9 +58,7 @@ class Sequences:
         tokens = sum(count for _, count in parts)
         assert sorted(attention.order.tolist()) == list(range(tokens))
         fresh = torch.randn(3, tokens, 3, 4, dtype=torch.float64, generator=self.generator)
-        queries = torch.randn(
-            tokens, 3 * self.group, 4, dtype=torch.float64, generator=self.generator
-        )
+        queries = torch.randn(tokens, 3 * self.group, 4, generator=self.generator).double()
         got = torch.empty_like(queries).repeat(2, 1, 1, 1)  # (layers, N, heads, D)
         order = attention.order
         for layer in range(2):
@@ -83,9 +83,6 @@ class Sequences:
 def tile(request, monkeypatch):
     monkeypatch.setattr(module, "TILE", request.param)
     return request.param
-
-
-# ---- who attends together ----
 
 
 @pytest.mark.parametrize(
@@ -131,13 +128,9 @@ def test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees():
     assert (decodes.rows, decodes.heads, decodes.new) == (slice(0, 2), slice(0, 3), 1)
     assert (chunk.rows, chunk.heads, chunk.new) == (slice(2, 4), slice(0, 3), 2)
     for tile, tables in ((chunk, [[5, 11]]), (decodes, [[13, 13, 13], [4, 0, 6]])):
-        assert tile.lines.tolist() == [
-            (which * 3 + head) * 20 + block
-            for which in (0, 1)
-            for table in tables
-            for head in range(3)
-            for block in table
-        ]
+        places = itertools.product((0, 1), tables, range(3))
+        lines = [(which * 3 + head) * 20 + b for which, table, head in places for b in table]
+        assert tile.lines.tolist() == lines
         assert tile.keys.shape == tile.values.shape == (len(tables), 3, 4 * len(tables[0]), 4)
     assert decodes.mask is not None and chunk.mask is not None
     assert decodes.mask.squeeze().int().tolist() == [[1] * 3 + [0] * 9, [1] * 11 + [0]]
@@ -150,11 +143,8 @@ def test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees():
     "tile_bytes, shapes",
     [
         (1, [(1, 1)] * 15),  # not even a head fits: then one of one sequence
-        (1535, [(1, 1)] * 15),
-        (
-            1536,
-            [(1, 2), (1, 1)] * 5,
-        ),  # 768 bytes a head: 2 (keys, values) * 3 blocks * 4 tokens * 4 numbers * 8 bytes
+        (1535, [(1, 1)] * 15),  # 768 bytes a head: 2 (k, v) * 3 blocks * 4 tokens * 4 * 8 bytes
+        (1536, [(1, 2), (1, 1)] * 5),
         (2304, [(1, 3)] * 5),
         (4608, [(2, 3), (2, 3), (1, 3)]),
         (2**23, [(5, 3)]),
@@ -169,19 +159,12 @@ def test_a_gather_goes_in_tiles_of_so_many_bytes(tile_bytes, shapes, monkeypatch
     assert [tuple(tile.keys.shape[:2]) for tile in attention.tiles] == shapes
     assert attention.buffer.nbytes == max(tile_bytes // 8 * 8, 768)
     memory = attention.buffer.untyped_storage().data_ptr()
-    assert all(
-        part.untyped_storage().data_ptr() == memory
-        for tile in attention.tiles
-        for part in (tile.keys, tile.values)
-    )
     done = torch.zeros(5, 3, dtype=torch.int64)
     for tile in attention.tiles:
+        assert {x.untyped_storage().data_ptr() for x in (tile.keys, tile.values)} == {memory}
         assert tile.target.nbytes <= max(tile_bytes, 768)
         done[tile.rows, tile.heads] += 1
     assert bool((done == 1).all())
-
-
-# ---- attention, whatever the tables ----
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -220,81 +203,27 @@ def test_several_heads_of_queries_share_one_of_keys_and_values(group, tile):
     sequences.compute((0, 3), (1, 3))
 
 
-@pytest.mark.parametrize("broken", [0, 1], ids=["the short one", "the long one"])
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_neighbours_nan_does_not_come_through(first, broken, tile):
-    """They attend in one call. The shorter table is padded with a block that its mask hides: never
-    the neighbour's."""
-    sequences = Sequences(4, 2, 64)
-    sequences.compute((0, 5), (1, 30))
-    order = [first, 1 - first]
-    shares = [sequences.share(sequence, 1) for sequence in order]
-    assert len(runs(shares)) == 1
-    sequences.cache.kv[:, :, :, sequences.tables[broken]] = torch.nan
-    fresh = torch.randn(3, 2, 3, 4, dtype=torch.float64)
-    attention = sequences.cache.extend(shares)
-    out = torch.empty(2, 3, 4, dtype=torch.float64)
-    out[attention.order] = attention.attend(0, *fresh[:, attention.order])
-    for row, sequence in enumerate(order):
-        assert bool(out[row].isnan().all()) == (sequence == broken)
-        past = torch.cat([sequences.past[sequence], fresh[:, row, :, None]], dim=2)
-        whole = explicit_attention(*past)[:, -1]
-        assert sequence == broken or torch.allclose(out[row], whole, rtol=0, atol=1e-12)
-
-
-# ---- what is written ----
-
-
-def test_a_pass_writes_its_own_tokens_and_nothing_else():
-    cache = PagedCache(CONFIG, 9, 4)
-    attention = cache.extend([([5], 1, 1), ([1, 8], 0, 2), ([7, 2], 3, 3)])
-    q, k, v = torch.randn(3, 6, 3, 4)
-    attention.attend(1, q, k, v)
-    want = torch.zeros_like(cache.kv)
-    for which, fresh in enumerate((k, v)):
-        for row, (block, offset) in enumerate([(5, 1), (1, 0), (1, 1), (7, 3), (2, 0), (2, 1)]):
-            want[1, which, :, block, offset] = fresh[row]
-    assert torch.equal(cache.kv, want)
-
-
-@pytest.mark.parametrize(
-    "share",
-    [
-        ([], 0, 1),
-        ([0], -1, 1),
-        ([0], 0, 0),
-        ([0], 0, -1),
-        ([0, 1], 0, 9),
-        ([0, 1], 8, 1),
-        ([0, 1], 5, 4),
-    ],
-    ids=str,
-)
-def test_a_share_outside_its_blocks_is_refused(share):
+def test_a_share_outside_its_blocks_is_refused():
     cache = PagedCache(CONFIG, 5, 4)
-    with pytest.raises(
-        ValueError,
-        match=f"no place for {share[2]} tokens at {share[1]} in {len(share[0])} blocks of 4",
-    ):
-        cache.extend([([2], 0, 1), share])
+    for blocks, start, count in ((0, 0, 1), (1, -1, 1), (1, 0, 0), (2, 0, 9), (2, 8, 1), (2, 5, 4)):
+        message = f"no place for {count} tokens at {start} in {blocks} blocks of 4"
+        with pytest.raises(ValueError, match=message):
+            cache.extend([([2], 0, 1), (list(range(blocks)), start, count)])
 
 
 def test_memory_is_as_computed():
-    for dtype in (torch.float32, torch.bfloat16):
-        cache = PagedCache(CONFIG, 5, 7, swap_blocks=3, dtype=dtype)
-        assert cache.bytes == 5 * 7 * CONFIG.kv_bytes_per_token(dtype)
-        assert cache.swapped.nbytes == 3 * 7 * CONFIG.kv_bytes_per_token(dtype)
-    assert PagedCache(CONFIG, 5, 7).swapped.nbytes == 0
+    cache = PagedCache(CONFIG, 5, 7, swap_blocks=3, dtype=torch.bfloat16)
+    assert cache.bytes == 5 * 7 * CONFIG.kv_bytes_per_token(torch.bfloat16)
+    assert cache.swapped.nbytes == 3 * 7 * CONFIG.kv_bytes_per_token(torch.bfloat16)
 
-
-# ---- moves ----
 
 BLOCKS, SWAP_BLOCKS = 6, 4
+KINDS = ("wipe", "copy", "out", "in")
 
 
-def cache_with_content(seed=0):
+def cache_with_content():
     cache = PagedCache(CONFIG, BLOCKS, 2, SWAP_BLOCKS)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     cache.kv.normal_(generator=generator)
     cache.swapped.normal_(generator=generator)
     return cache
@@ -303,33 +232,22 @@ def cache_with_content(seed=0):
 def one_by_one(cache, moves):
     """The same moves without batches: what both memories hold after them."""
     kv, swapped = cache.kv.clone(), cache.swapped.clone()
-    for kind, source, target in [(each.kind, each.source, each.target) for each in moves]:
-        if kind == "wipe":
-            kv[:, :, :, target] = 0
-        elif kind == "copy":
-            kv[:, :, :, target] = kv[:, :, :, source]
-        elif kind == "out":
-            swapped[:, :, :, target] = kv[:, :, :, source]
-        else:
-            kv[:, :, :, target] = swapped[:, :, :, source]
+    for move in moves:
+        there = swapped if move.kind == "out" else kv
+        here = swapped if move.kind == "in" else kv
+        value = 0 if move.kind == "wipe" else here[:, :, :, move.source]
+        there[:, :, :, move.target] = value
     return kv, swapped
 
 
-def any_move():
-    def pair(kind):
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(*map(st.sampled_from, (KINDS, range(12), range(12)))), max_size=12))
+def test_moves_are_done_as_if_one_after_the_other(draws):
+    cache, moves = cache_with_content(), []
+    for kind, source, target in draws:
         sources = SWAP_BLOCKS if kind == "in" else BLOCKS
         targets = SWAP_BLOCKS if kind == "out" else BLOCKS
-        return st.builds(
-            Move, st.just(kind), st.integers(0, sources - 1), st.integers(0, targets - 1)
-        )
-
-    return st.sampled_from(["wipe", "copy", "out", "in"]).flatmap(pair)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(any_move(), max_size=12))
-def test_moves_are_done_as_if_one_after_the_other(moves):
-    cache = cache_with_content()
+        moves.append(Move(kind, source % sources, target % targets))
     kv, swapped = one_by_one(cache, moves)
     cache.move(moves)
     assert torch.equal(cache.kv, kv) and torch.equal(cache.swapped, swapped)

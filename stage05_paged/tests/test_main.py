@@ -68,9 +68,6 @@ def numbers(err: str) -> dict[str, float]:
     return {name: float(value) for name, value in match.groupdict().items()}
 
 
-# ---- answers ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "happened"),
     [
@@ -78,8 +75,8 @@ def numbers(err: str) -> dict[str, float]:
         (("--block-size", "1", "--sequences", "2", "--every", "100"), ("hits",)),
         ((*SMALL, "--preemption", "recompute"), ("preemptions", "recomputed", "evicted")),
         (
-            (*SMALL, "--preemption", "swap", "--policy", "priority", "--max-chunk", "3"),
-            ("preemptions", "swapped"),
+            (*SMALL, *["--preemption", "swap", "--policy", "priority", "--max-chunk", "3"]),
+            ("swapped",),
         ),
         ((*SMALL, "--swap-memory", "4KiB"), ("preemptions",)),
         ((*SMALL, "--no-prefix-cache", "--watermark", "0.5"), ()),
@@ -126,14 +123,6 @@ def test_samples_are_what_as_many_equal_prompts_would_be(call):
     assert list(answers(out)) == [1, 2] and numbers(err)["copies"] == 1
 
 
-def test_prompts_arrive_one_at_a_time_and_samples_together(tiny_model):
-    run = show(tiny_model, ["ab"] * 3, samples=2, most=30)
-    arrived = []
-    while run.step(5):
-        arrived.append(sum(answer.output is not None for answer in run.answers))
-    assert arrived[:12] == [2] * 5 + [4] * 5 + [6] * 2
-
-
 def test_the_built_in_prompts_show_sharing_eviction_and_preemption(capsys, monkeypatch):
     """With the embedded model, no prompt at all, and the default memory for that."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO())))
@@ -144,9 +133,6 @@ def test_the_built_in_prompts_show_sharing_eviction_and_preemption(capsys, monke
     assert all(texts[number].startswith(text) for number, (text, _) in enumerate(stage.PROMPTS, 1))
     assert counts["leaked"] == 0 and counts["peak"] <= counts["blocks"]
     assert counts["hits"] > 25 and counts["evicted"] > 5 and counts["preemptions"] > 2
-
-
-# ---- the live view ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("width", "height"), [(110, 30), (60, 10), (30, 3), (5, 1)])
@@ -217,9 +203,6 @@ def test_more_sequences_than_lines_are_counted(tiny_model):
     assert len(text) == 12 and 0 < drawn < 12 and f"and {12 - drawn} more sequences" in text
 
 
-# ---- the map ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("lines", "cells", "words"),
     [
@@ -237,15 +220,6 @@ def test_the_map_is_written(call, tmp_path, monkeypatch, lines, cells, words):
     steps = re.search(r"in (\d+) steps", err)
     assert words.format(steps and steps[1]) in path.read_text("utf-8")
     assert ElementTree.fromstring(path.read_bytes()).tag.endswith("svg")
-
-
-def test_nothing_is_written_without_a_step(call, tmp_path):
-    status, out, err = call(["a" * 48], "--map", str(tmp_path / "a.svg"))
-    assert (status, out) == (2, "") and "no step was made" in err
-    assert not (tmp_path / "a.svg").exists()
-
-
-# ---- errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

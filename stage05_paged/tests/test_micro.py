@@ -73,13 +73,6 @@ def test_attend(benchmark: Any, attention: PagedAttention) -> None:
     assert out.shape == q.shape and bool(out.isfinite().all())
 
 
-def test_extend(benchmark: Any, attention: PagedAttention) -> None:
-    """What is worked out once a pass: where to write, what to gather, what is visible."""
-    shares = [(list(range(row, BLOCKS, ROWS)), CONTEXT, 1) for row in range(ROWS)]
-    found = benchmark(PagedAttention, attention.kv, shares)
-    assert torch.equal(found.slots, attention.slots)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.8, "top_p": 0.95, "seed": 0}], ids=["greedy", "top-p"]
 )
@@ -127,12 +120,3 @@ def test_block_pool(benchmark: Any) -> None:
         return pool.evictions
 
     assert benchmark(take_and_release) > 0 and pool.available == BLOCKS and not pool.free
-
-
-def test_find_a_prefix(benchmark: Any, scheduler: Scheduler, prompts: list[list[int]]) -> None:
-    """Hash the blocks of a prompt, and look them up."""
-
-    def find() -> list[int]:
-        return scheduler.pool.match(BlockTable(scheduler.pool).digest(prompts[-1]))
-
-    assert len(benchmark(find)) == CONTEXT // BLOCK

@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
 from shared.parity import prove, scenarios
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
-from stage04_continuous.tests.oracle import (
-    DRAWN,
-    assert_answered,
-    finish,
-    greedy,
-    oracle_of,
-    prompt_of,
-)
+from stage04_continuous.tests.oracle import assert_answered, finish, greedy, oracle_of, prompt_of
 
 from .engines import assert_idle, blocks_for, engine_of
 
-SIZES = (1, 3, 16)
 WHOLE = 64  # a block for the whole context, which never fills
 
 
@@ -40,20 +31,6 @@ def check(engine):
         assert record.shared_blocks <= record.owned_blocks
         assert Counter(move.kind for move in record.moves)["copy"] <= record.rows
     assert_idle(engine)
-
-
-def run(engine, *requests):
-    for request in requests:
-        engine.add(request)
-    finish(engine)
-    check(engine)
-
-
-def request_of(length, sampling=None, **options):
-    return Request(prompt_of(length), greedy(12) if sampling is None else sampling, **options)
-
-
-# ---- parity ----
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -81,61 +58,19 @@ def test_all_scenarios_in_memory_for_one(size, tiny_model):
     assert (engine.scheduler.counts.preemptions > 0) == (size < WHOLE)
 
 
-@pytest.mark.parametrize("size", [*SIZES, WHOLE])
-def test_alone_in_the_smallest_pool_that_it_fits(size):
-    """The last token of an answer is never computed, so it needs no place."""
-    for length in {size, size + 1, 2 * size - 1} if size < WHOLE else {50}:
-        count = min(size, 13) + 1
-        engine = engine_of(blocks=blocks_for(length + count - 1, size), size=size)
-        run(engine, request := request_of(length, greedy(count)))
-        assert_answered(request)
-        assert max(record.owned_blocks for record in engine.steps) == engine.scheduler.pool.count
-        assert engine.scheduler.counts.preemptions == 0
-
-
-# ---- prefixes ----
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_cache_smaller_than_what_it_could_keep(size):
-    """Requests with a few beginnings in common go through a pool that evicts all the time."""
-    rng, requests = random.Random(f"evictions {size}"), []
-    engine = engine_of(blocks=blocks_for(80, size), size=size)
-    for _ in range(25):
-        sampling = replace(rng.choice([greedy(10), DRAWN]), max_tokens=10)
-        requests.append(engine.add(request_of(rng.choice((7, 16, 20, 33, 48)), sampling)))
-        if rng.random() < 0.5:
-            for _ in range(rng.randrange(8)):
-                engine.step()
-        else:
-            finish(engine)
-    run(engine)
-    assert_answered(*requests)
-    assert engine.scheduler.counts.hit_tokens > 0 and engine.scheduler.pool.evictions > 10
-
-
 # ---- memory runs out ----
 
 
 def storm(size, policy="fcfs"):
     """64 requests that need a block more on their way, and how many blocks they need together."""
     rng = random.Random(f"storm {size}")
+    lengths = [1 + i * 7 % 30 for i in range(64)]
+    ranks = [rng.randint(-3, 3) if policy == "priority" else 0 for _ in lengths]
     requests = [
-        request_of(
-            1 + i * 7 % 30,
-            greedy(14),
-            id=str(i),
-            priority=rng.randint(-3, 3) if policy == "priority" else 0,
-        )
-        for i in range(64)
+        Request(prompt_of(length), greedy(14), str(i), rank)
+        for i, (length, rank) in enumerate(zip(lengths, ranks, strict=True))
     ]
-    return requests, sum(blocks_for(1 + i * 7 % 30 + 13, size) for i in range(64))
-
-
-def computed_tokens(engine, request):
-    rows = [row for record in engine.steps for row in record.sequences]
-    mine = [row for row in rows if row.request_id == request.id]
-    return sum(row.prefill_tokens + row.decode_tokens for row in mine)
+    return requests, sum(blocks_for(length + 13, size) for length in lengths)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +104,10 @@ def test_storm_of_64_requests_on_a_tenth_of_their_blocks(size, room, prefix_cach
         engine.add(request)
     for _ in range(20):
         engine.step()
-    run(engine, *requests[48:])
+    for request in requests[48:]:
+        engine.add(request)
+    finish(engine)
+    check(engine)
     assert_answered(*requests)
     assert len(engine.steps) <= 20 * 14  # with all blocks, it would take hardly more than 14
     counts = engine.scheduler.counts
@@ -177,4 +115,6 @@ def test_storm_of_64_requests_on_a_tenth_of_their_blocks(size, room, prefix_cach
     assert (counts.recomputed > 0, counts.swapped_out > 0) == (room < 1, room > 0)
     assert counts.swapped_in == counts.swapped_out
     first = min(requests, key=lambda request: (request.priority, request.arrival))
-    assert computed_tokens(engine, first) == first.token_count - 1
+    rows = [row for record in engine.steps for row in record.sequences]
+    mine = [row.prefill_tokens + row.decode_tokens for row in rows if row.request_id == first.id]
+    assert sum(mine) == first.token_count - 1

@@ -36,7 +36,6 @@ from stage04_continuous.tests.oracle import (
     ask,
     assert_answered,
     finish,
-    greedy,
     prompt_of,
     the_model,
 )
@@ -47,9 +46,6 @@ from stage05_paged.records import Recorder
 from stage05_paged.scheduler import Scheduler
 
 BLOCKS, SIZE, SWAP = 14, 4, 8
-
-
-# ---- a second model family ----
 
 
 class Grouped:
@@ -106,9 +102,6 @@ def test_a_second_model_family_runs_in_every_stage(make):
     assert [output.finish_reason for output in got] == [output.finish_reason for output in want]
     last = {output.token_ids[-1] for output in want if output.finish_reason == "stop"}
     assert last == {38, 96}  # each of the two has ended an answer
-
-
-# ---- a cache of another layout ----
 
 
 class TokensFirst:
@@ -183,19 +176,6 @@ def test_a_cache_of_another_layout():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_cache_with_a_dtype_of_its_own(dtype):
-    """Less exact than the weights' float64, and the tokens are nearly always the same."""
-    engine = make_paged(the_model(), 4, dtype=dtype)
-    runner: Any = engine.runner
-    assert runner.cache.kv.dtype == dtype
-    (output,) = engine.generate([prompt_of(23)], greedy(8))
-    assert output.token_ids[:3] == answer(23, 3)
-
-
-# ---- a runner in another process ----
-
-
 def serve(pipe):
     """The other process: a model and a cache that obey messages of plain integers."""
     torch.set_num_threads(1)
@@ -236,9 +216,6 @@ def test_a_runner_in_another_process():
         here.send("")
         process.join(10)
         process.kill()
-
-
-# ---- several tokens a step ----
 
 
 @pytest.mark.parametrize("slots", [True, False], ids=["slots", "blocks"])
