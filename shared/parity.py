@@ -42,7 +42,7 @@ class Scenario:
 @dataclass
 class Parity:
     """How many tokens of how many sequences were compared, and where sequences parted at a near
-    tie."""
+    tie, behind which nothing is compared."""
 
     tokens: int = 0
     sequences: int = 0
@@ -105,8 +105,8 @@ def compare(
     """
     for row, (want, have) in enumerate(zip(expected, got, strict=True)):
         parity.sequences += 1
-        parity.tokens += len(want.token_ids)
         if (want.token_ids, want.finish_reason) == (have.token_ids, have.finish_reason):
+            parity.tokens += len(want.token_ids)
             continue
         pairs = enumerate(zip(want.token_ids, have.token_ids, strict=False))
         shorter = min(len(want.token_ids), len(have.token_ids))
@@ -117,6 +117,7 @@ def compare(
             gap = abs(oracle.token - dict(oracle.top).get(token, -math.inf))
             if gap < near_tie(dtype, oracle.highest):
                 parity.near_ties.append({"scenario": name, "row": row, "token": at, "gap": gap})
+                parity.tokens += at + 1  # those behind it answer different texts
                 continue
             why = f"the oracle's logits of the two differ by {gap:.2g}"
         else:

@@ -114,6 +114,7 @@ def test_a_near_tie_is_counted_and_a_clear_choice_is_refused(answer, dtype, high
         parity.compare("tie", expected, got, dtype, proof)
         (counted,) = proof.near_ties
         assert counted == {"scenario": "tie", "row": 0, "token": 4, "gap": pytest.approx(gap)}
+        assert (proof.sequences, proof.tokens) == (1, 5)  # the 3 tokens behind it are not compared
     for wrong in (third, unlikely) if tie else (second, third, unlikely):
         got[0].token_ids[4] = wrong
         with pytest.raises(parity.ParityError, match="sequence 0, token 4"):

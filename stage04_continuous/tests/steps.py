@@ -23,11 +23,6 @@ BAD = {
     "too long": ([1] * 64, SamplingParams(), "has 64 tokens, and wide sees 64"),
     "no such token": ([1, 101], SamplingParams(), "Token id 101 is not in the vocabulary"),
     "no such stop token": ([1], SamplingParams(stop_token_ids=(101,)), "stop_token_ids"),
-    "no token left": (
-        [1],
-        SamplingParams(stop_token_ids=tuple(range(101)), min_tokens=1),
-        "no token could begin the answer",
-    ),
 }
 bad = pytest.mark.parametrize("prompt, params, message", BAD.values(), ids=BAD)
 

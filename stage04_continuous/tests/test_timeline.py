@@ -127,9 +127,6 @@ def test_the_trace_holds_a_slice_for_each_record_inside_its_step(steps):
         assert event["ts"] >= ends.get(event["tid"], 0) - 1e-6
         ends[event["tid"]] = end
 
-
-def test_the_trace_names_its_tracks_and_counts_rows_and_waiting(steps):
-    events = perfetto(steps)["traceEvents"]
     names = [event for event in events if event["name"] == "thread_name"]
     tracks = {event["tid"]: event["args"]["name"] for event in names}
     assert tracks == {slot + 1: f"slot {slot}" for slot in range(SLOTS)}

@@ -74,10 +74,7 @@ def numbers(err: str) -> dict[str, float]:
         ((), ()),
         (("--block-size", "1", "--sequences", "2", "--every", "100"), ("hits",)),
         ((*SMALL, "--preemption", "recompute"), ("preemptions", "recomputed", "evicted")),
-        (
-            (*SMALL, *["--preemption", "swap", "--policy", "priority", "--max-chunk", "3"]),
-            ("swapped",),
-        ),
+        ((*SMALL, "--preemption", "swap", "--max-chunk", "3"), ("preemptions", "swapped")),
         ((*SMALL, "--swap-memory", "4KiB"), ("preemptions",)),
         ((*SMALL, "--no-prefix-cache", "--watermark", "0.5"), ()),
         (("--no-chunks", "--budget", "20", "--sequences", "3", "--kv-memory", "0.003%"), ()),

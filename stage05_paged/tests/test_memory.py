@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 
+from shared import measure
 from shared.checkpoint import PRESETS
 from shared.errors import UserError
 from shared.roofline import forward_cost
@@ -17,6 +18,7 @@ from stage05_paged.memory import (
     default_memory,
     free_memory,
     make_pool,
+    measure_cost,
     most_sequences,
     parse_memory,
     size,
@@ -102,6 +104,26 @@ def test_cost_is_operations_over_their_rate_and_bytes_over_theirs():
     assert cost.recompute(100) == forward_cost(GPT2, torch.float32, 100, sampled=0).flops / 1e11
     assert cost.swap(100) == pytest.approx(2 * (1e-3 + 100 * 73_728 / 1e10))
     assert cost.swap(0) == 2e-3
+
+
+class Clocked:
+    """A runner whose passes take 2 seconds, and whose moves take a quarter of one each."""
+
+    config = GPT2
+
+    def run(self, *_):
+        return 2.0
+
+    def move(self, moves):
+        return len(moves) / 4
+
+
+def test_costs_are_what_a_pass_and_the_copies_took(monkeypatch):
+    """Of 64 blocks of 16 tokens: a swap is a copy out and one in of each block."""
+    monkeypatch.setattr(measure, "seconds", lambda call: call())
+    cost = measure_cost(Clocked(), BlockPool(99), BlockPool(99), torch.float32)
+    assert cost.recompute(64) == 2
+    assert cost.swap(1024) == pytest.approx(2 * 0.25 + 2 * 64 * 0.25)
 
 
 def test_the_cheaper_way_changes_where_the_costs_cross():

@@ -161,6 +161,8 @@ def test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_wa
     ]
     assert (len(mine), scheduler.swapped, scheduler.swap_pool.owned) == (3, {}, 0)
     assert compute(scheduler, plan) == [("b", 9, 1, True), ("c", 8, 1, True)]
+    # What it brought itself was not found.
+    assert counts(scheduler, "lookup_tokens", "hit_tokens") == (24, 0)
     counted = counts(scheduler, "swapped_out", "swapped_in", "recomputed", "preemptions")
     assert counted == (1, 1, 0, 1)
 
@@ -264,6 +266,17 @@ def test_a_copy_comes_from_the_parents_last_block_and_waits_for_one_of_its_own()
         copies = [Move("copy", scheduler.tables[first].blocks[2], mine[2])] if mine else []
         assert [move for move in plan.moves if move.kind == "copy"] == copies
         assert ids(scheduler.waiting) == ([] if blocks == 10 else ["s2"])
+
+
+def test_a_sample_that_was_admitted_needs_its_parent_no_more():
+    """Both lose their memory: it does not wait until the parent has computed all of it again."""
+    scheduler = scheduler_of(20, prefix_caching=False)
+    samples = ask_samples(scheduler, 10, "s1", "s2")
+    for _ in range(2):
+        step(scheduler)
+    for request in samples:
+        preempt(scheduler, request)
+    assert step(scheduler) == [("s1", 0, 12, True), ("s2", 0, 11, True)]
 
 
 def test_a_child_with_other_tokens_than_its_parent_shares_nothing():

@@ -63,10 +63,6 @@ class Before:
         engine.scheduler.pool.publish(block, b"as if it were full")
         return "written while its old content can be found", block, "a"
 
-    def a_block_is_missing(engine: Any):
-        table(engine, "a").blocks.pop()
-        return "positions 14 to 14 are beyond the table's 12", None, "a"
-
 
 class After:
     """What can go wrong during the step, found at its end."""
@@ -131,8 +127,8 @@ class After:
         return "held by a request that does not run", table(engine, "b").blocks[0], "b"
 
     def more_is_computed_than_there_is_room_for(engine: Any):
-        engine.requests["a"].computed += 10
-        return "25 tokens in 4 blocks", None, "a"
+        engine.requests["a"].computed += 2
+        return "17 tokens in 4 blocks", None, "a"
 
     def a_swap_block_leaks(engine: Any):
         block = engine.scheduler.swap_pool.take()
@@ -175,6 +171,18 @@ def test_every_rule_when_broken_before_a_pass_is_named(wrong, engine, monkeypatc
 def test_every_rule_when_broken_is_named(wrong, engine, monkeypatch):
     """In the step that breaks it."""
     assert_named(engine, monkeypatch, engine.runner, "run", wrong)
+
+
+def test_a_table_one_token_short_is_named(tiny_model, monkeypatch):
+    engine = engine_of(8, 256, tiny_model, 16, 4)
+    ask(engine, 8, 4, "a")
+    engine.step()
+
+    def cut(engine: Any):
+        table(engine, "a").blocks.pop()
+        return "positions 8 to 8 are beyond the table's 8", None, "a"
+
+    assert_named(engine, monkeypatch, engine.scheduler, "schedule", cut)
 
 
 def test_what_is_still_in_use_at_idle_is_named(tiny_model, monkeypatch):

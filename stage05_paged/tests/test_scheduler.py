@@ -200,6 +200,7 @@ def test_without_chunks_a_prompt_over_the_budget_is_refused():
     assert scheduler.unfinished == 0
     ask(scheduler, 6, "a")
     ask(scheduler, 10, "b")
+    ask(scheduler, 1, "c")  # would fit, and does not overtake b
     assert [id for id, *_ in step(scheduler)] == ["a"]  # b is computed whole or not at all
     scheduler.finish(scheduler.running[0])
     assert step(scheduler) == [("b", 0, 10, True)]
