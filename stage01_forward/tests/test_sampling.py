@@ -173,6 +173,7 @@ def test_float64_is_not_rounded(sample, options):
 
 
 TIED, FOUR = [2.0, 1.0, 1.0, 1.0, 0.0], np.log([0.4, 0.3, 0.2, 0.1])
+HALF = np.log([0.5, 0.25, 0.25])
 
 
 @both
@@ -182,6 +183,8 @@ TIED, FOUR = [2.0, 1.0, 1.0, 1.0, 0.0], np.log([0.4, 0.3, 0.2, 0.1])
         *((TIED, {"top_k": 2}, {0, 1, 2, 3}), (TIED, {"top_p": 0.5}, {0, 1, 2, 3})),
         # top_k leaves 0.4 and 0.3, of which the first alone is 0.57.
         *((FOUR, {"top_k": 2, "top_p": 0.55}, {0}), (FOUR, {"top_p": 0.55}, {0, 1})),
+        # The first alone is exactly half: no more are needed.
+        *((HALF, {"top_p": 0.5}, {0}), (HALF, {"top_p": 0.501}, {0, 1, 2})),
         ([-math.inf] * 70 + [-3.0, -math.inf, -3.0], {"top_k": 50, "top_p": 0.99}, {70, 72}),
     ],
 )
