@@ -3,7 +3,8 @@
 Every stage with an engine answers the same prompts, with memory for the same number of contexts;
 then the server of stage 06 answers them over HTTP, and stage 07 loads it. The answers must be the
 first stage's, token for token; a table shows each stage's speed. It is a tour, not a benchmark: one
-run, on a machine that may have other work to do. The numbers to trust are in the reports.
+run, on a machine that may have other work to do, so it measures how fast the machine is now and
+takes fewer or shorter stories if it is slow. The numbers to trust are in the reports.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from ..stories import grammar
 from . import stages
 
 FIRST = "Once upon a time"
-PROMPTS = 32
+STORIES = (32, 16, 8)  # as many as the machine answers in time; then 8 or 4 shorter ones
+FIRST_SECONDS = 12  # at most for the first stage, by the estimate: all others take as long together
 LENGTHS = (4, 24, 12, 32, 8, 48, 16, 20)  # tokens of the prompts, in turn
 SHARES = (1.0, 0.25, 0.5, 0.25, 0.75, 0.4, 0.6, 0.3)  # of --max-tokens, in turn
 CONTEXTS = 8  # memory for keys and values, in whole contexts
 WARM_UP = 4  # tokens: libraries choose their kernels at the first call
+TRIAL = (48, 1.0)  # at most so many tokens, and seconds, to measure the first stage
 LOAD = "stage07_loadtest"
 ROUNDS = 2  # requests of each user of the load
 BAR = 24  # characters
@@ -72,16 +75,47 @@ class Work:
     prompts: list[list[int]]
     sampling: list[Any]
 
+    @property
+    def most(self) -> int:
+        """Tokens of all answers, at most."""
+        return sum(params.max_tokens for params in self.sampling)
 
-def workload(loaded: cli.Loaded, max_tokens: int) -> Work:
-    """The beginnings of PROMPTS stories, in lengths as unlike as those of their answers."""
+
+def workload(loaded: cli.Loaded, count: int, max_tokens: int) -> Work:
+    """The beginnings of `count` stories, in lengths as unlike as those of their answers."""
     longest, params = loaded.config.n_positions // 2, stages.sampling_params()
     prompts = [loaded.tokenizer.encode(FIRST)]
     told = grammar.stories("tour")
-    for length in itertools.islice(itertools.cycle(LENGTHS), 1, PROMPTS):
+    for length in itertools.islice(itertools.cycle(LENGTHS), 1, count):
         prompts.append(loaded.tokenizer.encode(next(told).text)[: min(length, longest)])
-    counts = itertools.islice(itertools.cycle(SHARES), PROMPTS)
-    return Work(prompts, [params(max_tokens=max(1, int(max_tokens * share))) for share in counts])
+    shares = itertools.islice(itertools.cycle(SHARES), count)
+    return Work(prompts, [params(max_tokens=max(1, int(max_tokens * share))) for share in shares])
+
+
+def speed(engine: Any, loaded: cli.Loaded) -> float:
+    """Seconds that the first stage's engine takes for a token now, at a usual length."""
+    tokens, seconds = TRIAL
+    prompt = workload(loaded, 2, tokens).prompts[1]
+    times = []
+    for _ in engine.stream(prompt, stages.sampling_params()(max_tokens=tokens)):
+        times.append(time.perf_counter())
+        if len(times) > WARM_UP and times[-1] - times[WARM_UP - 1] > seconds:
+            break
+    measured = times[WARM_UP - 1 :]
+    return (measured[-1] - measured[0]) / max(1, len(measured) - 1)
+
+
+def fitting(loaded: cli.Loaded, max_tokens: int, cost: float) -> Work:
+    """The longest workload that the first stage answers in FIRST_SECONDS, at `cost` seconds a
+    token; the shortest if none fits."""
+    few, fewest = STORIES[-1], max(1, STORIES[-1] // 2)
+    sizes = [(count, max_tokens) for count in STORIES]
+    sizes += [(few, max_tokens // 2), (few, max_tokens // 4), (fewest, max_tokens // 8)]
+    for count, tokens in sizes:
+        work = workload(loaded, count, max(1, tokens))
+        if cost * work.most <= FIRST_SECONDS:
+            break
+    return work
 
 
 # ---- engines ------------------------------------------------------------------------------------
@@ -96,8 +130,7 @@ def collect(
     with Progress(
         *columns, transient=True, disable=not (label and sys.stdout.isatty())
     ) as progress:
-        limit = sum(params.max_tokens for params in work.sampling)
-        bar = progress.add_task(label, total=total or limit, done="")
+        bar = progress.add_task(label, total=total or work.most, done="")
         started = time.perf_counter()
         for number, (place, token) in enumerate(tokens, 1):
             answer = answers[place]
@@ -149,8 +182,8 @@ def row_of(name: str, answers: Sequence[Answer], seconds: float) -> Row:
 # ---- the server ---------------------------------------------------------------------------------
 
 
-def server_options(options: argparse.Namespace, loaded: cli.Loaded) -> list[str]:
-    """Options that make the server use the same model, machine and memory."""
+def server_options(options: argparse.Namespace, loaded: cli.Loaded, count: int) -> list[str]:
+    """Options that make the server use the same model, machine and memory, for `count` stories."""
     config = loaded.config
     memory = CONTEXTS * config.n_positions * config.kv_bytes_per_token(loaded.dtype)
     values = {
@@ -160,7 +193,7 @@ def server_options(options: argparse.Namespace, loaded: cli.Loaded) -> list[str]
         "linear": loaded.linear,
         "threads": str(options.threads or 0),
         "kv-memory": str(memory),
-        "max-sequences": str(PROMPTS),
+        "max-sequences": str(count),
     }
     flags = ["--random-weights"] if options.random_weights else []
     return [*itertools.chain(*((f"--{name}", text) for name, text in values.items())), *flags]
@@ -272,12 +305,17 @@ def visit(loaded: cli.Loaded, engines: dict[str, Any], options: argparse.Namespa
     """Run `engines` (name -> make), the server and the load test; returns the exit status, 1 if a
     token differs."""
     console = Console(highlight=False)
-    work = workload(loaded, options.max_tokens)
+    print(f"Measuring {loaded} ...", flush=True)
+    cost = speed(next(iter(engines.values()))(loaded.model, CONTEXTS), loaded)
+    work = fitting(loaded, options.max_tokens, cost)
     lengths = sorted(len(prompt) for prompt in work.prompts)
+    longest = max(params.max_tokens for params in work.sampling)
+    whole = len(work.prompts) == STORIES[0] and longest == options.max_tokens
     print(
-        f"{len(work.prompts)} stories to continue: prompts of {lengths[0]} to {lengths[-1]} tokens,"
-        f" answers of at most {options.max_tokens}, greedy.\n{loaded}; memory for {CONTEXTS} whole"
-        f" contexts of {loaded.config.n_positions:,} tokens.\n"
+        f"The first stage makes {1 / cost:,.3g} tokens a second here, so the tour has "
+        f"{'all of its' if whole else 'only'} {len(work.prompts)} stories: prompts\n"
+        f"of {lengths[0]} to {lengths[-1]} tokens, greedy answers of at most {longest}, and memory "
+        f"for {CONTEXTS}\nwhole contexts of {loaded.config.n_positions:,} tokens.\n"
     )
     rows: list[Row] = []
     expected: list[Answer] = []
@@ -300,7 +338,7 @@ def visit(loaded: cli.Loaded, engines: dict[str, Any], options: argparse.Namespa
     if options.serve:
         title(SERVER)
         print("  starting the server ...", flush=True)
-        with own_server(server_options(options, loaded), quiet=True) as server:
+        with own_server(server_options(options, loaded, len(work.prompts)), quiet=True) as server:
             print(f"  {len(work.prompts)} clients at once, over HTTP ...", flush=True)
             note(*asyncio.run(over_http(server.url, work)))
             title(LOAD)
@@ -323,7 +361,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "shared.tour",
         "Runs all stages on the same prompts, checks that their tokens agree, and shows how fast "
-        "each of them is.",
+        "each of them is. On a slow or busy machine it takes fewer and shorter stories, to end "
+        "within two minutes.",
         "  python -m shared.tour\n"
         "  python -m shared.tour --model gpt2 --max-tokens 32\n"
         "  python -m shared.tour --dtype float64 --threads 1",
@@ -331,6 +370,7 @@ def main(argv: list[str] | None = None) -> int:
     cli.add_max_tokens(parser, default=128)
     cli.add_model_options(parser)
     options = parser.parse_args(argv)
+    print(f"All stages, one workload. Loading {options.model} ...", flush=True)
     options.serve = {SERVER, LOAD} <= set(paths.discover())
     loaded = cli.load_model_from(options, stages.load_model)
     return visit(loaded, stages.engines(), options)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -55,6 +56,23 @@ def test_openmp_itself_reports_the_choice(given: dict[str, str], spins: str, tol
 def test_every_package_chooses_before_pytorch_is_loaded(package: str) -> None:
     code = f"import sys, {package}; print('torch' in sys.modules, {package}.openmp._choice[:2])"
     assert run(code, OMP_WAIT_POLICY="PASSIVE") == "False as\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a terminal of this kind")
+@pytest.mark.parametrize("module", ["shared.tour", "stage04_continuous"])
+def test_a_terminal_shows_a_line_before_anything_is_loaded(module: str) -> None:
+    own, terminal = os.openpty()
+    command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
+    done = subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.DEVNULL, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    with suppress(OSError):  # the end of a terminal on Linux
+        while text := os.read(own, 65536):
+            shown += text
+    os.close(own)
+    assert done.wait() == 0
+    before, _, after = shown.partition(b"[starting ...]")
+    assert b"psutil" not in before and b" torch\r" not in before and b" torch\r" in after
 
 
 @pytest.mark.parametrize(

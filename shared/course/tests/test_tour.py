@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def answer(engine, prompts, sampling):
 def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """toys(name=change, ...): a tree with stage 01 and a stage for each name."""
     monkeypatch.setattr(paths, "ROOT", tmp_path)
-    monkeypatch.setattr(tour, "PROMPTS", 3)
+    monkeypatch.setattr(tour, "STORIES", (3,))
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "stage01_forward").mkdir()
     for name in ("__init__.py", "make.py"):
@@ -66,8 +67,10 @@ def visit(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, tokens: in
 
 
 def test_all_stages_the_server_and_the_load_agree(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(tour, "STORIES", (8,))
+    monkeypatch.setattr(tour, "FIRST_SECONDS", 1e9)  # whatever else this machine does
     text = json.dumps({"model_type": "gpt2", **FIELDS})
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     model = ["--model", str(tmp_path), "--random-weights", "--dtype", "float64"]
@@ -76,8 +79,8 @@ def test_all_stages_the_server_and_the_load_agree(
     rows = re.findall(r"^(stage\d\d_\w+) +[\d,]+ +[\d.]+x +[\d.]+ s +[█#]+ *$", out, re.MULTILINE)
     assert rows == paths.discover()
     agreed = len(stages.engines())  # the server's line in place of the first stage's
-    assert out.count(f"{tour.PROMPTS} sequences, ") == out.count(", identical") == agreed
-    assert f"{2 * tour.PROMPTS} of {2 * tour.PROMPTS} requests served" in out
+    assert out.count("8 sequences, ") == out.count(", identical") == agreed
+    assert "16 of 16 requests served" in out
     assert "All stages gave the same tokens." in out
 
 
@@ -114,10 +117,33 @@ def test_a_near_tie_is_shown_and_forgiven_below_float64(
     assert ("3 parted at a near tie" in capsys.readouterr().out) == (status == 0)
 
 
+LOADED = cli.Loaded(None, ByteTokenizer(), CONFIG, "plain", torch.device("cpu"), torch.float32)
+
+
 def test_prompts_and_answers_are_of_unlike_lengths_and_fit_the_model() -> None:
-    loaded = cli.Loaded(None, ByteTokenizer(), CONFIG, "plain", torch.device("cpu"), torch.float32)
-    work = tour.workload(loaded, 80)
-    assert len(work.prompts) == len(work.sampling) == tour.PROMPTS
+    work = tour.workload(LOADED, 16, 80)
+    assert len(work.prompts) == len(work.sampling) == 16
     assert len({len(prompt) for prompt in work.prompts}) > 4
     assert len({params.max_tokens for params in work.sampling}) > 4
     assert max(map(len, work.prompts)) <= CONFIG.n_positions // 2
+
+
+@pytest.mark.parametrize(
+    ("cost", "stories", "most"),
+    [(1e-3, 32, 128), (0.01, 16, 128), (0.02, 8, 128), (0.04, 8, 64), (0.08, 8, 32), (9, 4, 16)],
+)
+def test_a_slower_machine_gets_fewer_and_shorter_stories(
+    cost: float, stories: int, most: int
+) -> None:
+    work = tour.fitting(LOADED, 128, cost)
+    assert (len(work.prompts), work.sampling[0].max_tokens) == (stories, most)
+    assert cost * work.most <= tour.FIRST_SECONDS or cost == 9  # the shortest, in any case
+
+
+def test_the_speed_is_measured_in_seconds_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow machine for as long as allowed, and without the first tokens."""
+    clock = iter([5.0, 9.0, *(10 + n / 4 for n in range(99))])
+    monkeypatch.setattr(tour.time, "perf_counter", lambda: next(clock))
+    engine = SimpleNamespace(stream=lambda prompt, params: iter(range(params.max_tokens)))
+    assert tour.speed(engine, LOADED) == 0.25
+    assert next(clock) == 10 + (tour.WARM_UP - 3 + 5 + 1) / 4  # the fifth is later than a second
