@@ -146,13 +146,13 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="session")
-def metrics() -> Callable[[str], dict[str, float]]:
+def metrics():
     """metrics(url): the server's metrics."""
     return read_metrics
 
 
 @pytest.fixture(scope="session")
-def wait_idle() -> Callable[..., dict[str, float]]:
+def wait_idle():
     """wait_idle(url, timeout=60): the server's metrics once it is idle."""
     return until_idle
 

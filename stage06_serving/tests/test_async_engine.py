@@ -10,18 +10,8 @@ import pytest
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
 from stage06_serving.async_engine import CLOSING, EngineDead, Overloaded
-from stage06_serving.tests.tools import (
-    HANG,
-    alone,
-    error_of,
-    is_empty,
-    prompt_of,
-    run,
-    said,
-    submit,
-    until,
-    words,
-)
+from stage06_serving.tests import tools
+from stage06_serving.tests.tools import error_of, is_empty, prompt_of, run, said, submit, until
 
 # ---- tokens -------------------------------------------------------------------------------------
 
@@ -63,7 +53,7 @@ def test_samples_of_a_prompt_share_its_blocks(gated, tiny_model):
             answers[ticket.id] += [token.id for token in tokens]
         return list(answers.values())
 
-    assert run(made, script) == [alone(tiny_model, prompt, params) for params in sampling]
+    assert run(made, script) == [tools.alone(tiny_model, prompt, params) for params in sampling]
     assert sum(step.prefill_tokens for step in made.steps) < 2 * len(prompt)
 
 
@@ -103,42 +93,27 @@ def test_a_deadline_ends_the_waiting(gated):
 
 
 def test_an_abort_is_heard_within_two_steps(gated, expected):
-    made, gate = gated()
-    first, second = prompt_of(6, 1), prompt_of(9, 2)
+    """Of a running request, and of one that waits and is never run."""
+    made, gate = gated(max_sequences=2)
+    prompts = [prompt_of(6 + n, n) for n in range(3)]
 
     async def script(running):
-        leaves, stays = submit(running, first, 50), submit(running, second, 30)
+        leaves, stays, waits = (submit(running, prompt, 30) for prompt in prompts)
         gate.allow(3)
         await until(lambda: len(made.steps) >= 3)
-        running.abort(leaves)
-        running.abort(leaves)  # may be repeated
+        for ticket in (leaves, leaves, waits):  # it may be repeated
+            running.abort(ticket)
         gate.allow()
         tokens = await said(running, leaves)
-        assert leaves.reason == "abort" and tokens == expected(first, 50)[: len(tokens)]
-        assert await said(running, stays) == expected(second, 30)
-        return leaves.id
+        assert tokens == expected(prompts[0], 30)[: len(tokens)] and leaves.reason == "abort"
+        assert await said(running, waits) == [] and waits.reason == "abort"
+        assert await said(running, stays) == expected(prompts[1], 30)
+        return leaves.id, waits.id
 
-    name = run(made, script)
-    assert sum(each.request_id == name for step in made.steps for each in step.sequences) <= 3 + 2
-    assert len(made.steps) >= 30 and is_empty(made)
-
-
-def test_a_waiting_request_can_be_aborted_and_is_never_run(gated):
-    made, gate = gated(max_sequences=1)
-
-    async def script(running):
-        runs, waits = submit(running, prompt_of(4), 10), submit(running, prompt_of(4), 10)
-        gate.allow(2)
-        await until(lambda: len(made.steps) >= 2)
-        running.abort(waits)
-        gate.allow()
-        assert await said(running, waits) == []
-        assert waits.scheduled is None and waits.reason == "abort"
-        assert len(await said(running, runs)) == 10
-        return waits.id
-
-    name = run(made, script)
-    assert not any(each.request_id == name for step in made.steps for each in step.sequences)
+    ids = run(made, script)
+    passes = [[each.request_id for each in step.sequences] for step in made.steps]
+    left, waited = (sum(id in names for names in passes) for id in ids)
+    assert left <= 3 + 2 and waited == 0 and len(passes) >= 30 and is_empty(made)
 
 
 def test_the_end_of_the_last_request_is_reported_without_a_step(gated):
@@ -152,7 +127,7 @@ def test_the_end_of_the_last_request_is_reported_without_a_step(gated):
         gate.allow(1)  # at most one pass had begun
         await said(running, ticket)
         assert ticket.ended and not running.in_flight
-        await running.drain(HANG)  # returns at once
+        await running.drain(tools.HANG)  # returns at once
 
     run(made, script)
     assert is_empty(made)
@@ -168,18 +143,18 @@ def test_capacity_is_counted_in_sequences(gated):
 
     async def script(running):
         assert running.capacity == 5
-        groups = running.submit([prompt], two) + running.submit([prompt, prompt], [words(4)])
+        groups = running.submit([prompt], two) + running.submit([prompt, prompt], [tools.words(4)])
         with pytest.raises(Overloaded, match="4 sequences in flight, of at most 5"):
             running.submit([prompt], two)
         assert len(running.in_flight) == 4  # all or none
-        groups += running.submit([prompt], [words(4)])
+        groups += running.submit([prompt], [tools.words(4)])
         with pytest.raises(Overloaded):
-            running.submit([prompt], [words(4)])
+            running.submit([prompt], [tools.words(4)])
         assert running.rejected == 2
         gate.allow()
         for ticket in [ticket for group in groups for ticket in group]:
             assert len(await said(running, ticket)) == 4
-        for (ticket,) in running.submit([prompt] * 5, [words(4)]):
+        for (ticket,) in running.submit([prompt] * 5, [tools.words(4)]):
             await said(running, ticket)
 
     run(made, script, max_queue=3)
@@ -187,29 +162,22 @@ def test_capacity_is_counted_in_sequences(gated):
 
 
 def test_a_request_that_can_never_be_answered_takes_no_place(engine):
-    made = engine()
+    made = engine(blocks=6)
 
     async def script(running):
-        with pytest.raises(UserError, match="shorten the prompt"):
-            running.submit([prompt_of(4), [1] * 64], [words(4)])
-        with pytest.raises(UserError, match="not in the vocabulary"):
-            running.submit([[101]], [words(4)])
-        with pytest.raises(UserError, match="at most 72"):
-            running.submit([[1]] * 73, [words(4)])
-        assert not running.in_flight
-        assert await running.call(is_empty)
-
-    run(made, script)
-    assert not made.steps
-
-
-def test_a_request_that_does_not_fit_into_memory_takes_no_place(engine):
-    async def script(running):
-        with pytest.raises(UserError, match="takes 7 blocks of 4 tokens, and there are 6"):
-            submit(running, prompt_of(20), 6)
+        for prompts, count, message in (
+            ([prompt_of(4), [1] * 64], 4, "shorten the prompt"),
+            ([[101]], 4, "not in the vocabulary"),
+            ([[1]] * 73, 4, "at most 70"),
+            ([prompt_of(20)], 6, "takes 7 blocks of 4 tokens, and there are 6"),
+        ):
+            with pytest.raises(UserError, match=message):
+                running.submit(prompts, [tools.words(count)])
+        assert not running.in_flight and await running.call(is_empty)
+        assert not made.steps
         assert len(await said(running, submit(running, prompt_of(20), 5))) == 5
 
-    run(engine(blocks=6), script)
+    run(made, script)
 
 
 def test_other_work_takes_places_and_gives_them_back(gated):
@@ -233,8 +201,8 @@ def test_other_work_takes_places_and_gives_them_back(gated):
             gate.allow()
             for each in (ticket, submitted):
                 assert len(await said(running, each)) == 4
-        running.submit([prompt] * 5, [words(1)])  # all are free
-        await running.drain(HANG)
+        running.submit([prompt] * 5, [tools.words(1)])  # all are free
+        await running.drain(tools.HANG)
         with pytest.raises(EngineDead, match="shutting down"), running.place(1):
             raise AssertionError("nothing more is accepted")
 
@@ -245,8 +213,9 @@ def test_other_work_takes_places_and_gives_them_back(gated):
 # ---- commands, and the end ----------------------------------------------------------------------
 
 
-def test_a_call_is_made_on_the_thread_between_two_steps(engine, expected):
-    made, prompt, passes = engine(), prompt_of(5), []
+def test_a_call_is_made_on_the_thread_between_two_steps(gated, expected):
+    made, gate = gated()
+    prompt, passes = prompt_of(5), []
     forward = made.engine.runner.run
 
     def watched(*arguments):
@@ -260,6 +229,10 @@ def test_a_call_is_made_on_the_thread_between_two_steps(engine, expected):
 
     async def script(running):
         ticket = submit(running, prompt, 30)
+        await until(lambda: gate.count)  # a pass has begun
+        with pytest.raises(TimeoutError):  # a caller that leaves disturbs nothing
+            await asyncio.wait_for(running.call(lambda _: None), 0.05)
+        gate.allow()
         for _ in range(5):
             seen = await running.call(lambda _: (threading.current_thread().name, list(passes)))
             assert seen == ("engine", [])  # no pass is being made
@@ -274,39 +247,6 @@ def test_a_call_is_made_on_the_thread_between_two_steps(engine, expected):
             submit(running, prompt, 3)
 
     run(made, script)
-
-
-def test_a_caller_that_leaves_disturbs_nothing(gated):
-    made, gate = gated()
-
-    async def script(running):
-        ticket = submit(running, prompt_of(3), 3)
-        await until(lambda: gate.count)  # a pass has begun
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(running.call(lambda _: None), 0.05)
-        gate.allow()
-        assert len(await said(running, ticket)) == 3
-        assert await running.call(lambda _: 7) == 7
-
-    run(made, script)
-
-
-def test_draining_lets_requests_in_flight_end(gated, expected):
-    made, gate = gated(max_sequences=1)
-    prompts = [prompt_of(4 + i, i) for i in range(3)]
-
-    async def script(running):
-        tickets = [submit(running, prompt, 8) for prompt in prompts]
-        drained = asyncio.create_task(running.drain(HANG))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineDead, match="shutting down"):
-            submit(running, prompts[0], 8)
-        gate.allow()
-        answers = await asyncio.gather(*(said(running, ticket) for ticket in tickets))
-        await drained
-        return answers
-
-    assert run(made, script) == [expected(prompt, 8) for prompt in prompts]
 
 
 def test_requests_that_outlast_the_grace_end_with_an_error(gated):
@@ -329,24 +269,29 @@ def test_requests_that_outlast_the_grace_end_with_an_error(gated):
     assert is_empty(made) and len(made.steps) <= 3 and len(ended) == 3
 
 
-def test_hurry_ends_the_grace(gated):
-    made, gate = gated()
+def test_draining_lets_requests_in_flight_end_and_hurry_ends_it(gated, expected):
+    made, gate = gated(max_sequences=1)
+    prompts = [prompt_of(4 + i, i) for i in range(3)]
 
     async def script(running):
         hurry = asyncio.Event()
-        ticket = submit(running, prompt_of(4), 50)
-        drained = asyncio.create_task(running.drain(100 * HANG, hurry.is_set))
-        gate.allow(2)
-        await until(lambda: len(made.steps) >= 2)
+        *tickets, last = [submit(running, prompt, 8) for prompt in prompts]
+        drained = asyncio.create_task(running.drain(100 * tools.HANG, hurry.is_set))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDead, match="shutting down"):
+            submit(running, prompts[0], 8)
+        gate.allow(8 + 8 + 1)
+        for ticket, prompt in zip(tickets, prompts, strict=False):
+            assert await said(running, ticket) == expected(prompt, 8)
         await asyncio.sleep(0.2)  # several checks
-        assert not drained.done() and not ticket.ended
+        assert not drained.done() and not last.ended
         hurry.set()
         await drained
-        assert await error_of(running, ticket) == CLOSING and ticket.reason == "error"
+        assert await error_of(running, last) == CLOSING and last.reason == "error"
         gate.allow(1)
 
     run(made, script)
-    assert is_empty(made) and len(made.steps) <= 3
+    assert is_empty(made) and len(made.steps) <= 8 + 8 + 2
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["it ends", "the grace ends"])
@@ -357,11 +302,11 @@ def test_draining_waits_for_other_work_too(engine, ends):
     async def script(running):
         async def work():
             with running.place(1):
-                return await running.call(lambda _: goes_on.wait(HANG))
+                return await running.call(lambda _: goes_on.wait(tools.HANG))
 
         working = asyncio.create_task(work())
         await asyncio.sleep(0)
-        drained = asyncio.create_task(running.drain(100 * HANG if ends else 0.02))
+        drained = asyncio.create_task(running.drain(100 * tools.HANG if ends else 0.02))
         if ends:
             await asyncio.sleep(0.2)  # several checks
             assert not drained.done()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import cProfile
 import json
-import os
 import time
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
@@ -18,15 +17,13 @@ import torch
 from shared.bench.kit import Subject
 from shared.bench.rows import Results, Row
 from shared.bench.tests.tools import LIMITS, check_drawn, measured
-from shared.checkpoint import PRESETS, Checkpoint
 from shared.parity import random_prompt
 from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make
-from stage05_paged.memory import block_bytes, parse_memory
 from stage05_paged.records import BlocksRecord
 from stage06_serving import benchmark
 from stage06_serving.__main__ import SWITCH
-from stage06_serving.benchmark import FULL, HTTP, LOSE, NULL, OFFLINE, QUICK, SERVER, Load, Run
+from stage06_serving.benchmark import FULL, HTTP, LOSE, NULL, OFFLINE, SERVER, Load
 from stage06_serving.settings import parse
 
 TINY = replace(
@@ -61,23 +58,17 @@ def results(request: pytest.FixtureRequest) -> Results:
     return Results(content)
 
 
-@pytest.fixture
-def engine(tiny_model: Any) -> Any:
-    pool = BlockPool(64, 4)
-    return make(tiny_model, pool=pool, max_sequences=8, token_budget=64, sanitize=True)
-
-
 def groups(results: Results) -> list[Row]:
     return [row for case in (HTTP, NULL, LOSE) for row in results.groups(case)]
 
 
-def test_everything_is_drawn(results: Results) -> None:
+def test_everything_is_drawn(results):
     counts = check_drawn(benchmark.BENCHMARK, dict(results.content))
     assert [counts[name] for name in (HTTP, NULL, LOSE)] == [2, 1, 1]
     assert counts["tokens"] == len(benchmark.PARTS) + 3 and counts["passes"] > 0
 
 
-def test_both_sides_did_the_same_work_and_every_answer_was_proved(results: Results) -> None:
+def test_both_sides_did_the_same_work_and_every_answer_was_proved(results):
     for row in groups(results):
         variants = list(row["seconds"])
         assert variants[:2] == [OFFLINE, SERVER]
@@ -89,7 +80,7 @@ def test_both_sides_did_the_same_work_and_every_answer_was_proved(results: Resul
             assert {steps["passes"] for one in own for steps in one["steps"]} == {row.tokens}
 
 
-def test_times_and_shares_fit_together(results: Results) -> None:
+def test_times_and_shares_fit_together(results):
     for group in groups(results):
         for row in group.variants:
             runs = zip(row["seconds"], row["ttft"], row["itl"], row["cpu"], strict=True)
@@ -103,7 +94,7 @@ def test_times_and_shares_fit_together(results: Results) -> None:
         assert 0 < least <= most < 1
 
 
-def test_the_parts_of_a_token_s_way_make_the_whole(results: Results) -> None:
+def test_the_parts_of_a_token_s_way_make_the_whole(results):
     parts = benchmark.loop_parts(results)
     assert list(parts) == [*benchmark.PARTS, benchmark.REST] and all(parts.values())
     row = benchmark.main_row(results)
@@ -112,7 +103,7 @@ def test_the_parts_of_a_token_s_way_make_the_whole(results: Results) -> None:
     assert sum(parts.values()) * row.tokens / 1e6 == pytest.approx(whole)
 
 
-def test_a_profile_is_divided_by_the_files_of_callers() -> None:
+def test_a_profile_is_divided_by_the_files_of_callers():
     profiler = cProfile.Profile(time.thread_time)
     profiler.enable()
     for _ in range(200):
@@ -122,7 +113,7 @@ def test_a_profile_is_divided_by_the_files_of_callers() -> None:
     assert sum(found.values()) == pytest.approx(1) and found["chunk and JSON"] > 0.5
 
 
-def test_a_prediction_is_between_a_halt_and_a_fair_share() -> None:
+def test_a_prediction_is_between_a_halt_and_a_fair_share():
     cpu = {WATCHED[0]: [{"loop": 1.5, "client": 0.5}], WATCHED[1]: [{"loop": 70, "client": 70}]}
     seconds = {OFFLINE: [8.0], SERVER: [9.0]} | dict.fromkeys(WATCHED, [9.0])
     content = {"machine": {"cpus": 4}, "configuration": {}, "limits": vars(LIMITS), "results": {}}
@@ -131,7 +122,7 @@ def test_a_prediction_is_between_a_halt_and_a_fair_share() -> None:
     assert benchmark.share(row).median == pytest.approx(8 / 9)
 
 
-def test_passes_that_do_something_else_are_not_compared() -> None:
+def test_passes_that_do_something_else_are_not_compared():
     """A prompt in a pass, or a stream that is missing, would make it another one."""
     given = [(0, 9, 2, 5), (10, 2, 3, 0), (12.5, 4, 3, 0), (17, 1, 2, 0), (18, 3, 3, 0)]
     records = [
@@ -145,7 +136,9 @@ def test_passes_that_do_something_else_are_not_compared() -> None:
     assert benchmark.steps_of(records[:1], 3) == {"passes": 1, **nothing}
 
 
-def test_offline_the_next_request_follows_as_soon_as_one_has_ended(engine: Any) -> None:
+def test_offline_the_next_request_follows_as_soon_as_one_has_ended(tiny_model):
+    pool = BlockPool(64, 4)
+    engine = make(tiny_model, pool=pool, max_sequences=8, token_budget=64, sanitize=True)
     load = Load(HTTP, streams=3, requests=7, prompt=4, answer=6)
     prompts = [random_prompt(load.prompt, engine.config, i) for i in range(load.requests)]
     run = benchmark.run_offline(engine, load, prompts)
@@ -157,26 +150,7 @@ def test_offline_the_next_request_follows_as_soon_as_one_has_ended(engine: Any) 
     assert run.ids == [output.token_ids for output in outputs]
 
 
-def test_over_http_too(server: Any) -> None:
-    load = Load(HTTP, streams=2, requests=5, prompt=4, answer=6)
-    prompts = [random_prompt(load.prompt, PRESETS["stories"], i) for i in range(load.requests)]
-    run = asyncio.run(benchmark.run_client(server.url, load, prompts))
-    assert [len(ids) for ids in run.ids] == [load.answer] * load.requests
-    spans = [(sent, times[-1]) for sent, times in zip(run.sent, run.times, strict=True)]
-    for sent, _ in spans:
-        assert sum(begin <= sent < end for begin, end in spans) <= load.streams
-    alone = asyncio.run(benchmark.run_client(server.url, replace(load, streams=1), prompts))
-    assert alone.ids == run.ids
-
-
-def test_what_is_kept_of_a_run() -> None:
-    run = Run(9.0, [1.0, 2.0], [[1.5, 2.5, 4.5], [4.0, 5.0]], [[], []], {"engine": 1.0})
-    kept = run.kept()
-    assert (kept["seconds"], kept["ttft"], kept["itl"]) == (9.0, [0.5, 2.0], [1.0, 2.0])
-    assert Run(9.0, [1.0], [[1.5]], [[]], {}).kept()["itl"] is None
-
-
-def test_an_answer_that_is_an_error_stops_the_benchmark(server: Any) -> None:
+def test_an_answer_that_is_an_error_stops_the_benchmark(server):
     load = Load(HTTP, streams=1, requests=1, prompt=2000, answer=1)
     with pytest.raises(RuntimeError, match="the server answered HTTP/1.1 400"):
         asyncio.run(benchmark.run_client(server.url, load, [[1] * load.prompt]))
@@ -186,7 +160,7 @@ def test_an_answer_that_is_an_error_stops_the_benchmark(server: Any) -> None:
         benchmark.ids_of([good, b'data: {"error":{"message":"it is over"}}\n\n'])
 
 
-def test_a_wrong_token_and_a_short_answer_stop_the_benchmark(tiny: Checkpoint) -> None:
+def test_a_wrong_token_and_a_short_answer_stop_the_benchmark(tiny):
     subject = Subject(tiny, torch.float32)
     engine = make(subject.model, pool=BlockPool(64, 4), max_sequences=8, token_budget=64)
     load = Load(HTTP, streams=2, requests=2, prompt=4, answer=5)
@@ -200,32 +174,10 @@ def test_a_wrong_token_and_a_short_answer_stop_the_benchmark(tiny: Checkpoint) -
         benchmark.prove(subject, load, prompts, ids)
 
 
-def test_a_process_that_ends_stops_the_benchmark() -> None:
-    with benchmark.process() as helper, pytest.raises(RuntimeError, match="terminated abruptly"):
-        helper.submit(os._exit, 1).result()
-
-
-def test_the_engine_alone_is_made_by_the_server_s_own_command_line() -> None:
+def test_the_engine_alone_is_made_by_the_server_s_own_command_line():
     for model, dtype in FULL.subjects:
         settings = parse(benchmark.options(FULL, model, dtype, "packed"))
         assert (settings.model, settings.dtype, settings.linear) == (model, dtype, "packed")
         assert settings.random_weights == (model != "stories")
         assert settings.threads == torch.get_num_threads()
         assert not settings.prefix_caching  # a repeat must not find what the run before computed
-
-
-@pytest.mark.parametrize("plan", [FULL, QUICK])
-def test_the_plans_can_show_what_they_are_for(plan: benchmark.Plan) -> None:
-    most = plan.streams[-1][0]
-    assert most == max(streams for streams, _ in plan.streams) <= plan.max_sequences
-    for model, dtype in plan.subjects:
-        config = PRESETS[model]
-        blocks = parse_memory(plan.kv_memory, 2**40) // block_bytes(
-            config, getattr(torch, dtype), 16
-        )
-        for load in plan.loads((model, dtype)):
-            tokens = load.prompt + load.answer
-            assert load.requests >= load.streams and tokens <= config.n_positions
-            assert load.streams * -(-tokens // 16) <= blocks  # and none is preempted
-    cases = [load.case for load in plan.loads(plan.subjects[0])]
-    assert cases == [HTTP] * len(plan.streams) + [NULL, LOSE]

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import openai
 import pytest
+from langchain_openai import ChatOpenAI, OpenAI
 
-from stage06_serving.tests.asking import (
-    CHAT,
-    GREEDY,
-    IGNORE,
-    PROMPT,
-    TOKENIZER,
-    TOKENS,
-    chat,
-    complete,
-    counts,
-    first,
-    joined,
-    post,
-)
+from stage06_serving.tests import asking
+from stage06_serving.tests.asking import PROMPT, TOKENIZER, TOKENS, chat, complete, counts, first
+
+QUESTION = "Tell me a story."
+PROMPTS = [PROMPT, asking.OTHER, "In the village"]
 
 
 def test_a_chat_completion_has_the_fields_that_the_client_reads(client):
@@ -53,7 +46,7 @@ def test_max_completion_tokens_wins_and_the_rest_of_the_context_is_the_default(c
     assert counts(chat(client, max_tokens=3, max_completion_tokens=None))[1] == 3
     long = TOKENIZER.decode(TOKENIZER.encode("once upon a time " * 300)[:960])
     messages = [{"role": "user", "content": long}]
-    answer = chat(client, messages, max_completion_tokens=None, extra_body=IGNORE)
+    answer = chat(client, messages, max_completion_tokens=None, extra_body=asking.IGNORE)
     assert counts(answer)[2] == 1024 and answer.choices[0].finish_reason == "length"
 
 
@@ -71,18 +64,7 @@ def test_the_first_chunk_of_each_choice_has_the_role(client):
         assert (role, mine[0].delta.content) == ("assistant", "") and not any(rest)
         reasons = [choice.finish_reason for choice in mine]
         assert reasons == [None] * (len(mine) - 1) + ["length"]
-        assert joined(chunks, index) == whole.choices[index].message.content
-
-
-def test_the_clients_own_stream_helper_assembles_a_chat(client):
-    whole = chat(client).choices[0].message.content
-    stop = whole[-6:-2]  # an answer that is too long is an error to this helper
-    fields = GREEDY | {"max_completion_tokens": TOKENS}
-    with client.chat.completions.stream(messages=CHAT, stop=stop, **fields) as stream:
-        events = [event.type for event in stream]
-        choice = stream.get_final_completion().choices[0]
-    assert choice.message.content == whole[: whole.index(stop)] and choice.finish_reason == "stop"
-    assert events.count("content.delta") > 3 and events[-1] == "content.done"
+        assert asking.joined(chunks, index) == whole.choices[index].message.content
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}
@@ -104,10 +86,51 @@ def test_invalid_messages_are_refused(client, messages):
 
 def test_generate(server, client):
     body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
-    whole = post(server, "/generate", json=body).json()
+    whole = asking.post(server, "/generate", json=body).json()
     usage = complete(client).usage.model_dump(exclude_none=True)
     assert whole == {"text": first(client).text, "finish_reason": "length", "usage": usage}
-    *lines, done, _ = post(server, "/generate", json=body | {"stream": True}).text.split("\n\n")
+    *lines, done, _ = asking.post(server, "/generate", json=body | {"stream": True}).text.split(
+        "\n\n"
+    )
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert "".join(event["text"] for event in events) == whole["text"] and len(events) > 3
     assert events[-1]["finish_reason"] == "length" and events[-1]["usage"] == usage
+
+
+# ---- LangChain -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def options(server) -> dict[str, Any]:
+    server_options = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
+    return {**asking.GREEDY, **server_options, "max_tokens": 8}
+
+
+def test_langchain_s_chat_model(options, client):
+    model, expected = ChatOpenAI(**options), chat(client).choices[0].message.content
+    answer = model.invoke([("system", "Be kind."), ("human", QUESTION)])
+    assert answer.content and answer.response_metadata["finish_reason"] == "length"
+    assert answer.usage_metadata["output_tokens"] == 8
+    chunks = list(model.stream(QUESTION, stream_usage=True))
+    assert "".join(chunk.content for chunk in chunks) == expected and len(chunks) > 5
+    assert sum(one.usage_metadata["output_tokens"] for one in chunks if one.usage_metadata) == 8
+    word = expected.split()[2]
+    answer = model.invoke(QUESTION, stop=[word])
+    assert answer.content == expected[: expected.index(word)]
+    answer = model.bind(logprobs=True, top_logprobs=2).invoke(QUESTION)
+    content = answer.response_metadata["logprobs"]["content"]
+    assert "".join(one["token"] for one in content) == answer.content == expected
+    tool = {"name": "rain", "description": "makes rain", "parameters": {"type": "object"}}
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        model.bind_tools([tool]).invoke(QUESTION)
+
+
+def test_langchain_s_older_client_sends_a_list_of_prompts_at_once(options, client, server, metrics):
+    llm = OpenAI(**options)
+    texts = [first(client, prompt).text for prompt in PROMPTS]
+    assert llm.invoke(PROMPT) == texts[0] == "".join(llm.stream(PROMPT))
+    before = metrics(server.url)["vllm:e2e_request_latency_seconds_count"]
+    result = llm.generate(PROMPTS)
+    assert [generations[0].text for generations in result.generations] == texts
+    assert result.llm_output["token_usage"]["completion_tokens"] == 24
+    assert metrics(server.url)["vllm:e2e_request_latency_seconds_count"] == before + 3

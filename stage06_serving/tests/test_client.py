@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import openai
 import pytest
 
 from shared.errors import UserError
 from stage06_serving import client as small
-from stage06_serving.tests.conftest import House, Running
+from stage06_serving.tests.asking import complete
 
 PROMPT = "Once upon a time"
 CHUNK = {"choices": [{"index": 0, "text": " a", "finish_reason": None}]}
@@ -22,11 +19,11 @@ BROKEN = 'data: {"error": {"message": "it broke"}}'
 
 
 @pytest.fixture
-def answering() -> Iterator[Callable[[bytes], str]]:
+def answering():
     """answering(answer): an address that answers one request with these bytes, and closes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
-        def answer(data: bytes) -> None:
+        def answer(data):
             connection, _ = listening.accept()
             with connection:
                 connection.sendall(data)
@@ -34,7 +31,7 @@ def answering() -> Iterator[Callable[[bytes], str]]:
                 while connection.recv(2**16):  # closing with unread bytes would reset
                     pass
 
-        def start(data: bytes) -> str:
+        def start(data):
             threading.Thread(target=answer, args=(data,), daemon=True).start()
             return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
@@ -47,21 +44,17 @@ def events(*lines: str, status: str = "200 OK") -> bytes:
     return f"HTTP/1.1 {status}\r\n{head}\r\n\r\n{body}".encode()
 
 
-def test_an_answer_is_printed_after_its_prompt(
-    server: Running, client: openai.OpenAI, capsys: pytest.CaptureFixture[str]
-) -> None:
-    completion = client.completions.create(
-        model="stories", prompt=PROMPT, max_tokens=8, temperature=0
-    )
+def test_an_answer_is_printed_after_its_prompt(server, client, capsys):
+    text = complete(client, PROMPT).choices[0].text
     options = ["--max-tokens", "8", "--temperature", "0", "--url", server.url + "/"]
     assert small.main([PROMPT, *options]) == 0
     printed = capsys.readouterr()
-    assert printed.out == f"{PROMPT}{completion.choices[0].text}\n"
+    assert printed.out == f"{PROMPT}{text}\n"
     assert printed.err.startswith("[8 tokens in ")
     assert printed.err.endswith(" finish reason length]\n")
 
 
-def test_the_events_are_those_of_the_server(answering: Callable[[bytes], str]) -> None:
+def test_the_events_are_those_of_the_server(answering):
     url = answering(events(": a comment", DATA, DATA, "data: [DONE]"))
     assert list(small.stream(url, {"prompt": PROMPT})) == [CHUNK, CHUNK]
 
@@ -83,9 +76,7 @@ GATEWAY = events("<h1>Bad gateway</h1>", status="502 Bad Gateway")
         (b"", "cannot be reached"),
     ],
 )
-def test_every_failure_is_a_sentence(
-    answering: Callable[[bytes], str], answer: bytes, words: str
-) -> None:
+def test_every_failure_is_a_sentence(answering, answer, words):
     with pytest.raises(UserError, match=words):
         list(small.stream(answering(answer), {"prompt": PROMPT}))
 
@@ -94,12 +85,12 @@ def test_every_failure_is_a_sentence(
     "address",
     ["http://127.0.0.1:1", "127.0.0.1", "ftp://127.0.0.1", "http://[", "http://127.0.0.1:99999999"],
 )
-def test_an_address_without_a_server(address: str) -> None:
+def test_an_address_without_a_server(address):
     with pytest.raises(UserError, match="--url"):
         list(small.stream(address, {"prompt": PROMPT}))
 
 
-def test_a_key_is_sent(house: House, tiny_folder: Path) -> None:
+def test_a_key_is_sent(house, tiny_folder):
     locked = house("--model", str(tiny_folder), "--kv-memory", "64KiB", "--api-key", "first-key")
     body = {"prompt": "a", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     *_, last = small.stream(locked.url, body, "first-key")

@@ -9,17 +9,7 @@ import openai
 import pytest
 
 from stage06_serving.tests import asking
-from stage06_serving.tests.asking import (
-    IGNORE,
-    OTHER,
-    PROMPT,
-    TOKENIZER,
-    TOKENS,
-    complete,
-    counts,
-    first,
-    joined,
-)
+from stage06_serving.tests.asking import OTHER, PROMPT, TOKENIZER, TOKENS, complete, counts, first
 
 # Two dozen draws from eight tokens.
 DRAWS: dict[str, Any] = {"max_tokens": 24, "temperature": 2, "seed": 1}
@@ -63,17 +53,17 @@ def test_choices_are_prompt_major(client):
     assert counts(both)[:2] == (prompts, 6 * TOKENS)  # a prompt counts once
 
 
-@pytest.mark.parametrize("fields", [{}, {"max_tokens": None}])
-def test_sixteen_tokens_by_default(client, fields):
-    options = {"model": "stories", "prompt": PROMPT, "extra_body": IGNORE | fields}
-    answer = client.completions.create(**options)
-    assert counts(answer)[1] == 16 and answer.choices[0].finish_reason == "length"
+def test_sixteen_tokens_by_default(client):
+    for fields in ({}, {"max_tokens": None}):
+        options = {"model": "stories", "prompt": PROMPT, "extra_body": asking.IGNORE | fields}
+        answer = client.completions.create(**options)
+        assert counts(answer)[1] == 16 and answer.choices[0].finish_reason == "length"
 
 
 def test_the_context_is_a_limit_and_not_an_error(client):
     """Issue 10380 of llama.cpp: a prompt that was too long ended the process."""
     ids = (TOKENIZER.encode(PROMPT) * 256)[:1023]
-    answer = complete(client, ids, extra_body=IGNORE)
+    answer = complete(client, ids, extra_body=asking.IGNORE)
     assert answer.choices[0].finish_reason == "length" and counts(answer)[1] == 1
     too_long = {"maximum context length is 1024 tokens": [*ids, 5], "characters": "a" * 200_000}
     for message, prompt in too_long.items():  # the second is refused before it is tokenized
@@ -99,43 +89,25 @@ def test_a_seed_repeats_an_answer_and_its_samples_differ(client):
     bias = {str(token): 100 for token in range(300, 400)}  # no two answers are equal by chance
 
     def texts(**fields: Any) -> list[str]:
-        options = {"max_tokens": 16, "temperature": 2, "n": 3, "logit_bias": bias}
-        answer = complete(client, **options, **fields)
-        return [choice.text for choice in answer.choices]
+        options = {"temperature": 2, "n": 3, "logit_bias": bias, **fields}
+        return [choice.text for choice in complete(client, max_tokens=16, **options).choices]
 
-    assert texts(seed=5) == texts(seed=5) != texts(seed=6)
-    assert len(set(texts(seed=5))) == 3
-    assert texts(seed=2**62) == texts(seed=2**62) and texts(seed=-7) == texts(seed=-7)
-    assert len({*texts(), *texts(), *texts(seed=-1), *texts(seed=-1)}) == 12  # -1 is random
+    for seed in (5, 2**62, -7):
+        assert texts(seed=seed) == texts(seed=seed)
+    assert len({*texts(seed=5), *texts(seed=9), *texts(), *texts(seed=-1), *texts(seed=-1)}) == 15
 
 
-@pytest.fixture(scope="module")
-def drawn(client: openai.OpenAI) -> str:
-    """The text without further options."""
-    return first(client, **DRAWS).text
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
+def test_every_sampling_field_reaches_the_engine(client):
+    """Each option leads to other draws; test_engines.py shows that they are the right ones."""
+    plain = first(client, **DRAWS).text
+    for fields in (
         *({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"logit_bias": {"11": 100}}),
         *({"temperature": 0.1}, {"temperature": 0}, {"top_p": 0.3}, {"seed": 2}),
-        *({"extra_body": body} for body in ({"top_k": 2}, {"min_p": 0.9})),
-        {"extra_body": {"repetition_penalty": 3.0}},
-    ],
-    ids=str,
-)
-def test_every_sampling_field_reaches_the_engine(client, drawn, fields):
-    """Each option leads to other draws; test_parity.py shows that they are the right ones."""
-    assert first(client, **DRAWS | fields).text != drawn
-
-
-def test_logit_bias_decides_alone(client):
-    (wanted,) = TOKENIZER.encode(" fox")
-    assert first(client, logit_bias={str(wanted): 100}).text == " fox" * TOKENS
-    usual = first(client, max_tokens=1).text
-    bias = {str(TOKENIZER.encode(usual)[0]): -100}
-    assert first(client, max_tokens=1, logit_bias=bias).text != usual
+        *({"top_k": 2}, {"min_p": 0.9}, {"repetition_penalty": 3.0}),
+    ):
+        body = {"prompt": PROMPT, "extra_body": DRAWS | fields}
+        choice = client.completions.create(model="stories", **body).choices[0]
+        assert choice.text != plain, fields
 
 
 # ---- ends ---------------------------------------------------------------------------------------
@@ -172,20 +144,14 @@ def test_a_stop_string_ends_the_text_before_it(client):
 
 
 def test_a_stop_string_waits_for_min_tokens(client):
-    """No text of the tokens before may be, or begin, a stop string."""
-    whole = first(client, max_tokens=16, logprobs=0)
-    tokens = whole.logprobs.tokens
-    for early, late in ((0, 5), (3, 9)):
-        stop, before = tokens[early], "".join(tokens[: late - 1])
-        rest = whole.text[len(before) :]
-        options = {"max_tokens": 16, "stop": stop, "extra_body": {"min_tokens": late}}
-        choice = first(client, **options)
-        assert stop in before and choice.text == before + rest.partition(stop)[0]
-        assert choice.finish_reason == ("stop" if stop in rest else "length")
-        assert joined(list(complete(client, stream=True, **options))) == choice.text
-    at = tokens.index(tokens[7]) + 1
-    exact = complete(client, max_tokens=16, stop=tokens[7], extra_body={"min_tokens": at})
-    assert exact.choices[0].finish_reason == "stop" and counts(exact)[1] == at
+    """test_text.py shows that no text of the tokens before is, or begins, a stop string."""
+    tokens = first(client, max_tokens=16, logprobs=0).logprobs.tokens
+    stop = tokens[7]
+    for least, end in ((1, tokens.index(stop) + 1), (8, 8)):
+        answer = complete(client, max_tokens=16, stop=stop, extra_body={"min_tokens": least})
+        assert answer.choices[0].finish_reason == "stop" and counts(answer)[1] == end
+    (early,) = complete(client, stop=tokens[0], extra_body={"min_tokens": 2}).choices
+    assert early.text.startswith(tokens[0])
 
 
 def test_a_stop_token_ends_the_text(client):
@@ -200,12 +166,15 @@ def test_a_stop_token_ends_the_text(client):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"stop": [" was", "zzz"]}, {"logprobs": 2}, {"echo": True}, {"echo": True, "logprobs": 1}],
+    [
+        *({}, {"stop": [" was", "zzz"]}, {"echo": True}, {"echo": True, "logprobs": 1}),
+        {"logprobs": 2, "stop": ["ezzz"]},  # text is held back after an e
+    ],
 )
 def test_a_stream_is_the_whole_answer_in_pieces(client, fields):
     whole = first(client, max_tokens=20, **fields)
     chunks = list(complete(client, max_tokens=20, stream=True, **fields))
-    assert joined(chunks) == whole.text
+    assert asking.joined(chunks) == whole.text
     heads = {(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}
     assert heads == {(chunks[0].id, chunks[0].created, "stories", "text_completion")}
     choices = [chunk.choices[0] for chunk in chunks]
@@ -216,28 +185,18 @@ def test_a_stream_is_the_whole_answer_in_pieces(client, fields):
         for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
             parts = [getattr(each.logprobs, name) for each in choices if each.logprobs]
             assert [value for part in parts for value in part] == getattr(whole.logprobs, name)
-    if "stop" in fields:
+    if " was" in fields.get("stop", []):
         assert choices[-1].stop_reason == whole.stop_reason == " was"
-
-
-def test_the_choices_of_a_stream_have_their_own_index(client):
-    fields = {"n": 2, "temperature": 1, "seed": 8, "max_tokens": 15}
-    usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-    whole = complete(client, [PROMPT, OTHER], **fields)
-    chunks = list(complete(client, [PROMPT, OTHER], **usage, **fields))
-    assert [joined(chunks, index) for index in range(4)] == [each.text for each in whole.choices]
-    ends = [choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason]
-    assert sorted(ends) == [0, 1, 2, 3] and chunks[-1].usage == whole.usage
 
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": True}])
 def test_usage_comes_last_and_only_on_request(client, options):
-    chunks = list(complete(client, stream=True, stream_options=options))
+    *chunks, last = complete(client, stream=True, stream_options=options)
     wanted = bool(options and options.get("include_usage"))
-    assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [wanted]
+    assert not any(chunk.usage for chunk in chunks) and bool(last.usage) == wanted
     if wanted:
-        last, end = chunks[-1], chunks[-2].choices[0]
-        assert last.choices == [] and last.id == chunks[0].id and end.finish_reason
+        assert last.choices == [] and last.id == chunks[0].id
+        assert chunks[-1].choices[0].finish_reason
         assert counts(last) == (4, TOKENS, 4 + TOKENS)
 
 
@@ -246,7 +205,7 @@ def test_usage_may_come_with_every_chunk(client, ask):
     """The fields that GuideLLM always sends."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     fields = {"stream": True, "stream_options": options, "stop": None}
-    chunks = list(ask(client, extra_body=IGNORE | {"stop": None}, **fields))
+    chunks = list(ask(client, extra_body=asking.IGNORE | {"stop": None}, **fields))
     usages = [counts(chunk) for chunk in chunks]
     tokens = [completion for _, completion, _ in usages]
     assert tokens == sorted(tokens) and tokens[-1] == TOKENS and len(set(tokens)) > 3
@@ -256,7 +215,6 @@ def test_usage_may_come_with_every_chunk(client, ask):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_a_stream_as_curl_sees_it(server, path):
-    """Pitfall 22: `stream: false` ignored. Pitfall 26: a stream that is cut without [DONE]."""
     body = {"prompt": PROMPT, "messages": asking.CHAT, "max_tokens": 8, "temperature": 0}
     answer = asking.post(server, path, json=body | {"stream": True})
     kind, cache = answer.headers["content-type"], answer.headers["cache-control"]
@@ -265,6 +223,3 @@ def test_a_stream_as_curl_sees_it(server, path):
     *events, done, end = answer.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "") and len(events) > 1
     assert all(event.startswith("data: {") for event in events)
-    for stream in ({"stream": False}, {"stream": None}, {}):
-        whole = asking.post(server, path, json=body | stream)
-        assert whole.headers["content-type"] == "application/json" and whole.json()["usage"]

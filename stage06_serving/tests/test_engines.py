@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from shared import peers
-from shared.checkpoint import Checkpoint
+from shared.checkpoint import Checkpoint, load
+from shared.course.testing import random_checkpoint
 from shared.errors import UserError
+from stage01_forward.engine import Engine as Naive
+from stage01_forward.generation import Output
 from stage01_forward.model import load_model
+from stage01_forward.params import SamplingParams
 from stage04_continuous.make import make as make_slots
 from stage04_continuous.request import Request, State
-from stage04_continuous.tests.oracle import the_model
+from stage04_continuous.tests.oracle import CONFIG, the_model
 from stage04_continuous.tests.steps import StepContract
-from stage05_paged.blockmap import FREE
+from stage05_paged.blockmap import FREE, blockmap
 from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make as make_paged
 from stage06_serving import __main__ as stage
-from stage06_serving.async_engine import BROKEN, AsyncEngine
 from stage06_serving.engines import Batches, OneByOne, Paged, Slots, Static, Transformers
 from stage06_serving.live import look
-from stage06_serving.metrics import Metrics
 from stage06_serving.settings import parse
 from stage06_serving.status import AnyEngine
-from stage06_serving.tests import test_parity as parity
-from stage06_serving.tests.conftest import IDLE
-from stage06_serving.tests.tools import (
-    Failing,
-    Gate,
-    alone,
-    error_of,
-    is_empty,
-    prompt_of,
-    run,
-    said,
-    submit,
-    until,
-    words,
-)
+from stage06_serving.tests.tools import Failing, alone, is_empty, prompt_of, words
 
 KINDS = ("continuous", "static", "sequential", "transformers")
 ALONE = KINDS[2:]  # one request at a time
@@ -78,10 +68,6 @@ def model(tiny: Checkpoint) -> Any:
 def ask(engine: AnyEngine, name: str, length: int, count: int) -> Request:
     """Queue a request for `count` tokens."""
     return engine.add(Request(prompt_of(length, ord(name[0])), words(count), name))
-
-
-def ids(engine: AnyEngine) -> list[str]:
-    return [name for name, _ in engine.status.running]
 
 
 def finish(engine: AnyEngine) -> list[set[str]]:
@@ -135,6 +121,18 @@ class TestSequential(Adapted):
         return Batches(OneByOne(the_model()), 1, 1000)
 
 
+class TestTransformers(TestSequential):
+    @pytest.fixture
+    def broken(self, monkeypatch):
+        kind = peers.TransformersSequence
+        feed = Failing(kind.feed, {1}, RuntimeError("out of memory"))
+        return lambda: monkeypatch.setattr(kind, "feed", lambda *arguments: feed(*arguments))
+
+    def engine(self, *_: Any, **options: Any) -> Any:
+        model = peers.transformers_model(random_checkpoint(CONFIG, spread=24), torch.float64)
+        return Batches(Transformers(model, CONFIG), 1, 1000)
+
+
 # ---- which requests run when, and together with which -------------------------------------------
 
 
@@ -155,32 +153,27 @@ def test_an_abort_does_not_end_its_static_batch(make, model):
     stays, leaves, waits, late = (
         ask(engine, *each) for each in (("a", 5, 6), ("b", 9, 9), ("c", 4, 2), ("d", 3, 2))
     )
-    tokens = engine.step() + engine.step()
+    engine.step()
+    engine.step()
     assert engine.abort("b") is leaves.output and leaves.output.finish_reason == "abort"
     assert engine.abort("d").token_ids == []  # it only waited
-    emitted = [token.id for name, token in tokens if name == "b"]
-    assert leaves.output.token_ids == emitted
-    assert emitted == alone(model, leaves.prompt_ids, leaves.sampling)[:2]
-    assert ids(engine) == ["a"] and engine.status.owned == 1
-    before = len(engine.steps)
+    assert [name for name, _ in engine.status.running] == ["a"] and engine.status.owned == 1
     assert finish(engine) == [{"a"}] * 4 + [{"c"}] * 2
-    rows = [record.rows for record in list(engine.steps)[before:]]
-    assert rows == [2] * 4 + [1] * 2  # its row is still computed
-    assert len(leaves.output.token_ids) == 2 and late.state is State.FINISHED
-    for request in (stays, waits):
-        assert request.output.token_ids == alone(model, request.prompt_ids, request.sampling)
+    assert [record.rows for record in engine.steps] == [2] * 6 + [1] * 2  # b is still computed
+    assert late.state is State.FINISHED
+    for request in (stays, leaves, waits):
+        tokens = alone(model, request.prompt_ids, request.sampling)
+        assert request.output.token_ids == (tokens[:2] if request is leaves else tokens)
 
 
-def test_a_batch_of_aborted_requests_is_over(make, model):
+def test_a_batch_of_aborted_requests_is_over(make):
     engine = make("static", rows=2)
-    for name in "ab":
-        ask(engine, name, 5, 30)
-    waits = ask(engine, "c", 4, 3)
+    for name in "abc":
+        ask(engine, name, 5, 3)
     engine.step()
     engine.abort("a")
     engine.abort("b")
     assert finish(engine) == [{"c"}] * 3
-    assert waits.output.token_ids == alone(model, waits.prompt_ids, waits.sampling)
 
 
 @pytest.mark.parametrize("kind", ALONE)
@@ -189,7 +182,6 @@ def test_one_request_at_a_time(make, model, kind):
     engine = make(kind)
     requests = [ask(engine, *each) for each in (("a", 9, 3), ("b", 5, 30), ("c", 4, 2))]
     assert [engine.step()[0][0] for _ in range(5)] == ["a"] * 3 + ["b"] * 2
-    assert ids(engine) == ["b"]
     engine.abort("b")
     assert finish(engine) == [{"c"}] * 2
     assert {record.rows for record in engine.steps} == {1}
@@ -204,11 +196,23 @@ def test_one_request_at_a_time(make, model, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_records_of_the_steps_add_up(make, kind):
+    """To the page a slot is a block, and it has the number of its request."""
     engine = make(kind)
     asked = {"a": (9, 3), "b": (5, 7), "c": (40, 2), "d": (4, 5)}
     for name, (length, count) in asked.items():
         ask(engine, name, length, count)
-    finish(engine)
+    rows, waiting = engine.status.max_sequences, []
+    assert (engine.status.blocks, engine.status.block_size) == (rows, 64)
+    while not is_empty(engine):
+        engine.step()
+        status, runs = look(engine)
+        states = [state for state, count in runs for _ in range(count)]
+        numbers = [number for _, number in status.running]
+        assert len(states) == rows and [state for state in states if state != FREE] == numbers
+        assert dict(status.running).items() <= {"a": 0, "b": 1, "c": 2, "d": 3}.items()
+        assert status.owned == len(numbers) and status.hit_rate == status.preemptions == 0
+        waiting.append(status.waiting)
+    assert runs == [(FREE, rows)] and waiting[0] == len(asked) - rows and waiting[-1] == 0
     records = list(engine.steps)
     for record in records:
         assert sum(each.prefill_tokens for each in record.sequences) == record.prefill_tokens
@@ -222,32 +226,27 @@ def test_the_records_of_the_steps_add_up(make, kind):
         assert sum(each.decode_tokens for each in own) == count - 1
         assert [each.finish_reason for each in own] == [None] * (len(own) - 1) + ["length"]
     started = [record.started for record in records]
-    assert started == sorted(started) and records[-1].waiting == 0
-    assert records[0].waiting == len(asked) - (1 if kind in ALONE else ROWS)
+    assert started == sorted(started) and [record.waiting for record in records] == waiting
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_map_shows_the_slots(make, kind):
-    """To the page a slot is a block, and it has the number of its request."""
-    engine = make(kind)
-    ask(engine, "a", 5, 2)
-    ask(engine, "b", 5, 4)
-    rows = engine.status.max_sequences
-    assert (engine.status.blocks, engine.status.block_size) == (rows, 64)
-    seen = []
-    while not is_empty(engine):
+def test_the_map_of_the_paged_engine_is_its_scheduler_s(tiny_model):
+    """Three sequences in memory for two: after each step the scheduler's own tables and counts."""
+    options: dict[str, Any] = {"max_sequences": 3, "token_budget": 16, "sanitize": True}
+    engine = Paged(make_paged(tiny_model, pool=BlockPool(6, block_size=4), **options))
+    scheduler = engine.engine.scheduler
+    for number in range(3):
+        engine.add(Request([1, 2, 3, 4, number], words(12), f"sequence-{number}"))
+    waited = []
+    while scheduler.unfinished:
         engine.step()
         status, runs = look(engine)
-        states = [state for state, count in runs for _ in range(count)]
-        numbers = [number for _, number in status.running]
-        assert len(states) == rows and [state for state in states if state != FREE] == numbers
-        assert status.hit_rate == status.preemptions == 0
-        seen.append((dict(status.running), status.waiting))
-    if kind in ALONE:
-        assert seen == [({"a": 0}, 1), ({}, 1), *[({"b": 1}, 0)] * 3, ({}, 0)]
-    else:
-        assert seen == [({"a": 0, "b": 1}, 0), *[({"b": 1}, 0)] * 2, ({}, 0)]
-    assert runs == [(FREE, rows)]
+        assert [state for state, count in runs for _ in range(count)] == blockmap(scheduler)
+        running = tuple((request.id, request.arrival) for request in scheduler.running)
+        assert (status.running, status.owned) == (running, scheduler.pool.owned)
+        counts = scheduler.counts
+        assert (status.preemptions, status.hit_rate) == (counts.preemptions, counts.hit_rate)
+        waited.append(status.waiting)
+    assert status.preemptions > 0 and status.hit_rate > 0 and max(waited) > 0 and waited[-1] == 0
 
 
 # ---- failures -----------------------------------------------------------------------------------
@@ -279,91 +278,128 @@ def test_a_row_that_is_not_finite_ends_its_request_alone(tiny, model, kind):
     sick = Checkpoint(tiny.config, {name: tensor.clone() for name, tensor in tiny.tensors.items()})
     sick.tensors["wpe.weight"][30] = torch.nan
     engine = adapter(kind, sick, rows=2)
-    before, reaches, beside, after = (
-        ask(engine, *asked) for asked in (("a", 5, 4), ("b", 25, 30), ("c", 8, 10), ("d", 3, 5))
-    )
+    asked = (("a", 5, 4), ("b", 25, 30), ("c", 8, 10), ("d", 3, 5))
+    requests = [ask(engine, *each) for each in asked]
     together = finish(engine)
+    reaches = requests[1]
     assert reaches.output.finish_reason == "error"
     assert "NaN or infinite" in (reaches.output.error or "")
-    expected = alone(model, reaches.prompt_ids, reaches.sampling)
-    assert reaches.output.token_ids == expected[:6]
-    for request in (before, beside, after):
-        assert request.output.token_ids == alone(model, request.prompt_ids, request.sampling)
+    for request in requests:
+        tokens = alone(model, request.prompt_ids, request.sampling)
+        assert request.output.token_ids == (tokens[:6] if request is reaches else tokens)
     assert sum("b" in names for names in together) in (6, 7)
-    prompts = 5 + 25 + 8 + 3
-    assert sum(record.prefill_tokens for record in engine.steps) == prompts
     sequences = [each for record in engine.steps for each in record.sequences]
-    assert sum(each.prefill_tokens for each in sequences) == prompts
+    for records in (engine.steps, sequences):
+        assert sum(each.prefill_tokens for each in records) == 5 + 25 + 8 + 3
 
 
-# ---- on its thread ------------------------------------------------------------------------------
+# ---- over HTTP -----------------------------------------------------------------------------------
+
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "ignore_eos": True},
+    {"temperature": 1},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"temperature": 0, "repetition_penalty": 1.8},
+    {"temperature": 1, "logit_bias": {"5": 3, "7": -100}, "min_tokens": 3},
+    {"temperature": 1, "stop_token_ids": list(range(20))},
+]
 
 
-def gauges(metrics: Metrics) -> dict[str, float]:
-    """Those that are zero when nothing is in flight."""
-    families = text_string_to_metric_families(metrics.render().decode())
-    samples = [sample for family in families for sample in family.samples]
-    return {sample.name: sample.value for sample in samples if sample.name in IDLE}
+def naive(model: str) -> Naive:
+    return Naive(load_model(load(model), dtype=torch.float64))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_async_engine_runs_it(make, model, kind):
-    """Tokens, aborts of a running and of a waiting request, and gauges that go up and back."""
-    engine: Any = make(kind)
-    gate = Gate(engine.step)
-    engine.step = gate
-    rows = engine.status.max_sequences
-    prompts = [prompt_of(3 + number, number) for number in range(7)]
-
-    async def script(running: AsyncEngine) -> list[list[int]]:
-        metrics = Metrics(running, "tiny")
-        assert running.capacity == rows + 64
-        runs = submit(running, [7, 8, 9], 50)
-        gate.allow(2)
-        await until(lambda: gate.count == 3)  # two passes are made, and the thread waits
-        tickets = [submit(running, prompt, 5 + n) for n, prompt in enumerate(prompts)]
-        assert gauges(metrics) == {IDLE[0]: 1, IDLE[1]: 7, IDLE[2]: 1 / rows}
-        running.abort(runs)
-        running.abort(tickets[6])
-        gate.allow()
-        assert len(await said(running, runs)) == 3 and runs.reason == "abort"
-        answers = [await said(running, ticket) for ticket in tickets]
-        assert [ticket.reason for ticket in tickets] == ["length"] * 6 + ["abort"]
-        assert answers.pop() == []
-        assert gauges(metrics) == dict.fromkeys(IDLE, 0.0) and not running.in_flight
-        return answers
-
-    answers = run(engine, script)
-    assert answers == [alone(model, prompts[n], words(5 + n)) for n in range(6)]
-    assert is_empty(engine)
+def answer_of(engine: Naive, prompt: list[int], fields: dict[str, Any]) -> Output:
+    """The answer of stage 01 to the fields of a body."""
+    bias = {int(token): value for token, value in fields.get("logit_bias", {}).items()}
+    stops = tuple(fields.get("stop_token_ids", ()))
+    options = fields | {"logit_bias": bias, "stop_token_ids": stops}
+    return engine.generate([prompt], SamplingParams(**options))[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_failing_pass_is_reported_and_the_next_request_is_served(make, model, monkeypatch, kind):
-    engine: Any = make(kind)
-    place, name = {
-        "continuous": lambda: (engine.engine.runner, "run"),
-        "static": lambda: (engine.engine.engine, "_forward"),
-        "sequential": lambda: (engine.engine.engine, "_forward"),
-        "transformers": lambda: (peers.TransformersSequence, "feed"),
-    }[kind]()
-    if kind == "transformers":  # a method of a class: the sequence is its first argument
-        failing = Failing(place.feed, {3})
-        monkeypatch.setattr(place, name, lambda *arguments: failing(*arguments))
-    else:
-        monkeypatch.setattr(place, name, Failing(getattr(place, name), {3}))
-
-    async def script(running: AsyncEngine) -> None:
-        ticket = submit(running, prompt_of(5), 9)
-        assert await error_of(running, ticket) == BROKEN and ticket.generated == 2
-        answer = await said(running, submit(running, prompt_of(6), 9))
-        assert answer == alone(model, prompt_of(6), words(9))
-        await until(lambda: is_empty(engine))  # the probe of the failure has ended
-
-    run(engine, script)
+def crowd_of(vocabulary: int, count: int, longest: int) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts as ids, many of them with a common beginning, and options of all kinds."""
+    rng = random.Random("parity")
+    beginning = [rng.randrange(vocabulary) for _ in range(longest // 2)]
+    made = []
+    for number in range(count):
+        own = [rng.randrange(vocabulary) for _ in range(rng.randint(1, longest // 2))]
+        fields = OPTIONS[number % len(OPTIONS)] | {"max_tokens": rng.randint(4, 30), "seed": number}
+        made.append((beginning + own if number % 2 else own, fields))
+    return made
 
 
-# ---- the command line ---------------------------------------------------------------------------
+def crowd(url: str, model: str, made: list[Any]) -> list[tuple[list[int], str]]:
+    """Tokens and finish reasons of all requests, sent at once, every other one as a stream."""
+
+    async def ask(client: Any, number: int) -> tuple[list[int], str]:
+        prompt, fields = made[number]
+        extra = fields | {"return_token_ids": True}
+        options = {"model": model, "prompt": prompt, "extra_body": extra}
+        if number % 2 == 0:
+            choice = (await client.completions.create(**options)).choices[0]
+            return choice.token_ids, choice.finish_reason
+        stream = await client.completions.create(**options, stream=True)
+        choices = [chunk.choices[0] async for chunk in stream]
+        tokens = [token for choice in choices for token in choice.token_ids]
+        return tokens, choices[-1].finish_reason
+
+    async def ask_all() -> list[tuple[list[int], str]]:
+        options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 60}
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", **options) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(len(made))))
+
+    return asyncio.run(ask_all())
+
+
+def assert_parity(engine: Naive, url: str, model: str, made: list[Any]) -> list[Any]:
+    """A crowd gets the answers of stage 01; its answers."""
+    answers = crowd(url, model, made)
+    for answer, (prompt, fields) in zip(answers, made, strict=True):
+        expected = answer_of(engine, prompt, fields)
+        assert answer == (expected.token_ids, expected.finish_reason), fields
+    return answers
+
+
+def assert_samples(engine: Naive, url: str, model: str, prompt: list[int], **fields: Any) -> Any:
+    """Three samples of one prompt have the tokens of stage 01 for their seeds; the answer."""
+    extra = {"return_token_ids": True, "seed": 40, "n": 3, "max_tokens": 10, **fields}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        answer: Any = client.completions.create(model=model, prompt=prompt, extra_body=extra)
+    for number, choice in enumerate(answer.choices):
+        options = {"temperature": 1, "seed": 40 + number, "max_tokens": 10}
+        assert choice.token_ids == answer_of(engine, prompt, options).token_ids
+    return answer
+
+
+@pytest.mark.parametrize("preemption", ["recompute", pytest.param("swap", marks=pytest.mark.slow)])
+def test_a_crowd_with_little_memory(house, metrics, tiny_folder, preemption):
+    """Memory for 2 whole contexts, and 8 sequences: prompts share blocks, and requests lose
+    them."""
+    folder = str(tiny_folder)
+    options = ("--dtype", "float64", "--block-size", "4", "--kv-memory", "72KiB")
+    swap = ("--swap-memory", "1MiB") if preemption == "swap" else ()
+    limits = ("--max-sequences", "8", "--token-budget", "48")
+    running = house("--model", folder, *options, "--preemption", preemption, *swap, *limits)
+    answers = assert_parity(naive(folder), running.url, "tiny", crowd_of(300, 45, 60))
+    numbers = metrics(running.url)
+    assert numbers["vllm:num_preemptions_total"] > 0 and numbers["vllm:prefix_cache_hits_total"] > 0
+    assert {reason for _, reason in answers} == {"stop", "length"}
+
+
+def test_the_embedded_model(house):
+    """Samples of one prompt, which share its blocks, are those of single requests with their
+    seeds."""
+    engine = naive("stories")
+    running = house("--dtype", "float64", "--kv-memory", "6MiB", "--max-sequences", "6")
+    made = crowd_of(load("stories").config.vocab_size, 9, 40)
+    made = [(prompt, fields | {"max_tokens": 10}) for prompt, fields in made]
+    assert_parity(engine, running.url, "stories", made)
+    assert_samples(engine, running.url, "stories", [5, 6, 7, 8, 9, 10] * 4)
+
 
 CONTEXT = 64 * 1024  # bytes of one whole context of the tiny folder's model in float32
 
@@ -398,16 +434,16 @@ def test_options_for_blocks_are_refused(tiny_folder, kind, option):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_with_it(house, wait_idle, tiny_folder, kind):
     """A crowd gets the tokens of stage 01; samples, an echo, and the page's frames work too."""
-    oracle = parity.naive(str(tiny_folder))
+    oracle = naive(str(tiny_folder))
     options = ("--dtype", "float64", "--kv-memory", str(8 * CONTEXT), "--max-sequences", "6")
     running = house("--model", str(tiny_folder), "--engine", kind, *options, "--no-sanitize")
     rows = 1 if kind in ALONE else 4  # contexts
     start = running.stderr()
     assert f"\n  engine  {kind}\n" in start and f" in {rows} blocks of 256 tokens" in start
-    requests, prompt = parity.requests(300, 14, 60), [5, 6, 7, 8]
-    answers = parity.assert_parity(oracle, running.url, "tiny", requests)
+    requests, prompt = crowd_of(300, 14, 60), [5, 6, 7, 8]
+    answers = assert_parity(oracle, running.url, "tiny", requests)
     scored = {"echo": True, "logprobs": 1}
-    samples = parity.assert_samples(oracle, running.url, "tiny", prompt, **scored).choices
+    samples = assert_samples(oracle, running.url, "tiny", prompt, **scored).choices
     first = samples[0].logprobs.token_logprobs
     assert all(each.logprobs.token_logprobs[:4] == [None, *first[1:4]] for each in samples)
     numbers = wait_idle(running.url)
@@ -417,8 +453,7 @@ def test_a_server_with_it(house, wait_idle, tiny_folder, kind):
     assert numbers["vllm:generation_tokens_total"] == sum(map(len, generated))
     prompts = sum(len(ids) for ids, _ in requests) + 3 * len(prompt)
     assert numbers["vllm:prompt_tokens_total"] == prompts
-    assert frame["alive"] and frame["map"] == [[FREE, rows]]
+    assert frame["map"] == [[FREE, rows]] and frame["running"] == [] and frame["waiting"] == 0
     assert (frame["blocks"], frame["block_size"]) == (rows, 256)
-    assert frame["running"] == [] and frame["waiting"] == 0
     assert frame["step"] == frame["steps"][-1]["number"] > 10
-    assert max(len(step["rows"]) for step in frame["steps"]) <= rows and frame["steps"][-1]["rows"]
+    assert max(len(step["rows"]) for step in frame["steps"]) <= rows

@@ -13,6 +13,7 @@ from typing import Any
 from shared.course.museum.inside import Asking, Inside
 from stage06_serving import sse
 from stage06_serving.live import MOST_WATCHERS
+from stage06_serving.tests.tools import Failing
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
 SHORT = {"prompt": "Once upon a time", "max_tokens": 3, "temperature": 0}
@@ -25,8 +26,6 @@ async def idle(inside: Inside) -> None:
 
 
 def test_an_answer_is_a_stream_only_where_one_was_asked_for():
-    """Catches a server that streams for false, null or an absent field."""
-
     async def script(inside: Inside) -> None:
         for path in ("/v1/completions", "/generate"):
             for fields in ({}, {"stream": False}, {"stream": None}):
@@ -41,8 +40,6 @@ def test_an_answer_is_a_stream_only_where_one_was_asked_for():
 
 
 def test_a_client_that_leaves_before_its_answer_ends_it():
-    """Catches a server that computes a whole answer for a client that has gone."""
-
     async def script(inside: Inside) -> None:
         asking = inside.begin("/v1/completions", LONG)
         await inside.passes(5)
@@ -55,8 +52,6 @@ def test_a_client_that_leaves_before_its_answer_ends_it():
 
 
 def test_a_late_answer_ends_in_the_engine_too():
-    """Catches a 504 after which the engine goes on."""
-
     async def script(inside: Inside) -> None:
         assert (await inside.ask("/v1/completions", LONG)).status == 504
         await idle(inside)
@@ -85,36 +80,33 @@ def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
 
 
 def test_the_number_of_watching_pages_is_limited():
-    """Catches a server that draws for any number: 100 clients at /live kept the loop busy."""
+    """100 clients at /live kept the loop busy."""
 
     async def script(inside: Inside) -> None:
-        watching = [inside.begin("/live") for _ in range(MOST_WATCHERS)]
-        while not all(each.heard.status == 200 for each in watching):
-            await asyncio.sleep(0.005)
+        async def watch() -> Asking:
+            page = inside.begin("/live")
+            while page.heard.status is None:
+                await asyncio.sleep(0.005)
+            return page
+
+        watching = [await watch() for _ in range(MOST_WATCHERS)]
         refused = await inside.ask("/live")
         assert refused.status == 503 and refused.headers["retry-after"]
         assert "watch" in refused.json()["error"]["message"]
         watching[0].leave()
         await watching[0].answer()
-        watching[0] = inside.begin("/live")  # there is room again
-        while watching[0].heard.status is None:
-            await asyncio.sleep(0.005)
-        assert watching[0].heard.status == 200
-        for each in watching:
-            each.leave()
-            await each.answer()
+        watching[0] = await watch()  # there is room again
+        for page in watching:
+            assert page.heard.status == 200
+            page.leave()
+            await page.answer()
 
     Inside.run(script)
 
 
 def test_a_server_whose_engine_is_dead_can_be_stopped():
-    """Catches a shutdown that waits for answers which never come."""
-
     async def script(inside: Inside) -> None:
-        def failing(*arguments: Any) -> Any:
-            raise SystemExit
-
-        inside.engine.runner.run = failing
+        inside.engine.runner.run = Failing(inside.engine.runner.run, {1}, SystemExit())
         assert (await inside.ask("/v1/completions", SHORT)).status == 503
         assert (await inside.ask("/health")).status == 503
 
@@ -122,18 +114,10 @@ def test_a_server_whose_engine_is_dead_can_be_stopped():
 
 
 def test_a_stream_that_fails_has_an_error_event():
-    """Catches a stream that just ends: the official client takes it for a whole answer."""
+    """The official client takes a stream that just ends for a whole answer."""
 
     async def script(inside: Inside) -> list[Any]:
-        forward = inside.engine.runner.run
-
-        def failing(*arguments: Any) -> Any:
-            if len(inside.engine.steps) == 5:
-                inside.engine.runner.run = forward
-                raise RuntimeError("a planted fault")
-            return forward(*arguments)
-
-        inside.engine.runner.run = failing
+        inside.engine.runner.run = Failing(inside.engine.runner.run, {5})
         return list((await inside.ask("/v1/completions", LONG | {"stream": True})).events())
 
     *chunks, error, done = Inside.run(script)
@@ -166,15 +150,11 @@ def test_only_the_engines_thread_touches_scheduler_pool_and_cache():
             await asyncio.sleep(0.001)
         numbers = (await inside.ask("/metrics")).body.decode()
         assert 'vllm:num_requests_running{model_name="stories"} 1.0' in numbers
-        bodies = [
-            SHORT | {"n": 2, "temperature": 1, "echo": True, "logprobs": 2, "stream": True},
-            SHORT | {"max_tokens": 0, "echo": True, "logprobs": 1},
-            SHORT | {"prompt": "a " * 300},
-            SHORT | {"max_tokens": 10**6},
-            SHORT | {"stop": "e"},
-        ]
-        statuses = [(await inside.ask("/v1/completions", body)).status for body in bodies]
-        assert statuses == [200, 200, 200, 400, 200]
+        sampled = {"n": 2, "temperature": 1, "echo": True, "logprobs": 2, "stream": True}
+        scored, long = {"max_tokens": 0, "echo": True, "logprobs": 1}, {"prompt": "a " * 300}
+        for fields in (sampled, scored, long, {"max_tokens": 10**6}, {"stop": "e"}):
+            status = (await inside.ask("/v1/completions", SHORT | fields)).status
+            assert status == (400 if fields == {"max_tokens": 10**6} else 200)
         for path in ("/metrics", "/health", "/v1/models", "/version", "/"):
             assert (await inside.ask(path)).status == 200
         stream.leave()

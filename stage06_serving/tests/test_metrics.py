@@ -6,20 +6,16 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from stage06_serving.tests.faulty_server import VARIABLE, Fault, until
+from stage06_serving.tests.crowd import ended
+from stage06_serving.tests.faulty_server import until
 
 # The families that vLLM's dashboards ask for.
-GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-COUNTERS = (
-    *("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens"),
-    *("generation_tokens", "request_success", "admission_rejections"),
-)
-HISTOGRAMS = (
-    *("iteration_tokens_total", "time_to_first_token_seconds", "inter_token_latency_seconds"),
-    *("e2e_request_latency_seconds", "request_queue_time_seconds"),
-    *("request_prefill_time_seconds", "request_decode_time_seconds"),
-    *("request_prompt_tokens", "request_generation_tokens"),
-)
+GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+COUNTERS = """num_preemptions prefix_cache_queries prefix_cache_hits prompt_tokens generation_tokens
+    request_success admission_rejections"""
+HISTOGRAMS = """iteration_tokens_total time_to_first_token_seconds inter_token_latency_seconds
+    e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds
+    request_decode_time_seconds request_prompt_tokens request_generation_tokens"""
 REASONS = {"stop", "length", "abort", "error"}
 IDS = list(range(10, 50))  # 40 tokens: two whole blocks and a half
 
@@ -37,17 +33,13 @@ def complete(running, prompt=IDS, status=200, **fields):
 
 
 def success(numbers):
-    """Ended sequences, by reason."""
-    name = "vllm:request_success_total"
-    return {reason: numbers[f'{name}{{finished_reason="{reason}"}}'] for reason in REASONS}
+    return {reason: ended(numbers, reason) for reason in REASONS}
 
 
 @pytest.fixture(scope="module")
-def faulty(house, tiny_folder, tmp_path_factory):
+def faulty(lodge):
     """A server on the tiny model that accepts three sequences, and its fault."""
-    fault = Fault(tmp_path_factory.mktemp("faults") / "fault")
-    arguments = ("--model", str(tiny_folder), "--max-sequences", "2", "--max-queue", "1")
-    return house(*arguments, env={VARIABLE: str(fault.file)}), fault
+    return lodge("--max-sequences 2 --max-queue 1")
 
 
 def test_the_counters_are_exact(faulty, wait_idle):
@@ -71,22 +63,26 @@ def test_the_counters_are_exact(faulty, wait_idle):
     assert success(numbers) == {"length": 5, "stop": 1, "abort": 0, "error": 1}
     answers = [8, 1, 5, 5, 6, 1]  # tokens; the answer that failed has none
     # The probe after the fault is not counted.
-    assert numbers["vllm:generation_tokens_total"] == sum(answers)
-    assert numbers["vllm:prefix_cache_hits_total"] == 32
-    # The second of two samples computes the last token of the prompt again.
-    assert numbers["vllm:prompt_tokens_total"] == 40 + (40 - 32) + 3 + 1 + 2 + 2
     computed = (40 + 7) + 8 + (3 + 1 + 2 * 4) + (2 + 5) + 2
-    assert numbers["vllm:iteration_tokens_total_sum"] == computed
-    assert numbers["vllm:admission_rejections_total"] == 0
-    assert numbers["vllm:num_preemptions_total"] == 0
-    assert numbers["vllm:time_to_first_token_seconds_count"] == len(answers)
-    assert numbers["vllm:inter_token_latency_seconds_count"] == sum(answers) - len(answers)
-    for phase in ("queue", "prefill", "decode"):
-        assert numbers[f"vllm:request_{phase}_time_seconds_count"] == len(answers)
-    assert numbers["vllm:e2e_request_latency_seconds_count"] == len(answers) + 1
-    assert numbers["vllm:request_generation_tokens_count"] == len(answers) + 1
-    assert numbers["vllm:request_generation_tokens_sum"] == sum(answers)
-    assert numbers["vllm:request_prompt_tokens_sum"] == 40 + 40 + 3 + 3 + 2 + 2 + 3
+    for name, value in {
+        "generation_tokens_total": sum(answers),
+        "prefix_cache_hits_total": 32,
+        # The second of two samples computes the last token of the prompt again.
+        "prompt_tokens_total": 40 + (40 - 32) + 3 + 1 + 2 + 2,
+        "iteration_tokens_total_sum": computed,
+        "admission_rejections_total": 0,
+        "num_preemptions_total": 0,
+        "time_to_first_token_seconds_count": len(answers),
+        "inter_token_latency_seconds_count": sum(answers) - len(answers),
+        "request_queue_time_seconds_count": len(answers),
+        "request_prefill_time_seconds_count": len(answers),
+        "request_decode_time_seconds_count": len(answers),
+        "e2e_request_latency_seconds_count": len(answers) + 1,
+        "request_generation_tokens_count": len(answers) + 1,
+        "request_generation_tokens_sum": sum(answers),
+        "request_prompt_tokens_sum": 40 + 40 + 3 + 3 + 2 + 2 + 3,
+    }.items():
+        assert numbers[f"vllm:{name}"] == value, name
 
 
 def test_the_gauges_count_requests_in_flight(faulty, metrics, wait_idle):
@@ -110,7 +106,7 @@ def test_the_gauges_count_requests_in_flight(faulty, metrics, wait_idle):
 
 
 def test_the_names_are_those_of_vllm(server):
-    kinds = {"gauge": GAUGES, "counter": COUNTERS, "histogram": HISTOGRAMS}
+    kinds = {"gauge": GAUGES, "counter": COUNTERS.split(), "histogram": HISTOGRAMS.split()}
     expected = {f"vllm:{name}": kind for kind, names in kinds.items() for name in names}
     served = {family.name: family.type for family in families(server.url)}
     assert expected.items() <= served.items()

@@ -12,61 +12,37 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shared.errors import UserError
+from stage06_serving import protocol
 from stage06_serving.chat import SIMPLE, load_template
 from stage06_serving.errors import TYPES, ApiError, error_body, validation_message
-from stage06_serving.protocol import (
-    MOST_BIASES,
-    REFUSED,
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerateBody,
-    Message,
-    TokenizeBody,
-)
+from stage06_serving.protocol import REFUSED, ChatBody, CompletionBody, GenerateBody, TokenizeBody
 
 LARGEST_ERROR = 2048  # bytes
-NUMBERS = {  # lowest, highest, and whether the lowest itself is allowed
-    "temperature": (0, 2, True),
-    "top_p": (0, 1, False),
-    "min_p": (0, 1, True),
-    "presence_penalty": (-2, 2, True),
-    "frequency_penalty": (-2, 2, True),
-    "repetition_penalty": (0.01, 100, True),
-}
-INTEGERS = {
-    "max_tokens": (0, 1_000_000),
-    "min_tokens": (0, 1_000_000),
-    "top_k": (-1, 1_000_000),
-    "seed": (-(2**63), 2**63 - 1),
-    "n": (1, 16),
-    "logprobs": (0, 20),
-}
+PENALTIES = dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2, 2, True))
+# Lowest, highest, and whether the lowest itself is allowed.
+NUMBERS = {"temperature": (0, 2, True), "top_p": (0, 1, False), "min_p": (0, 1, True), **PENALTIES}
+NUMBERS |= {"repetition_penalty": (0.01, 100, True)}
+INTEGERS = {**dict.fromkeys(("max_tokens", "min_tokens"), (0, 1_000_000)), "top_k": (-1, 1_000_000)}
+INTEGERS |= {"seed": (-(2**63), 2**63 - 1), "n": (1, 16), "logprobs": (0, 20)}
 BOOLEANS = ("stream", "echo", "ignore_eos", "include_stop_str_in_output", "return_token_ids")
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
-VALUES = st.recursive(
-    PLAIN,
-    lambda inside: (
-        st.lists(inside, max_size=5) | st.dictionaries(st.text(max_size=5), inside, max_size=5)
-    ),
-    max_leaves=9,
-)
+VALUES = PLAIN | st.lists(PLAIN, max_size=5) | st.dictionaries(st.text(max_size=5), PLAIN)
 USER = [{"role": "user", "content": "a"}]
+examples = settings(deadline=None, derandomize=True)
 
 
 def completion(**fields: Any) -> CompletionBody:
     return CompletionBody(**{"prompt": "a", "temperature": 1.0, **fields})
 
 
-def refused(kind: type[Body], **fields: Any) -> list[Any]:
+def refused(kind: type[protocol.Body], **fields: Any) -> list[Any]:
     """Pydantic's errors, as FastAPI passes them on. Fails if there are none."""
     with pytest.raises(ValidationError) as error:
         kind(**fields)
     return [{**one, "loc": ("body", *one["loc"])} for one in error.value.errors()]
 
 
-def named(kind: type[Body], **fields: Any) -> str | None:
+def named(kind: type[protocol.Body], **fields: Any) -> str | None:
     """The field that the error names."""
     return validation_message(refused(kind, **fields))[1]
 
@@ -74,7 +50,7 @@ def named(kind: type[Body], **fields: Any) -> str | None:
 # ---- bounds and strictness
 
 
-@settings(deadline=None, derandomize=True)
+@examples
 @given(st.sampled_from(sorted(NUMBERS)), st.floats(-200, 200))
 def test_numbers_are_within_their_bounds_or_refused(name, value):
     low, high, closed = NUMBERS[name]
@@ -84,13 +60,12 @@ def test_numbers_are_within_their_bounds_or_refused(name, value):
         assert named(CompletionBody, prompt="a", **{name: value}) == name
 
 
-@settings(deadline=None, derandomize=True)
-@given(st.sampled_from(sorted(INTEGERS)), st.integers(-(2**70), 2**70) | st.integers(-30, 30))
-def test_integers_are_within_their_bounds_or_refused(name, value):
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_are_within_their_bounds_or_refused(name):
     low, high = INTEGERS[name]
-    if low <= value <= high:
+    for value in (low, high, (low + high) // 2):
         assert getattr(completion(**{name: value}), name) == value
-    else:
+    for value in (low - 1, high + 1, -(2**70), 2**70):
         assert named(CompletionBody, prompt="a", **{name: value}) == name
 
 
@@ -107,8 +82,8 @@ def test_logit_bias_has_token_ids_and_numbers():
         refused(CompletionBody, prompt="a", logit_bias={"5": bias})
     for id in ("٣", "1" * 10, "", "1.5", 5):
         refused(CompletionBody, prompt="a", logit_bias={id: 1})
-    most = {str(id): 1 for id in range(MOST_BIASES)}
-    assert len(completion(logit_bias=most).params(5, None, 0).logit_bias) == MOST_BIASES
+    most = {str(id): 1 for id in range(protocol.MOST_BIASES)}
+    assert len(completion(logit_bias=most).params(5, None, 0).logit_bias) == protocol.MOST_BIASES
 
 
 def test_null_is_the_default():
@@ -124,18 +99,19 @@ def test_refused_fields_may_be_sent_empty(name):
     assert name in validation_message(refused(CompletionBody, prompt="a", **{name: "x"}))[0]
 
 
-@settings(deadline=None, derandomize=True)
+@examples
 @given(
-    st.sampled_from([CompletionBody, ChatBody, GenerateBody, TokenizeBody, DetokenizeBody]),
+    st.sampled_from(
+        [CompletionBody, ChatBody, GenerateBody, TokenizeBody, protocol.DetokenizeBody]
+    ),
     st.data(),
 )
 def test_any_body_is_accepted_or_refused_briefly(kind, data):
     """Nothing else is raised. An error does not repeat the body: a log or a page may show it."""
     names = st.sampled_from([*kind.model_fields, "tools", "anything"])
     markers = st.just("marker" * 200) | st.just(["marker" * 200] * 3)
-    fields = data.draw(st.dictionaries(names, VALUES | markers, max_size=6))
     try:
-        kind.model_validate(fields)
+        kind.model_validate(data.draw(st.dictionaries(names, VALUES | markers, max_size=6)))
     except ValidationError as error:
         errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
         message, field = validation_message(errors)
@@ -144,28 +120,20 @@ def test_any_body_is_accepted_or_refused_briefly(kind, data):
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"),
+    ("kind", "field", "value"),
     [
-        (CompletionBody, {"prompt": "a \ud800 b"}),
-        (CompletionBody, {"prompt": ["a", "\udfff"]}),
-        (CompletionBody, {"stop": "\ud83d", "prompt": "a"}),
-        (CompletionBody, {"stop": ["b", "\ude00\ud83d"], "prompt": "a"}),
-        (GenerateBody, {"prompt": "\ud800"}),
-        (TokenizeBody, {"prompt": "\ud800"}),
-        (ChatBody, {"messages": [{"role": "user", "content": "\ud800"}]}),
-        (ChatBody, {"messages": [{"role": "\ud800", "content": "a"}]}),
-        (
-            ChatBody,
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
-        ),
+        *((kind, "prompt", "a \ud800") for kind in (CompletionBody, GenerateBody, TokenizeBody)),
+        (CompletionBody, "prompt", ["a", "\udfff"]),
+        *((CompletionBody, "stop", stop) for stop in ("\ud83d", ["b", "\ude00\ud83d"])),
+        (ChatBody, "messages", [{"role": "user", "content": "\ud800"}]),
+        (ChatBody, "messages", [{"role": "\ud800", "content": "a"}]),
+        (ChatBody, "messages", [{"role": "a", "content": [{"type": "text", "text": "\ud800"}]}]),
     ],
 )
-def test_half_a_surrogate_pair_is_refused_and_named(kind, fields):
+def test_half_a_surrogate_pair_is_refused_and_named(kind, field, value):
     """JSON can express it and UTF-8 cannot: it has no tokens, and no answer can repeat it."""
-    message, field = validation_message(refused(kind, **fields))
-    assert (
-        field == [*fields][0] and f"'{field}'" in message and "half of a surrogate pair" in message
-    )
+    message, found = validation_message(refused(kind, **{"prompt": "a", field: value}))
+    assert found == field and f"'{field}'" in message and "half of a surrogate pair" in message
     whole = json.loads(r'{"prompt": "\ud83d\ude00", "stop": ["\ud83d\ude00"]}')
     body = CompletionBody.model_validate(whole)
     assert (body.prompts, body.stops) == (["\N{GRINNING FACE}"], ["\N{GRINNING FACE}"])
@@ -175,50 +143,47 @@ def test_half_a_surrogate_pair_is_refused_and_named(kind, fields):
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"),
+    ("kind", "field", "value"),
     [
-        (CompletionBody, {"prompt": [""] * 50_000}),
-        (CompletionBody, {"prompt": [-1] * 50_000}),
-        (CompletionBody, {"prompt": [[-1] * 50_000]}),
-        (CompletionBody, {"prompt": [[""] * 1000] * 32}),
-        (CompletionBody, {"prompt": "a", "stop": [5] * 50_000}),
-        (CompletionBody, {"prompt": "a", "stop_token_ids": [""] * 50_000}),
-        (CompletionBody, {"prompt": "a", "logit_bias": {str(id): "" for id in range(50_000)}}),
-        (ChatBody, {"messages": [5] * 50_000}),
-        (ChatBody, {"messages": [{"role": "user", "content": [5] * 1000}] * 900}),
-        (DetokenizeBody, {"tokens": [""] * 50_000}),
+        *((CompletionBody, "prompt", [wrong] * 50_000) for wrong in ("", -1)),
+        *((CompletionBody, "prompt", value) for value in ([[-1] * 50_000], [[""] * 1000] * 32)),
+        *((CompletionBody, name, [""] * 50_000) for name in ("stop", "stop_token_ids")),
+        (CompletionBody, "logit_bias", {str(id): "" for id in range(50_000)}),
+        (ChatBody, "messages", [5] * 50_000),
+        (ChatBody, "messages", [{"role": "user", "content": [5] * 1000}] * 900),
+        (protocol.DetokenizeBody, "tokens", [""] * 50_000),
     ],
+    ids=lambda value: str(value)[:20],
 )
-def test_a_body_full_of_errors_has_few(kind, fields):
+def test_a_body_full_of_errors_has_few(kind, field, value):
     """A body of 1 MB with an error in each of its items kept the event loop busy for 5 seconds."""
-    assert len(refused(kind, **fields)) < 30
+    assert len(refused(kind, **{"prompt": "a", field: value})) < 30
 
 
 def test_lists_are_bounded():
     assert len(completion(prompt=["a"] * 32).prompts) == 32
-    for prompt in (["a"] * 33, [[5]] * 33):
-        assert named(CompletionBody, prompt=prompt) == "prompt"
-    for count in (17, 2**62):
-        assert named(ChatBody, messages=USER, n=count) == "n"
-        assert named(CompletionBody, prompt="a", best_of=count) == "best_of"
-    refused(CompletionBody, prompt="a", n=1, best_of=2)
     assert completion(stop=["a" * 64] * 4).stops == ["a" * 64] * 4
-    for stop in (["a"] * 5, "a" * 65, ["a" * 65], "", [""]):
-        message, field = validation_message(refused(CompletionBody, prompt="a", stop=stop))
-        assert field == "stop" and "at most 4" in message and "1 to 64 characters" in message
+    for kind, name, values in (
+        (CompletionBody, "prompt", (["a"] * 33, [[5]] * 33)),
+        *((kind, "n", (17, 2**62)) for kind in (CompletionBody, ChatBody)),
+        (CompletionBody, "best_of", (17, 2**62)),
+        (CompletionBody, "stop", (["a"] * 5, "a" * 65, ["a" * 65], "", [""])),
+    ):
+        for value in values:
+            fields = {"prompt": "a", "messages": USER, name: value}
+            message, field = validation_message(refused(kind, **fields))
+            assert field == name
+            assert name != "stop" or "at most 4" in message and "1 to 64 characters" in message
+    refused(CompletionBody, prompt="a", n=1, best_of=2)
 
 
 # ---- meaning
 
 
 def test_prompts_of_every_form():
-    for prompt, prompts in (
-        ("a", ["a"]),
-        ([5, 6], [[5, 6]]),
-        (["a", "b"], ["a", "b"]),
-        ([[5], [6, 7]], [[5], [6, 7]]),
-    ):
-        assert completion(prompt=prompt).prompts == prompts
+    for prompt in (["a"], [[5, 6]], ["a", "b"], [[5], [6, 7]]):
+        assert completion(prompt=prompt).prompts == prompt
+        assert completion(prompt=prompt[0]).prompts == prompt[:1]
 
 
 def test_the_defaults_are_openais():
@@ -234,11 +199,10 @@ def test_the_defaults_are_openais():
 )
 def test_each_sample_has_a_seed_of_its_own(seed, seeds):
     """Without a seed, and with -1, each is drawn anew."""
-    found = [completion(seed=seed).params(7, None, sample).seed for sample in range(3)]
-    assert found == seeds
+    assert [completion(seed=seed).params(7, None, n).seed for n in range(3)] == seeds
 
 
-@settings(deadline=None, derandomize=True)
+@examples
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 15))
 def test_every_seed_makes_valid_options_for_every_sample(seed, sample):
     assert completion(seed=seed).params(7, None, sample).generator()
@@ -259,39 +223,36 @@ def test_all_options_reach_the_sampler():
 # ---- errors
 
 
-@settings(deadline=None, derandomize=True)
-@given(
-    st.sampled_from([*TYPES, 422, 499, 599]),
-    st.text(st.characters(), max_size=2000)
-    | st.sampled_from([letter * 10_000 for letter in "a\0é\ud800"]),
-    st.sampled_from([None, "logit_bias"]),
-)
-def test_an_error_is_small_whatever_its_message(status, message, param):
+@examples
+@given(st.sampled_from([*TYPES, 422, 499, 599]), st.text(st.characters()), st.integers(1, 10_000))
+def test_an_error_is_small_whatever_its_message(status, text, times):
     """A body of 4 KB had made an error of 23 MB elsewhere. Halves of surrogate pairs have no UTF-8
     at all."""
-    body = error_body(status, message, param)
-    for ascii in (True, False):
-        assert len(json.dumps(body, ensure_ascii=ascii).encode()) <= LARGEST_ERROR
-    assert {*body["error"]} == {"message", "type", "param", "code"}
-    assert body["error"]["code"] == status
-    assert ApiError(status, message, param).body() == body
-    longest = json.dumps(ApiError(503, "😀" * 10_000, param).body(), ensure_ascii=False)
-    assert len(longest.encode()) <= LARGEST_ERROR
+    for message, param in ((text * times, None), ("😀" * times, "logit_bias")):
+        body = error_body(status, message, param)
+        for ascii, most in ((False, LARGEST_ERROR), (True, 2 * LARGEST_ERROR)):
+            assert len(json.dumps(body, ensure_ascii=ascii).encode()) <= most
+        assert {*body["error"]} == {"message", "type", "param", "code"}
+        assert body["error"]["code"] == status
+        assert ApiError(status, message, param).body() == body
 
 
 def test_the_message_names_the_field_and_what_to_send():
-    assert named(CompletionBody) == "prompt"
-    message, field = validation_message(refused(CompletionBody, prompt=5))
-    assert field == "prompt" and "at most 32" in message
-    for kind in (GenerateBody, TokenizeBody):  # there it can be nothing but text
-        assert "valid string" in validation_message(refused(kind, prompt=["a"]))[0]
-    options = {"include_usage": True}
-    message, field = validation_message(refused(CompletionBody, prompt="a", stream_options=options))
-    assert field is None and "'stream_options' needs 'stream': true" in message
+    options = {"prompt": "a", "stream_options": {"include_usage": True}}
+    for kind, fields, field, words in (
+        (CompletionBody, {}, "prompt", ""),
+        (CompletionBody, {"prompt": 5}, "prompt", "at most 32"),
+        *(
+            (kind, {"prompt": ["a"]}, "prompt", "valid string")
+            for kind in (GenerateBody, TokenizeBody)
+        ),
+        (CompletionBody, options, None, "'stream_options' needs 'stream': true"),
+    ):
+        message, found = validation_message(refused(kind, **fields))
+        assert found == field and words in message
     bad = [{"type": "json_invalid", "loc": ("body", 1), "msg": "..."}]
-    assert (
-        validation_message(bad)[0].startswith("The body is not JSON") and validation_message([])[0]
-    )
+    assert validation_message(bad)[0].startswith("The body is not JSON")
+    assert validation_message([])[0]
 
 
 # ---- chat templates
@@ -300,7 +261,7 @@ def test_the_message_names_the_field_and_what_to_send():
 def test_the_simple_template():
     parts: Any = [{"type": "text", "text": "U"}, {"type": "text", "text": "V"}]
     rows = [("system", "S"), ("user", parts), ("assistant", None), ("tool", "T")]
-    messages = [Message(role=role, content=content) for role, content in rows]
+    messages = [protocol.Message(role=role, content=content) for role, content in rows]
     assert SIMPLE.prompt(messages) == "System: S\nUser: U\nV\nAssistant: \nTool: T\nAssistant:"
     assert SIMPLE.stops == ("\nUser:",)
 
@@ -308,8 +269,10 @@ def test_the_simple_template():
 @pytest.mark.parametrize("text", ["{content}", "{{ 7 * 7 }}", "{0.__class__}", "%s %(a)s", "${x}"])
 def test_a_message_is_never_a_template(text):
     """CVE-2025-61620, CVE-2026-5760: a client's text was run as a template."""
-    assert SIMPLE.prompt([Message(role="user", content=text)]) == f"User: {text}\nAssistant:"
-    other = SIMPLE.prompt([Message(role=text, content="x")])
+    assert (
+        SIMPLE.prompt([protocol.Message(role="user", content=text)]) == f"User: {text}\nAssistant:"
+    )
+    other = SIMPLE.prompt([protocol.Message(role=text, content="x")])
     assert other == f"{text.capitalize()}: x\nAssistant:"
 
 
@@ -317,7 +280,7 @@ def test_a_template_from_a_file(tmp_path):
     content = {"roles": {"user": "[{content}]"}, "start": ">", "stops": ["["]}
     (tmp_path / "chat.json").write_text(json.dumps(content), encoding="utf-8")
     template = load_template(str(tmp_path / "chat.json"))
-    messages = [Message(role="user", content="a"), Message(role="b", content="c")]
+    messages = [protocol.Message(role="user", content="a"), protocol.Message(role="b", content="c")]
     assert template and template.prompt(messages) == "[a]B: c\n>" and template.stops == ("[",)
     assert load_template("simple") is SIMPLE and load_template("none") is None
 
@@ -326,13 +289,13 @@ def test_a_template_from_a_file(tmp_path):
     "text",
     [
         *("", "{", "[]", "5", "{}"),
-        '{"roles": {"user": "no content"}, "start": "", "stops": []}',
-        '{"roles": {"user": 5}, "start": "", "stops": []}',
-        '{"roles": [], "start": "", "stops": []}',
-        '{"roles": {}, "start": 5, "stops": []}',
         *(
-            f'{{"roles": {{}}, "start": "", "stops": {stops}}}'
-            for stops in ('[""]', "[5]", '"abc"', "5")
+            f'{{"roles": {roles}, "start": {start}, "stops": {stops}}}'
+            for roles, start, stops in (
+                *(('{"user": "no content"}', '""', "[]"), ('{"user": 5}', '""', "[]")),
+                *(("[]", '""', "[]"), ("{}", "5", "[]")),
+                *(("{}", '""', stops) for stops in ('[""]', "[5]", '"abc"', "5")),
+            )
         ),
     ],
 )

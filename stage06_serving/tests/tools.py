@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stage01_forward.engine import Engine as Naive
@@ -34,12 +34,7 @@ class Gate:
 class Failing:
     """A pass that raises `error` if its number, from 1 on, is in `which`."""
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        which: Collection[int],
-        error: BaseException | None = None,
-    ) -> None:
+    def __init__(self, forward: Any, which: Any, error: BaseException | None = None) -> None:
         self.forward, self.which, self.count = forward, which, 0
         self.error = error or RuntimeError("a planted fault")
 
@@ -69,9 +64,7 @@ def is_empty(engine: AnyEngine) -> bool:
     return not (status.running or status.waiting or status.owned)
 
 
-def run(
-    engine: AnyEngine, script: Callable[[AsyncEngine], Awaitable[Any]], max_queue: int = 64
-) -> Any:
+def run(engine: AnyEngine, script: Callable[[AsyncEngine], Any], max_queue: int = 64) -> Any:
     """What `script` returns, with `engine` on its thread; afterwards the thread has ended."""
 
     async def main() -> Any:
