@@ -1,16 +1,17 @@
-"""GPT-2 checkpoints: from a folder or the hub, or seeded random weights. Safetensors, never pickle.
+"""Checkpoints: from a folder or the hub, or seeded random weights. Safetensors, never pickle.
 
-The tensors always have the names and shapes of `expected_shapes`, however the file spells them. All
+The tensors always have the names and shapes of `Config.shapes`, however the file spells them. All
 that does not fit ends in one UserError that says what is wrong and what to do. Values are not
 checked: NaN passes.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.overrides import TorchFunctionMode
 
-from .config import Config, expected_shapes
+from .config import READERS, Config, Reader, read_config
 from .errors import UserError
 from .files import read_json
+from .tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
     from .tokenizer import AnyTokenizer
+
+log = logging.getLogger(__name__)
 
 STORIES = Path(__file__).parent / "stories" / "model"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -46,7 +50,7 @@ def _presets() -> dict[str, Config]:
         "tiny": Config(vocab_size=101, n_positions=64, n_embd=24, n_layer=3, n_head=2, name="tiny"),
     }
     try:
-        return {"stories": Config.from_folder(STORIES, "stories"), **presets}
+        return {"stories": read_config(STORIES, "stories"), **presets}
     except UserError:  # an import must not fail: load("stories") says what is wrong with the folder
         return presets
 
@@ -64,11 +68,17 @@ class Checkpoint:
 
 
 def load(
-    name: str, random_weights: bool = False, seed: int = 0, dtype: torch.dtype | None = None
+    name: str,
+    random_weights: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    readers: Mapping[str, Reader] = READERS,
+    presets: Mapping[str, Config] = PRESETS,
 ) -> Checkpoint:
     """Load a model by name: "stories" (embedded), a folder, or a hub name: "gpt2", "owner/name".
 
-    The names in PRESETS mean the presets; write "./gpt2" for a folder of that name.
+    The names in `presets` mean the presets; write "./gpt2" for a folder of that name. `readers`
+    read config.json, by its model_type: stage01_forward/families.py passes those of all stages.
     random_weights: take only the shape, from a preset or a folder's config.json; this needs no
     weights and no network. dtype: convert all tensors; None keeps the file's.
     Tensors without conversion are mapped from the file, not copied: they stay valid as long as they
@@ -76,10 +86,10 @@ def load(
     Raises UserError for an invalid name, folder or file, and for errors of the network.
     """
     if random_weights:
-        checkpoint = _random_checkpoint(name, seed, dtype)
+        checkpoint = _random_checkpoint(name, seed, dtype, readers, presets)
     else:
         folder = _find_folder(name)
-        config = Config.from_folder(folder, name if _is_known(name) else None)
+        config = read_config(folder, name if _is_known(name) else None, readers)
         checkpoint = Checkpoint(config, _checked(_read_tensors(folder), config, folder), folder)
     if dtype is not None:
         checkpoint.tensors = {key: tensor.to(dtype) for key, tensor in checkpoint.tensors.items()}
@@ -109,22 +119,24 @@ def without_weights() -> Iterator[None]:
 
 
 def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
-    """Raise UserError unless every id is a row of the model's embedding and both end texts alike.
+    """Raise UserError unless every id is a row of the model's embedding; warn unless both end texts
+    alike. The model's end counts, as in transformers.
 
     A model may have more rows than the tokenizer has tokens: some are padded to a round number.
     """
-    remedy = "use the vocabulary of the checkpoint that the weights come from."
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"The tokenizer has {tokenizer.vocab_size} tokens and the model {config.name} only "
-            f"{config.vocab_size}: {remedy}"
+            f"{config.vocab_size}: use the vocabulary of the checkpoint that the weights come from."
         )
     ours, theirs = tokenizer.eos_id, config.eos_ids
     if ours is not None and theirs and ours not in theirs:
         listed = " or ".join(map(str, theirs))
-        raise UserError(
-            f"The tokenizer ends a text with token {ours} and the model {config.name} with "
-            f"{listed}: {remedy}"
+        log.warning(
+            "The tokenizer ends a text with token %d and the model %s with %s: the model's counts.",
+            ours,
+            config.name,
+            listed,
         )
 
 
@@ -185,7 +197,8 @@ def _download(name: str, repository: str) -> Path:
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     wanted = ["config.json", "model*.safetensors", INDEX]
-    wanted += ["vocab.json", "merges.txt", "tokenizer_config.json"]
+    wanted += ["vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"]
+    wanted += ["generation_config.json", "chat_template.jinja"]
     try:
         return Path(hub.snapshot_download(repository, allow_patterns=wanted))
     except (HFValidationError, RepositoryNotFoundError):
@@ -265,25 +278,12 @@ def _is_pointer(path: Path) -> bool:
         return False
 
 
-def canonical_name(name: str) -> str | None:
-    """The tensor's name in `expected_shapes`; None for the attention masks of old checkpoints.
-
-    "transformer.h.0.ln_1.bias", "h.0.ln_1.bias" and OpenAI's "model/h0/ln_1/b" are one tensor.
-    """
-    if name.startswith("model/"):
-        name = re.sub(r"^h(\d+)", r"h.\1", name.removeprefix("model/").replace("/", "."))
-        name = f"{name}.weight" if name in ("wte", "wpe") else name
-        name = re.sub(r"\.[wg]$", ".weight", re.sub(r"\.b$", ".bias", name))
-    name = name.removeprefix("transformer.")
-    return None if re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name) else name
-
-
 def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict[str, torch.Tensor]:
     """The tensors under their canonical names, in the model's order.
 
     Raises UserError if they are not exactly the model's.
     """
-    names = {old: new for old in raw if (new := canonical_name(old)) is not None}
+    names = {old: new for old in raw if (new := config.tensor_name(old)) is not None}
     doubled = [new for new, count in Counter(names.values()).items() if count > 1]
     if doubled:
         raise UserError(
@@ -295,8 +295,8 @@ def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict
         if openai and tensors[new].ndim == 3 and len(tensors[new]) == 1:
             tensors[new] = tensors[new][0]  # (1, in, out), a convolution of width 1
 
-    head = tensors.pop("lm_head.weight", None)
-    shapes = expected_shapes(config)
+    shapes = config.shapes()
+    head = tensors.pop("lm_head.weight", None) if config.tied else None
     problems = []
     if missing := [name for name in shapes if name not in tensors]:
         problems.append(f"missing {_some(missing)}")
@@ -318,10 +318,11 @@ def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict
             f"The weights in {folder} do not fit its config.json: {'; '.join(problems)}; get both "
             "from the same checkpoint."
         )
-    if head is not None and not torch.equal(head, tensors["wte.weight"]):
+    embedding = next(iter(shapes))
+    if head is not None and not torch.equal(head, tensors[embedding]):
         raise UserError(
-            f"lm_head.weight in {folder} differs from wte.weight, but GPT-2 ties them: choose "
-            "another checkpoint."
+            f"lm_head.weight in {folder} differs from {embedding}, but config.json ties them: set "
+            "tie_word_embeddings to false, or choose another checkpoint."
         )
     return present
 
@@ -335,15 +336,21 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 # ---- random weights ----
 
 
-def _random_checkpoint(name: str, seed: int, dtype: torch.dtype | None) -> Checkpoint:
+def _random_checkpoint(
+    name: str,
+    seed: int,
+    dtype: torch.dtype | None,
+    readers: Mapping[str, Reader],
+    presets: Mapping[str, Config],
+) -> Checkpoint:
     folder = _local_folder(name)
     if folder is not None:
-        config = Config.from_folder(folder, name if _is_known(name) else None)
-    elif name in PRESETS:
-        config = PRESETS[name]
+        config = read_config(folder, name if _is_known(name) else None, readers)
+    elif name in presets:
+        config = presets[name]
     else:
         raise _unknown(name)
-    if folder is not None and not (folder / "vocab.json").exists():
+    if not has_tokenizer(folder):
         folder = None
     return Checkpoint(config, random_tensors(config, seed, dtype), folder)
 
@@ -357,7 +364,7 @@ def random_tensors(
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in expected_shapes(config).items():
+    for name, shape in config.shapes().items():
         if name.endswith(".bias"):
             tensor = torch.zeros(shape)
         elif len(shape) == 1:

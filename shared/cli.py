@@ -1,7 +1,7 @@
 """The common part of all command lines: options, prompt, loading, streaming, and error messages.
 
 A program's `__main__.py` stays a few lines: parse, load, speak. `shared` imports no stage, so a
-stage passes in its own `load_model` and engine, and interprets `sampling_fields` itself.
+stage passes in the model families and its engine, and interprets `sampling_fields` itself.
 """
 
 from __future__ import annotations
@@ -455,8 +455,18 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES.get(name, torch.float32)
 
 
-def load_model_from(options: argparse.Namespace, load_model: Callable[..., Any]) -> Loaded:
-    """Load the model of the options. `load_model(checkpoint, device=, dtype=)` is stage 01's.
+class Families(Protocol):
+    """What loads a checkpoint and makes its model: the module stage01_forward.families."""
+
+    def load(self, name: str, random_weights: bool, seed: int) -> checkpoint.Checkpoint: ...
+
+    def load_model(
+        self, loaded: checkpoint.Checkpoint, device: torch.device, dtype: torch.dtype
+    ) -> Any: ...
+
+
+def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
+    """Load the model of the options.
 
     With --prompt-ids the tokenizer reads ids, and a folder needs none. Raises UserError for a
     device that is absent, and for everything that may be wrong with a checkpoint.
@@ -465,12 +475,12 @@ def load_model_from(options: argparse.Namespace, load_model: Callable[..., Any])
     dtype = choose_dtype(options.dtype, device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    loaded = checkpoint.load(
+    loaded = families.load(
         options.model, random_weights=options.random_weights, seed=options.seed or 0
     )
     tokenizer = _tokenizer(options, loaded.folder)
     checkpoint.check_vocabulary(tokenizer, loaded.config)
-    model = load_model(loaded, device=device, dtype=dtype)
+    model = families.load_model(loaded, device=device, dtype=dtype)
     loaded.tensors.clear()  # a second reference to the weights would keep them after packing
     kind = linear.optimize(model, options.linear)
     return Loaded(model, tokenizer, loaded.config, kind, device, dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +16,15 @@ from .files import read_json
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
+
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 # Options that change the arithmetic, with the one value that our model implements.
 FIXED_OPTIONS = {
-    "model_type": "gpt2",
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
-    "tie_word_embeddings": True,
 }
 
 
@@ -43,6 +45,7 @@ class Config:
     head_dim: int = 0
     layer_norm_epsilon: float = 1e-5
     eos_ids: tuple[int, ...] = ()  # each of these tokens ends a text
+    tied: bool = True  # the output layer is the embedding again
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -55,18 +58,52 @@ class Config:
 
     @property
     def parameter_count(self) -> int:
-        return sum(math.prod(shape) for shape in expected_shapes(self).values())
+        return sum(math.prod(shape) for shape in self.shapes().values())
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one cached position takes: a key and a value for each head of each layer."""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * dtype.itemsize
 
-    @classmethod
-    def from_folder(cls, folder: str | Path, name: str | None = None) -> Config:
-        """Read config.json of a checkpoint folder. Raises UserError as `from_dict` does, or if the
-        file is absent or corrupt."""
-        path = Path(folder) / "config.json"
-        return cls.from_dict(read_json(path), name or Path(folder).resolve().name, str(path))
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of each tensor, the embedding first, in the model's order. A tied output
+        layer has none of its own."""
+        width = self.n_embd
+        block: dict[str, tuple[int, ...]] = {
+            "ln_1.weight": (width,),
+            "ln_1.bias": (width,),
+            "attn.c_attn.weight": (width, 3 * width),  # (in, out), the transpose of nn.Linear
+            "attn.c_attn.bias": (3 * width,),
+            "attn.c_proj.weight": (width, width),
+            "attn.c_proj.bias": (width,),
+            "ln_2.weight": (width,),
+            "ln_2.bias": (width,),
+            "mlp.c_fc.weight": (width, 4 * width),
+            "mlp.c_fc.bias": (4 * width,),
+            "mlp.c_proj.weight": (4 * width, width),
+            "mlp.c_proj.bias": (width,),
+        }
+        shapes: dict[str, tuple[int, ...]] = {
+            "wte.weight": (self.vocab_size, width),
+            "wpe.weight": (self.n_positions, width),
+        }
+        for layer in range(self.n_layer):
+            shapes |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
+        shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+        return shapes if self.tied else shapes | {"lm_head.weight": (self.vocab_size, width)}
+
+    @staticmethod
+    def tensor_name(name: str) -> str | None:
+        """A tensor's name in `shapes`, from that in a file; None for the attention masks of old
+        checkpoints.
+
+        "transformer.h.0.ln_1.bias", "h.0.ln_1.bias" and OpenAI's "model/h0/ln_1/b" are one tensor.
+        """
+        if name.startswith("model/"):
+            name = re.sub(r"^h(\d+)", r"h.\1", name.removeprefix("model/").replace("/", "."))
+            name = f"{name}.weight" if name in ("wte", "wpe") else name
+            name = re.sub(r"\.[wg]$", ".weight", re.sub(r"\.b$", ".bias", name))
+        name = name.removeprefix("transformer.")
+        return None if re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name) else name
 
     @classmethod
     def from_dict(
@@ -112,40 +149,62 @@ class Config:
             raise UserError(
                 f"layer_norm_epsilon in {source} must be a number between 0 and 1, not {epsilon!r}."
             )
-        eos = fields.get("eos_token_id")
-        eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-        if not all(type(token) is int and 0 <= token < sizes["vocab_size"] for token in eos_ids):
-            raise UserError(
-                f"eos_token_id in {source} must be a token id from 0 to {sizes['vocab_size'] - 1}, "
-                f"not {eos!r}."
-            )
-        return cls(**sizes, layer_norm_epsilon=float(epsilon), eos_ids=eos_ids, name=name)
+        tied = fields.get("tie_word_embeddings", True)
+        if type(tied) is not bool:
+            raise UserError(f"tie_word_embeddings in {source} must be true or false, not {tied!r}.")
+        return cls(
+            **sizes,
+            layer_norm_epsilon=float(epsilon),
+            eos_ids=end_ids(fields, sizes["vocab_size"], source),
+            tied=tied,
+            name=name,
+        )
 
 
-def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each tensor, in the model's order. No lm_head: it is wte again (tied)."""
-    width = config.n_embd
-    shapes: dict[str, tuple[int, ...]] = {
-        "wte.weight": (config.vocab_size, width),
-        "wpe.weight": (config.n_positions, width),
-    }
-    for layer in range(config.n_layer):
-        block: dict[str, tuple[int, ...]] = {
-            "ln_1.weight": (width,),
-            "ln_1.bias": (width,),
-            "attn.c_attn.weight": (
-                width,
-                3 * width,
-            ),  # Conv1D: (in, out), the transpose of nn.Linear
-            "attn.c_attn.bias": (3 * width,),
-            "attn.c_proj.weight": (width, width),
-            "attn.c_proj.bias": (width,),
-            "ln_2.weight": (width,),
-            "ln_2.bias": (width,),
-            "mlp.c_fc.weight": (width, 4 * width),
-            "mlp.c_fc.bias": (4 * width,),
-            "mlp.c_proj.weight": (4 * width, width),
-            "mlp.c_proj.bias": (width,),
-        }
-        shapes |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
-    return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+Reader = Callable[[Mapping[str, Any], str, str], Config]  # fields, name of the model, source
+READERS: dict[str, Reader] = {"gpt2": Config.from_dict}  # by model_type
+
+
+def read_config(
+    folder: str | Path, name: str | None = None, readers: Mapping[str, Reader] = READERS
+) -> Config:
+    """Read config.json of a checkpoint folder, by the reader of its model_type; without one it is a
+    GPT-2. What generation_config.json ends a text with comes before config.json's, as in
+    transformers.
+
+    Raises UserError as the reader does, for a model_type without a reader, or if a file is absent
+    or corrupt.
+    """
+    path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
+    fields = read_json(path)
+    kind = fields.get("model_type", "gpt2")
+    reader = readers.get(kind) if isinstance(kind, str) else None
+    if reader is None:
+        raise UserError(
+            f"{path} sets model_type to {kind!r}; only {', '.join(readers)} work: choose another "
+            "model."
+        )
+    ends = read_json(generation).get("eos_token_id") if generation.exists() else None
+    if ends is not None:
+        fields = fields | {"eos_token_id": ends}
+    return reader(fields, name or Path(folder).resolve().name, str(path))
+
+
+def end_ids(fields: Mapping[str, Any], vocab_size: int, source: str) -> tuple[int, ...]:
+    """The tokens that end a text: eos_token_id, an id or a list of them. An id outside the
+    vocabulary, which transformers saves for small models made with default settings, ends none,
+    and a warning tells. Raises UserError for anything that is no id."""
+    given = fields.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token) is int for token in ids):
+        raise UserError(f"eos_token_id in {source} must be a token id or a list, not {given!r}.")
+    known = tuple(token for token in ids if 0 <= token < vocab_size)
+    if len(known) < len(ids):
+        log.warning(
+            "%s ends a text with token %s, but its vocabulary has only %d tokens: that token will "
+            "never come.",
+            source,
+            ", ".join(str(token) for token in ids if token not in known),
+            vocab_size,
+        )
+    return known

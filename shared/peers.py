@@ -22,8 +22,14 @@ def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: st
     sizes = {name: getattr(config, name) for name in names}
     ends = {"bos_token_id": None, "eos_token_id": None}
     with torch.device("meta"):  # no time for random weights
-        model = GPT2LMHeadModel(GPT2Config(**sizes, **ends, attn_implementation=attention))
-    model.transformer.load_state_dict(checkpoint.tensors, assign=True)
+        shape = GPT2Config(
+            **sizes, **ends, tie_word_embeddings=config.tied, attn_implementation=attention
+        )
+        model = GPT2LMHeadModel(shape)
+    state = dict(checkpoint.tensors)
+    if (head := state.pop("lm_head.weight", None)) is not None:
+        model.lm_head.load_state_dict({"weight": head}, assign=True)
+    model.transformer.load_state_dict(state, assign=True)
     model.tie_weights()
     return model.to(dtype).eval()
 

@@ -11,6 +11,7 @@ import codecs
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import tiktoken
 
@@ -21,7 +22,7 @@ from .files import read_json
 # before it), and white space up to the last one before a word, which belongs to the word.
 CUT = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 END_OF_TEXT = "<|endoftext|>"
-FILES = ("vocab.json", "merges.txt")
+FILES = ("vocab.json", "merges.txt", "tokenizer.json")
 SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # what a token that no merge makes must look like
 
 
@@ -35,12 +36,12 @@ def byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
-def _well_formed(text: str) -> str:
+def well_formed(text: str) -> str:
     """The text with surrogates, which UTF-8 lacks, joined where two make a pair, else replaced."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _number(token_id: int) -> bytes:
+def number_of(token_id: int) -> bytes:
     """The text of an id without a token."""
     return f"<{token_id}>".encode()
 
@@ -71,7 +72,7 @@ class Tokenizer:
         folder = Path(folder)
         vocabulary = _read_vocabulary(folder)
         ranks, special = _ranks(vocabulary, _read_merges(folder), folder)
-        return cls(ranks, special, special.get(_eos_token(folder)), folder.name)
+        return cls(ranks, special, special.get(end_of_text(folder) or END_OF_TEXT), folder.name)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text; special tokens in it are plain text.
@@ -79,7 +80,7 @@ class Tokenizer:
         Raises UserError if a run of white space is too long for tiktoken: about a million.
         """
         try:
-            return self._encoding.encode(_well_formed(text), disallowed_special=())
+            return self._encoding.encode(well_formed(text), disallowed_special=())
         except ValueError as error:
             raise UserError(
                 f"The text cannot be cut into tokens ({error}): shorten its longest run of white "
@@ -88,7 +89,7 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes; a token may be part of a character."""
-        return b"".join(self._tokens.get(token_id) or _number(token_id) for token_id in ids)
+        return b"".join(self._tokens.get(token_id) or number_of(token_id) for token_id in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text; bytes that are not UTF-8 become U+FFFD."""
@@ -103,11 +104,11 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The text's UTF-8 bytes."""
-        return list(_well_formed(text).encode())
+        return list(well_formed(text).encode())
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(
-            bytes([token_id]) if 0 <= token_id < 256 else _number(token_id) for token_id in ids
+            bytes([token_id]) if 0 <= token_id < 256 else number_of(token_id) for token_id in ids
         )
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -144,7 +145,17 @@ class IdTokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
 
-AnyTokenizer = Tokenizer | ByteTokenizer | IdTokenizer
+class AnyTokenizer(Protocol):
+    """What all tokenizers are. `eos_id`: the token that ends a text, or None."""
+
+    vocab_size: int
+    eos_id: int | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
 
 
 class IncrementalDecoder:
@@ -172,22 +183,24 @@ def has_tokenizer(folder: Path | None) -> bool:
 
 
 def load_tokenizer(folder: str | Path | None) -> AnyTokenizer:
-    """The tokenizer of `Checkpoint.folder`; bytes if that is None (random weights of a preset)."""
-    return ByteTokenizer() if folder is None else Tokenizer.from_folder(folder)
+    """The tokenizer of `Checkpoint.folder`; bytes if that is None (random weights of a preset).
+    tokenizer.json decides where there is one: the two other files do not tell how text is cut."""
+    if folder is None:
+        return ByteTokenizer()
+    if (Path(folder) / "tokenizer.json").exists():
+        from .json_tokenizer import JsonTokenizer  # GPT-2's folders need no `tokenizers`
+
+        return JsonTokenizer.from_folder(folder)
+    return Tokenizer.from_folder(folder)
 
 
 # ---- the two files ----
 
 
 def _missing(path: Path) -> UserError:
-    remedy = "copy it from where the weights come from."
-    if (path.parent / "tokenizer.json").exists():
-        remedy = (
-            "write both from tokenizer.json with the tokenizers package, "
-            "Tokenizer.from_file(FILE).model.save(FOLDER)."
-        )
     return UserError(
-        f"{path} is missing, and the tokenizer needs vocab.json and merges.txt: {remedy}"
+        f"{path} is missing, and the tokenizer needs tokenizer.json, or vocab.json and merges.txt: "
+        "copy them from where the weights come from."
     )
 
 
@@ -265,10 +278,10 @@ def _ranks(
     return {spelled[token]: vocabulary[token] for token in ordinary}, special
 
 
-def _eos_token(folder: Path) -> str:
-    """The end-of-text token of tokenizer_config.json, or GPT-2's if it names none."""
+def end_of_text(folder: Path) -> str | None:
+    """The end-of-text token that tokenizer_config.json names, if it names one."""
     path = folder / "tokenizer_config.json"
     token = read_json(path).get("eos_token") if path.exists() else None
     if isinstance(token, dict):  # older files write {"content": "<|endoftext|>", ...}
         token = token.get("content")
-    return token if isinstance(token, str) else END_OF_TEXT
+    return token if isinstance(token, str) else None

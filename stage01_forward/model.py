@@ -101,7 +101,7 @@ def load_model(
     """The model with the weights of `checkpoint`, ready for inference.
 
     GPT-2 stores its four projections as (in, out), nn.Linear as (out, in): they are transposed as
-    views. The output layer is the input embedding itself (tied). `dtype` None: the checkpoint's.
+    views. A tied output layer is the input embedding itself. `dtype` None: the checkpoint's.
     """
     with without_weights():
         model = GPT2(checkpoint.config)
@@ -113,6 +113,6 @@ def load_model(
         ).to(device, dtype)
         for name, tensor in checkpoint.tensors.items()
     }
-    state["lm_head.weight"] = state["wte.weight"]
+    state.setdefault("lm_head.weight", state["wte.weight"])
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()

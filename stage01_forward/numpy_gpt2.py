@@ -71,7 +71,8 @@ def gpt2(ids: list[int], w: Weights, n_layer: int, n_head: int, epsilon: float =
     for layer in range(n_layer):
         x = block(x, w, layer, n_head, epsilon)
     x = layer_norm(x, w["ln_f.weight"], w["ln_f.bias"], epsilon)
-    return x @ w["wte.weight"].T  # (T, C) -> (T, V): the embedding again, read the other way
+    head = w.get("lm_head.weight", w["wte.weight"])  # tied: the embedding, read the other way
+    return x @ head.T  # (T, C) -> (T, V)
 
 
 def greedy(

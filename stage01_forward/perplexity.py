@@ -18,9 +18,10 @@ from tqdm import tqdm
 from shared import cli
 from shared.errors import UserError
 
+from . import families
 from .attention import Recompute
 from .generation import Logprobs
-from .model import GPT2, load_model
+from .model import GPT2
 
 ROWS = 128  # rows of logits at a time: 26 MB for GPT-2 in float32; a whole window takes 206 MB
 
@@ -122,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_model_options(parser)
     options = parser.parse_args(argv)
     text = read_text(options.file)
-    loaded = cli.load_model_from(options, load_model)
+    loaded = cli.load_model_from(options, families)
     ids = loaded.tokenizer.encode(text)
     with tqdm(total=max(len(ids) - 1, 0), unit=" tokens", disable=None) as bar:
         result = perplexity(loaded.model, ids, options.stride, bar.update)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared import cli
-from stage01_forward.model import load_model
+from stage01_forward import families
 from stage01_forward.params import SamplingParams
 
 from .engine import Engine
@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> None:
     options = cli.generation_parser("stage02_kv_cache", ABOUT).parse_args(argv)
     prompt = cli.read_prompt(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
-    loaded = cli.load_model_from(options, load_model)
+    loaded = cli.load_model_from(options, families)
     cli.speak(Engine(loaded.model), loaded, prompt, sampling)
 
 

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from shared import cli, live
 from shared.records import StepRecord
+from stage01_forward import families
 from stage01_forward.generation import Output
-from stage01_forward.model import load_model
 from stage01_forward.params import SamplingParams
 
 from .engine import Engine
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     prompts = cli.read_prompts(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
-    loaded = cli.load_model_from(options, load_model)
+    loaded = cli.load_model_from(options, families)
     engine = Engine(loaded.model)
     if isinstance(prompts, str):
         cli.speak(engine, loaded, prompts, sampling)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shared import cli, live
 from shared.errors import UserError
-from stage01_forward.model import load_model
+from stage01_forward import families
 from stage01_forward.params import SamplingParams
 
 from .engine import Engine
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     sampling = SamplingParams(**cli.sampling_fields(options))
     slots = options.slots or (1 if isinstance(prompts, str) else SLOTS)
     scheduler = Scheduler(slots, **live.scheduling(options, slots))
-    loaded = cli.load_model_from(options, load_model)
+    loaded = cli.load_model_from(options, families)
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
     engine = make_engine(loaded, scheduler, slots)
     status = 0

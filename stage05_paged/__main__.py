@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shared import cli, live
 from shared.errors import UserError
-from stage01_forward.model import load_model
+from stage01_forward import families
 from stage01_forward.params import SamplingParams
 from stage04_continuous.engine import Engine
 from stage04_continuous.plan import Plan
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
             "--temperature such as 0.8, or leave --samples out."
         )
     alone = isinstance(prompts, str) and options.samples == 1
-    loaded = cli.load_model_from(options, load_model)
+    loaded = cli.load_model_from(options, families)
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
     engine = make_engine(loaded, options, alone, prompts is None)
     film = Film(engine.scheduler)

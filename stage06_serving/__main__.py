@@ -13,10 +13,10 @@ from importlib import import_module
 import uvicorn
 from fastapi import FastAPI
 
-from shared import checkpoint, cli
+from shared import cli
 from shared.errors import UserError
 from shared.peers import transformers_model
-from stage01_forward.model import load_model
+from stage01_forward import families
 from stage04_continuous.make import make as make_slots
 from stage05_paged.memory import default_memory, free_memory, make_pool, parse_memory, size
 
@@ -65,7 +65,7 @@ def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
         linear=settings.linear,
         threads=settings.threads or None,
     )
-    loaded = cli.load_model_from(options, load_model)
+    loaded = cli.load_model_from(options, families)
     config, dtype, block_size = loaded.config, loaded.dtype, settings.block_size
     free = free_memory(loaded.device)
     if settings.kv_memory:
@@ -100,7 +100,7 @@ def make_earlier(
 ) -> AnyEngine:
     """The engine of a stage before 05, or transformers, for at most `rows` requests at a time."""
     if not stage:
-        weights = checkpoint.load(settings.model, random_weights=settings.random_weights)
+        weights = families.load(settings.model, random_weights=settings.random_weights)
         model = transformers_model(weights, loaded.dtype).to(loaded.device)
         return Batches(Transformers(model, loaded.config), 1, RECORDS)
     if stage == "stage04_continuous":

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     check_trace(options.trace)
     prompt = cli.read_prompt(options)
-    loaded = cli.load_model_from(options, stages.load_model)
+    loaded = cli.load_model_from(options, stages.families())
     engine = engines[options.stage](loaded.model)
     ids = loaded.tokenizer.encode(prompt)
     sampling = stages.sampling_params()(**cli.sampling_fields(options))

@@ -46,8 +46,13 @@ def sampling_params() -> Any:
     return SamplingParams
 
 
-def load_model(checkpoint: Any, **options: Any) -> Any:
-    """The one model of all stages, which the first defines."""
-    from stage01_forward.model import load_model
+def families() -> Any:
+    """What loads the models of all families, for `cli.load_model_from`."""
+    from stage01_forward import families
 
-    return load_model(checkpoint, **options)
+    return families
+
+
+def load_model(checkpoint: Any, **options: Any) -> Any:
+    """The model of a checkpoint."""
+    return families().load_model(checkpoint, **options)

@@ -372,5 +372,5 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     print(f"All stages, one workload. Loading {options.model} ...", flush=True)
     options.serve = {SERVER, LOAD} <= set(paths.discover())
-    loaded = cli.load_model_from(options, stages.load_model)
+    loaded = cli.load_model_from(options, stages.families())
     return visit(loaded, stages.engines(), options)

@@ -121,7 +121,7 @@ def test_defaults_are_greedy_and_float32():
 
 def test_text_shows_whole_characters_and_no_end_of_text(folder):
     parser = cli.generation_parser("a_stage", "About.")
-    loaded = cli.load_model_from(parser.parse_args(["--model", str(folder)]), stages.load_model)
+    loaded = cli.load_model_from(parser.parse_args(["--model", str(folder)]), stages.families())
     ids = [*"aé".encode(), *"€".encode()[:2], 256]
     tokens = [SimpleNamespace(id=i, finish_reason="stop" if i == 256 else None) for i in ids]
     shown = list(cli.with_text(iter(tokens), loaded))

@@ -1,0 +1,149 @@
+"""Tokenizers in the format tokenizer.json, as the models of today ship them, run by `tokenizers`.
+
+`tokenizers` cuts the text; the way back is ours. Each token is mapped to its bytes once, so that
+`decode_bytes` and `IncrementalDecoder` work as they do for GPT-2, and a stream never shows half a
+character. Two kinds of file are known: byte-level (Llama 3, Qwen, SmolLM2) and those derived from
+sentencepiece (Llama 2, Mistral, TinyLlama), where a space is U+2581 and bytes are <0xNN>.
+
+Control tokens such as <|im_end|> in a text are text. Only `encode_chat` reads them as tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Encoder
+
+from .errors import UserError
+from .files import read_json
+from .tokenizer import byte_alphabet, end_of_text, number_of, well_formed
+
+FILE = "tokenizer.json"
+SPACE = "\u2581"  # sentencepiece's
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class JsonTokenizer:
+    """The tokenizer of a folder with tokenizer.json.
+
+    eos_id: the token that tokenizer_config.json ends a text with, or None.
+    """
+
+    def __init__(self, encoder: Encoder, decoder: Any, source: str, eos: str | None) -> None:
+        """decoder: the file's own description of the way back. Raises UserError if it is of a kind
+        that is not known here."""
+        self._encoder = encoder
+        encoder.encode_special_tokens = True  # control tokens in a text are text
+        added = {
+            token_id: token.content
+            for token_id, token in encoder.get_added_tokens_decoder().items()
+        }
+        self.control = frozenset(added.values())
+        to_bytes = _to_bytes(decoder, source)
+        self._tokens = {
+            token_id: added[token_id].encode() if token_id in added else to_bytes(token)
+            for token, token_id in encoder.get_vocab(with_added_tokens=True).items()
+        }
+        self.vocab_size = max(self._tokens) + 1
+        self.eos_id: int | None = None if eos is None else encoder.token_to_id(eos)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> JsonTokenizer:
+        """Raises UserError for a file that is unreadable or of an unknown kind."""
+        path = Path(folder) / FILE
+        fields = read_json(path)
+        try:
+            encoder = Encoder.from_file(str(path))
+        except Exception as error:  # `tokenizers` raises bare Exceptions
+            raise UserError(
+                f"{path} is not a tokenizer ({error}): copy or download it again."
+            ) from None
+        encoder.no_padding()
+        encoder.no_truncation()
+        return cls(encoder, fields.get("decoder"), str(path), end_of_text(Path(folder)))
+
+    @cached_property
+    def _chat_encoder(self) -> Encoder:
+        """The same, but control tokens are tokens."""
+        encoder = Encoder.from_str(self._encoder.to_str())
+        encoder.encode_special_tokens = False
+        return encoder
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with those that the model expects around it, such as a first BOS."""
+        return self._encoder.encode(well_formed(text)).ids
+
+    def encode_chat(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
+        """Token ids of a rendered chat: pieces of text, each with whether it is the template's, in
+        which control tokens are tokens. Nothing is added around it."""
+        ids: list[int] = []
+        for text, control in parts:
+            encoder = self._chat_encoder if control else self._encoder
+            ids += encoder.encode(well_formed(text), add_special_tokens=False).ids
+        return ids
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The exact bytes; a token may be part of a character."""
+        return b"".join(self._bytes(ids))
+
+    def _bytes(self, ids: Iterable[int]) -> Iterator[bytes]:
+        for token_id in ids:
+            token = self._tokens.get(token_id)
+            yield number_of(token_id) if token is None else token
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def unused(self, rows: int) -> list[int]:
+        """The ids below `rows`, those of the model, that are no token."""
+        return [token_id for token_id in range(rows) if token_id not in self._tokens]
+
+
+def _to_bytes(decoder: Any, source: str) -> Any:
+    """A function from a token, as the vocabulary spells it, to its bytes."""
+    steps = _steps(decoder)
+    kinds = {step.get("type") for step in steps}
+    if kinds == {"ByteLevel"}:
+        alphabet = byte_alphabet()
+
+        def byte_level(token: str) -> bytes:
+            # A token outside the alphabet was added to the vocabulary as it reads.
+            known = all(letter in alphabet for letter in token)
+            return bytes(alphabet[letter] for letter in token) if known else token.encode()
+
+        return byte_level
+    replaces = {"pattern": {"String": SPACE}, "content": " "}
+    spaces = any(
+        step.get("type") == "Metaspace"
+        and step.get("replacement") == SPACE
+        or step.get("type") == "Replace"
+        and {k: step.get(k) for k in replaces} == replaces
+        for step in steps
+    )
+    if not spaces or not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        listed = ", ".join(sorted(str(kind) for kind in kinds)) or "none"
+        raise UserError(
+            f"{source} has a decoder of a kind that is not known here ({listed}): choose a model "
+            "with a byte-level or sentencepiece tokenizer."
+        )
+    fallback = "ByteFallback" in kinds
+
+    def pieces(token: str) -> bytes:
+        match = BYTE.fullmatch(token) if fallback else None
+        return bytes([int(match[1], 16)]) if match else token.replace(SPACE, " ").encode()
+
+    return pieces
+
+
+def _steps(decoder: Any) -> list[dict[str, Any]]:
+    """The decoders of a sequence, or the one."""
+    if not isinstance(decoder, dict):
+        return []
+    if decoder.get("type") != "Sequence":
+        return [decoder]
+    return [step for inner in decoder.get("decoders", []) for step in _steps(inner)]

@@ -1,0 +1,69 @@
+"""Families of models: GPT-2, which this stage implements, and those that later stages add.
+
+A stage that adds one has a `family.py` with a `FAMILY`. It is found by its folder, so that every
+engine, the server and the load test run its models without an edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from shared import checkpoint
+from shared.checkpoint import Checkpoint
+from shared.config import READERS, Config, Reader
+from shared.paths import ROOT, discover
+
+from .model import load_model as load_gpt2
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that are one program.
+
+    config: the class of their configs. readers: by model_type. presets: known shapes, by name.
+    load_model: from a checkpoint, a device and a dtype to a model.
+    """
+
+    config: type[Config]
+    readers: Mapping[str, Reader]
+    presets: Mapping[str, Config]
+    load_model: Callable[..., Any]
+
+
+GPT2 = Family(Config, READERS, checkpoint.PRESETS, load_gpt2)
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    """All of them, GPT-2 first."""
+    names = [name for name in discover() if (ROOT / name / "family.py").exists()]
+    return GPT2, *(import_module(f"{name}.family").FAMILY for name in names)
+
+
+def load(
+    name: str, random_weights: bool = False, seed: int = 0, dtype: torch.dtype | None = None
+) -> Checkpoint:
+    """`checkpoint.load` for the models of all families."""
+    readers: dict[str, Reader] = {}
+    presets: dict[str, Config] = {}
+    for family in families():
+        readers |= family.readers
+        presets |= family.presets
+    return checkpoint.load(name, random_weights, seed, dtype, readers, presets)
+
+
+def load_model(
+    loaded: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Any:
+    """The model of a checkpoint, of whatever family, as all engines take it: `config`, `device`,
+    `dtype`, a call with (ids, positions, attend), and `logits`."""
+    for family in families():
+        if type(loaded.config) is family.config:
+            return family.load_model(loaded, device=device, dtype=dtype)
+    raise TypeError(f"no family has the config {type(loaded.config).__name__}")
