@@ -11,16 +11,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shared.errors import UserError
 from stage04_continuous.request import Request, State
@@ -232,12 +225,7 @@ class Life(RuleBasedStateMachine):
 def live(machine: type[Life], examples: int) -> Counter[str]:
     """Run `examples` lives of 50 calls; returns what they have seen."""
     machine.seen.clear()
-    options = settings(
-        max_examples=examples,
-        stateful_step_count=51,
-        deadline=None,
-        derandomize=True,
-        database=None,
-    )
-    run_state_machine_as_test(machine, settings=options)
+    options: dict[str, Any] = {"deadline": None, "derandomize": True, "database": None}
+    options = {"max_examples": examples, "stateful_step_count": 51, **options}
+    stateful.run_state_machine_as_test(machine, settings=settings(**options))
     return machine.seen

@@ -43,13 +43,11 @@ class Oracle:
         self.answers: dict[Any, Output] = {}
 
     def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Output]:
-        for prompt, sampling in zip(prompts, params, strict=True):
-            if (key := (tuple(prompt), sampling)) not in self.answers:
-                (self.answers[key],) = self.naive.generate([prompt], sampling)
-        return [
-            self.answers[tuple(prompt), sampling]
-            for prompt, sampling in zip(prompts, params, strict=True)
-        ]
+        keys = [(tuple(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
+        for prompt, sampling in keys:
+            if (prompt, sampling) not in self.answers:
+                (self.answers[prompt, sampling],) = self.naive.generate([list(prompt)], sampling)
+        return [self.answers[key] for key in keys]
 
 
 oracle_of = cache(Oracle)

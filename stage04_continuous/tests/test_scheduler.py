@@ -139,18 +139,23 @@ def test_the_order_of_admission(policy, order):
     assert admitted == order
 
 
-@pytest.mark.parametrize("priority, patience", [(1, 1), (3, 5), (10, 4)])
-def test_no_request_starves_under_a_constant_stream_of_urgent_ones(priority, patience):
-    """One slot, one urgent arrival a pass: the modest one runs when it is level with a newcomer, to
-    the pass. The newcomer's one step of waiting counts when patience is 1."""
-    scheduler = Scheduler(max_sequences=1, policy="priority", patience=patience)
+def passes_until_admitted(scheduler, priority):
+    """Passes until a request of `priority` runs, while an urgent one arrives before each."""
     modest, passes = ask(scheduler, 1, "modest", priority), 0
     while modest.state is State.WAITING and passes < 99:
         ask(scheduler, 1, "urgent", 0)
         (work,) = scheduler.schedule().work
         scheduler.finish(work.request)
         passes += 1
-    assert passes == priority * patience + (patience == 1)
+    return passes
+
+
+@pytest.mark.parametrize("priority, patience", [(1, 1), (3, 5), (10, 4)])
+def test_no_request_starves_under_a_constant_stream_of_urgent_ones(priority, patience):
+    """One slot, one urgent arrival a pass: the modest one runs when it is level with a newcomer, to
+    the pass. The newcomer's one step of waiting counts when patience is 1."""
+    scheduler = Scheduler(max_sequences=1, policy="priority", patience=patience)
+    assert passes_until_admitted(scheduler, priority) == priority * patience + (patience == 1)
 
 
 def test_work_knows_its_prompt_tokens():

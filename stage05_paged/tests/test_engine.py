@@ -140,24 +140,19 @@ def test_fork_of_a_fork(size, first):
         assert_idle(engine)
 
 
-@pytest.mark.parametrize(
-    "prompt, sampling, ids, message",
-    [
-        ([], [greedy(3)] * 2, (), "prompt is empty"),
+def test_samples_are_taken_all_or_none():
+    engine, two = engine_of(blocks=8), [greedy(3)] * 2
+    taken = ask(engine, 9, 3, "taken")
+    for prompt, sampling, ids, message in (
+        ([], two, (), "prompt is empty"),
         ([1] * 9, [], (), "no samples to generate"),
         ([1] * 9, [greedy(3), greedy(30)], (), "takes 10 blocks of 4 tokens, and there are 8"),
-        ([1] * 9, [greedy(3), SamplingParams(stop_token_ids=(101,))], (), "stop_token_ids"),
-        ([1] * 9, [greedy(3)] * 2, ("new", "taken"), "request 'taken' in the engine already"),
-        ([1] * 9, [greedy(3)] * 2, ("new", "new"), "Two samples have the id 'new'"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_samples_are_taken_all_or_none(prompt, sampling, ids, message):
-    engine = engine_of(blocks=8)
-    taken = ask(engine, 9, 3, "taken")
-    with pytest.raises(UserError, match=message):
-        add_samples(engine, prompt, sampling, ids=ids)
-    assert list(engine.requests) == ["taken"] and engine.scheduler.unfinished == 1
+        ([1] * 9, two, ("new", "taken"), "request 'taken' in the engine already"),
+        ([1] * 9, two, ("new", "new"), "Two samples have the id 'new'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            add_samples(engine, prompt, sampling, ids=ids)
+        assert list(engine.requests) == ["taken"] and engine.scheduler.unfinished == 1
     named = add_samples(engine, prompt_of(9), [greedy(3)] * 2, ids=("x", "y"))
     finish(engine)
     assert_answered(taken, *named)

@@ -15,6 +15,7 @@ from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request, State
+from stage04_continuous.tests.test_scheduler import passes_until_admitted
 from stage05_paged.blocks import BlockPool, Move
 from stage05_paged.scheduler import Scheduler
 
@@ -115,13 +116,7 @@ def test_it_needs_no_tensors():
 def test_no_request_starves_under_a_constant_stream_of_urgent_ones(priority, patience):
     """As in stage 04, to the pass."""
     scheduler = scheduler_of(40, max_sequences=1, policy="priority", patience=patience)
-    modest, passes = ask(scheduler, 1, "modest", priority), 0
-    while modest.state is State.WAITING and passes < 99:
-        ask(scheduler, 1, "urgent", 0)
-        (work,) = scheduler.schedule().work
-        scheduler.finish(work.request)
-        passes += 1
-    assert passes == priority * patience + (patience == 1)
+    assert passes_until_admitted(scheduler, priority) == priority * patience + (patience == 1)
 
 
 def test_a_request_is_admitted_with_blocks_for_what_it_has_and_not_for_what_may_come():
