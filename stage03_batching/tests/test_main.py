@@ -21,6 +21,21 @@ from stage03_batching import __main__ as stage
 from stage03_batching.engine import Engine
 
 
+def caller(main: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """call(lines, *options) -> (status, stdout, stderr) with --prompts; a string is one prompt."""
+
+    def call(lines: list[str] | str, *options: str) -> tuple[Any, ...]:
+        file = folder.parent / "prompts.txt"
+        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        prompts = [lines] if isinstance(lines, str) else ["--prompts", str(file)]
+        model = ["--model", str(folder), "--dtype", "float64", "--linear", "plain"]
+        with pytest.raises(SystemExit) as exit:
+            cli.run(main, [*prompts, *model, *options])
+        return (exit.value.code, *capsys.readouterr())
+
+    return call
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("stage03") / "model")
@@ -28,18 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def call(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """call(lines, *options) -> (status, stdout, stderr) with --prompts; a string is one prompt."""
-
-    def run(lines: list[str] | str, *options: str) -> tuple[Any, ...]:
-        file = folder.parent / "prompts.txt"
-        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        prompts = [lines] if isinstance(lines, str) else ["--prompts", str(file)]
-        model = ["--model", str(folder), "--dtype", "float64", "--linear", "plain"]
-        with pytest.raises(SystemExit) as exit:
-            cli.run(stage.main, [*prompts, *model, *options])
-        return (exit.value.code, *capsys.readouterr())
-
-    return run
+    return caller(stage.main, folder, capsys)
 
 
 def answers(out: str) -> dict[int, str]:
