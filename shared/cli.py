@@ -2,6 +2,9 @@
 
 A program's `__main__.py` stays a few lines: parse, load, speak. `shared` imports no stage, so a
 stage passes in the model families and its engine, and interprets `sampling_fields` itself.
+
+PyTorch takes seconds to import. So this module imports it where a model is loaded, and a program
+imports its engine after it has checked its options: a wrong one is reported within a second.
 """
 
 from __future__ import annotations
@@ -15,21 +18,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import torch
-
-from . import checkpoint, linear
 from .config import Config
 from .errors import UserError
 from .tokenizer import AnyTokenizer, IdTokenizer, IncrementalDecoder, has_tokenizer, load_tokenizer
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+if TYPE_CHECKING:
+    import torch
+
+    from . import checkpoint
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+LINEAR = ("auto", "plain", "packed")  # as in linear.py, which imports PyTorch
 MOST_TOKENS = 1_000_000
 MOST_THREADS = max(64, os.cpu_count() or 1)  # thousands of threads exhaust the system
 MOST_PROMPT_BYTES = 2**18  # twice what 1,024 of GPT-2's longest tokens (128 bytes) hold
@@ -57,6 +58,8 @@ class Loaded:
     dtype: torch.dtype
 
     def __str__(self) -> str:
+        import torch
+
         count = torch.get_num_threads()
         threads = f", {count} thread{'s' if count > 1 else ''}" if self.device.type == "cpu" else ""
         dtype = str(self.dtype).removeprefix("torch.")
@@ -139,6 +142,19 @@ def number(low: float, high: float, above: bool = False) -> Callable[[str], floa
     return parse
 
 
+def checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """An argparse type: the text as it is, unless `check` raises UserError for it."""
+
+    def parse(text: str) -> str:
+        try:
+            check(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+        return text
+
+    return parse
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """--model, --random-weights, --device, --dtype, --linear, --threads, --seed."""
     group = parser.add_argument_group("model and machine")
@@ -173,7 +189,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--linear",
-        choices=linear.MODES,
+        choices=LINEAR,
         default="auto",
         help="layout of the weights on a CPU; auto tries both for a moment and keeps the faster",
     )
@@ -432,6 +448,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 def choose_device(name: str) -> torch.device:
     """The device for --device. Raises UserError if this machine lacks it."""
+    import torch
+
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -452,7 +470,10 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype for --dtype. Raises UserError if `device` has no such numbers."""
     if name == "float64" and device.type == "mps":
         raise UserError("Apple GPUs have no float64: use --dtype float32, or --device cpu.")
-    return DTYPES.get(name, torch.float32)
+    import torch
+
+    dtype: torch.dtype = getattr(torch, "float32" if name == "auto" else name)
+    return dtype
 
 
 class Families(Protocol):
@@ -471,6 +492,10 @@ def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
     With --prompt-ids the tokenizer reads ids, and a folder needs none. Raises UserError for a
     device that is absent, and for everything that may be wrong with a checkpoint.
     """
+    import torch
+
+    from . import checkpoint, linear
+
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
     if options.threads is not None:
@@ -552,7 +577,7 @@ def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None =
         print(f"error: {error}", file=sys.stderr)
         status = EXIT_ERROR
     except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError is a RuntimeError
-        full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        full = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
         if not full and "tried to allocate" not in str(error):
             raise
         advice = "use a smaller --model, or --dtype bfloat16."

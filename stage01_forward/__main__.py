@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shared import cli
 
-from . import families
-from .engine import Engine
 from .params import SamplingParams
 
 ABOUT = "Stage 01, the naive engine: continue a text, computing everything again for each token."
@@ -15,6 +13,10 @@ def main(argv: list[str] | None = None) -> None:
     options = cli.generation_parser("stage01_forward", ABOUT).parse_args(argv)
     prompt = cli.read_prompt(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
+
+    from . import families
+    from .engine import Engine
+
     loaded = cli.load_model_from(options, families)
     cli.speak(Engine(loaded.model), loaded, prompt, sampling)
 

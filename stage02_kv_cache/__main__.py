@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from shared import cli
-from stage01_forward import families
 from stage01_forward.params import SamplingParams
-
-from .engine import Engine
 
 ABOUT = "Stage 02, the engine with a KV cache: continue a text, computing each token once."
 
@@ -15,6 +12,11 @@ def main(argv: list[str] | None = None) -> None:
     options = cli.generation_parser("stage02_kv_cache", ABOUT).parse_args(argv)
     prompt = cli.read_prompt(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
+
+    from stage01_forward import families
+
+    from .engine import Engine
+
     loaded = cli.load_model_from(options, families)
     cli.speak(Engine(loaded.model), loaded, prompt, sampling)
 

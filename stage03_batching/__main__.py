@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -14,7 +15,8 @@ from stage01_forward import families
 from stage01_forward.generation import Output
 from stage01_forward.params import SamplingParams
 
-from .engine import Engine
+if TYPE_CHECKING:
+    from .engine import Engine
 
 ABOUT = "Stage 03, static batching: continue several texts in the same forward passes."
 PROMPTS = [
@@ -36,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     prompts = cli.read_prompts(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
+
+    from .engine import Engine
+
     loaded = cli.load_model_from(options, families)
     engine = Engine(loaded.model)
     if isinstance(prompts, str):

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from rich.text import Text
 
 from shared import cli, live
 from shared.errors import UserError
-from stage01_forward import families
 from stage01_forward.params import SamplingParams
 
-from .engine import Engine
-from .make import make
 from .records import SlotsRecord
 from .request import Request
 from .scheduler import POLICIES, Scheduler
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 ABOUT = (
     "Stage 04, continuous batching: prompts arrive over time, share a few slots, and leave as soon "
@@ -80,6 +81,9 @@ def main(argv: list[str] | None = None) -> int:
     sampling = SamplingParams(**cli.sampling_fields(options))
     slots = options.slots or (1 if isinstance(prompts, str) else SLOTS)
     scheduler = Scheduler(slots, **live.scheduling(options, slots))
+
+    from stage01_forward import families
+
     loaded = cli.load_model_from(options, families)
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
     engine = make_engine(loaded, scheduler, slots)
@@ -96,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_engine(loaded: cli.Loaded, scheduler: Scheduler, slots: int) -> Engine:
     """The engine. Raises UserError if there is not enough memory for its slots."""
+    from .make import make
+
     config = loaded.config
     need = slots * config.n_positions * config.kv_bytes_per_token(loaded.dtype)
     free = psutil.virtual_memory().available

@@ -7,24 +7,22 @@ import sys
 from array import array
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.text import Text
 
 from shared import cli, live
 from shared.errors import UserError
-from stage01_forward import families
 from stage01_forward.params import SamplingParams
-from stage04_continuous.engine import Engine
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 from stage04_continuous.scheduler import POLICIES
 
 from . import blockmap
 from .blocks import BlockPool
-from .engine import SEQUENCES, make
 from .fork import add_samples
 from .memory import (
+    SEQUENCES,
     block_bytes,
     default_memory,
     free_memory,
@@ -36,6 +34,11 @@ from .memory import (
 from .records import BlocksRecord
 from .scheduler import PREEMPTIONS, Scheduler
 
+if TYPE_CHECKING:
+    import torch
+
+    from stage04_continuous.engine import Engine
+
 ABOUT = (
     "Stage 05, paged cache: memory is taken a block at a time, shared by prompts with the same "
     "beginning, and given back."
@@ -43,6 +46,7 @@ ABOUT = (
 MOST_SEQUENCES = 4096
 MOST_SAMPLES = 256
 SHOWN = 640  # tokens in the pool for the built-in prompts: too few for all, to show preemption
+MEMORY = cli.checked(lambda text: parse_memory(text, sys.maxsize))  # the free memory comes later
 MOST_CELLS = 4_000_000  # blocks times passes in a picture; viewers cannot open a larger one
 BEGINNING = (
     "In a house on the hill lived Hugo, a merry boy with muddy shoes. Hugo collected feathers and "
@@ -97,6 +101,7 @@ def make_parser() -> cli.Parser:
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--kv-memory",
+        type=MEMORY,
         metavar="SIZE",
         help="memory for keys and values: 512MiB, 2GB, or 25%% for a share of the free memory; "
         "default is enough for --sequences whole contexts, but at most half of the free memory, "
@@ -127,6 +132,7 @@ def make_parser() -> cli.Parser:
     )
     group.add_argument(
         "--swap-memory",
+        type=MEMORY,
         metavar="SIZE",
         help="CPU memory to swap to, in the units of --kv-memory; 0 is none; default is the size "
         "of the cache, but at most half of the free memory, and none for one prompt, which is "
@@ -155,7 +161,15 @@ def main(argv: list[str] | None = None) -> int:
             f"At temperature 0 all {options.samples} samples would be the same: give a "
             "--temperature such as 0.8, or leave --samples out."
         )
+    if options.preemption == "recompute" and options.swap_memory is not None:
+        raise UserError(
+            "With --preemption recompute nothing is swapped: leave --swap-memory out, or choose "
+            "swap or auto."
+        )
     alone = isinstance(prompts, str) and options.samples == 1
+
+    from stage01_forward import families
+
     loaded = cli.load_model_from(options, families)
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
     engine = make_engine(loaded, options, alone, prompts is None)
@@ -187,6 +201,8 @@ def make_engine(
     alone: there is one prompt with one answer. built_in: the prompts are this stage's own.
     Raises UserError if there is less memory, and for invalid settings.
     """
+    from .engine import make
+
     config, dtype = loaded.config, loaded.dtype
     sequences = options.sequences or (1 if alone else SEQUENCES)
     free = free_memory(loaded.device)
@@ -224,11 +240,6 @@ def swap_pool(
 ) -> BlockPool | None:
     """The blocks to swap to; None if no request will be swapped."""
     if options.preemption == "recompute":
-        if options.swap_memory is not None:
-            raise UserError(
-                "With --preemption recompute nothing is swapped: leave --swap-memory out, "
-                "or choose swap or auto."
-            )
         return None
     if options.swap_memory is None and alone and options.preemption == "auto":
         return None

@@ -19,12 +19,10 @@ from stage04_continuous.runner import Runner
 
 from .blocks import BlockPool
 from .cache import PagedCache
-from .memory import default_memory, free_memory, make_pool, measure_cost
+from .memory import SEQUENCES, default_memory, free_memory, make_pool, measure_cost
 from .records import Recorder
 from .sanitizer import Sanitizer
 from .scheduler import Scheduler
-
-SEQUENCES = 8  # default concurrency; the default pool holds this many whole contexts
 
 
 def make(

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 
-from .engine import Engine
+if TYPE_CHECKING:
+    from stage04_continuous.engine import Engine
 
 
 def fork(

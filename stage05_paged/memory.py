@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
-from shared import measure, roofline
 from shared.config import Config
 from shared.errors import UserError
-from stage04_continuous.runner import AnyRunner
 
 from .blocks import BlockPool, Move
+
+if TYPE_CHECKING:  # the command line reads sizes before PyTorch is imported
+    import torch
+
+    from stage04_continuous.runner import AnyRunner
 
 UNITS = {
     "": 1,
@@ -26,6 +29,7 @@ UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
+SEQUENCES = 8  # default concurrency; the default pool holds this many whole contexts
 SHARE = 0.5  # of the free memory: a default pool takes at most this
 
 
@@ -55,7 +59,9 @@ def parse_memory(text: str, free: int) -> int:
 
 def free_memory(device: torch.device | str = "cpu") -> int:
     """Free bytes on `device`. An Apple GPU shares the machine's own memory."""
-    if torch.device(device).type == "cuda":
+    if str(device).startswith("cuda"):
+        import torch
+
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
 
@@ -117,6 +123,8 @@ class Cost:
 
     def recompute(self, tokens: int) -> float:
         """Seconds to compute `tokens` tokens again."""
+        from shared import roofline
+
         return roofline.forward_cost(self.config, self.dtype, tokens, sampled=0).flops / self.flops
 
     def swap(self, tokens: int) -> float:
@@ -135,6 +143,8 @@ def measure_cost(
 ) -> Cost:
     """What preemption costs `runner`, whose cache has numbers of `dtype`: tries a pass over a few
     tokens and two sizes of copies, so call it while no block is owned."""
+    from shared import measure, roofline
+
     config, size = runner.config, pool.block_size
     count = min(64, config.n_positions, pool.count * size)
     shares = [(list(range(pool.blocks_for(count))), 0, count)]

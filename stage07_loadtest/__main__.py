@@ -20,7 +20,7 @@ from shared.errors import UserError
 from shared.server import MODULE as SERVER
 from shared.server import own_server
 
-from . import charts, metrics, results, schedule, server, workload
+from . import metrics, results, schedule, server, workload
 from .client import HTTP_OTHER, PROTOCOL, REFUSED, Record, Target, open_session, send
 from .load import Point, run_point
 from .metrics import Slo, Summary
@@ -497,6 +497,8 @@ def main(argv: list[str] | None = None) -> int:
         complete = run(measure(target, plan, report))
     print("\n".join(["", *notes(summaries)]))
     if writer and summaries:
+        from . import charts  # matplotlib takes a second to import
+
         charts.draw(summaries, options.out)
         print(f"Written: {options.out}")
     if not complete:

@@ -18,7 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from shared import measure
 from shared.errors import UserError
 
 from .client import Record
@@ -65,6 +64,8 @@ class Writer:
             )
         if not os.access(folder, os.W_OK):
             raise UserError(f"{folder} is not writable: name another folder with --out.")
+        from shared import measure  # imports PyTorch: the folder is checked first
+
         commit, dirty = measure.git_state()
         self.about = {
             "schema": SCHEMA,
@@ -159,6 +160,8 @@ def load(folder: Path) -> Run:
             f"{folder} holds no run ({SUMMARY} is missing): "
             f"write one with python -m {KIND} --out {folder}."
         )
+    from shared import measure
+
     about = measure.load(path, SCHEMA)
     points = about.pop("results", None)
     if about.get("kind") != KIND or not isinstance(points, list):

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared import cli, paths
+from shared import cli, linear, paths
 from shared.course import stages
 from shared.course.testing import FIELDS, make_folder
 from shared.errors import UserError
@@ -116,6 +116,7 @@ def test_defaults_are_greedy_and_float32():
     assert cli.sampling_fields(options) == fields
     assert cli.choose_dtype(options.dtype, torch.device("cpu")) == torch.float32
     assert (options.model, options.random_weights, options.linear) == ("stories", False, "auto")
+    assert cli.LINEAR == linear.MODES
     assert (options.threads, options.prompt_ids) == (None, None)
 
 
@@ -186,6 +187,41 @@ BAD_OPTIONS = {  # the parser is the same for all stages
 def test_bad_options(run, folder, options):
     arguments = ("hello", "--model", str(folder), *options.split())
     refuses(run(MAINS["stage01_forward"], *arguments), f"(?i){BAD_OPTIONS[options]}")
+
+
+WRONG = """
+stage01_forward hi --temperature nan
+stage02_kv_cache hi --model stories --threads 0
+stage03_batching --prompts no-such-file
+stage04_continuous hi --gantt no-such-folder/slots.svg
+stage04_continuous --slots 8 --budget 4
+stage05_paged hi --kv-memory 3bananas
+stage05_paged hi --map .
+stage05_paged hi --preemption recompute --swap-memory 1MiB
+stage06_serving.client --url no-address
+stage07_loadtest --rates -1
+stage07_loadtest --trace no-such-file
+stage07_loadtest --out README.md
+"""
+EARLY = """
+import importlib, sys
+from shared.errors import UserError
+for stage, *arguments in map(str.split, sys.argv[1:]):
+    name = f"{stage}.__main__" if "." not in stage else stage
+    try:
+        importlib.import_module(name).main(arguments)
+    except UserError as error:
+        print("torch" in sys.modules, stage, error)
+"""
+
+
+def test_options_are_checked_before_pytorch_is_imported():
+    """That takes seconds, and so does loading a model."""
+    lines = WRONG.strip().split("\n")
+    command = [sys.executable, "-c", EARLY, *lines]
+    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stderr == "" and done.stdout.count("\n") == len(lines), done
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {"False"}, done.stdout
 
 
 @pytest.mark.parametrize("name", MAINS)
