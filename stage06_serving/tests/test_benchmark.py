@@ -4,9 +4,6 @@ its figures add up."""
 from __future__ import annotations
 
 import asyncio
-import cProfile
-import json
-import time
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -101,16 +98,6 @@ def test_the_parts_of_a_token_s_way_make_the_whole(results):
     whole = benchmark.python_seconds(row, "loop")
     assert row["streams"] == 3
     assert sum(parts.values()) * row.tokens / 1e6 == pytest.approx(whole)
-
-
-def test_a_profile_is_divided_by_the_files_of_callers():
-    profiler = cProfile.Profile(time.thread_time)
-    profiler.enable()
-    for _ in range(200):
-        json.loads(json.dumps({"a": [1] * 100}))
-    profiler.disable()
-    found = benchmark.shares(profiler)
-    assert sum(found.values()) == pytest.approx(1) and found["chunk and JSON"] > 0.5
 
 
 def test_a_prediction_is_between_a_halt_and_a_fair_share():
