@@ -12,7 +12,8 @@ things help, and both come with PyTorch:
   Both need the weight by rows as well, a second copy in memory. In bfloat16 oneDNN is up to a third
   faster with four rows than with one, so a single row is padded with three rows of zeros.
 
-On other processors the plain layer may win, so `optimize` measures and keeps the fastest. Where
+On other processors the plain layer may win, so `optimize` measures and keeps the fastest. If the
+measurements contradict each other, as beside other programs, it reports that and packs. Where
 packing does not exist (CUDA, MPS, float64, a build without oneDNN) the plain layer stays. Only the
 order of the additions differs: results agree to rounding (tested).
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -33,7 +35,16 @@ from .errors import UserError
 MODES = ("auto", "plain", "packed")
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 FEWEST_ROWS = 4  # oneDNN takes up to a third longer for 1 to 3 rows than for 4: add rows of zeros
+FEWEST_PAIRS, ENOUGH, MOST_PAIRS = 3, 5, 15  # comparisons of two kinds of layers
+LONG = 3.0  # seconds, after which FEWEST_PAIRS must do
+AGREE = 0.8  # of MOST_PAIRS: fewer decide nothing
+CLEAR = 1.03  # times faster: less is no difference
+STEADY = 1.5  # times the shortest time: a longer median was disturbed
 PACKED_FOR_ROWS = 32  # oneDNN's layout for 32 rows was as good as any at 1 row, the best from 2 on
+UNDECIDED = (
+    "[--linear auto: neither kind of layer was clearly faster, because other programs disturb or "
+    "both take equally long: packed]"
+)
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -134,26 +145,40 @@ Layers = Sequence[tuple[int, Callable[[Tensor], Tensor]]]  # width of the input,
 
 
 @torch.inference_mode()
-def faster(
-    first: Layers, second: Layers, rows: Sequence[int], dtype: torch.dtype, repeats: int = 5
-) -> bool:
-    """Whether `second` takes less time than `first` on inputs of these `rows`: sums of medians.
+def faster(first: Layers, second: Layers, rows: Sequence[int], dtype: torch.dtype) -> bool | None:
+    """Whether `second` takes less time than `first` on inputs of these `rows`; None if no
+    comparison is clear, because both are equally fast or other programs disturb.
 
-    The two alternate. All layers run once, one after the other, as in a model: one layer repeated
-    would be read from the processor's cache.
+    The first ENOUGH comparisons must agree, or most of MOST_PAIRS; of slow layers FEWEST_PAIRS. All
+    layers run once, one after the other, as in a model: one layer repeated would be read from the
+    processor's cache.
     """
-    gain = 0.0
-    for count in rows:
-        times: tuple[list[float], list[float]] = ([], [])
-        for _ in range(repeats + 1):  # the first round warms up
-            for layers, taken in zip((first, second), times, strict=True):
-                inputs = [torch.ones(count, width, dtype=dtype) for width, _ in layers]
-                started = time.perf_counter()
-                for x, (_, layer) in zip(inputs, layers, strict=True):
-                    layer(x)
-                taken.append(time.perf_counter() - started)
-        gain += statistics.median(times[0][1:]) - statistics.median(times[1][1:])
-    return gain > 0
+
+    def seconds(layers: Layers) -> float:
+        inputs = [[torch.ones(n, width, dtype=dtype) for width, _ in layers] for n in rows]
+        started = time.perf_counter()
+        for each in inputs:
+            for x, (_, layer) in zip(each, layers, strict=True):
+                layer(x)
+        return time.perf_counter() - started
+
+    seconds(first), seconds(second)  # warm up
+    begun = time.perf_counter()
+    times: tuple[list[float], list[float]] = ([], [])
+    for pair in range(1, MOST_PAIRS + 1):
+        for place in (0, 1) if pair % 2 else (1, 0):
+            times[place].append(seconds((first, second)[place]))
+        late = time.perf_counter() - begun > LONG
+        if pair in (ENOUGH, MOST_PAIRS) or late and pair >= FEWEST_PAIRS:
+            pairs = list(zip(*times, strict=True))
+            won = sum(other * CLEAR < one for one, other in pairs)
+            lost = sum(one * CLEAR < other for one, other in pairs)
+            steady = all(statistics.median(each) < STEADY * min(each) for each in times)
+            if steady and max(won, lost) >= (AGREE if pair == MOST_PAIRS else 1) * pair:
+                return won > lost
+            if late:
+                break
+    return None
 
 
 def followed_by_gelu(model: nn.Module) -> dict[str, str]:
@@ -186,7 +211,8 @@ def known_layers(model: nn.Module) -> dict[str, nn.Linear]:
 def optimize(model: nn.Module, mode: str = "auto") -> str:
     """Put the fastest linear layer into `model`, in place. Returns which: "packed" or "plain".
 
-    mode: "auto" measures both and keeps the faster; "plain" changes nothing; "packed" packs.
+    mode: "auto" measures both and keeps the faster, or packs and prints a line on standard error
+    if neither is; "plain" changes nothing; "packed" packs.
     Only the layers of `known_layers` change: a subclass or a quantized layer stays as it is.
     Raises UserError for an unknown mode, or for "packed" where this machine cannot pack.
     """
@@ -215,8 +241,12 @@ def optimize(model: nn.Module, mode: str = "auto") -> str:
         if faster(best, layers_tried, (1,), dtype):
             packed, best = tried, layers_tried
     plain = [(layer.in_features, layer) for layer in layers.values()]
-    if mode == "auto" and not faster(plain, best, (1, 32), dtype):
-        return "plain"
+    if mode == "auto":
+        packed_wins = faster(plain, best, (1, 32), dtype)
+        if packed_wins is None:
+            print(UNDECIDED, file=sys.stderr)
+        elif not packed_wins:
+            return "plain"
     for name, layer in packed.items():
         model.set_submodule(name, layer)
         if name in gelus:

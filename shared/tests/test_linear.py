@@ -125,12 +125,41 @@ def test_float64_stays_plain(tiny):
             linear.optimize(model, mode)
 
 
-def test_the_faster_layers_are_found_by_measuring():
-    slow = torch.randn(300, 300)
-    lazy = [(4, lambda x: [slow @ slow for _ in range(20)][0])]
-    quick = [(4, lambda x: x)]
-    assert linear.faster(lazy, quick, (1,), torch.float32)
-    assert not linear.faster(quick, lazy, (1,), torch.float32)
+@pytest.mark.parametrize(
+    ("first", "second", "won", "pairs"),
+    [
+        ([0.03], [0.02], True, 5),
+        ([0.02], [0.03], False, 5),
+        ([0.03] * 5, [0.02, 0.02, 0.09, 0.02, 0.02], True, 15),  # a fifth disturbed
+        ([0.03] * 3, [0.02, 0.09, 0.02], None, 15),  # a third disturbed
+        ([0.03], [0.0295], None, 15),
+        ([0.03, 0.06, 0.06, 0.06], [0.02] * 4, None, 15),  # always slower, but hardly ever alone
+        ([3], [2], True, 3),  # a slow model or machine
+        ([3] * 3, [2, 9, 2], None, 3),
+    ],
+)
+def test_only_a_clear_winner_counts(monkeypatch, first, second, won, pairs):
+    """times of the first and the second layer, in turn, after one run to warm up."""
+    now, runs = [0.0], [0, 0]
+
+    def layer(place, times):
+        def run(x):
+            now[0] += times[runs[place] % len(times)]
+            runs[place] += 1
+
+        return [(4, run)]
+
+    monkeypatch.setattr(linear.time, "perf_counter", lambda: now[0])
+    layers = layer(0, [first[-1], *first[:-1]]), layer(1, [second[-1], *second[:-1]])
+    assert linear.faster(*layers, (1,), torch.float32) is won
+    assert runs == [pairs + 1] * 2
+
+
+@needs_packing
+def test_without_a_winner_auto_packs_and_reports_it(monkeypatch, capsys, tiny):
+    monkeypatch.setattr(linear, "faster", lambda *_: None)
+    assert linear.optimize(load_model(tiny), "auto") == "packed"
+    assert capsys.readouterr().err == linear.UNDECIDED + "\n"
 
 
 def test_only_gpt2s_gelu_directly_behind_a_linear_layer_is_moved():
