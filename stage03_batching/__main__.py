@@ -11,7 +11,6 @@ from rich.text import Text
 
 from shared import cli, live
 from shared.records import StepRecord
-from stage01_forward import families
 from stage01_forward.generation import Output
 from stage01_forward.params import SamplingParams
 
@@ -38,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     prompts = cli.read_prompts(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
+
+    from stage01_forward import families
 
     from .engine import Engine
 

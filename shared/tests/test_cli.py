@@ -198,7 +198,7 @@ stage04_continuous --slots 8 --budget 4
 stage05_paged hi --kv-memory 3bananas
 stage05_paged hi --map .
 stage05_paged hi --preemption recompute --swap-memory 1MiB
-stage06_serving.client --url no-address
+stage06_serving.client hi --max-tokens 0
 stage07_loadtest --rates -1
 stage07_loadtest --trace no-such-file
 stage07_loadtest --out README.md
