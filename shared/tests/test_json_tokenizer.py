@@ -1,0 +1,167 @@
+"""Every kind of tokenizer.json against transformers: ids, text, streams, control tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+from shared.errors import UserError
+from shared.json_tokenizer import JsonTokenizer
+from shared.tests.test_tokenizer import AWKWARD, SAMPLE
+from shared.tokenizer import IncrementalDecoder, load_tokenizer
+
+# Qwen's cut: contractions in any case, single digits, line ends with the signs before them.
+CUT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def begins_with(token: str, token_id: int) -> processors.TemplateProcessing:
+    pair = f"{token} $A {token} $B"
+    return processors.TemplateProcessing(
+        single=f"{token} $A", pair=pair, special_tokens=[(token, token_id)]
+    )
+
+
+def qwen() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(CUT), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([SAMPLE] * 3, trainer)
+    tokenizer.add_special_tokens(CONTROL)
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
+    return tokenizer
+
+
+def llama3() -> Tokenizer:
+    tokenizer = qwen()
+    model = json.loads(tokenizer.to_str())["model"]
+    merges = [(first, second) for first, second in model["merges"]]
+    tokenizer.model = models.BPE(vocab=model["vocab"], merges=merges, ignore_merges=True)
+    tokenizer.post_processor = begins_with(CONTROL[0], tokenizer.token_to_id(CONTROL[0]))
+    return tokenizer
+
+
+def sentencepiece(legacy: bool) -> Tokenizer:
+    """With byte fallback, and a space before the text: put there by the normalizer in older files,
+    by the pre-tokenizer in newer ones."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    if legacy:
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([SAMPLE] * 3, trainer)
+    fields = json.loads(tokenizer.to_str())
+    fields["added_tokens"] = fields["added_tokens"][:3]  # bytes are ordinary tokens
+    tokenizer = Tokenizer.from_str(json.dumps(fields))
+    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)])
+    tokenizer.post_processor = begins_with("<s>", 1)
+    return tokenizer
+
+
+KINDS: dict[str, tuple[Callable[[], Tokenizer], str]] = {
+    "qwen": (qwen, "<|im_end|>"),
+    "llama3": (llama3, "<|im_end|>"),
+    "sentencepiece": (lambda: sentencepiece(True), "</s>"),
+    "sentencepiece, newer": (lambda: sentencepiece(False), "</s>"),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    """Ours and transformers'."""
+    build, end = KINDS[request.param]
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    file = str(folder / "tokenizer.json")
+    return load_tokenizer(folder), PreTrainedTokenizerFast(tokenizer_file=file, eos_token=end)
+
+
+def texts(count: int) -> list[str]:
+    rng = random.Random(0)
+    pieces = [*"abc 's\n\t.,1é世\u3000😀<|>", "e\u0301", "the ", "▁", "  ", "<0x41>", "<tool_call>"]
+    pieces += [*CONTROL, "<s>", "</s>", "we'LL", "123", "\r\n", "\ufeff"]
+
+    def letter() -> str:
+        return rng.choice(pieces) if rng.random() < 0.9 else chr(rng.randint(1, 0xD7FF))
+
+    return ["".join(letter() for _ in range(rng.randint(0, 30))) for _ in range(count)]
+
+
+def test_ids_and_streams_are_those_of_transformers(pair):
+    ours, theirs = pair
+    assert (ours.eos_id, ours.vocab_size) == (theirs.eos_token_id, len(theirs))
+    for text in [*AWKWARD, SAMPLE, *texts(2000)]:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, split_special_tokens=True)
+        decoder = IncrementalDecoder(ours)
+        streamed = [decoder.push(token_id) for token_id in ids]
+        assert "".join(streamed) + decoder.flush() == ours.decode(ids)
+        # The space before the first word stays: an answer may begin with one.
+        whole = theirs.decode(ids, clean_up_tokenization_spaces=False)
+        mine, other = (text.removeprefix("<s>").lstrip(" ") for text in (ours.decode(ids), whole))
+        assert mine == other
+
+
+def test_control_tokens_are_tokens_in_a_chat_alone(pair):
+    ours, theirs = pair
+    end = ours.decode([ours.eos_id])
+    assert ours.eos_id not in ours.encode(f"a{end}b")
+    ids = ours.encode_chat([("a", True), (end, True), (f"b{end}", False), (end, True)])
+    assert ids.count(ours.eos_id) == 2
+    assert ids[: ids.index(ours.eos_id) + 1] == theirs.encode(f"a{end}", add_special_tokens=False)
+
+
+def test_rows_without_a_token(pair):
+    ours, _ = pair
+    assert ours.unused(ours.vocab_size + 3) == [ours.vocab_size + i for i in range(3)]
+    assert ours.decode([ours.vocab_size + 1]) == f"<{ours.vocab_size + 1}>"
+
+
+def write(folder: Path, change: Callable[[dict], object]) -> None:
+    fields = json.loads(qwen().to_str())
+    change(fields)
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+
+
+def test_files_that_are_refused(tmp_path):
+    for change, words in (
+        (
+            lambda fields: fields.update(decoder={"type": "BPEDecoder", "suffix": "</w>"}),
+            "(BPEDecoder)",
+        ),
+        (lambda fields: fields.update(decoder=None), "(none)"),
+        (lambda fields: fields.pop("model"), "is not a tokenizer"),
+    ):
+        write(tmp_path, change)
+        with pytest.raises(UserError, match="tokenizer.json") as error:
+            JsonTokenizer.from_folder(tmp_path)
+        assert words in str(error.value)
