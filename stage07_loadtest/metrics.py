@@ -429,6 +429,44 @@ def _flags(point: Summary, interrupted: bool) -> Iterator[str]:
 # ---- several points -----------------------------------------------------------------------------
 
 
+def trust(named: Sequence[tuple[str, Summary]]) -> dict[str, str]:
+    """What there is to be said for and against the measurement of some points, by name."""
+    points = [point for _, point in named]
+    short = sum(flag.startswith(SHORT) for point in points for flag in point.flags)
+    marks = [str(sum(bool(point.flags) for point in points))]
+    if short:
+        least = f"{LEAST_REQUESTS} requests, in less than {LEAST_SECONDS:.0f} s"
+        marks.append(f"{short} are short: fewer than {least}")
+    marks += [
+        f"{name}: {flag}"
+        for name, point in named
+        for flag in point.flags
+        if not flag.startswith(SHORT)
+    ]
+    requests, good = (sum(getattr(p, key) for p in points) for key in ("requests", "succeeded"))
+    match, back = (
+        sum(getattr(p, key) is True for p in points) for key in ("tokens_match", "blocks_back")
+    )
+    ratios = [point.little.ratio for point in points if point.little is not None]
+    steady = [p.steady.output_rate / p.output_rate for p in points if p.steady and p.output_rate]
+    return {
+        "requests, and those that failed": f"{requests:,}; {requests - good}",
+        "client CPU, share of a core, at most": f"{max(p.client_cpu for p in points):.0%}",
+        "Little's law, L over lambda W": _span(ratios, ".3f"),
+        "tokens received = counted by the server; blocks back to zero": (
+            f"{match} and {back} of {len(points)} points"
+        ),
+        "tok/s of the steady part, over that of the whole point": _span(steady, ".2f"),
+        "points with a mark against them": "; ".join(marks),
+    }
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """From the least to the most, and of how many points."""
+    ends = f"{min(values):{form}} to {max(values):{form}}, " if values else ""
+    return f"{ends}{len(values)} points"
+
+
 def knee(points: Sequence[Summary]) -> Summary | None:
     """The point with the greatest throughput over mean E2E latency from the intended start
     (Kleinrock's power). Below it, more load costs little waiting; above it, more waiting buys

@@ -46,10 +46,8 @@ TASKS = (
             "'poisson', users is None, and the rate is kept.",
         ),
         tests=(
-            "tests/test_schedule.py::test_poisson_arrivals_are_of_the_seed",
-            "tests/test_schedule.py::test_the_rate_is_exact_whatever_chance_says",
-            "tests/test_schedule.py::test_twice_the_rate_is_the_same_pattern_in_half_the_time",
-            "tests/test_schedule.py::test_gaps_are_exponential",
+            "tests/test_workload.py::test_the_rate_is_exact_whatever_chance_says",
+            "tests/test_workload.py::test_gaps_are_exponential_and_of_the_seed",
         ),
     ),
     Task(
@@ -92,7 +90,6 @@ TASKS = (
             "intended start, even if it is late.",
         ),
         tests=(
-            "tests/test_load.py::test_an_open_loop_does_not_wait_for_answers",
             "tests/test_load.py::test_requests_of_a_burst_and_of_a_trace_start_at_their_times",
             "tests/test_load.py::test_an_open_loop_may_end_by_time",
             "tests/test_ruler.py::test_pitfall_an_open_loop_that_waits_for_answers",
@@ -118,7 +115,7 @@ TASKS = (
         ),
         tests=(
             "tests/test_metrics.py::test_littles_law_holds_for_a_load_that_is_not_steady",
-            "tests/test_metrics.py::test_littles_law_finds_requests_missing_from_the_records",
+            "tests/test_ruler.py::test_littles_law_holds_until_requests_are_missing_from_the_records",
             "tests/test_metrics.py::test_samples_that_came_late_weigh_no_more_than_their_time",
             "tests/test_metrics.py::test_littles_law_is_not_judged_by_few_samples",
         ),

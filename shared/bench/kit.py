@@ -101,6 +101,17 @@ def shape(name: str) -> Checkpoint:
     return checkpoint.load(name, random_weights=name != "stories")
 
 
+def server_options(model: str, dtype: str, contexts: int, **more: object) -> list[str]:
+    """The command line of our server for a benchmark's model, with memory for `contexts` whole
+    contexts: `max_queue=9` is --max-queue 9."""
+    config = checkpoint.PRESETS[model]
+    memory = contexts * config.n_positions * config.kv_bytes_per_token(getattr(torch, dtype))
+    given = {"model": model, "dtype": dtype, "kv_memory": memory} | more
+    given["threads"] = torch.get_num_threads()
+    words = [w for name, value in given.items() for w in (f"--{name.replace('_', '-')}", value)]
+    return [*map(str, words), *([] if model == "stories" else ["--random-weights"])]
+
+
 @torch.inference_mode()
 def prove(scores: torch.Tensor, taken: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """That the oracle would choose each of the tokens `taken` (N,) too, by its logits (N, V).

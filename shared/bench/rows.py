@@ -191,8 +191,10 @@ def fill(row: Any, column: Column) -> str:
     return format(row[key] if keyed else getattr(row, key), form)
 
 
-def implied(heading: str) -> Column:
+def implied(row: Any, heading: str) -> Column:
     """The column of a heading that is not declared."""
+    if isinstance(row, Mapping):
+        return heading
     variant, _, unit = heading.partition(", ")
     return {"ms": ms(variant), "tok/s": rate(variant)}.get(unit, heading)
 
@@ -206,7 +208,7 @@ def table(
     header = header or " | ".join(rows[0] if rows else ())
     names, known = header.split(" | "), columns or {}
     cells = [
-        [fill(row, known.get(name) or implied(name) if known else name) for name in names]
+        [fill(row, known.get(name) or implied(row, name) if known else name) for name in names]
         for row in rows
     ]
     right = [all(map(NUMBER.fullmatch, column)) for column in zip(*cells, strict=True)]

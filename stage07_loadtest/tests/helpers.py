@@ -1,32 +1,40 @@
-"""Records, points, and small servers that several test files use."""
+"""Records, points, small servers, and a clock that several test files use."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import selectors
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
+import pytest
 from aiohttp import web
 
-from stage07_loadtest.client import HTTP_503, RESET, Record
-from stage07_loadtest.load import Point, ServerDelta
+from stage07_loadtest import mock
+from stage07_loadtest.client import HTTP_503, RESET, Record, Target
+from stage07_loadtest.load import Point, ServerDelta, run_point
+from stage07_loadtest.mock import Behaviour, Mock
 from stage07_loadtest.schedule import Schedule
 from stage07_loadtest.workload import Ask
 
 # A real run: python -m stage07_loadtest --users 1,2,4 --rates 4,8,12 --requests 8 --out <folder>.
 SMALL_RUN = Path(__file__).with_name("small_run")
+QUICK: dict[str, Any] = {"ttft": 0.005, "itl": 0.001}  # where only counts matter
+FAR = 1.0  # seconds: on the clock below, longer sleeps are time limits, not moments
+T = TypeVar("T")
 DONE = b"[DONE]"
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}}
 
 
 def asks(count: int, tokens: int = 5) -> list[Ask]:
     return [Ask([1, 2, number], tokens) for number in range(count)]
-
-
-# ---- records made by hand
 
 
 def record(
@@ -39,38 +47,21 @@ def record(
     """A success: chunks of one token, `gaps` seconds apart, the first that long after sending."""
     sent, count = intended if sent is None else sent, len(gaps)
     chunks = [sent + sum(gaps[: number + 1]) for number in range(count)]
-    fields: dict[str, Any] = {
-        "chunks": chunks,
-        "chunk_tokens": [1] * count,
-        "end": chunks[-1],
-        "status": 200,
-    }
+    fields = {"chunks": chunks, "chunk_tokens": [1] * count, "end": chunks[-1], "status": 200}
     fields |= {"prompt_tokens": 8, "completion_tokens": count, "finish_reason": "length"}
-    fields |= {"done": True} | more
-    return Record(index, intended, count, sent, **fields)
+    return Record(index, intended, count, sent, **{**fields, "done": True} | more)
 
 
 def refused(index: int = 0, intended: float = 0.0) -> Record:
     """A request that the server rejected with 503."""
-    fields: dict[str, Any] = {
-        "status": 503,
-        "end": intended + 0.01,
-        "failure": HTTP_503,
-        "detail": "no room",
-    }
-    return Record(index, intended, 3, intended, **fields)
+    end = intended + 0.01
+    return Record(index, intended, 3, intended, status=503, end=end, failure=HTTP_503, detail="no")
 
 
 def broken(index: int = 0, intended: float = 0.0) -> Record:
     """A request whose connection was lost after two tokens."""
-    lost: dict[str, Any] = {
-        "completion_tokens": None,
-        "finish_reason": None,
-        "done": False,
-        "failure": RESET,
-    }
-    chunks = record(index, intended).chunks[:2]
-    return record(index, intended, chunks=chunks, chunk_tokens=[1, 1], **lost)
+    lost = {"completion_tokens": None, "finish_reason": None, "done": False, "failure": RESET}
+    return record(index, intended, gaps=(0.5, 0.1), end=intended + 0.7, **lost)
 
 
 def point(records: list[Record], users: int | None = 1, **more: Any) -> Point:
@@ -87,7 +78,26 @@ def counters(generation_tokens: int, running: int = 0, usage: float = 0.0) -> Se
     return ServerDelta(0, generation_tokens, 0, running, 0, usage)
 
 
-# ---- answers and servers
+@contextmanager
+def mocked(**behaviour: Any) -> Iterator[Mock]:
+    """The mock on a thread, for a program that has its own event loop."""
+    ready, over = threading.Event(), asyncio.Event()
+    started: list[tuple[Mock, asyncio.AbstractEventLoop]] = []
+
+    async def serve() -> None:
+        async with mock.serving(Behaviour(**QUICK | behaviour)) as running:
+            started.append((running, asyncio.get_running_loop()))
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield started[0][0]
+    finally:
+        started[0][1].call_soon_threadsafe(over.set)
+        thread.join()
 
 
 def sse(*data: Any) -> bytes:
@@ -129,3 +139,74 @@ def with_server(routes: dict[str, Handler] | Handler, use: Callable[[str], Await
             await runner.cleanup()
 
     return asyncio.run(run())
+
+
+class Selector(selectors.SelectSelector):
+    """Advances the clock of its loop by the time that is slept, and `late` seconds more.
+
+    Bytes need a moment even within one machine, so a loop with sockets waits `grace` real seconds
+    for something to arrive before its clock moves, and a thousand times longer before a limit.
+    """
+
+    def __init__(self, late: float = 0.0, grace: float = 0.0) -> None:
+        super().__init__()
+        self.now, self.late, self.grace = 0.0, late, grace
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None or timeout <= 0:
+            return super().select(timeout)
+        ready = super().select(self.grace if timeout < FAR else 1000 * self.grace)
+        if not ready:
+            self.now += timeout + self.late
+        return ready
+
+
+def new_loop(late: float = 0.0, grace: float = 0.0) -> asyncio.SelectorEventLoop:
+    selector = Selector(late, grace)
+    loop = asyncio.SelectorEventLoop(selector)
+    loop.time = lambda: selector.now  # type: ignore[method-assign]
+    return loop
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` on such a clock, with time for sockets."""
+    with asyncio.Runner(loop_factory=lambda: new_loop(grace=0.01)) as runner:
+        return runner.run(work)
+
+
+def stop(seconds: float) -> None:
+    """Block the loop, as `time.sleep` does."""
+    asyncio.get_running_loop()._selector.now += seconds  # type: ignore[attr-defined]
+
+
+def against(
+    behaviour: dict[str, Any],
+    what: Sequence[Ask],
+    when: Schedule,
+    beside: Callable[[Mock], Any] | None = None,
+    timeout: float = 60.0,
+    **options: Any,
+) -> tuple[Point, Mock]:
+    """A point against a mock on the same event loop, with `beside(server)` next to it."""
+
+    async def load() -> tuple[Point, Mock]:
+        async with mock.serving(Behaviour(**behaviour)) as server:
+            other = asyncio.create_task(beside(server)) if beside else None
+            point = await run_point(Target(server.url, timeout=timeout), what, when, **options)
+            if other:
+                await other
+            return point, server
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stage07_loadtest.load.time", TIME)
+        point, server = run(load())
+    assert max(record.end for record in point.records) <= point.duration
+    return point, server
+
+
+# In place of the module `time`: whatever clock the running loop has.
+TIME = SimpleNamespace(
+    perf_counter=lambda: asyncio.get_running_loop().time(),
+    time=time.time,
+    process_time=time.process_time,
+)

@@ -1,12 +1,12 @@
-"""One request: its record for complete answers and for failures of every kind.
-
-Against the mock, and raw sockets where a server of any library would be too polite.
-"""
+"""One request: its record for complete answers and for failures of every kind, against the mock,
+and raw sockets where a server of any library would be too polite. What else is read from a server:
+counters, the model's name, whether it is idle."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,25 +14,24 @@ from aiohttp import web
 
 from stage07_loadtest import client, mock
 from stage07_loadtest.client import FAILURES, Record, Target, open_session, read, send
-from stage07_loadtest.mock import Behaviour, Mock
-from stage07_loadtest.tests.helpers import DONE, END, USAGE, chunk, sse, whole, with_server
+from stage07_loadtest.mock import MODEL, Behaviour, Mock
+from stage07_loadtest.server import Counters, describe, parse, scrape, settled
+from stage07_loadtest.tests import helpers
+from stage07_loadtest.tests.helpers import DONE, END, QUICK, USAGE, chunk, sse, whole, with_server
 from stage07_loadtest.workload import Ask
 
 ASK = Ask([1, 2, 3], 6)
-QUICK: dict[str, Any] = {"ttft": 0.002, "itl": 0.001}
 ERROR = {"error": {"message": "out of luck", "type": "ServerError", "code": 500}}
 
 
-async def ask(
-    url: str, count: int = 1, what: Ask = ASK, pause: float = 0.0, **fields: Any
-) -> list[Record]:
+async def ask(url: str, count: int = 1, pause: float = 0.0, **fields: Any) -> list[Record]:
     """Requests one after the other through one session."""
     target = Target(url, **{"timeout": 10.0} | fields)
     clock, records = asyncio.get_running_loop().time, []
     started = clock()
     async with open_session(target) as session:
         for index in range(count):
-            records.append(await send(session, target, what, 0, lambda: clock() - started, index))
+            records.append(await send(session, target, ASK, 0, lambda: clock() - started, index))
             await asyncio.sleep(pause)
     return records
 
@@ -70,9 +69,8 @@ def ask_raw(answer: bytes, close: bool = True, **fields: Any) -> Record:
     return asyncio.run(run())
 
 
-def http(body: bytes, status: str = "200 OK", kind: str = "text/event-stream") -> bytes:
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+def http(body: bytes, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def streamed(*pieces: tuple[float, bytes]) -> Record:
@@ -80,9 +78,6 @@ def streamed(*pieces: tuple[float, bytes]) -> Record:
     record = Record(0, 0.0, 6)
     read(record, pieces)
     return record
-
-
-# ---- complete answers
 
 
 def test_an_answer_is_recorded_whole():
@@ -93,33 +88,25 @@ def test_an_answer_is_recorded_whole():
     assert record.sent is not None
     times = [record.intended, record.sent, *record.chunks, record.end]
     assert len(record.chunks) == 6 and times == sorted(times)
-    assert record.chunks[-1] - record.sent >= 0.002 + 5 * 0.001  # the mock sends nothing earlier
-    assert server.bodies[0] == {
-        "prompt": [1, 2, 3],
-        "max_tokens": 6,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    assert record.chunks[-1] - record.sent >= 0.005 + 5 * 0.001  # the mock sends nothing earlier
+    body = {"prompt": [1, 2, 3], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}}
+    assert server.bodies[0] == body
 
 
 def test_times_are_of_arrival_and_not_of_reading():
-    """Two events that arrive half a second apart have those times, whenever they are parsed."""
     record = streamed((1.0, sse(chunk("a"))), (1.5, sse(chunk("b"), END)), (1.75, sse(USAGE, DONE)))
     assert record.chunks == [1.0, 1.5, 1.5] and record.finish_reason == "length"
 
 
-@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
-def test_a_stream_reads_the_same_wherever_it_is_cut(newline: bytes):
+def test_a_stream_reads_the_same_wherever_it_is_cut():
     stream = sse(chunk("Mü"), chunk("ller", token_ids=[4, 5]), END, USAGE, DONE)
-    stream = (b": a comment\n\nevent: x\n" + stream).replace(b"\n", newline)
-    first, *others = (
-        streamed((0.0, stream[:place]), (0.0, stream[place:])) for place in range(len(stream) + 1)
-    )
-    assert all(record == first for record in others)
-    assert first.failure is None and first.chunk_tokens == [1, 2, 0] and first.done
+    for newline in (b"\n", b"\r\n"):
+        data = (b": a comment\n\nevent: x\n" + stream).replace(b"\n", newline)
+        for place in range(len(data) + 1):
+            record = streamed((0.0, data[:place]), (0.0, data[place:]))
+            assert (record.failure, record.done) == (None, True)
+            assert record.chunk_tokens == [1, 2, 0]
 
 
 def test_tokens_of_a_chunk_by_ids_or_logprobs_or_else_one():
@@ -141,28 +128,25 @@ def test_usage_in_every_chunk_is_read_to_the_last():
     assert record.failure is None and record.completion_tokens == 6
 
 
-# ---- failures
-
-FAULTS = {
-    "refused": ("refused", "connect"),
-    "500": ("http_other", "500: A planted fault"),
-    "503": ("http_503", "503: A planted fault: no room"),
-    "504": ("http_504", "504: A planted fault: too late"),
-    "reset": ("reset", ""),
-    "hang": ("timeout", "0.3 s"),
-    "cut": ("cut", "without a finish reason"),
-    "no_finish": ("cut", "without a finish reason"),
-    "no_done": ("cut", "without [DONE]"),
-    "error_event": ("error_event", "an error in the middle"),
-    "garbage": ("protocol", "{this is not JSON"),
-    "wrong_count": ("tokens", "5 tokens, but 6 tokens were requested"),
-    "no_usage": ("tokens", "no usage"),
-}
+FAULTS = [
+    ("refused", "refused", "connect"),
+    ("500", "http_other", "500: A planted fault"),
+    ("503", "http_503", "503: A planted fault: no room"),
+    ("504", "http_504", "504: A planted fault: too late"),
+    ("reset", "reset", ""),
+    ("hang", "timeout", "0.3 s"),
+    ("cut", "cut", "without a finish reason"),
+    ("no_finish", "cut", "without a finish reason"),
+    ("no_done", "cut", "without [DONE]"),
+    ("error_event", "error_event", "an error in the middle"),
+    ("garbage", "protocol", "{this is not JSON"),
+    ("wrong_count", "tokens", "5 tokens, but 6 tokens were requested"),
+    ("no_usage", "tokens", "no usage"),
+]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_failures_of_every_kind(fault: str):
-    failure, words = FAULTS[fault]
+@pytest.mark.parametrize(("fault", "failure", "words"), FAULTS)
+def test_failures_of_every_kind(fault: str, failure: str, words: str):
     (record,), server = ask_mock(fault=fault, target={"timeout": 0.3 if fault == "hang" else 10.0})
     assert record.failure == failure and words in str(record.detail)
     assert record.sent is not None and record.end >= record.sent
@@ -173,12 +157,10 @@ def test_failures_of_every_kind(fault: str):
         assert record.chunks == [] and record.completion_tokens is None
 
 
-def test_all_failures_are_tested():
-    assert {*FAULTS} == {*mock.FAULTS} - {"wrong_counter", "leak"}  # invisible to the client
-    assert {failure for failure, _ in FAULTS.values()} == {*FAILURES}
-
-
-def test_the_next_request_does_not_suffer():
+def test_all_failures_are_tested_and_the_next_request_does_not_suffer():
+    faults, failures, _ = map(set, zip(*FAULTS, strict=True))
+    assert faults == {*mock.FAULTS} - {"wrong_counter", "leak"}  # invisible to the client
+    assert failures == {*FAILURES}
     records, server = ask_mock(4, fault="reset", fault_every=2)
     assert [record.failure for record in records] == [None, "reset", None, "reset"]
     assert server.requests == 4
@@ -191,21 +173,15 @@ def test_the_next_request_does_not_suffer():
         (b"HTTP/1.1 200 OK\r\nContent-Ty", "reset", ""),
         (http(sse(chunk("a")))[:-4], "reset", ""),  # shorter than announced
         (b"220 mail.example ESMTP\r\n", "protocol", ""),
-        (
-            http(json.dumps(END | USAGE).encode(), kind="application/json"),
-            "protocol",
-            "not an event",
-        ),
+        (http(json.dumps(END | USAGE).encode()), "protocol", "not an event"),
         (http(b"<html>"), "protocol", "<html>"),
         (http(sse([1, 2], DONE)), "protocol", "[1, 2]"),
         (http(sse({"id": 1}, DONE)), "protocol", "not a completion chunk"),
-        (http(sse({"choices": [7]}, DONE)), "protocol", ""),
         (http(sse(chunk("a", token_ids=7), DONE)), "protocol", ""),
         (http(sse(USAGE | {"usage": {"completion_tokens": "many"}}, DONE)), "protocol", ""),
         (http(sse(b"[" * 100_000, DONE)), "protocol", ""),
         (http(b""), "cut", ""),
         (http(sse(END, USAGE) + b"data: [DO"), "cut", "[DONE]"),  # the last line never ended
-        (http(sse({"error": "a word"}, DONE)), "error_event", "a word"),
         (http(sse(ERROR, DONE)), "error_event", "out of luck"),
         (http(sse(chunk("a"), ERROR))[:-1], "error_event", "out of luck"),  # and hangs up early
         (http(b"no place", "503 Service Unavailable"), "http_503", "503: no place"),
@@ -227,27 +203,16 @@ def test_silence_is_a_timeout_before_and_in_the_answer(answer: bytes):
     assert bool(record.chunks) == bool(answer)
 
 
-def test_an_unknown_host_is_refused():
-    (record,) = asyncio.run(ask("http://unknown.invalid:1"))
-    assert record.failure == "refused"
-
-
-# ---- connections
-
-
 @pytest.mark.parametrize(("idle", "pause", "connections"), [(2.0, 0.0, 1), (0.02, 0.1, 3)])
-def test_a_connection_is_used_again_unless_it_was_idle(
-    monkeypatch, idle: float, pause: float, connections: int
-):
+def test_a_connection_is_used_again_unless_it_was_idle(monkeypatch, idle, pause, connections):
     """A server that closes a connection just when it is used again would look like a reset."""
     assert client.IDLE < 5  # seconds for which uvicorn keeps one
     monkeypatch.setattr(client, "IDLE", idle)
     peers = []
 
     async def handle(request: web.Request) -> web.Response:
-        assert request.transport is not None
         assert request.headers["Accept-Encoding"] == "identity"  # not held back to be compressed
-        peers.append(request.transport.get_extra_info("peername"))
+        peers.append(request.transport and request.transport.get_extra_info("peername"))
         return whole()
 
     records = with_server(handle, lambda url: ask(url, 3, pause=pause))
@@ -255,20 +220,93 @@ def test_a_connection_is_used_again_unless_it_was_idle(
     assert len(peers) == 3 and len({*peers}) == connections
 
 
-def test_no_request_waits_for_a_connection():
-    """None of 150 is answered before all have arrived: more than aiohttp's default pool, 100."""
-    all_here = asyncio.Barrier(150)
+METRICS = """\
+vllm:prompt_tokens_total{model_name="a"} 12.0
+vllm:prompt_tokens_total{model_name="b"} 3.0
+vllm:generation_tokens_total{model_name="a"} 1e+06
+vllm:request_success_total{finished_reason="stop",model_name="a"} 2.0
+vllm:request_success_total{finished_reason="length",model_name="a"} 5.0
+vllm:num_requests_running{model_name="a"} 1.0
+vllm:num_requests_waiting{model_name="a"} 0.0
+vllm:kv_cache_usage_perc{model_name="a"} 0.125
+"""
+COUNTERS = Counters(15, 1_000_000, 7, 1, 0, 0.125)
+
+
+def test_counters_are_summed_over_labels_and_other_metrics_are_none():
+    assert parse(METRICS) == COUNTERS
+    for old, new in (("vllm:", "tgi:"), ("usage", "use"), ("1e+06", "NaN"), ("0.125", "+Inf")):
+        assert parse(METRICS.replace(old, new)) is None
+    assert parse("") is parse("<html>no</html>") is None
+
+
+def test_idle_means_that_everything_was_released():
+    states = ((0, 0, 0.0), (1, 0, 0.0), (0, 1, 0.0), (0, 0, 0.1))
+    assert [Counters(1, 1, 1, *state).idle for state in states] == [True, False, False, False]
+
+
+def against(path: str, status: int, body: bytes, use: Any) -> Any:
+    """Run `use(session, target)` against a server with this answer to GET."""
 
     async def handle(request: web.Request) -> web.Response:
-        await all_here.wait()
-        return whole()
+        return web.Response(status=status, body=body, content_type="text/plain", charset="utf-8")
 
-    async def use(url: str) -> list[Record]:
-        target = Target(url, timeout=20)
+    async def run(url: str) -> Any:
+        async with open_session(Target(url)) as session:
+            return await use(session, Target(url))
+
+    return with_server({path: handle}, run)
+
+
+def test_a_server_without_metrics_has_no_counters():
+    for path, status, body, counters in (
+        ("/metrics", 200, METRICS.encode(), COUNTERS),
+        ("/metrics", 200, b"\xff", None),
+        ("/metrics", 401, METRICS.encode(), None),
+        ("/other", 200, b"", None),
+    ):
+        assert against(path, status, body, scrape) == counters
+
+
+def test_an_absent_server_has_no_counters_and_no_name():
+    async def use() -> Any:
+        target = Target("http://127.0.0.1:1")
         async with open_session(target) as session:
-            clock = asyncio.get_running_loop().time
-            return await asyncio.gather(
-                *(send(session, target, ASK, 0.0, clock) for _ in range(150))
-            )
+            return [await use(session, target) for use in (scrape, settled, describe)]
 
-    assert [record.failure for record in with_server(handle, use)] == [None] * 150
+    assert asyncio.run(use()) == [None, None, (None, None)]
+
+
+def test_settled_waits_until_the_server_is_idle():
+    async def run() -> tuple[Counters | None, Counters | None]:
+        async with mock.serving(Behaviour(ttft=0.2, itl=0.01)) as running:
+            target = Target(running.url)
+            async with open_session(target) as session:
+                asking = asyncio.create_task(send(session, target, Ask([1], 5), 0.0, lambda: 0.0))
+                while not running.running:
+                    await asyncio.sleep(0.001)
+                before, after = await scrape(session, target), await settled(session, target)
+                await asking
+                assert await describe(session, target) == (MODEL, None)
+                return before, after
+
+    before, after = helpers.run(run())
+    assert before is not None and before.running == 1 and before.kv_cache_usage > 0
+    assert after is not None and after.idle and (after.generation_tokens, after.success) == (5, 1)
+    impatient = against("/metrics", 200, METRICS.encode(), partial(settled, patience=0.1))
+    assert impatient == COUNTERS and not impatient.idle
+
+
+@pytest.mark.parametrize(
+    ("card", "described"),
+    [
+        ({"data": [{"id": "m", "max_model_len": 77}, {"id": "n"}]}, ("m", 77)),
+        ({"data": [{"id": "m"}]}, ("m", None)),
+        ({"data": [{"id": 5, "max_model_len": "long"}]}, (None, None)),
+        ({"data": [3]}, (None, None)),
+        (None, (None, None)),
+    ],
+)
+def test_the_model_is_the_first_one_listed(card: Any, described: tuple[Any, Any]):
+    body = b"{" if card is None else json.dumps(card).encode()
+    assert against("/v1/models", 200, body, describe) == described

@@ -27,7 +27,6 @@ def answered(intended: float, sent: float) -> Record:
 
 
 def one_user() -> list[Record]:
-    """A closed loop: the next request when the last answer has ended."""
     records, free = [], 0.0
     while free < END:
         records.append(answered(free, free))
@@ -68,16 +67,13 @@ def test_the_table_is_what_the_trace_gives(
 
 def mark(record: Record) -> tuple[int, str]:
     """The column and the text of a request in the picture."""
-    assert record.sent is not None
-    width = round((record.end - record.sent) / COLUMN)
-    return round(record.sent / COLUMN), "|" if width == 1 else f"[{'=' * (width - 2)}]"
+    start, end = (round((at or 0) / COLUMN) for at in (record.sent, record.end))
+    return start, "|" if end == start + 1 else f"[{'=' * (end - start - 2)}]"
 
 
 def test_the_picture_is_the_trace() -> None:
-    for name, records in (
-        ("closed loop, one user", one_user()),
-        ("one connection", one_connection()),
-    ):
+    drawn_in_one = {"closed loop, one user": one_user(), "one connection": one_connection()}
+    for name, records in drawn_in_one.items():
         line = ""
         for column, text in map(mark, records):
             line = line.ljust(column) + text
@@ -92,14 +88,11 @@ def test_the_picture_is_the_trace() -> None:
     assert f"Count the columns of the open loop: {share}" in LESSON
 
 
-def test_littles_law_in_the_trace() -> None:
+def test_littles_law_in_the_trace_and_the_one_request_that_is_worked_out() -> None:
     stay = sum(record.end - record.intended for record in OPEN) / len(OPEN)
     assert (1000 * len(OPEN) / END, stay) == (5, 170)
     text = f"ten requests in 2 s are 5 a second, and they stay {stay:.0f} ms on average: 5 * 0.17"
     assert f"{text} = 0.85" in " ".join(LESSON.split())
-
-
-def test_the_one_request_that_is_worked_out() -> None:
     chunks = [120.0, 140.0, 760.0, 780.0, 800.0]
     one = Record(0, 0.0, 5, sent=20.0, chunks=chunks, end=800.0, completion_tokens=5)
     assert (metrics.ttft(one), metrics.ttft_intended(one)) == (100, 120)

@@ -8,35 +8,21 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from stage07_loadtest import load, mock, schedule
 from stage07_loadtest.client import CUT, HTTP_503, REFUSED, TIMEOUT, Target
-from stage07_loadtest.load import Point, ServerDelta, delta, run_point
+from stage07_loadtest.load import Point, ServerDelta, run_point
 from stage07_loadtest.mock import Behaviour, Mock
 from stage07_loadtest.schedule import Schedule
-from stage07_loadtest.server import Counters
-from stage07_loadtest.tests import virtual
-from stage07_loadtest.tests.helpers import asks, whole, with_server
+from stage07_loadtest.tests import helpers
+from stage07_loadtest.tests.helpers import QUICK, asks
 from stage07_loadtest.workload import Ask
-
-QUICK: dict[str, Any] = {"ttft": 0.005, "itl": 0.001}
 
 
 def point(
-    when: Schedule, what: list[Ask], behaviour: dict[str, Any] | None = None, **options: Any
+    when: Schedule, what: list[Ask], faults: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Point, Mock]:
-    async def run() -> tuple[Point, Mock]:
-        async with mock.serving(Behaviour(**QUICK | (behaviour or {}))) as server:
-            target = Target(server.url, timeout=options.pop("timeout", 20))
-            return await run_point(target, what, when, **options), server
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "time", virtual.TIME)
-        return virtual.run(run())
-
-
-# ---- closed loops
+    return helpers.against(QUICK | (faults or {}), what, when, **options)
 
 
 def test_a_closed_loop_has_as_many_requests_in_hand_as_users():
@@ -57,34 +43,6 @@ def test_a_user_sends_when_the_last_answer_has_ended():
         assert later.sent is not None and later.sent >= earlier.end
 
 
-def test_a_closed_loop_may_end_by_time():
-    """An answer takes at least 9 ms."""
-    found, server = point(schedule.closed(2, 400), asks(400), seconds=0.1)
-    assert 2 <= len(found.records) < 40 and server.requests == len(found.records)
-    assert all(record.sent is not None and record.intended <= 0.1 for record in found.records)
-
-
-# ---- open loops
-
-
-def test_an_open_loop_does_not_wait_for_answers():
-    """No request is answered before all were sent: waiting for one would never end."""
-    all_here = asyncio.Barrier(8)
-
-    async def handle(request: web.Request) -> web.Response:
-        await all_here.wait()
-        return whole()
-
-    when = schedule.poisson(200, 8, 0)
-    found: Point = with_server(
-        handle, lambda url: run_point(Target(url, timeout=20), asks(8, 6), when)
-    )
-    assert [record.intended for record in found.records] == when.starts
-    assert {record.failure for record in found.records} == {None}
-    assert all(one.sent is not None and one.sent >= one.intended for one in found.records)
-    assert found.server is None  # a server without metrics is measured all the same
-
-
 def test_requests_of_a_burst_and_of_a_trace_start_at_their_times():
     found, _ = point(schedule.bursts(4, 0.2, 8), asks(8))
     assert [record.intended for record in found.records] == [0.0] * 4 + [0.2] * 4
@@ -96,18 +54,18 @@ def test_requests_of_a_burst_and_of_a_trace_start_at_their_times():
 
 
 def test_an_open_loop_may_end_by_time():
-    starts = schedule.poisson(100, 30, 0).starts
-    found, server = point(schedule.poisson(100, 30, 0), asks(30), seconds=0.1)
-    assert starts is not None
-    assert server.requests == len(found.records) == sum(start <= 0.1 for start in starts)
+    when = schedule.poisson(100, 30, 0)
+    found, server = point(when, asks(30), seconds=0.1)
+    due = sum(start <= 0.1 for start in when.starts or [])
+    assert server.requests == len(found.records) == due
+    with pytest.raises(ValueError, match="30 starts, but 29 requests after 1 to warm up"):
+        point(when, asks(30), warmup=1)
 
 
-def test_as_many_requests_as_starts():
-    with pytest.raises(ValueError, match="8 starts, but 7 requests after 1 to warm up"):
-        point(schedule.poisson(1, 8, 0), asks(8), warmup=1)
-
-
-# ---- what is counted
+def test_a_closed_loop_may_end_by_time():
+    found, server = point(schedule.closed(2, 400), asks(400), seconds=0.1)
+    assert 2 <= len(found.records) < 40 and server.requests == len(found.records)
+    assert all(record.sent is not None and record.intended <= 0.1 for record in found.records)
 
 
 def test_warming_up_is_sent_and_not_counted():
@@ -129,12 +87,6 @@ def test_failures_are_counted_and_not_repeated(fault: str, failure: str, sent: i
     assert found.server is None if fault == "refused" else found.server and found.server.idle
 
 
-def test_a_difference_of_counters():
-    before, after = Counters(1, 2, 3, 4, 5, 0.5), Counters(11, 22, 33, 1, 0, 0.25)
-    assert delta(before, after) == ServerDelta(10, 20, 30, 1, 0, 0.25)
-    assert delta(None, after) is None and delta(before, None) is None
-
-
 def test_requests_in_flight_are_sampled_evenly():
     found, _ = point(schedule.closed(3, 6), asks(6, 30), {"itl": 0.005})
     times = [at for at, _ in found.in_flight]
@@ -146,9 +98,6 @@ def test_requests_in_flight_are_sampled_evenly():
     assert min(late) >= -1e-4 and max(late) <= 2 * load.SAMPLING
 
 
-# ---- ending early
-
-
 def interrupted(
     when: Schedule, count: int, enough: Callable[[Mock], bool], warmup: int = 0, **behaviour: Any
 ) -> tuple[Point, Mock]:
@@ -156,9 +105,8 @@ def interrupted(
 
     async def run() -> tuple[Point, Mock]:
         async with mock.serving(Behaviour(**QUICK | behaviour)) as server:
-            task = asyncio.create_task(
-                run_point(Target(server.url), asks(count), when, warmup=warmup)
-            )
+            work = run_point(Target(server.url), asks(count), when, warmup=warmup)
+            task = asyncio.create_task(work)
             while not enough(server):
                 await asyncio.sleep(0.002)
             await asyncio.sleep(0.1 if behaviour.get("fault") else 0)
@@ -174,24 +122,21 @@ def test_cancelled_it_keeps_what_was_measured(when: Schedule):
     assert found.interrupted and found.server is None
     assert 1 <= len(found.records) <= server.requests < 1000
     assert {record.failure for record in found.records} == {None}  # aborted ones are left out
-    assert found.duration >= max(record.end for record in found.records)
     indices = [record.index for record in found.records]
     assert indices == sorted(indices)
 
 
 def test_cancelled_while_the_server_settles_the_point_is_complete():
     """The answers are there, but the blocks are never released."""
-    found, _ = interrupted(
-        schedule.closed(4, 4),
-        4,
-        lambda server: server.requests == 4 and not server.running,
-        fault="leak",
-    )
+
+    def answered(server: Mock) -> bool:
+        return server.requests == 4 and not server.running
+
+    found, _ = interrupted(schedule.closed(4, 4), 4, answered, fault="leak")
     assert found.interrupted and len(found.records) == 4 and found.server is None
 
 
 def test_cancelled_while_warming_up_there_is_no_point():
+    when = schedule.closed(2, 2)
     with pytest.raises(asyncio.CancelledError):
-        interrupted(
-            schedule.closed(2, 2), 4, lambda server: server.requests >= 2, warmup=2, ttft=60
-        )
+        interrupted(when, 4, lambda server: server.requests >= 2, warmup=2, ttft=60)

