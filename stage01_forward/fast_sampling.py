@@ -2,7 +2,7 @@
 
 It works on the logits' device, on all rows at once where it can, and each row pays only for the
 options it uses. The vocabulary is never sorted. The tests compare it with sampling.py token for
-token.
+token; with top_p, where it may draw several times (see `_draw`), in distribution.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ def _draw(
     # top_p without a sort. The nucleus holds every token whose heavier ones together weigh less
     # than `wanted`. Draw from all tokens. A token in the nucleus is a fair draw from the nucleus.
     # If it is outside, so is every token that is as light or lighter: drop these and draw again.
-    # The first draw is good with probability top_p or more.
+    # The first draw is good with probability top_p or more. So a generator may give more than one
+    # number here, and another token than sampling.py, which sorts and draws from the nucleus.
     wanted = [p.top_p * total for p, total in zip(params, sums[:, -1].tolist(), strict=True)]
     pending = [row for row, p in enumerate(params) if p.top_p < 1]
     heavier = torch.empty_like(weights[0])  # (N,), reused: new memory would cost more than the sum

@@ -16,7 +16,9 @@ do not commute:
 
 Each row depends on its own logits, options, history and generator alone: a request gets the same
 token alone and in a batch. The engines use fast_sampling.py: the same distribution without a sort,
-and the same tokens from the same generators, but for top_p, where it may throw several darts.
+and the same tokens from the same generators, but for top_p. There it throws darts at all tokens
+until one hits the nucleus: to throw a single dart it would have to find the nucleus first, which
+takes a sort and at least twice the time of the whole draw. The distribution is the same.
 
 Left out on purpose: stop strings (they need text), beam search, grammars.
 """
