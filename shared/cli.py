@@ -67,6 +67,25 @@ class Loaded:
         return f"{self.config.name}, {machine}, {self.linear} linear layers"
 
 
+def with_default(text: str, default: object) -> str:
+    """The help of an option, with its default in words, unless the help names one already."""
+    if "default" in text or default in (None, "", argparse.SUPPRESS):
+        return text
+    if isinstance(default, bool):
+        return f"{text}; {'on' if default else 'off'} by default"
+    value = f"{default:g}" if isinstance(default, float) else str(default)
+    return f"{text}; default: {value.replace('%', '%%')}"
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help that ends each option with its default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        plain = action.option_strings and isinstance(default, (bool, int, float, str))
+        return with_default(text, default) if plain else text
+
+
 class Parser(argparse.ArgumentParser):
     """argparse that reports a wrong option as a UserError: one sentence without the usage."""
 
@@ -76,7 +95,7 @@ class Parser(argparse.ArgumentParser):
             prog=f"python -m {module}",
             description=about,
             epilog=f"examples:\n{examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Help,
             allow_abbrev=False,  # a new option must not change what an abbreviation means
         )
 
@@ -88,7 +107,8 @@ class _Command(Parser):
     """The parser of a subcommand: argparse makes it with other arguments than Parser takes."""
 
     def __init__(self, prog: str, **options: Any) -> None:
-        argparse.ArgumentParser.__init__(self, prog=prog, allow_abbrev=False, **options)
+        options |= {"formatter_class": Help, "allow_abbrev": False}
+        argparse.ArgumentParser.__init__(self, prog=prog, **options)
 
 
 def commands(parser: Parser) -> Callable[..., argparse.ArgumentParser]:
@@ -100,7 +120,9 @@ def commands(parser: Parser) -> Callable[..., argparse.ArgumentParser]:
     def add(
         name: str, do: Callable[[argparse.Namespace], int | None], about: str
     ) -> argparse.ArgumentParser:
-        subparser: argparse.ArgumentParser = group.add_parser(name, help=about)
+        subparser: argparse.ArgumentParser = group.add_parser(
+            name, help=about, description=f"{about[:1].upper()}{about[1:]}."
+        )
         subparser.set_defaults(do=do)
         return subparser
 
@@ -163,8 +185,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default="stories",
         metavar="NAME",
         help="stories (embedded, works offline), a folder with config.json and safetensors, or a "
-        "name on the Hugging Face hub such as gpt2 or gpt2-medium, downloaded once; "
-        "default %(default)s",
+        "name on the Hugging Face hub such as gpt2 or gpt2-medium, downloaded once",
     )
     group.add_argument(
         "--random-weights",
@@ -197,7 +218,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=whole_number(1, MOST_THREADS),
         metavar="N",
-        help="CPU threads; default is PyTorch's choice, one a core; set it to leave cores free or "
+        help="CPU threads; default: PyTorch's choice, one a core; set it to leave cores free or "
         "to compare two machines",
     )
     group.add_argument(
@@ -205,7 +226,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         type=whole_number(0, 2**63 - 1),
         metavar="N",
         help="the same seed gives the same sampled text again, and the same --random-weights; "
-        "default is a new one for each text, and 0 for the weights",
+        "default: a new one for each text, and 0 for the weights",
     )
 
 
@@ -216,8 +237,7 @@ def add_max_tokens(parser: argparse._ActionsContainer, default: int) -> None:
         type=whole_number(1, MOST_TOKENS),
         default=default,
         metavar="N",
-        help="stop after N new tokens, unless the text ends or fills the model's context before; "
-        "default %(default)s",
+        help="stop after N new tokens, unless the text ends or fills the model's context before",
     )
 
 
@@ -231,14 +251,14 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int = 400)
         default=0.0,
         metavar="T",
         help="0 always takes the likeliest token, so that every run gives the same text; 0.8 "
-        "varies the story; above 1 it gets wild; default %(default)g",
+        "varies the story; above 1 it gets wild",
     )
     group.add_argument(
         "--top-k",
         type=whole_number(0, MOST_TOKENS),
         default=0,
         metavar="K",
-        help="sample among the K likeliest tokens only; 0 is all; default %(default)s",
+        help="sample among the K likeliest tokens only; 0 is all",
     )
     group.add_argument(
         "--top-p",
@@ -246,7 +266,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int = 400)
         default=1.0,
         metavar="P",
         help="sample among the fewest tokens that together have probability P, a cut that adapts "
-        "to the context; 1 is all; default %(default)g",
+        "to the context; 1 is all",
     )
 
 

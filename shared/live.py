@@ -122,7 +122,7 @@ def add_options(parser: argparse.ArgumentParser, row: str, policies: Sequence[st
         "--budget",
         type=cli.whole_number(1, cli.MOST_TOKENS),
         metavar="N",
-        help=f"most tokens computed in a step, at least one a {row}; default {BUDGET}, or the "
+        help=f"most tokens computed in a step, at least one a {row}; default: {BUDGET}, or the "
         f"number of {row}s if that is more",
     )
     chunks = group.add_mutually_exclusive_group()
@@ -130,7 +130,7 @@ def add_options(parser: argparse.ArgumentParser, row: str, policies: Sequence[st
         "--max-chunk",
         type=cli.whole_number(1, cli.MOST_TOKENS),
         metavar="N",
-        help="most tokens of one prompt in a step; default is the rest of the budget",
+        help="most tokens of one prompt in a step; default: the rest of the budget",
     )
     chunks.add_argument(
         "--no-chunks",
@@ -142,21 +142,20 @@ def add_options(parser: argparse.ArgumentParser, row: str, policies: Sequence[st
         choices=policies,
         default=policies[0],
         help="order of the waiting prompts: fcfs is first come, first served; priority makes "
-        "every third prompt urgent, marked !, and takes those first; default %(default)s",
+        "every third prompt urgent, marked !, and takes those first",
     )
     group.add_argument(
         "--every",
         type=cli.whole_number(1, cli.MOST_TOKENS),
         default=EVERY,
         metavar="N",
-        help="a prompt arrives every N steps, and at once if the engine is idle; "
-        "default %(default)s",
+        help="a prompt arrives every N steps, and at once if the engine is idle",
     )
     group.add_argument(
         "--pause",
         type=cli.number(0, 60),
         metavar="SECONDS",
-        help="wait after each step, to watch; not counted as time; default 0, and "
+        help="wait after each step, to watch; not counted as time; default: 0, and "
         f"{PAUSE:g} for the built-in prompts on a terminal",
     )
     return group

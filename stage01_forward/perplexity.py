@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
         type=cli.whole_number(1, cli.MOST_TOKENS),
         metavar="N",
         help="tokens from one window to the next; fewer give each token more context and take "
-        "longer; default is half a window",
+        "longer; default: half a window",
     )
     cli.add_model_options(parser)
     options = parser.parse_args(argv)

@@ -62,7 +62,7 @@ def make_parser() -> cli.Parser:
         type=cli.whole_number(1, MOST_SLOTS),
         metavar="N",
         help="answers that grow at a time; each takes memory for the whole context; "
-        f"default {SLOTS}, and 1 for one prompt",
+        f"default: {SLOTS}, and 1 for one prompt",
     )
     group.add_argument("--gantt", metavar="FILE.svg", help="draw the slots by steps, as a chart")
     group.add_argument(

@@ -86,14 +86,14 @@ def make_parser() -> cli.Parser:
         default=1,
         metavar="N",
         help="answers to each prompt, which is computed once and shared; the same answers as for "
-        "N equal prompts; needs a --temperature above 0; default %(default)s",
+        "N equal prompts; needs a --temperature above 0",
     )
     group.add_argument(
         "--sequences",
         type=cli.whole_number(1, MOST_SEQUENCES),
         metavar="N",
         help="most answers that grow at a time, if memory allows; "
-        f"default {SEQUENCES}, and 1 for one prompt",
+        f"default: {SEQUENCES}, and 1 for one prompt",
     )
     group.add_argument(
         "--map", metavar="FILE.svg", help="draw the blocks by steps: owned, shared and cached ones"
@@ -104,7 +104,7 @@ def make_parser() -> cli.Parser:
         type=MEMORY,
         metavar="SIZE",
         help="memory for keys and values: 512MiB, 2GB, or 25%% for a share of the free memory; "
-        "default is enough for --sequences whole contexts, but at most half of the free memory, "
+        "default: enough for --sequences whole contexts, but at most half of the free memory, "
         f"and only {SHOWN} tokens for the built-in prompts",
     )
     group.add_argument(
@@ -112,7 +112,7 @@ def make_parser() -> cli.Parser:
         type=cli.whole_number(1, cli.MOST_TOKENS),
         default=16,
         metavar="N",
-        help="tokens in a block; default %(default)s",
+        help="tokens in a block",
     )
     group.add_argument(
         "--watermark",
@@ -120,7 +120,7 @@ def make_parser() -> cli.Parser:
         default=0.01,
         metavar="SHARE",
         help="share of the blocks that stays free when a prompt is admitted beside others, so "
-        "that these can grow; default %(default)g",
+        "that these can grow",
     )
     group.add_argument(
         "--preemption",
@@ -128,13 +128,13 @@ def make_parser() -> cli.Parser:
         default=PREEMPTIONS[0],
         help="when memory runs out, the last prompt in the order of --policy gives its blocks "
         "back: recompute discards its keys and values, swap moves them to the CPU's memory, auto "
-        "takes the cheaper; default %(default)s",
+        "takes the cheaper",
     )
     group.add_argument(
         "--swap-memory",
         type=MEMORY,
         metavar="SIZE",
-        help="CPU memory to swap to, in the units of --kv-memory; 0 is none; default is the size "
+        help="CPU memory to swap to, in the units of --kv-memory; 0 is none; default: the size "
         "of the cache, but at most half of the free memory, and none for one prompt, which is "
         "never preempted",
     )

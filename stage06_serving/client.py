@@ -83,12 +83,12 @@ def main(argv: list[str] | None = None) -> int:
         metavar="N",
         help="the same seed gives the same text",
     )
-    parser.add_argument("--url", default=ADDRESS, help="address of the server; default %(default)s")
+    parser.add_argument("--url", default=ADDRESS, help="address of the server")
     parser.add_argument(
         "--api-key",
         default=os.environ.get("STAIRCASE_API_KEY", ""),
         metavar="KEY",
-        help="default is the variable STAIRCASE_API_KEY",
+        help="default: the variable STAIRCASE_API_KEY",
     )
     options = parser.parse_args(argv)
     prompt = cli.read_prompt(options)

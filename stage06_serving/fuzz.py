@@ -278,14 +278,14 @@ def main(argv: list[str] | None = None) -> int:
         "  python -m stage06_serving.fuzz --url http://127.0.0.1:8000 --examples 1000",
     )
     parser.add_argument(
-        "--url", metavar="URL", help="address of a server with a long queue; default is its own"
+        "--url", metavar="URL", help="address of a server with a long queue; default: its own"
     )
     for option, most, default, about in (
         ("--examples", 10**6, 200, "requests for each operation, from the schema"),
         ("--bodies", 10**7, 2000, "raw bodies"),
         ("--seed", 2**31, 0, "seed of the raw bodies"),
     ):
-        kind, about = cli.whole_number(0, most), f"{about}; default {default}"
+        kind = cli.whole_number(0, most)
         parser.add_argument(option, type=kind, default=default, metavar="N", help=about)
     options = parser.parse_args(argv)
     # A long queue refuses nothing, and the sanitizer turns a memory error into a 500.

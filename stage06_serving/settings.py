@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from shared.cli import Parser
+from shared.cli import Parser, with_default
 from shared.errors import UserError
 from shared.paths import ROOT, discover
 
@@ -71,14 +71,17 @@ class Settings(BaseSettings):
         int, Field(ge=1, le=4096, description="most sequences that run at a time")
     ] = 32
     token_budget: Annotated[
-        int, Field(ge=0, le=1_000_000, description="most tokens computed in a step; 0 chooses")
+        int, Field(ge=0, le=1_000_000, description="most tokens computed in a step; 0 is automatic")
     ] = 0
     kv_memory: Annotated[
-        str, Field(description="memory for keys and values: 512MiB, 2GB, 25%% of free; '' chooses")
+        str,
+        Field(
+            description="memory for keys and values: 512MiB, 2GB, 25%% of free; default: automatic"
+        ),
     ] = ""
     block_size: Annotated[int, Field(ge=1, le=1024, description="tokens in a block")] = 16
     swap_memory: Annotated[
-        str, Field(description="memory to swap preempted sequences to; '' is none")
+        str, Field(description="memory to swap preempted sequences to; default: none")
     ] = ""
     preemption: Annotated[
         Literal["auto", "recompute", "swap"],
@@ -135,14 +138,17 @@ def parse(argv: list[str] | None) -> Settings:
         f"  {PREFIX}API_KEY=secret python -m stage06_serving --host 0.0.0.0",
     )
     for name, field in Settings.model_fields.items():
-        default = field.default if field.default != "" else "none"
-        about = f"{field.description}; default {default}; also {PREFIX}{name.upper()}"
+        about = (
+            f"{with_default(str(field.description), field.default)}; also {PREFIX}{name.upper()}"
+        )
         option = "--" + name.replace("_", "-")
         if field.annotation is bool:
             action: Any = argparse.BooleanOptionalAction
             parser.add_argument(option, action=action, default=argparse.SUPPRESS, help=about)
         else:
-            parser.add_argument(option, default=argparse.SUPPRESS, metavar="VALUE", help=about)
+            choices = ",".join(get_args(field.annotation))
+            shown = f"{{{choices}}}" if choices else "VALUE"
+            parser.add_argument(option, default=argparse.SUPPRESS, metavar=shown, help=about)
     options: dict[str, Any] = vars(parser.parse_args(argv))
     try:
         return Settings(**options)

@@ -197,12 +197,11 @@ def main(argv: list[str] | None = None) -> int:
         "  python -m stage06_serving.soak\n"
         "  python -m stage06_serving.soak --minutes 60 --clients 32",
     )
-    for option, kind, default in (
-        ("--minutes", cli.number(0.1, 10_000), 10.0),
-        ("--clients", cli.whole_number(1, 64), 16),
-        ("--seed", cli.whole_number(0, 2**31), 0),
+    for option, kind, default, about in (
+        ("--minutes", cli.number(0.1, 10_000), 10.0, "how long"),
+        ("--clients", cli.whole_number(1, 64), 16, "clients at a time"),
+        ("--seed", cli.whole_number(0, 2**31), 0, "seed of the requests"),
     ):
-        about = "default %(default)s"
         parser.add_argument(option, type=kind, default=default, metavar="N", help=about)
     options = parser.parse_args(argv)
     with own_server(["--max-queue", "1000"]) as server:

@@ -39,7 +39,7 @@ QUEUE = 64  # least --max-queue of our server
 FIXED_LENGTHS = ", ".join(f"{name}: {length}" for name, length in workload.LENGTHS.items())
 WORKLOADS = (
     f"prompt tokens; {FIXED_LENGTHS}; mixed: lognormal lengths; "
-    f"shared: {workload.SYSTEM} common tokens and a question; default %(default)s"
+    f"shared: {workload.SYSTEM} common tokens and a question"
 )
 FATAL = (REFUSED, HTTP_OTHER, PROTOCOL)  # of the first request: all others would fail like it
 
@@ -347,7 +347,7 @@ def _server_arguments(group: Any) -> None:
         type=cli.number(0, 86_400, above=True),
         default=300.0,
         metavar="S",
-        help="seconds after which a request fails; default %(default)g",
+        help="seconds after which a request fails",
     )
 
 
@@ -356,7 +356,7 @@ def _load_arguments(group: Any) -> None:
         "--users",
         type=several(cli.whole_number(1, 10_000)),
         metavar="N,N,...",
-        help="closed loops of N users who each wait for their answer; default "
+        help="closed loops of N users who each wait for their answer; default: "
         f"{','.join(map(str, USERS))}, or none with another load",
     )
     percent = ", ".join(f"{share * 100:g}" for share in SHARES)
@@ -386,8 +386,8 @@ def _load_arguments(group: Any) -> None:
         "--requests",
         type=cli.whole_number(1, 1_000_000),
         metavar="N",
-        help=f"requests per point; default {REQUESTS_A_USER} a user but at least {LEAST_REQUESTS}, "
-        f"{OPEN_REQUESTS} in open loops",
+        help=f"requests per point; default: {REQUESTS_A_USER} a user but at least "
+        f"{LEAST_REQUESTS}, {OPEN_REQUESTS} in open loops",
     )
     group.add_argument(
         "--seconds",
@@ -399,15 +399,14 @@ def _load_arguments(group: Any) -> None:
         "--warmup",
         type=cli.whole_number(0, 10_000),
         metavar="N",
-        help=f"uncounted requests before each point; default one a user, {WARMUP} in open loops",
+        help=f"uncounted requests before each point; default: one a user, {WARMUP} in open loops",
     )
     group.add_argument(
         "--repeats",
         type=cli.whole_number(1, 1000),
         default=1,
         metavar="N",
-        help="measure every point N times, in rounds that begin with another point each; "
-        "default %(default)s",
+        help="measure every point N times, in rounds that begin with another point each",
     )
 
 
@@ -418,14 +417,14 @@ def _request_arguments(group: Any) -> None:
         type=cli.whole_number(0, 2**31),
         default=0,
         metavar="N",
-        help="of prompts and times; default %(default)s",
+        help="of prompts and times",
     )
     group.add_argument(
         "--slo",
         type=slo,
         default=Slo(ttft=1.0, tpot=0.2),
         metavar="LIMITS",
-        help="limits in seconds for goodput; default ttft=1,tpot=0.2",
+        help="limits in seconds for goodput; default: ttft=1,tpot=0.2",
     )
     group.add_argument(
         "--out",

@@ -447,42 +447,28 @@ def parser() -> cli.Parser:
         "every tenth answer ends in the middle",
     )
     seconds, many = cli.number(0, 86_400), cli.whole_number(1, 100_000)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; default %(default)s"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
         "--port",
         type=cli.whole_number(0, 65_535),
         default=8000,
-        help="port to listen on, 0 for a free one; default %(default)s",
+        help="port to listen on, 0 for a free one",
     )
     parser.add_argument(
         "--api-key", metavar="KEY", help="key that clients must send; default: none"
     )
     group = parser.add_argument_group("behaviour")
     group.add_argument(
-        "--ttft",
-        type=seconds,
-        default=0.1,
-        metavar="S",
-        help="seconds to the first token; default %(default)g",
+        "--ttft", type=seconds, default=0.1, metavar="S", help="seconds to the first token"
     )
     group.add_argument(
-        "--itl",
-        type=seconds,
-        default=0.02,
-        metavar="S",
-        help="seconds between tokens; default %(default)g",
+        "--itl", type=seconds, default=0.02, metavar="S", help="seconds between tokens"
     )
     group.add_argument(
         "--slots", type=many, metavar="N", help="requests that run at a time; default: no limit"
     )
     group.add_argument(
-        "--chunk-tokens",
-        type=many,
-        default=1,
-        metavar="N",
-        help="tokens in one event; default %(default)s",
+        "--chunk-tokens", type=many, default=1, metavar="N", help="tokens in one event"
     )
     group.add_argument(
         "--stall", type=seconds, default=0.0, metavar="S", help="seconds of each freeze"

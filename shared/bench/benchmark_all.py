@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         help="small grids, in about a quarter of an hour; nothing is kept",
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda", "mps"), default="cpu", help="default cpu"
+        "--device", choices=("cpu", "cuda", "mps"), default="cpu", help="what to compute on"
     )
     options = parser.parse_args(argv)
     cli.choose_device(options.device)

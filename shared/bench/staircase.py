@@ -346,10 +346,10 @@ def main(argv: list[str] | None = None) -> int:
         help="a smaller workload, once; shows the table and keeps nothing",
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda", "mps"), default="cpu", help="default cpu"
+        "--device", choices=("cpu", "cuda", "mps"), default="cpu", help="what to compute on"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32"
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="number format"
     )
     parser.add_argument(
         "--peer",

@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> int | None:
     parsed.add_argument("--yes", action="store_true", help="do not ask")
     parsed = command("grade", grade, "judge all tasks, each in its own process")
     parsed.add_argument("stages", nargs="*", help="which stages; default: those in the submission")
-    parsed.add_argument("--submission", metavar="FOLDER", help="what to judge; default is mine/")
+    parsed.add_argument("--submission", metavar="FOLDER", help="what to judge; default: mine/")
     parsed.add_argument("--out", metavar="FILE", help="write results for Gradescope, a .json file")
     parsed.add_argument("--junit", metavar="FILE", help="write results as JUnit XML, a .xml file")
     limits = grading.Limits()
@@ -250,14 +250,14 @@ def main(argv: list[str] | None = None) -> int | None:
         type=cli.number(1, 3600),
         default=limits.seconds,
         metavar="S",
-        help="time for each task; default %(default)g",
+        help="time for each task",
     )
     parsed.add_argument(
         "--memory",
         type=cli.whole_number(256, 2**20),
         default=limits.memory,
         metavar="MIB",
-        help="memory for each; default %(default)s",
+        help="memory for each",
     )
     parsed = command("prove", prove, "for authors of tasks: are they all good? takes minutes")
     parsed.add_argument("stages", nargs="*", help="which stages; default: all")

@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="*",
         type=Path,
         metavar="FILE",
-        help="which ones; default is every stage's lab",
+        help="which ones; default: every stage's lab",
     )
     parser.add_argument("--write", action="store_true", help="keep the outputs in the files")
     parser.add_argument(
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         type=cli.number(0, 86_400, above=True),
         default=LIMIT,
         metavar="SECONDS",
-        help="most time for one notebook; default %(default)s",
+        help="most time for one notebook",
     )
     options = parser.parse_args(argv)
     failed = 0

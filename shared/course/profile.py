@@ -53,11 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     cli.add_prompt(parser)
     parser.add_argument(
-        "--rows",
-        type=cli.whole_number(1, 1000),
-        default=12,
-        metavar="N",
-        help="how many to show; default 12",
+        "--rows", type=cli.whole_number(1, 1000), default=12, metavar="N", help="how many to show"
     )
     parser.add_argument(
         "--trace",

@@ -256,13 +256,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     folder = grammar.FOLDER / "model"
     parser.add_argument(
-        "--folder", type=Path, default=folder, help="the checkpoint; default is the embedded one"
+        "--folder", type=Path, default=folder, help="the checkpoint; default: the embedded one"
     )
     parser.add_argument(
-        "--stories",
-        type=cli.whole_number(10, 100_000),
-        default=1000,
-        help="held-out stories; default %(default)s",
+        "--stories", type=cli.whole_number(10, 100_000), default=1000, help="held-out stories"
     )
     options = parser.parse_args(argv)
     if not (options.folder / "training.json").exists():

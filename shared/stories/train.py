@@ -288,38 +288,21 @@ def main(argv: list[str] | None = None) -> None:
         "--out",
         type=Path,
         default=folder,
-        help="folder for the checkpoint; default is the embedded one",
+        help="folder for the checkpoint; default: the embedded one",
     )
-    parser.add_argument(
-        "--steps",
-        type=steps,
-        default=6000,
-        help="optimizer steps of 4,096 tokens; default %(default)s",
-    )
+    parser.add_argument("--steps", type=steps, default=6000, help="optimizer steps of 4,096 tokens")
     parser.add_argument(
         "--start",
         type=Path,
         help="folder of an earlier result to go on from; its size and vocabulary are kept",
     )
     parser.add_argument(
-        "--seed",
-        type=cli.whole_number(0, 2**31),
-        default=0,
-        help="of weights and stories; default %(default)s",
+        "--seed", type=cli.whole_number(0, 2**31), default=0, help="of weights and stories"
     )
-    parser.add_argument(
-        "--threads",
-        type=small,
-        default=2,
-        help="the exact weights depend on it; default %(default)s",
-    )
-    parser.add_argument(
-        "--width", type=small, default=192, help="width of the model; default %(default)s"
-    )
-    parser.add_argument("--layers", type=small, default=4, help="layers; default %(default)s")
-    parser.add_argument(
-        "--heads", type=small, default=3, help="attention heads; default %(default)s"
-    )
+    parser.add_argument("--threads", type=small, default=2, help="the exact weights depend on it")
+    parser.add_argument("--width", type=small, default=192, help="width of the model")
+    parser.add_argument("--layers", type=small, default=4, help="layers")
+    parser.add_argument("--heads", type=small, default=3, help="attention heads")
     options = parser.parse_args(argv)
     if options.width % options.heads:
         raise UserError(

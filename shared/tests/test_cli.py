@@ -110,6 +110,41 @@ def test_help_shows_every_option_with_an_example(run):
         assert f'python -m {name} "Once upon a time"' in out
 
 
+COMMANDS = [
+    ".".join(path.relative_to(paths.ROOT).with_suffix("").parts)
+    for folder in ("shared", *paths.discover())
+    for path in sorted((paths.ROOT / folder).rglob("*.py"))
+    if re.search(r"^    (cli\.run|sys\.exit)\(main", path.read_text(encoding="utf-8"), re.MULTILINE)
+]
+
+
+class Caught(Exception):
+    """The parser of a command."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_choices_and_defaults_in_words(monkeypatch, command):
+    def parse_args(parser: argparse.ArgumentParser, *_: Any) -> None:
+        raise Caught(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    with pytest.raises(Caught) as caught:
+        importlib.import_module(command).main([])
+    parsers = [caught.value.args[0]]
+    for parser in parsers:
+        assert "None" not in parser.format_help()
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+                continue
+            words, default = parser._get_formatter()._expand_help(action), action.default
+            assert len(words) > 3 and not re.search(r"default:? (is|None|False|True|'')", words)
+            assert len(re.findall(r"default: |by default", words)) == words.count("default")
+            if action.option_strings and default not in (None, "", (), [], argparse.SUPPRESS):
+                assert "default" in words
+            assert action.metavar is None or all(each in words for each in action.choices or ())
+
+
 def test_defaults_are_greedy_and_float32():
     options = cli.generation_parser("a_stage", "About.").parse_args([])
     fields = {"max_tokens": 400, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
