@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.bench.kit import Subject
+from shared.bench.kit import Subject, greedy
 from shared.bench.rows import Results, Row
 from shared.bench.tests.tools import LIMITS, check_drawn, measured
 from shared.parity import random_prompt
@@ -133,7 +133,7 @@ def test_offline_the_next_request_follows_as_soon_as_one_has_ended(tiny_model):
     assert rows == [3] * 12 + [1] * 6 and run.steps["passes"] == len(rows)
     assert [len(times) for times in run.times] == [load.answer] * load.requests
     assert run.sent == sorted(run.sent) and run.sent[3] >= run.times[0][-1]
-    outputs = engine.generate(prompts, benchmark.greedy(load.answer))
+    outputs = engine.generate(prompts, greedy(load.answer))
     assert run.ids == [output.token_ids for output in outputs]
 
 

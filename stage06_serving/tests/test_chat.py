@@ -106,7 +106,8 @@ def options(server) -> dict[str, Any]:
 
 
 def test_langchain_s_chat_model(options, client):
-    model, expected = ChatOpenAI(**options), chat(client).choices[0].message.content
+    model: Any = ChatOpenAI(**options)
+    expected = chat(client).choices[0].message.content
     answer = model.invoke([("system", "Be kind."), ("human", QUESTION)])
     assert answer.content and answer.response_metadata["finish_reason"] == "length"
     assert answer.usage_metadata["output_tokens"] == 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -38,10 +37,9 @@ from stage06_serving.tests.tools import Failing, alone, is_empty, prompt_of, wor
 KINDS = ("continuous", "static", "sequential", "transformers")
 ALONE = KINDS[2:]  # one request at a time
 ROWS = 3  # of the other two
-Make = Callable[..., AnyEngine]
 
 
-def adapter(kind: str, checkpoint: Checkpoint, rows: int = ROWS) -> AnyEngine:
+def make(kind: str, checkpoint: Checkpoint, rows: int = ROWS) -> AnyEngine:
     """The engine behind `--engine kind`, in float64."""
     model = load_model(checkpoint, dtype=torch.float64)
     if kind == "continuous":
@@ -52,17 +50,6 @@ def adapter(kind: str, checkpoint: Checkpoint, rows: int = ROWS) -> AnyEngine:
         return Batches(OneByOne(model), 1, 1000)
     theirs = peers.transformers_model(checkpoint, torch.float64)
     return Batches(Transformers(theirs, model.config), 1, 1000)
-
-
-@pytest.fixture
-def make(tiny: Checkpoint) -> Make:
-    """make(kind, rows=3): an engine."""
-    return lambda kind, rows=ROWS: adapter(kind, tiny, rows)
-
-
-@pytest.fixture
-def model(tiny: Checkpoint) -> Any:
-    return load_model(tiny, dtype=torch.float64)
 
 
 def ask(engine: AnyEngine, name: str, length: int, count: int) -> Request:
@@ -136,20 +123,20 @@ class TestTransformers(TestSequential):
 # ---- which requests run when, and together with which -------------------------------------------
 
 
-def test_no_request_joins_a_static_batch(make, model):
+def test_no_request_joins_a_static_batch(tiny, tiny_model):
     """It is padded, and a row that has ended is computed on to its end."""
-    engine = make("static", rows=2)
+    engine = make("static", tiny, 2)
     requests = [ask(engine, *each) for each in (("a", 5, 3), ("b", 9, 7), ("c", 4, 2))]
     assert finish(engine) == [{"a", "b"}] * 3 + [{"b"}] * 4 + [{"c"}] * 2
     assert [record.waiting for record in engine.steps] == [1] * 7 + [0] * 2
     wasted = [record.wasted_tokens for record in engine.steps]
     assert wasted == [9 - 5, 0, 0, 1, 1, 1, 1, 0, 0]
     for request in requests:
-        assert request.output.token_ids == alone(model, request.prompt_ids, request.sampling)
+        assert request.output.token_ids == alone(tiny_model, request.prompt_ids, request.sampling)
 
 
-def test_an_abort_does_not_end_its_static_batch(make, model):
-    engine = make("static", rows=2)
+def test_an_abort_does_not_end_its_static_batch(tiny, tiny_model):
+    engine = make("static", tiny, 2)
     stays, leaves, waits, late = (
         ask(engine, *each) for each in (("a", 5, 6), ("b", 9, 9), ("c", 4, 2), ("d", 3, 2))
     )
@@ -162,12 +149,12 @@ def test_an_abort_does_not_end_its_static_batch(make, model):
     assert [record.rows for record in engine.steps] == [2] * 6 + [1] * 2  # b is still computed
     assert late.state is State.FINISHED
     for request in (stays, leaves, waits):
-        tokens = alone(model, request.prompt_ids, request.sampling)
+        tokens = alone(tiny_model, request.prompt_ids, request.sampling)
         assert request.output.token_ids == (tokens[:2] if request is leaves else tokens)
 
 
-def test_a_batch_of_aborted_requests_is_over(make):
-    engine = make("static", rows=2)
+def test_a_batch_of_aborted_requests_is_over(tiny):
+    engine = make("static", tiny, 2)
     for name in "abc":
         ask(engine, name, 5, 3)
     engine.step()
@@ -177,9 +164,9 @@ def test_a_batch_of_aborted_requests_is_over(make):
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_one_request_at_a_time(make, model, kind):
+def test_one_request_at_a_time(tiny, tiny_model, kind):
     """In order of arrival; an abort makes room for the next."""
-    engine = make(kind)
+    engine = make(kind, tiny)
     requests = [ask(engine, *each) for each in (("a", 9, 3), ("b", 5, 30), ("c", 4, 2))]
     assert [engine.step()[0][0] for _ in range(5)] == ["a"] * 3 + ["b"] * 2
     engine.abort("b")
@@ -187,7 +174,7 @@ def test_one_request_at_a_time(make, model, kind):
     assert {record.rows for record in engine.steps} == {1}
     assert [request.output.finish_reason for request in requests] == ["length", "abort", "length"]
     for request in requests:
-        expected = alone(model, request.prompt_ids, request.sampling)
+        expected = alone(tiny_model, request.prompt_ids, request.sampling)
         assert request.output.token_ids == expected[: len(request.output.token_ids)]
 
 
@@ -195,9 +182,9 @@ def test_one_request_at_a_time(make, model, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_records_of_the_steps_add_up(make, kind):
+def test_the_records_of_the_steps_add_up(tiny, kind):
     """To the page a slot is a block, and it has the number of its request."""
-    engine = make(kind)
+    engine = make(kind, tiny)
     asked = {"a": (9, 3), "b": (5, 7), "c": (40, 2), "d": (4, 5)}
     for name, (length, count) in asked.items():
         ask(engine, name, length, count)
@@ -253,16 +240,16 @@ def test_the_map_of_the_paged_engine_is_its_scheduler_s(tiny_model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failure_without_running_requests_ends_all(make, kind):
+def test_a_failure_without_running_requests_ends_all(tiny, kind):
     """The next step would fail in the same way, and the one after it."""
-    engine = make(kind)
+    engine = make(kind, tiny)
     requests = [ask(engine, name, 5, 30) for name in "ab"]
     assert engine.fail(UserError("it broke")) == requests and is_empty(engine)
 
 
-def test_a_failed_pass_is_in_the_status_until_its_requests_end(make):
+def test_a_failed_pass_is_in_the_status_until_its_requests_end(tiny):
     """/metrics shows the requests that a pass admitted though the pass raised."""
-    engine = make("continuous")
+    engine = make("continuous", tiny)
     requests = [ask(engine, name, 5, 30) for name in "abcd"]
     engine.engine.runner.run = Failing(engine.engine.runner.run, {1})
     with pytest.raises(RuntimeError):
@@ -273,11 +260,11 @@ def test_a_failed_pass_is_in_the_status_until_its_requests_end(make):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_is_not_finite_ends_its_request_alone(tiny, model, kind):
+def test_a_row_that_is_not_finite_ends_its_request_alone(tiny, tiny_model, kind):
     """Position 30 is NaN in the weights: one request gets there with its seventh token."""
     sick = Checkpoint(tiny.config, {name: tensor.clone() for name, tensor in tiny.tensors.items()})
     sick.tensors["wpe.weight"][30] = torch.nan
-    engine = adapter(kind, sick, rows=2)
+    engine = make(kind, sick, 2)
     asked = (("a", 5, 4), ("b", 25, 30), ("c", 8, 10), ("d", 3, 5))
     requests = [ask(engine, *each) for each in asked]
     together = finish(engine)
@@ -285,7 +272,7 @@ def test_a_row_that_is_not_finite_ends_its_request_alone(tiny, model, kind):
     assert reaches.output.finish_reason == "error"
     assert "NaN or infinite" in (reaches.output.error or "")
     for request in requests:
-        tokens = alone(model, request.prompt_ids, request.sampling)
+        tokens = alone(tiny_model, request.prompt_ids, request.sampling)
         assert request.output.token_ids == (tokens[:6] if request is reaches else tokens)
     assert sum("b" in names for names in together) in (6, 7)
     sequences = [each for record in engine.steps for each in record.sequences]

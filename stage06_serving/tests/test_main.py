@@ -116,11 +116,11 @@ def test_what_stops_the_start(capsys, tmp_path, monkeypatch):
     assert status == 2 and f"Port {port} on 127.0.0.1 cannot be opened" in shown
     status, shown = ended(capsys, "--chat-template", str(tmp_path / "absent.json"))
     assert status == 2 and shown.startswith("error: --chat-template")
-    opened, listen = [], stage.listen
-    monkeypatch.setattr(stage, "listen", lambda *where: opened.append(listen(*where)) or opened[0])
+    opened = stage.listen("127.0.0.1", 0)
+    monkeypatch.setattr(stage, "listen", lambda *where: opened)
     status, shown = ended(capsys, "--port", "0", "--model", "./nothing-here")
     assert status == 2 and shown.startswith("error: ") and "nothing-here" in shown
-    assert "serves" not in shown and opened[0].fileno() == -1  # closed
+    assert "serves" not in shown and opened.fileno() == -1  # closed
 
 
 # ---- the engine

@@ -194,7 +194,8 @@ def test_the_first_frame_is_true_though_no_page_was_open(served):
     body = {"prompt": "a", "max_tokens": 40}
     assert post(served, "/v1/completions", json=body).status_code == 200
     until_idle(served.url)
-    frame, seen = next(frames(served.url)), []
+    frame = next(frames(served.url))
+    seen: list[int] = []
     while len(seen) < 40:  # each step comes once to a page that is open
         seen += [step["number"] for step in next(watching)["steps"]]
     assert seen == list(range(first["step"] + 1, first["step"] + 41))
