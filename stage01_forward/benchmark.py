@@ -43,7 +43,7 @@ class Sizes(kit.Plan):
 
 
 FULL = Sizes()
-QUICK = kit.quick(FULL, lengths=(1, 32, 512), attention=(64, 256), answer=8, repeats=3)
+QUICK = kit.quick(FULL)
 
 
 @torch.inference_mode()

@@ -49,9 +49,7 @@ class Sizes(kit.Plan):
 
 
 FULL = Sizes()
-QUICK = kit.quick(
-    FULL, growth=(60,), prompts=(64,), answer=10, peers=((512, 1), (64, 16)), peaks=False
-)
+QUICK = kit.quick(FULL, peaks=False)
 
 
 def engines(subject: Subject) -> dict[str, NaiveEngine | Engine]:

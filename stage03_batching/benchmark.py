@@ -47,7 +47,7 @@ class Sizes(kit.Plan):
 FULL = Sizes()
 FEW: Any = {"batches": (1, 8, 64), "wide": 0, "answer": 8, "peers": ((8, 1),)}
 SHORT: Any = {"waste_rows": 8, "long_answer": 64, "long_prompt": 128, "profiled": (32, 8, 16)}
-QUICK = kit.quick(FULL, single=((1, 2), (8, 1)), **FEW, **SHORT)
+QUICK = kit.quick(FULL, wide=0)
 
 
 def alternated(

@@ -74,22 +74,7 @@ class Sizes(kit.Plan):
 
 
 FULL = Sizes()
-QUICK = kit.quick(
-    FULL,
-    requests=24,
-    slots=8,
-    budget=128,
-    answers=(4, 96),
-    middle=16,
-    repeats=(1, 1),
-    equal_slots=(8,),
-    equal=(16, 16),
-    equal_repeats=(2, 1),
-    single=(64, 16),
-    after=24,
-    chunks=(128,),
-    gantt=(8, 200),
-)
+QUICK = kit.quick(FULL)
 
 
 def workload(plan: Sizes) -> Lengths:

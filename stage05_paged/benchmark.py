@@ -95,22 +95,7 @@ class Sizes(kit.Plan):
 
 
 FULL = Sizes()
-QUICK = kit.quick(
-    FULL,
-    memory=2048,
-    requests=12,
-    answers=(4, 64),
-    middle=24,
-    repeats=(1, 1),
-    null=(3, 1016, 8),
-    singles=((64, 16),),
-    rows=(32,),
-    contexts=(64, 256),
-    gather_repeats=3,
-    sizes=(1, 16),
-    preempted=(32, 512),
-    frames=40,
-)
+QUICK = kit.quick(FULL)
 
 
 def workload(plan: Sizes) -> Lengths:

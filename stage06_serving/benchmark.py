@@ -117,15 +117,7 @@ class Plan:
 
 
 FULL = Plan()
-QUICK = replace(
-    FULL,
-    subjects=FULL.subjects[:1],
-    streams=((1, 1), (32, 32)),
-    answer=24,
-    repeats=1,
-    null_answer=64,
-    lose=(96, 8),
-)
+QUICK = kit.quick(FULL)
 
 
 def watched_name(switch: float) -> str:
@@ -562,46 +554,38 @@ def both(case: str) -> Callable[[Results], list[Row]]:
     ]
 
 
-def pass_of(row: Row) -> dict[str, float] | None:
+def pass_of(row: Row) -> dict[str, float]:
     """Medians of some runs: seconds of a pass that decodes for all streams, of what in it is not
-    the model, and from its end to the next one. None if they had no such pass."""
-    names = ("seconds", "bookkeeping", "between")
-    if row.variant == SERVER or any(
-        steps.get(name) is None for steps in row["steps"] for name in names
-    ):
-        return None
-    return {name: median(steps[name] for steps in row["steps"]) for name in names}
+    the model, and from its end to the next one. Empty if they had no such pass."""
+    names, runs = ("seconds", "bookkeeping", "between"), row["steps"]
+    if any(steps.get(name) is None for steps in runs for name in names):
+        return {}
+    return {name: median(steps[name] for steps in runs) for name in names}
 
 
-def passes(results: Results) -> list[dict[str, str]]:
-    """The engine's thread, alone and beside the loop: how many times its own time the loop costs
-    the engine, with the server's switch interval and with others."""
-    lines = []
-    for row in results.rows(HTTP):
-        alone, found = pass_of(row.of(OFFLINE)), pass_of(row)
-        if alone is None or found is None:
-            continue
-        cells = {key: f"{seconds * 1e3:.2f}" for key, seconds in found.items()}
-        line = {
-            "dtype": row["dtype"],
-            "streams": str(row["streams"]),
-            "engine's thread": row.variant,
-        }
-        line |= {"pass, ms": f"{cells['seconds']}, {cells['bookkeeping']}"}
-        line |= {"until the next, ms": cells["between"], **dict.fromkeys(BESIDE, "")}
-        if row.variant != OFFLINE:
-            longer = sum(found[key] - alone[key] for key in ("seconds", "between"))
-            runs = list(zip(row["cpu"], row["steps"], strict=True))
-            loop, client = (
-                median(c[who] / s["passes"] for c, s in runs) for who in ("loop", "client")
-            )
-            values = (f"{x * 1e3:.2f}" for x in (longer, loop, client))
-            line |= dict(zip(BESIDE, (*values, f"{longer / loop:.1f}x"), strict=True))
-        lines.append(line)
-    return lines
+def passes(results: Results) -> list[Row]:
+    """The engine's thread, alone and beside the loop."""
+    return [row for row in results.rows(HTTP) if pass_of(row) and pass_of(row.of(OFFLINE))]
 
 
-BESIDE = ("longer than alone, ms", "the loop, ms", "the client, ms", "longer over the loop's")
+def longer(row: Row) -> float:
+    """Seconds that a pass and the way to the next one take longer than alone."""
+    alone, own = pass_of(row.of(OFFLINE)), pass_of(row)
+    return sum(own[key] - alone[key] for key in ("seconds", "between"))
+
+
+def a_pass(row: Row, who: str) -> float:
+    """Processor time of the loop or the client, in seconds a pass."""
+    runs = zip(row["cpu"], row["steps"], strict=True)
+    return median(cpu[who] / steps["passes"] for cpu, steps in runs)
+
+
+def watched_only(value: Callable[[Row], str]) -> rows.Column:
+    return lambda row: "" if row.variant == OFFLINE else value(row)
+
+
+def in_ms(row: Row, *keys: str) -> str:
+    return ", ".join(f"{pass_of(row)[key] * 1e3:.2f}" for key in keys)
 
 
 def main_row(results: Results) -> Row:
@@ -639,6 +623,13 @@ def requests_a_second(variant: str) -> rows.Column:
 
 
 COLUMNS: dict[str, rows.Column] = {
+    "engine's thread": "variant",
+    "pass, ms": lambda row: in_ms(row, "seconds", "bookkeeping"),
+    "until the next, ms": lambda row: in_ms(row, "between"),
+    "longer than alone, ms": watched_only(lambda row: f"{longer(row) * 1e3:.2f}"),
+    "the loop, ms": watched_only(lambda row: f"{a_pass(row, 'loop') * 1e3:.2f}"),
+    "the client, ms": watched_only(lambda row: f"{a_pass(row, 'client') * 1e3:.2f}"),
+    "longer over the loop's": watched_only(lambda row: f"{longer(row) / a_pass(row, 'loop'):.1f}x"),
     "model": lambda row: f"{row['model']}, {row['dtype']}",
     "requests": lambda row: row["requests"],
     "alone, tok/s": lambda row: row.of(OFFLINE).rate.show(),
@@ -671,6 +662,8 @@ TABLES = rows.tables(
     null_latency: {LATENCIES}
     lose: model | streams | alone, requests/s | server, requests/s | share, predicted | passes
       | loop, us a request | client, us a request
+    passes: dtype | streams | engine's thread | pass, ms | until the next, ms
+      | longer than alone, ms | the loop, ms | the client, ms | longer over the loop's
     lose_latency: model | streams | engine | TTFT p50, ms | TTFT p99, ms | same tokens
     """,
     http_latency=both(HTTP),

@@ -18,7 +18,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from itertools import groupby
 from typing import Any
@@ -40,6 +40,7 @@ from . import rows
 from .rows import Results, is_peer
 
 Group = dict[str, Any]
+SUBJECTS = ("models", "dtypes", "subjects")  # of a plan
 Lengths = Sequence[tuple[int, int]]  # tokens of prompt and answer of each request, as they arrive
 
 
@@ -89,11 +90,17 @@ class Plan:
 
 
 def quick(plan: Any, **changes: Any) -> Any:
-    """A plan for `--quick`: the first model and dtype, each number of repeats 1, and `changes`."""
+    """A plan for `--quick`: the first model and dtype, a quarter of every whole number, but at
+    least 1, and `changes`."""
+
+    def quarter(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(quarter, value))
+        return max(1, value // 4) if type(value) is int else value
+
     values = {one.name: getattr(plan, one.name) for one in fields(plan)}
-    few: dict[str, Any] = {name: values[name][:1] for name in ("models", "dtypes")}
-    few |= {name: 1 for name in values if name.endswith("repeats")}
-    return replace(plan, **few | changes)
+    few = {name: value[:1] for name, value in values.items() if name in SUBJECTS}
+    return replace(plan, **{name: quarter(value) for name, value in values.items()} | few | changes)
 
 
 def shape(name: str) -> Checkpoint:
@@ -335,6 +342,8 @@ class Benchmark:
     draw: Mapping[str, Callable[[Results], str]]
     pictures: Mapping[str, Callable[[Results], Figure]]
     line: Callable[[Results], str]
+    module: str = ""  # "": that of the stage
+    options: Mapping[str, Any] = field(default_factory=dict)  # more of them: name -> of argparse
 
     def tables(self, content: Mapping[str, Any]) -> dict[str, str]:
         """Markdown by name."""
@@ -366,7 +375,7 @@ class Benchmark:
     def main(self, argv: list[str] | None = None) -> None:
         """Measure and write reports/<machine>/<stage>.json; with --quick show the tables
         instead."""
-        module = f"{self.stage}.benchmark"
+        module = self.module or f"{self.stage}.benchmark"
         parser = cli.Parser(
             module,
             self.about,
@@ -375,13 +384,20 @@ class Benchmark:
         parser.add_argument(
             "--quick",
             action="store_true",
-            help="a smaller grid, in under two minutes; shows the tables and keeps nothing",
+            help="a quarter of every size, once, in under two minutes; shows the tables and keeps "
+            "nothing",
         )
-        if parser.parse_args(argv).quick:
-            for name, text in self.tables(self.run(self.quick)).items():
+        for name, how in self.options.items():  # each is a field of the plan
+            parser.add_argument(f"--{name}", **how)
+        given = vars(parser.parse_args(argv))
+        plan = self.quick if given.pop("quick") else self.full
+        device = cli.choose_device(given.get("device", "cpu")).type
+        content = self.run(replace(plan, **given), device)
+        if plan is self.quick:
+            for name, text in self.tables(content).items():
                 print(f"\n{name}\n\n{text}")
         else:
-            keep(self.run(self.full))
+            keep(content, device)
 
 
 def keep(content: Mapping[str, Any], device: measure.Device = "cpu") -> None:

@@ -147,7 +147,7 @@ class Report:
 
     def _stages_table(self) -> str:
         """The table of the top README: what each stage's __init__.py tells, and its headline."""
-        lines = ["| stage | question | result | open first |", "|---|---|---|---|"]
+        lines = []
         for folder in self.folders:
             name, about = folder.name, _constants(folder / "__init__.py")
             for constant in ("QUESTION", "FIRST_FILE"):
@@ -157,29 +157,24 @@ class Report:
             if not (folder / first).exists():
                 self.problems.append(f"{name}/__init__.py names {first}, which does not exist")
             result, question = self.headlines.get(name, UNMEASURED), about.get("QUESTION", "")
-            lines.append(
-                f"| [{name}]({name}/) | {question} | {result} | [`{first}`]({name}/{first}) |"
-            )
-        return "\n".join(lines)
+            opened = f"[`{first}`]({name}/{first})"
+            lines.append([f"[{name}]({name}/)", question, result, opened])
+        return _table("stage | question | result | open first", lines)
 
     def _references_table(self) -> str:
         """What other projects claim, what to know about it, and this project's counterpart."""
-        lines = [
-            "| project | says | on | what to know | our counterpart |",
-            "|---|---|---|---|---|",
-        ]
+        lines = []
         try:
             for one in json.loads(_read(self.root / "reports" / "references.json") or b"[]"):
                 stage = one["stage"]
                 ours = f"[{stage}](../{stage}/REPORT.md): {self.headlines.get(stage, UNMEASURED)}"
-                cells = [one["project"], one["says"], one["on"], one["caveat"], ours]
-                lines.append(f"| {' | '.join(cells)} |")
+                lines.append([one["project"], one["says"], one["on"], one["caveat"], ours])
         except (ValueError, TypeError, KeyError) as error:
             self.problems.append(
                 f"references.json is damaged ({error}): it is a list of project, says, on, caveat "
                 "and stage"
             )
-        return "\n".join(lines)
+        return _table("project | says | on | what to know | our counterpart", lines)
 
     # ---- texts ------------------------------------------------------------------------------
 
@@ -229,6 +224,11 @@ class Report:
             why = f"there is no table '{name}'{source}: run the benchmark, or correct the name"
         self.problems.append(f"{where}: {why}")
         return None
+
+
+def _table(header: str, lines: list[list[str]]) -> str:
+    rule = "---|" * (header.count("|") + 1)
+    return "\n".join([f"| {header} |", f"|{rule}", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def _texts(root: Path) -> Iterator[Path]:

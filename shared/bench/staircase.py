@@ -16,9 +16,10 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,7 @@ from ..server import MODULE, own_server
 from . import kit
 from .rows import Column, Results, Row, median, tables
 
-KIND = "staircase"
+KIND, NAME, JOB = "staircase", "shared.bench.staircase", "--job"
 FIRST = discover()[0]
 ONE_BY_ONE, BATCH = "transformers", "transformers, a batch"
 TITLES = {ONE_BY_ONE: "transformers, one by one", BATCH: "transformers, one batch"}
@@ -61,7 +62,7 @@ class Plan:
     peers: tuple[tuple[str, str, str], ...] = ()  # other servers: name, URL, how it was started
 
 
-QUICK = Plan(requests=8, answers=(4, 32), contexts=2, rounds=1)
+QUICK = kit.quick(Plan())
 
 
 def workload(plan: Plan) -> tuple[list[list[int]], list[int]]:
@@ -94,11 +95,8 @@ def work(variant: str, plan: Plan, threads: int) -> Run:
     if variant.startswith("http"):
         return asyncio.run(ask_all(variant, prompts, counts))
     torch.set_num_threads(threads)
-    dtype, device, shape = (
-        getattr(torch, plan.dtype),
-        torch.device(plan.device),
-        kit.shape(plan.model),
-    )
+    dtype, device = getattr(torch, plan.dtype), torch.device(plan.device)
+    shape = kit.shape(plan.model)
     if variant in TITLES:
         model = transformers_model(shape, dtype).to(device)
         return by_transformers(variant, model, prompts, counts)
@@ -214,7 +212,7 @@ def run(plan: Plan) -> dict[str, Any]:
             bar.set_postfix_str(name)
             job = json.dumps([wanted[name], asdict(plan), threads])
             try:
-                done = measure.run_fresh(f"shared.bench.{KIND}", ["--job", job])
+                done = measure.run_fresh(NAME, [JOB, job])
             except RuntimeError as error:
                 raise UserError(f"{name} could not be measured: {error}") from None
             bar.update()
@@ -278,19 +276,13 @@ COLUMNS: dict[str, Column] = {
     "memory, whole contexts": lambda row: row.results.plan["contexts"],
     "rounds": lambda row: row.results.plan["rounds"],
 }
-STEPS = (
-    "engine | tok/s | over stage 01 | an answer takes, s (mean) | the slowest, s | peak memory, "
-    "MiB "
-    "| tokens proved"
-)
-WORKLOAD = (
-    "model | dtype | requests | prompt tokens | answer tokens | memory, whole contexts | rounds"
-)
 TABLES = tables(
     COLUMNS,
-    f"""
-    workload: {WORKLOAD}
-    steps: {STEPS}
+    """
+    workload: model | dtype | requests | prompt tokens | answer tokens | memory, whole contexts
+      | rounds
+    steps: engine | tok/s | over stage 01 | an answer takes, s (mean) | the slowest, s
+      | peak memory, MiB | tokens proved
     """,
     workload=lambda results: results.groups("steps"),
 )
@@ -315,11 +307,6 @@ def headline(results: Results) -> str:
     return f"{group.of(FIRST).median / group.of(last).median:.0f}x from {FIRST} to {last}"
 
 
-ABOUT = "Measures one workload through every stage and through transformers."
-CHARTS = {"steps": steps_chart}
-BENCHMARK = kit.Benchmark(KIND, ABOUT, Plan(), QUICK, run, TABLES, CHARTS, headline)
-
-
 def peer(text: str) -> tuple[str, ...]:
     """An argparse type: NAME=URL=COMMAND."""
     parts = text.split("=", 2)
@@ -331,48 +318,33 @@ def peer(text: str) -> tuple[str, ...]:
     return parts[0], parts[1].rstrip("/"), parts[2]
 
 
-def main(argv: list[str] | None = None) -> int:
-    command = f"python -m shared.bench.{KIND}"
-    like = "'llama.cpp=http://127.0.0.1:8080=llama-server -m gpt2-f32.gguf -t 2 -np 32'"
-    parser = cli.Parser(
-        f"shared.bench.{KIND}",
-        BENCHMARK.about,
-        f"  {command} --quick\n  {command} && python -m shared.bench.report\n  {command} --peer "
-        f"{like}",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a smaller workload, once; shows the table and keeps nothing",
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda", "mps"), default="cpu", help="what to compute on"
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="number format"
-    )
-    parser.add_argument(
-        "--peer",
-        type=peer,
-        action="append",
-        default=[],
-        metavar="NAME=URL=COMMAND",
-        help="an OpenAI-style server that runs already, with the same model, and the command that "
-        "started it; may be given several times",
-    )
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # what a process of ours runs
-    options = parser.parse_args(argv)
-    if options.job:
-        variant, plan, threads = json.loads(options.job)
+ABOUT = "Measures one workload through every stage and through transformers."
+OPTIONS: dict[str, Any] = {
+    "device": {"choices": ("cpu", "cuda", "mps"), "default": "cpu", "help": "what to compute on"},
+    "dtype": {"choices": ("float32", "bfloat16"), "default": "float32", "help": "number format"},
+    "peer": {
+        "type": peer,
+        "action": "append",
+        "default": [],
+        "dest": "peers",
+        "metavar": "NAME=URL=COMMAND",
+        "help": "an OpenAI-style server that runs already, with the same model, and the command "
+        "that started it; may be given several times, as "
+        "'llama.cpp=http://127.0.0.1:8080=llama-server -m gpt2-f32.gguf -t 2 -np 32'",
+    },
+}
+BENCHMARK = kit.Benchmark(
+    KIND, ABOUT, Plan(), QUICK, run, TABLES, {"steps": steps_chart}, headline, NAME, OPTIONS
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == [JOB]:  # what a process of ours runs
+        variant, plan, threads = json.loads(words[1])
         print(json.dumps(asdict(work(variant, Plan(**plan), threads))))
-        return 0
-    cli.choose_device(options.device)
-    given = {"device": options.device, "dtype": options.dtype, "peers": tuple(options.peer)}
-    content = BENCHMARK.run(replace(QUICK if options.quick else Plan(), **given), options.device)
-    print(BENCHMARK.tables(content)["steps"])
-    if not options.quick:
-        kit.keep(content, options.device)
-    return 0
+    else:
+        BENCHMARK.main(words)
 
 
 if __name__ == "__main__":

@@ -4,52 +4,30 @@ predictions are exact where they count passes."""
 from __future__ import annotations
 
 import gc
-import json
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
 from shared.bench.forecast import simulate
-from shared.bench.kit import greedy
 from shared.bench.rows import Results, Row
 from shared.bench.tests.tools import check_drawn, measured
 from shared.checkpoint import PRESETS, Checkpoint
 from shared.parity import random_prompt
 from shared.peers import TransformersContinuous, transformers_greedy, transformers_model
-from stage04_continuous import benchmark, timeline
+from stage04_continuous import benchmark
 from stage04_continuous.benchmark import FULL, OURS, QUICK, SINGLE, STATIC, WHOLE, workload
-from stage04_continuous.make import make
 from stage04_continuous.scheduler import Scheduler
 
 TINY = replace(
-    FULL,
-    models=("tiny",),
-    requests=9,
-    slots=3,
-    budget=8,
-    prompts=(2, 6),
-    answers=(2, 20),
-    middle=5,
-    repeats=(1, 1),
-    equal_slots=(2, 4),
-    equal=(3, 4),
-    equal_repeats=(2, 1),
-    single=(4, 3),
-    single_repeats=1,
-    neighbours=2,
-    neighbours_prompt=4,
-    before=3,
-    after=9,
-    long_prompt=30,
-    long_answer=2,
-    chunks=(6, 16),
-    chunk_repeats=1,
-    gantt=(2, 12),
-)
+    FULL, models=("tiny",), requests=9, slots=3, budget=8, prompts=(2, 6), answers=(2, 20),
+    middle=5, repeats=(1, 1), equal_slots=(2, 4), equal=(3, 4), equal_repeats=(2, 1),
+    single=(4, 3), single_repeats=1, neighbours=2, neighbours_prompt=4, before=3, after=9,
+    long_prompt=30, long_answer=2, chunks=(6, 16), chunk_repeats=1, gantt=(2, 12),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,15 +50,9 @@ def side_by_side(results: Results) -> list[Row]:
 
 def test_everything_is_drawn(results: Results) -> None:
     assert check_drawn(benchmark.BENCHMARK, dict(results.content)) == {
-        "limits": 1,
-        "win": 3,
-        "win_seconds": 3,
-        "null": 8,
-        "peers": 12,
-        "lose": 6,
-        "chunking": 8,
+        "limits": 1, "win": 3, "win_seconds": 3, "null": 8, "peers": 12, "lose": 6, "chunking": 8,
         "overhead": 4,
-    }
+    }  # fmt: skip
 
 
 def test_answers_of_the_winning_workload_differ_in_length() -> None:
@@ -157,16 +129,6 @@ def test_a_long_prompt_runs_in_the_chunks_of_its_name(results: Results) -> None:
             assert (longest == least) == (row.variant == WHOLE)
 
 
-def test_the_gantt_chart_is_drawn_from_the_engine_s_records(tiny_model: Any) -> None:
-    engine = make(tiny_model, max_sequences=3, token_budget=5)
-    prompts = [random_prompt(3 + i, tiny_model.config, i) for i in range(5)]
-    engine.generate(prompts, [greedy(count) for count in (4, 1, 6, 3, 2)])
-    bars = timeline.bars(list(engine.steps))
-    kept = json.loads(json.dumps([list(asdict(bar).values()) for bar in bars]))
-    drawn = timeline.draw([timeline.Bar(*bar) for bar in kept], len(engine.steps), "title")
-    assert len(drawn.axes) == 1 and len(kept) == 5
-
-
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
 def test_transformers_batches_continuously_with_a_limit_for_each_request(
     tiny: Checkpoint, kind: str
@@ -179,19 +141,8 @@ def test_transformers_batches_continuously_with_a_limit_for_each_request(
         assert peer.passes >= sum(counts) / 2
         assert peer.generate(prompts, counts) == answers
     assert threading.active_count() == threads  # its thread has ended
-    assert answers == [
-        transformers_greedy(model, prompt, count)
-        for prompt, count in zip(prompts, counts, strict=True)
-    ]
-
-
-def test_transformers_thread_ends_after_an_error_too(tiny: Checkpoint) -> None:
-    model = transformers_model(tiny, torch.float32)
-    threads = threading.active_count()
-    with (
-        pytest.raises(ZeroDivisionError),
-        TransformersContinuous(model, slots=2, slot_tokens=16, token_budget=8) as peer,
-    ):
-        peer.generate([[1, 2]], [2])
+    assert answers == list(map(partial(transformers_greedy, model), prompts, counts))
+    # after an error too
+    with pytest.raises(ZeroDivisionError), TransformersContinuous(model, 2, 16, 8) as peer:
         raise ZeroDivisionError
     assert threading.active_count() == threads

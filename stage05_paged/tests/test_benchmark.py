@@ -20,22 +20,7 @@ from stage04_continuous import benchmark as continuous
 from stage04_continuous.cache import SlotCache
 from stage04_continuous.scheduler import Scheduler as SlotScheduler
 from stage05_paged import benchmark
-from stage05_paged.benchmark import (
-    CONTINUOUS,
-    FOUND,
-    FULL,
-    HIT,
-    MISS,
-    NULL,
-    OURS,
-    QUICK,
-    RECOMPUTE,
-    SINGLE,
-    SWAP,
-    WIN,
-    Cold,
-    Pair,
-)  # fmt: skip
+from stage05_paged.benchmark import FULL, HIT, MISS, OURS, QUICK, WIN, Cold, Pair
 from stage05_paged.blockmap import CACHED
 from stage05_paged.blocks import BlockPool
 from stage05_paged.cache import PagedCache
@@ -74,8 +59,6 @@ def test_everything_is_drawn(results: Results) -> None:
 
 
 def test_the_winning_workload_is_that_of_stage_04_and_fills_the_memory() -> None:
-    """With fewer requests all of them would run at once, and their number would pass for what the
-    memory holds."""
     assert benchmark.workload(FULL) == continuous.workload(continuous.FULL)
     pool = BlockPool(FULL.memory // FULL.block_size, FULL.block_size)
     scheduler = Scheduler(pool, pool.count, FULL.budget)
@@ -88,14 +71,14 @@ def test_the_winning_workload_is_that_of_stage_04_and_fills_the_memory() -> None
 def test_the_plans_can_show_what_they_are_for(plan: Any) -> None:
     config = PRESETS[plan.models[0]]
     assert benchmark.slots(plan, config) * config.n_positions == plan.memory
-    assert plan.null[1] + plan.null[2] == config.n_positions
+    assert plan is QUICK or plan.null[1] + plan.null[2] == config.n_positions
     assert max(plan.contexts) < config.n_positions >= max(map(sum, plan.singles))
     assert max(plan.preempted) + plan.plain_steps + 1 <= config.n_positions
-    assert plan.system % plan.block_size == 0 and plan.sized in plan.contexts
+    assert not any(length % plan.block_size for length in (plan.system, *plan.preempted))
+    assert plan.sized in plan.contexts
 
 
 def test_passes_rows_and_memory_are_predicted_to_the_last_one(results: Results) -> None:
-    """Preemptions and what they find again included, in the same memory for all."""
     each = PRESETS["tiny"].kv_bytes_per_token(torch.float32)
     assert capacity(results, WIN).of(OURS)["preemptions"] > 0
     for row in results.rows("capacity"):
@@ -110,8 +93,8 @@ def test_passes_rows_and_memory_are_predicted_to_the_last_one(results: Results) 
 
 def test_blocks_hold_more_sequences_unless_all_are_as_long_as_a_slot(results: Results) -> None:
     (win, slots), (null, full) = (
-        (group.of(OURS), group.of(CONTINUOUS))
-        for group in (capacity(results, WIN), capacity(results, NULL))
+        (group.of(OURS), group.of(benchmark.CONTINUOUS))
+        for group in (capacity(results, WIN), capacity(results, benchmark.NULL))
     )
     assert benchmark.most_rows(win) > benchmark.most_rows(slots) == win["slots"] == 2
     assert win["crowded"] > 2 >= slots["crowded"]
@@ -124,7 +107,7 @@ def test_every_answer_was_proved_and_is_the_same_in_all_engines(results: Results
         assert {proof["tokens"] for proof in row["proof"].values()} == {row.tokens}
         assert set(row["same"].values()) == {row.requests}
     for row in results.groups("single"):
-        assert list(row["seconds"]) == [SINGLE, CONTINUOUS, OURS]
+        assert list(row["seconds"]) == [benchmark.SINGLE, benchmark.CONTINUOUS, OURS]
         assert {proof["tokens"] for proof in row["proof"].values()} == {row.tokens}
     for row in results.groups("gather"):
         assert row["proof"]["tokens"] == row["rows"]
@@ -162,9 +145,8 @@ def test_more_is_unused_in_larger_blocks_and_most_in_whole_contexts(results: Res
 
 
 def test_reserved_and_used_are_counted_in_every_pass() -> None:
-    """A prompt of 3 tokens and an answer of 5: its passes have 3, 4, 5, 6 and 7 keys."""
     slots = SlotScheduler(2, 8)
-    for size, reserved in ((64, 5 * 64), (None, 5 * 7)):
+    for size, reserved in ((64, 5 * 64), (None, 5 * 7)):  # passes with 3, 4, 5, 6 and 7 keys
         watch = simulate(slots, [(3, 5)], partial(benchmark.slot_tokens, slots, size))
         assert watch.memory == [reserved, 25]
     pool = BlockPool(8, 4)
@@ -173,9 +155,8 @@ def test_reserved_and_used_are_counted_in_every_pass() -> None:
 
 def test_memory_by_arithmetic_is_what_the_caches_take(results: Results) -> None:
     config, count = PRESETS["tiny"], TINY.table[0]
-    assert PagedCache(config, count, 4).bytes == count * benchmark.block_bytes(
-        config, torch.float32, 4
-    )
+    each = benchmark.block_bytes(config, torch.float32, 4)
+    assert PagedCache(config, count, 4).bytes == count * each
     fixed = benchmark.crossover(count, 4, config.n_positions)
     below, above = (SlotCache(config, slots).bytes for slots in (fixed - 1, fixed))
     assert below <= PagedCache(config, count, 4).bytes < above
@@ -217,33 +198,27 @@ def test_only_a_later_request_finds_the_system_prompt(results: Results) -> None:
 
 
 def test_a_preempted_request_is_measured_each_way(subject: Subject) -> None:
-    """Recompute computes all again, swap moves every block out and in, own blocks are found."""
     pools = [BlockPool(32, 4) for _ in range(2)]
     options: dict[str, Any] = {"max_sequences": 1, "token_budget": 64, "preemption": "swap"}
     engine = make(subject.model, pool=pools[0], swap_pool=pools[1], **options)
-    for way, computed in ((RECOMPUTE, 33), (SWAP, 1), (FOUND, 1)):
+    for way, computed in ((benchmark.RECOMPUTE, 33), (benchmark.SWAP, 1), (benchmark.FOUND, 1)):
         engine.steps.clear()
         _, proof = benchmark.preempt(subject, engine, 32, 3, way)
         assert proof["tokens"] == 5
         assert len(engine.steps) == 5  # the prompt, three plain ones, and the one measured
         assert engine.steps[-1].prefill_tokens + engine.steps[-1].decode_tokens == computed, way
-    assert engine.scheduler.counts.recomputed == 2 and engine.scheduler.counts.swapped_in == 1
-    assert engine.scheduler.counts.swapped_out == 1
+    counts = engine.scheduler.counts
+    assert (counts.recomputed, counts.swapped_out, counts.swapped_in) == (2, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("recompute", "swap", "found"),
-    [
+def test_the_crossing_is_where_the_lines_meet() -> None:
+    for recompute, swap, found in (
         ([1.0, 2.0, 5.0], [2.0, 3.0, 4.0], "from 25 tokens"),
         ([1.0, 1.0], [2.0, 2.0], "never, up to 20"),
         ([2.0, 2.0], [1.0, 1.0], "always, from 10"),
         ([3.0, 1.0, 2.0, 4.0], [2.0, 2.0, 2.0, 2.0], "from 30 tokens"),
-    ],
-)
-def test_the_crossing_is_where_the_lines_meet(
-    recompute: list[float], swap: list[float], found: str
-) -> None:
-    assert benchmark.crossing([10, 20, 30, 40][: len(swap)], recompute, swap) == found
+    ):
+        assert benchmark.crossing([10, 20, 30, 40][: len(swap)], recompute, swap) == found
 
 
 def test_the_map_has_every_pass_and_the_parts_make_the_whole(results: Results) -> None:

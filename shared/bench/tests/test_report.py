@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,13 +98,21 @@ def files(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in every}
 
 
-def check(root: Path, capsys: Any, modules: Mapping[str, Any] = MODULES) -> tuple[int, str]:
+Check = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Check:
     """Status and output of a check, which must write nothing."""
-    capsys.readouterr()
-    before = files(root)
-    status = report.report(root, modules, check=True)
-    assert files(root) == before
-    return status, capsys.readouterr().out
+
+    def status_and_output(root: Path, modules: Mapping[str, Any] = MODULES) -> tuple[int, str]:
+        capsys.readouterr()
+        before = files(root)
+        status = report.report(root, modules, check=True)
+        assert files(root) == before
+        return status, capsys.readouterr().out
+
+    return status_and_output
 
 
 def change(root: Path, old: str, new: str) -> None:
@@ -125,8 +133,8 @@ def test_tables_are_filled_in_and_all_else_is_left_alone(root: Path) -> None:
     assert "| speed |\n|--:|\n| 2.0 |" in text and "old numbers" not in text
 
 
-def test_charts_are_drawn_for_every_machine_and_a_second_run_changes_nothing(
-    root: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_stale_is_named_until_the_next_run_and_line_ends_are_not(
+    root: Path, check: Check
 ) -> None:
     before = files(root)
     assert {path for path in before if path.endswith(".svg")} == {
@@ -134,43 +142,27 @@ def test_charts_are_drawn_for_every_machine_and_a_second_run_changes_nothing(
         for machine in ("amd", "zen")
         for stem in (f"{FIRST}_speed", f"{SECOND}_memory")
     }
-    assert json.loads(before["reports/machines.json"])["default"] == "amd"
     assert report.report(root, MODULES, check=False) == 0 and files(root) == before
-    status, output = check(root, capsys)
-    assert status == 0 and output.startswith("All 7 files")
-
-
-def test_line_ends_of_windows_are_not_stale(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in root.rglob("*"):
-        if path.suffix in (".md", ".svg", ".json"):
+    for path in root.rglob("*.*"):
+        if path.is_file():
             path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    assert check(root, capsys)[0] == 0
-
-
-def test_new_results_make_chart_and_tables_stale_until_the_next_run(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    status, output = check(root)
+    assert status == 0 and output.startswith("All 7 files")
+    change(root, "| 1.0 |", "| 9.9 |")
+    status, output = check(root)
+    assert status == 1 and "stale: README.md" in output
     save(root / "reports" / "amd" / f"{FIRST}.json", speed=7.0)
-    status, output = check(root, capsys)
+    status, output = check(root)
     assert status == 1 and output.count("stale:") == 2
     assert "stale: README.md" in output and "stale: reports/amd/stage01_first_speed.svg" in output
     assert report.report(root, MODULES, check=False) == 0
-    assert check(root, capsys)[0] == 0
-    assert "| 7.0 |" in (root / "README.md").read_text()
-
-
-def test_a_number_changed_by_hand_is_stale(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change(root, "| 1.0 |", "| 9.9 |")
-    status, output = check(root, capsys)
-    assert status == 1 and "stale: README.md" in output
-
-
-def test_the_default_machine_is_the_one_that_was_chosen(root: Path) -> None:
-    path = root / "reports" / "machines.json"
-    path.write_text(path.read_text().replace('"amd"', '"zen"'))
-    report.report(root, MODULES, check=False)
+    assert check(root)[0] == 0 and "| 7.0 |" in (root / "README.md").read_text()
+    machines = root / "reports" / "machines.json"
+    assert json.loads(machines.read_text())["default"] == "amd"
+    machines.write_text(machines.read_text().replace('"amd"', '"zen"'))
+    assert report.report(root, MODULES, check=False) == 0
     assert "| 2.0 |" in (root / "README.md").read_text()
-    assert json.loads(path.read_text())["default"] == "zen"
+    assert json.loads(machines.read_text())["default"] == "zen"
 
 
 @pytest.mark.parametrize(
@@ -180,38 +172,28 @@ def test_the_default_machine_is_the_one_that_was_chosen(root: Path) -> None:
         ("table: speed ", "table: speed @ nowhere ", "no table 'speed' from nowhere"),
         ("<!-- table: speed -->", "<!-- /table -->", "line 3: '<!-- /table -->' where no table"),
         ("<!-- /table -->\n\n<!-- table: s", "<!-- table: s", "table before has not ended"),
-        (
-            "| 10.0 |\n\n<!-- /table -->",
-            "| 10.0 |",
-            "README.md: the last table has no '<!-- /table",
-        ),
-        (
-            "first_speed",
-            "first_haste",
-            "line 19: reports/amd/stage01_first_haste.svg does not exist",
-        ),
+        ("| 10.0 |\n\n<!-- /table -->", "| 10.0 |", "the last table has no '<!-- /table"),
+        ("first_speed", "first_haste", "19: reports/amd/stage01_first_haste.svg does not exist"),
     ],
 )
 def test_markers_and_links_that_lead_nowhere(
-    root: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+    root: Path, check: Check, old: str, new: str, message: str
 ) -> None:
     change(root, old, new)
-    status, output = check(root, capsys)
+    status, output = check(root)
     assert status == 1 and message in output
     text = (root / "README.md").read_text()
     assert report.report(root, MODULES, check=False) == 1
     assert (root / "README.md").read_text() == text  # a text with a problem is left alone
 
 
-def test_a_name_of_two_stages_needs_the_stage(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_of_two_stages_needs_the_stage(root: Path, check: Check) -> None:
     modules = {FIRST: benchmark("speed"), SECOND: benchmark("memory", "speed")}
     modules[SECOND].charts = MODULES[SECOND].charts
     for path in (root / "reports").glob(f"*/{SECOND}.json"):
         save(path, memory=3.0, speed=4.0)
     change(root, "stage02_second.memory", "stage02_second.speed")
-    status, output = check(root, capsys, modules)
+    status, output = check(root, modules)
     assert status == 1
     assert "'speed' is one of stage01_first and stage02_second: write stage01_first.speed" in output
     report.report(root, modules, check=False)
@@ -229,7 +211,7 @@ def add_stages(root: Path) -> None:
     change(root, "# Stairs\n", "# Stairs\n\n<!-- table: stages -->\n<!-- /table -->\n")
 
 
-def test_the_table_of_stages(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_stages(root: Path, check: Check) -> None:
     add_stages(root)
     assert report.report(root, MODULES, check=False) == 0
     first, second = (f"[{stage}]({stage}/)" for stage in (FIRST, SECOND))
@@ -239,31 +221,27 @@ def test_the_table_of_stages(root: Path, capsys: pytest.CaptureFixture[str]) -> 
         f"| {second} | Why pay twice? | 10 a second | [`engine.py`]({SECOND}/engine.py) |\n"
     ) in (root / "README.md").read_text()
     (root / SECOND / "__init__.py").write_text('QUESTION = "Why?"\nFIRST_FILE = "gone.py"\n')
-    status, output = check(root, capsys)
+    status, output = check(root)
     assert status == 1 and "stale: README.md" in output
     assert f"{SECOND}/__init__.py names gone.py, which does not exist" in output
     (root / SECOND / "__init__.py").write_text("")
-    assert f"{SECOND}/__init__.py has no QUESTION" in check(root, capsys)[1]
+    assert f"{SECOND}/__init__.py has no QUESTION" in check(root)[1]
 
 
-def test_a_repository_without_results_is_not_stale(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_repository_without_results_is_not_stale(tmp_path: Path, check: Check) -> None:
     (tmp_path / "README.md").write_text("# Stairs\n")
-    status, output = check(tmp_path, capsys)
+    status, output = check(tmp_path)
     assert status == 0 and "no results" in output
     add_stages(tmp_path)
     assert report.report(tmp_path, MODULES, check=False) == 0
     assert (tmp_path / "README.md").read_text().count("| not measured yet |") == 2
 
 
-def test_what_no_benchmark_makes_or_reads_is_named(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_no_benchmark_makes_or_reads_is_named(root: Path, check: Check) -> None:
     (root / "reports" / "amd" / "old_chart.svg").write_text("<svg/>")
     (root / "reports" / "amd" / "stage99_gone.json").write_text("{}")
     (root / "reports" / "zen" / f"{FIRST}.json").write_text('{"schema": 99}')
-    status, output = check(root, capsys)
+    status, output = check(root)
     assert status == 1
     assert "reports/amd/old_chart.svg is drawn by no benchmark" in output
     assert "reports/amd/stage99_gone.json belongs to no stage" in output
@@ -271,16 +249,16 @@ def test_what_no_benchmark_makes_or_reads_is_named(
 
 
 def test_charts_of_another_matplotlib_must_exist_and_are_not_compared(
-    root: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, check: Check
 ) -> None:
     settings = root / "reports" / "machines.json"
     settings.write_text(settings.read_text().replace(report.drawn_with()["matplotlib"], "0.1"))
     chart = root / "reports" / "zen" / f"{FIRST}_speed.svg"
     chart.write_text("<svg>drawn a little differently</svg>\n")
-    status, output = check(root, capsys)
+    status, output = check(root)
     assert status == 0 and "note: charts were not compared: drawn by matplotlib 0.1 on" in output
     chart.unlink()
-    status, output = check(root, capsys)
+    status, output = check(root)
     assert status == 1 and f"reports/zen/{FIRST}_speed.svg does not exist" in output
     assert report.report(root, MODULES, check=False) == 0
     assert chart.exists() and json.loads(settings.read_text())["charts"] == report.drawn_with()

@@ -93,13 +93,11 @@ def test_a_peer_gets_all_requests_at_once_over_http() -> None:
     assert len(run.ends) == TINY.requests and 0.6 <= min(run.ends) <= max(run.ends) <= run.seconds
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [("503", "answered 503: .*no room"), ("wrong_count", "tokens where 2 were requested")],
-)
-def test_a_peer_that_does_not_answer_stops_everything(fault: str, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        ask(Behaviour(ttft=0, itl=0, fault=fault), [[1], [2], [3]], [2, 2, 2])
+def test_a_peer_that_does_not_answer_stops_everything() -> None:
+    faults = {"503": "answered 503: .*no room", "wrong_count": "tokens where 2 were requested"}
+    for fault, words in faults.items():
+        with pytest.raises(UserError, match=words):
+            ask(Behaviour(ttft=0, itl=0, fault=fault), [[1], [2], [3]], [2, 2, 2])
 
 
 @pytest.mark.parametrize("answer", ["<html>", "{}", '{"data": []}', '{"data": [{"id": "m"}]}'])
@@ -168,10 +166,8 @@ def test_all_is_measured_in_turn_proved_and_drawn(in_process: list[str]) -> None
     assert in_process == [FIRST, PAGED, PAGED, FIRST]
     (group,) = content["results"]["steps"]
     tokens = sum(staircase.workload(TINY)[1])
-    assert {name: proof["tokens"] for name, proof in group["proof"].items()} == {
-        FIRST: tokens,
-        PAGED: tokens,
-    }
+    proved = {name: proof["tokens"] for name, proof in group["proof"].items()}
+    assert proved == {FIRST: tokens, PAGED: tokens}
     assert group["bytes"] == {FIRST: [2**20, 4 * 2**20], PAGED: [2 * 2**20, 3 * 2**20]}
     group["seconds"] |= {FIRST: [8.0, 8.0], PAGED: [1.0, 4.0], "a peer": [2.0, 2.0]}
     group["ends"] |= {PAGED: [[1.0, 3.0]] * 2, "a peer": [[1.0]]}
@@ -184,29 +180,29 @@ def test_all_is_measured_in_turn_proved_and_drawn(in_process: list[str]) -> None
     assert staircase.BENCHMARK.headline(read) == f"3x from {FIRST} to {PAGED}"
 
 
-@pytest.mark.parametrize("short", [False, True])
-def test_a_wrong_token_or_a_short_answer_stops_it(
-    short: bool, in_process: list[str], monkeypatch: pytest.MonkeyPatch
+def failing(tokens: list[list[int]]) -> None:
+    raise RuntimeError("-m shared.bench.staircase ended with status 1: no room")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words"),
+    [
+        (lambda tokens: tokens[1].pop(), AssertionError, "another length"),
+        (lambda tokens: tokens[1].insert(0, tokens[1].pop()), AssertionError, "below the best"),
+        (failing, UserError, f"{PAGED} could not be measured: .* no room"),
+    ],
+)
+def test_a_wrong_token_a_short_answer_and_a_run_that_fails_stop_it(
+    spoil: Any, error: Any, words: str, in_process: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest: Callable[..., Run] = staircase.work
 
     def work(variant: str, *arguments: Any) -> Run:
         run = honest(variant, *arguments)
-        if variant != FIRST and short:
-            run.tokens[1].pop()
-        elif variant != FIRST:
-            run.tokens[1][0] = (run.tokens[1][0] + 1) % PRESETS[TINY.model].vocab_size
+        if variant != FIRST:
+            spoil(run.tokens)
         return run
 
     monkeypatch.setattr(staircase, "work", work)
-    with pytest.raises(AssertionError, match="another length" if short else "below the best"):
-        staircase.run(TINY)
-
-
-def test_a_run_that_fails_is_named(in_process: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_fresh(module: str, arguments: list[str]) -> measure.FreshRun:
-        raise RuntimeError("-m shared.bench.staircase ended with status 1: no room")
-
-    monkeypatch.setattr(measure, "run_fresh", run_fresh)
-    with pytest.raises(UserError, match=f"{FIRST} could not be measured: .* no room"):
+    with pytest.raises(error, match=words):
         staircase.run(TINY)

@@ -68,11 +68,8 @@ def single_row(found: dict[str, dict[str, Any]], shape: str) -> dict[str, Any]:
 def test_rates_are_bytes_and_operations_over_time() -> None:
     layer = torch.nn.Linear(64, 96)
     x = torch.randn(8, 64)
-    found = [
-        each
-        for each in profiling.profile(lambda: [layer(x) for _ in range(3)], dtype=torch.bfloat16)
-        if each["product"]
-    ]
+    every = profiling.profile(lambda: [layer(x) for _ in range(3)], dtype=torch.bfloat16)
+    found = [each for each in every if each["product"]]
     assert [(each["product"], each["calls"]) for each in found] == [("8 x 64 -> 96", 3)]
     each = found[0]
     assert each["gb_s"] * each["seconds"] * 1e9 == pytest.approx(3 * 64 * 96 * 2)
@@ -96,18 +93,8 @@ def test_command_prints_the_operators_and_writes_a_trace(
     sizes = {"vocab_size": 300, "n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 2}
     config = {"model_type": "gpt2", "activation_function": "gelu_new", **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = [
-        "stage02_kv_cache",
-        "Once",
-        "--model",
-        str(tmp_path),
-        "--random-weights",
-        "--max-tokens",
-        "4",
-        "--rows",
-        "500",
-    ]
-    assert profile.main([*arguments, "--linear", "plain", "--trace", str(trace)]) == 0
+    words = f"stage02_kv_cache Once --model {tmp_path} --random-weights --max-tokens 4 --rows 500"
+    assert profile.main([*words.split(), "--linear", "plain", "--trace", str(trace)]) == 0
     output = capsys.readouterr().out
     assert "stage02_kv_cache: 4 forward passes after a prompt of 4 tokens" in output
     assert "1 x 24 -> 96" in output and "matrix-vector" in output and "attention" in output
