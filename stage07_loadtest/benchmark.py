@@ -97,6 +97,8 @@ QUICK = quick(
     FULL,
     users={engine: {"short": (16,)} for engine in (STATIC, CONTINUOUS)}
     | {SEQUENTIAL: {"short": (1,)}, PAGED: {"short": (1, 16)}},
+    contexts=8,
+    sequences=64,
     main_users=16,
     seconds=3.0,
     a_user=1.0,
