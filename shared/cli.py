@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LINEAR = ("auto", "plain", "packed")  # as in linear.py, which imports PyTorch
+PROMPT = "Once upon a time"  # where none is given
 MOST_TOKENS = 1_000_000
 MOST_THREADS = max(64, os.cpu_count() or 1)  # thousands of threads exhaust the system
 MOST_PROMPT_BYTES = 2**18  # twice what 1,024 of GPT-2's longest tokens (128 bytes) hold
@@ -275,7 +276,8 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompt",
         nargs="?",
-        help="the text to continue, in quotes; '-' or nothing reads standard input",
+        help="the text to continue, in quotes; - reads it from standard input, and so does nothing "
+        "when a text is piped in; default: a built-in one",
     )
 
 
@@ -335,25 +337,48 @@ def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_prompt(options: argparse.Namespace) -> str:
-    """The prompt from the command line, or from standard input if there is none or it is '-'.
+    """The prompt of the command line or of standard input, or the built-in one: see `_given`."""
+    text = _given(options)
+    return PROMPT if text is None else text
 
-    The newline that `echo` or an editor adds is dropped. --prompt-ids are returned as they are, for
-    the tokenizer of `load_model_from`. Raises UserError if the prompt is empty, too long or not
-    UTF-8, or if there is none and standard input is a terminal.
+
+def read_prompts(options: argparse.Namespace) -> str | list[str] | None:
+    """The lines of --prompts, or one prompt as `read_prompt` takes it, or None for built-in ones.
+
+    A newline at the end of the file begins no prompt; an empty line among others is an empty
+    prompt, which engines refuse. Raises UserError for a file that cannot be read as text or has no
+    prompt, for --prompts beside a prompt, and as `_given` does.
+    """
+    if options.prompts is None:
+        return _given(options)
+    if options.prompt is not None or getattr(options, "prompt_ids", None) is not None:
+        raise UserError("There is both a prompt and --prompts: give one of them.")
+    return _lines(options.prompts)
+
+
+def _given(options: argparse.Namespace) -> str | None:
+    """The prompt of the command line, or of standard input if it is '-' or a text is piped in.
+
+    None if nothing was given: a terminal is read only for '-', or it would wait in silence. The
+    newline that `echo` or an editor adds is dropped. --prompt-ids are returned as they are, for the
+    tokenizer of `load_model_from`. Raises UserError if the prompt is empty, too long or not UTF-8.
     """
     ids: str | None = getattr(options, "prompt_ids", None)
     if ids is not None:
         if options.prompt is not None:
             raise UserError("There is both a prompt and --prompt-ids: give one of them.")
         return ids
+    terminal = sys.stdin is not None and sys.stdin.isatty()
     if options.prompt not in (None, "-"):
         data = options.prompt.encode("utf-8", "replace")
-    elif sys.stdin is None or (options.prompt is None and sys.stdin.isatty()):
-        # A terminal would wait in silence.
-        raise UserError(
-            'There is no prompt: give one in quotes, such as "Once upon a time", or pipe a text in.'
-        )
+    elif options.prompt is None and (terminal or sys.stdin is None or not _more(sys.stdin.buffer)):
+        return None
+    elif sys.stdin is None:
+        raise UserError(f'Standard input is closed: give the prompt in quotes, such as "{PROMPT}".')
     else:
+        if terminal:
+            end = "Ctrl-Z and Enter" if sys.platform == "win32" else "Ctrl-D"
+            print(f"[type a text; end it with Enter and {end}]", file=sys.stderr, flush=True)
         # Bytes, because the text layer of some systems is not UTF-8.
         data = sys.stdin.buffer.read(MOST_PROMPT_BYTES + 1)
     if len(data) > MOST_PROMPT_BYTES:
@@ -370,25 +395,8 @@ def read_prompt(options: argparse.Namespace) -> str:
     if options.prompt in (None, "-"):
         text = text.removesuffix("\n").removesuffix("\r")
     if not text:
-        raise UserError('The prompt is empty: give some text, such as "Once upon a time".')
+        raise UserError(f'The prompt is empty: give some text, such as "{PROMPT}".')
     return text
-
-
-def read_prompts(options: argparse.Namespace) -> str | list[str] | None:
-    """The lines of --prompts, or the one prompt of `read_prompt`, or None if there is none.
-
-    A newline at the end of the file begins no prompt; an empty line among others is an empty
-    prompt, which engines refuse. Raises UserError for a file that cannot be read as text or has no
-    prompt, for --prompts beside a prompt, and as `read_prompt` does.
-    """
-    given = options.prompt is not None or getattr(options, "prompt_ids", None) is not None
-    if options.prompts is not None:
-        if given:
-            raise UserError("There is both a prompt and --prompts: give one of them.")
-        return _lines(options.prompts)
-    if not given and (sys.stdin is None or sys.stdin.isatty() or not _more(sys.stdin.buffer)):
-        return None
-    return read_prompt(options)
 
 
 def _more(stream: Any) -> bool:

@@ -166,7 +166,9 @@ def test_text_shows_whole_characters_and_no_end_of_text(folder):
 
 
 def prompt_from(monkeypatch: pytest.MonkeyPatch, data: bytes, argument: str | None = None) -> str:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
+    monkeypatch.setattr(
+        sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data)), encoding="ascii")
+    )
     return cli.read_prompt(argparse.Namespace(prompt=argument))
 
 
@@ -175,6 +177,7 @@ def test_prompt_from_argument_or_standard_input(monkeypatch):
         *((b"Long ago\n", None, "Long ago"), (b"Long ago\r\n", "-", "Long ago")),
         (b"two\nlines\n\n", "-", "two\nlines\n"),  # only the last newline is echo's
         ("\ufeffcafé 😀".encode(), None, "café 😀"),
+        (b"", None, cli.PROMPT),
         (b"not read", "an argument\n", "an argument\n"),
         (b"not read", "half \ud83d a pair", "half ? a pair"),
     ):
@@ -183,7 +186,7 @@ def test_prompt_from_argument_or_standard_input(monkeypatch):
 
 def test_prompt_refused(monkeypatch):
     for data, argument, words in (
-        *((b"", None, "empty"), (b"\n", "-", "empty"), (b"", "", "empty")),
+        *((b"", "-", "empty"), (b"\n", None, "empty"), (b"", "", "empty")),
         (b"caf\xe9", None, "not UTF-8"),
         (b"a" * (cli.MOST_PROMPT_BYTES + 1), None, "256 KiB"),
         (b"", "a" * (cli.MOST_PROMPT_BYTES + 1), "256 KiB"),
@@ -192,11 +195,28 @@ def test_prompt_refused(monkeypatch):
             prompt_from(monkeypatch, data, argument)
 
 
-def test_without_a_prompt_a_terminal_is_not_read(monkeypatch):
-    for stdin, argument in ((SimpleNamespace(isatty=lambda: True), None), (None, "-")):
-        monkeypatch.setattr(sys, "stdin", stdin)  # None: closed, `<&-`
-        with pytest.raises(UserError, match="no prompt"):
-            cli.read_prompt(argparse.Namespace(prompt=argument))
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
+@pytest.mark.parametrize("name", MAINS)
+def test_a_terminal_is_read_for_a_dash_and_otherwise_a_built_in_prompt_continued(
+    run, monkeypatch, name
+):
+    keyboard, terminal = os.openpty()
+    options = ("--max-tokens", "2", "--linear", "plain")
+    with open(terminal, encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        status, out, _ = run(MAINS[name], *options)
+        assert status == 0 and cli.PROMPT in out
+        os.write(keyboard, b"Long ago\n\x04")
+        status, out, err = run(MAINS[name], "-", *options)
+        assert status == 0 and out.startswith("Long ago") and err.startswith("[type a text")
+    os.close(keyboard)
+
+
+def test_standard_input_that_is_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)  # `<&-`
+    assert cli.read_prompt(argparse.Namespace(prompt=None)) == cli.PROMPT
+    with pytest.raises(UserError, match="closed: give the prompt"):
+        cli.read_prompt(argparse.Namespace(prompt="-"))
 
 
 BAD_OPTIONS = {  # the parser is the same for all stages
