@@ -555,19 +555,26 @@ def speak(engine: Streaming, loaded: Loaded, prompt: str, sampling: Any) -> None
     """Print the prompt and its continuation, each token as soon as it is sampled.
 
     Then one line on standard error: tokens, seconds, tokens per second, finish reason, machine.
+    After Ctrl-C, too: KeyboardInterrupt goes on.
     """
     ids = loaded.tokenizer.encode(prompt)
     tokens, reason = 0, None
     started = time.perf_counter()
-    for token, text in with_text(engine.stream(ids, sampling), loaded):
-        if not tokens:  # the engine has accepted the prompt: an error precedes any text
-            text = loaded.tokenizer.decode(ids) + text
-        print(text, end="", flush=True)
-        tokens, reason = tokens + 1, token.finish_reason
-    seconds = time.perf_counter() - started
-    print(flush=True)
-    speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s"
-    print(f"[{speed}, finish reason {reason}; {loaded}]", file=sys.stderr)
+    try:
+        for token, text in with_text(engine.stream(ids, sampling), loaded):
+            if not tokens:  # the engine has accepted the prompt: an error precedes any text
+                text = loaded.tokenizer.decode(ids) + text
+            print(text, end="", flush=True)
+            tokens, reason = tokens + 1, token.finish_reason
+    except KeyboardInterrupt:
+        reason = "interrupted"
+        raise
+    finally:
+        if reason:
+            seconds = time.perf_counter() - started
+            print(flush=True)
+            speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s"
+            print(f"[{speed}, finish reason {reason}; {loaded}]", file=sys.stderr)
 
 
 def with_text(tokens: Iterator[Any], loaded: Loaded) -> Iterator[tuple[Any, str]]:

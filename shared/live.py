@@ -100,8 +100,8 @@ def summary(answers: Sequence[Answer], steps: int, seconds: float, loaded: cli.L
     seconds: of the engine's steps alone, without the drawing.
     """
     tokens = sum(answer.tokens for answer in answers)
-    reasons = Counter(answer.finish_reason for answer in answers)
-    ended = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items(), key=str))
+    reasons = Counter(answer.finish_reason or "unfinished" for answer in answers)
+    ended = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
     count = f"{len(answers)} prompt{'s' if len(answers) > 1 else ''}"
     rate = f"{tokens / (seconds or 1):.1f} tok/s"
     speed = f"{tokens} tokens in {steps} steps and {seconds:.2f} s, {rate}"
@@ -225,21 +225,30 @@ class Show:
         """Add the record of a step to the totals."""
         self.steps, self.seconds = self.steps + 1, self.seconds + record.seconds
 
-    def run(self, options: argparse.Namespace, pause: float = 0) -> int:
-        """Answer all prompts, show and print them. Returns the exit status, 2 if one failed.
+    def run(self, options: argparse.Namespace, built_in: bool = False) -> int:
+        """Answer all prompts, show and print them. Returns the exit status: 2 if one failed, 130
+        after Ctrl-C.
 
-        pause: seconds after each step on a terminal, unless --pause says otherwise.
+        built_in: the prompts are the stage's own, whose answers are too short to be read: on a
+        terminal they are not printed, and each step is followed by PAUSE unless --pause is given.
         """
         unprinted = list(self.answers)
         with Screen(self.view) as screen:
-            wait = pause * screen.shown if options.pause is None else options.pause
+            wait = PAUSE * (built_in and screen.shown) if options.pause is None else options.pause
             while self.step(options.every):
                 screen.refresh()
                 if self.ended and not screen.shown:
                     unprinted = print_ended(unprinted)
                 time.sleep(wait)
-        print_ended(unprinted)
+        if not (built_in and screen.shown):
+            print_ended(unprinted)
+        elif not screen.interrupted:
+            print(
+                f"[{len(unprinted)} answers not printed: add | cat to read them]", file=sys.stderr
+            )
         print(summary(self.answers, self.steps, self.seconds, self.loaded), file=sys.stderr)
+        if screen.interrupted:  # unfinished requests still hold their memory: nothing to report
+            return cli.EXIT_INTERRUPTED
         print(self.report(), file=sys.stderr)
         return cli.EXIT_ERROR if any(answer.error for answer in self.answers) else 0
 
@@ -318,8 +327,11 @@ class Screen:
     """A part of the terminal that is redrawn again and again, and erased at the end.
 
     draw: (width, height) -> lines made by `line`, cut off at the terminal's height. If standard
-    output is not a terminal, `shown` is False and nothing is drawn.
+    output is not a terminal, `shown` is False and nothing is drawn. Ctrl-C ends the block without
+    an exception and sets `interrupted`, so that the program can sum up what it did.
     """
+
+    interrupted = False
 
     def __init__(self, draw: Draw) -> None:
         self.shown = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
@@ -340,9 +352,11 @@ class Screen:
             self._live.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         if self.shown:
             self._live.stop()
+        self.interrupted = kind is KeyboardInterrupt
+        return self.interrupted
 
     def refresh(self) -> None:
         """Redraw if the last frame is old enough. Cheap: call it after every token."""

@@ -117,18 +117,18 @@ def slug(described: Mapping[str, Any]) -> str:
     return words
 
 
-def git_state() -> tuple[str | None, bool | None]:
+def git_state(untracked: bool = True) -> tuple[str | None, bool | None]:
     """The commit, and whether the code differs from it; (None, None) outside of a git checkout.
 
     Results and texts do not count: the first benchmark of a round writes them, and the code of the
-    second is still clean.
+    second is still clean. untracked: whether files that the commit does not have count.
     """
     commit = _output("git", "rev-parse", "HEAD")
     if commit is None:
         return None, None
-    changes = _output(
-        "git", "status", "--porcelain", "--", ".", ":(exclude)reports", ":(exclude)*.md"
-    )
+    files = "--untracked-files=" + ("normal" if untracked else "no")
+    left_out = (":(exclude)reports", ":(exclude)*.md")
+    changes = _output("git", "status", "--porcelain", files, "--", ".", *left_out)
     return commit, changes != ""
 
 

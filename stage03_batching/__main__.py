@@ -17,7 +17,7 @@ from stage01_forward.params import SamplingParams
 if TYPE_CHECKING:
     from .engine import Engine
 
-ABOUT = "Stage 03, static batching: continue several texts in the same forward passes."
+ABOUT = "Stage 03, static batching: continue several texts in the same steps."
 PROMPTS = [
     "Once upon a time",
     "Long ago, in a village under the cliffs, there lived a girl whose name was",
@@ -56,7 +56,7 @@ def answer_all(
 ) -> int:
     """Continue all `prompts`, show and print the texts, and print what was wasted.
 
-    Returns the exit status, which is 2 if a prompt was invalid.
+    Returns the exit status: 2 if a prompt was invalid, 130 after Ctrl-C.
     """
     answers = [live.Answer(number, prompt, loaded) for number, prompt in enumerate(prompts, 1)]
     params = []
@@ -83,6 +83,8 @@ def answer_all(
     seconds = sum(step.seconds for step in engine.steps)
     print(live.summary(answers, len(engine.steps), seconds, loaded), file=sys.stderr)
     print(waste(engine.steps), file=sys.stderr)
+    if screen.interrupted:
+        return cli.EXIT_INTERRUPTED
     return cli.EXIT_ERROR if any(answer.error for answer in answers) else 0
 
 

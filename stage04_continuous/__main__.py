@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         texts = [(text, sampling.max_tokens) for text in prompts] if prompts else PROMPTS
         show = Show(engine, loaded, texts, sampling)
-        status = show.run(options, pause=0 if prompts else live.PAUSE)
+        status = show.run(options, built_in=not prompts)
     write(engine, gantt, trace, slots)
     return status
 

@@ -135,7 +135,7 @@ def _label(figure: Figure, axes: Any, tenants: Sequence[Bar]) -> None:
 def perfetto(steps: Sequence[SlotsRecord]) -> dict[str, Any]:
     """Chrome's trace event format, an object for json.dump; times in microseconds from step 0.
 
-    A track for each slot, with a slice for each request and pass; counters for the rows of a pass
+    A track for each slot, with a slice for each request and step; counters for the rows of a step
     and for the requests that wait for a slot.
     """
     return {"displayTimeUnit": "ms", "traceEvents": list(_events(steps))}

@@ -47,7 +47,7 @@ MOST_SEQUENCES = 4096
 MOST_SAMPLES = 256
 SHOWN = 640  # tokens in the pool for the built-in prompts: too few for all, to show preemption
 MEMORY = cli.checked(lambda text: parse_memory(text, sys.maxsize))  # the free memory comes later
-MOST_CELLS = 4_000_000  # blocks times passes in a picture; viewers cannot open a larger one
+MOST_CELLS = 4_000_000  # blocks times steps in a picture; viewers cannot open a larger one
 BEGINNING = (
     "In a house on the hill lived Hugo, a merry boy with muddy shoes. Hugo collected feathers and "
     "kept them in a wooden chest. One morning Hugo met a mouse on the path to the garden. It "
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         texts = [prompts] if isinstance(prompts, str) else prompts
         limits = [(text, sampling.max_tokens) for text in texts] if texts else PROMPTS
         show = Show(engine, loaded, limits, sampling, options.samples)
-        status = show.run(options, pause=0 if prompts else live.PAUSE)
+        status = show.run(options, built_in=not prompts)
     if path:
         film.write(path)
     return status
@@ -303,8 +303,8 @@ class Film:
         from shared import charts
 
         pool, shown = self.scheduler.pool, len(self.frames)
-        passes = f"the first {shown} of {self.seen}" if shown < self.seen else f"{shown}"
-        title = f"{pool.count} blocks of {pool.block_size} tokens, {passes} passes"
+        steps = f"the first {shown} of {self.seen}" if shown < self.seen else f"{shown}"
+        title = f"{pool.count} blocks of {pool.block_size} tokens, {steps} steps"
         cli.write_file(path, charts.render(blockmap.picture(self.frames, title)))
 
 

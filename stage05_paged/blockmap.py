@@ -42,7 +42,7 @@ KEY = (
 LIGHT = 3  # from this index on, the colours of the charts are light: letters on them are dark
 LETTER = 9.5  # height and width of a letter, in points
 
-Box = tuple[int, int, int]  # block, first pass, end pass (exclusive)
+Box = tuple[int, int, int]  # block, first step, end step (exclusive)
 
 
 def blockmap(scheduler: Scheduler) -> list[int]:
@@ -61,15 +61,23 @@ def blockmap(scheduler: Scheduler) -> list[int]:
 
 
 def mark(state: int) -> str:
-    """The character for a block. Sequences have letters, which repeat after the last one."""
+    """The character for a block: a letter for a sequence, taken in turn."""
     return LETTERS[state % len(LETTERS)] if state >= 0 else MARKS[state]
 
 
 def look(state: int) -> str:
-    """The style of that character, for rich: a colour for each sequence, which repeat too."""
+    """The style of that character, for rich: a colour for a sequence, taken in turn.
+
+    No two of 520 sequences in a row have both the letter and the colour in common.
+    """
     if state >= 0:
-        return f"reverse {COLOURS[state % len(COLOURS)]}"
+        return f"reverse {COLOURS[colour(state, len(COLOURS))]}"
     return "bold" if state == SHARED else "dim"
+
+
+def colour(state: int, count: int) -> int:
+    """The place of a sequence's colour among `count`: each round of letters begins at the next."""
+    return (state + state // len(LETTERS)) % count
 
 
 def lines(states: Sequence[int], width: int, height: int) -> list[Text]:
@@ -107,16 +115,16 @@ def _count(states: Sequence[int]) -> str:
 
 
 def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
-    """Blocks from top to bottom, passes from left to right.
+    """Blocks from top to bottom, steps from left to right.
 
-    frames: the `blockmap` after each pass.
+    frames: the `blockmap` after each step.
 
     A colour for each sequence, with its letter if it fits. Blocks after the last one in use are
     left out; the label of the axis has their total number. Raises ValueError without frames, or if
     they differ in length.
     """
     if not frames:
-        raise ValueError("no passes, so there is nothing to draw")
+        raise ValueError("no steps, so there is nothing to draw")
     if len({len(frame) for frame in frames}) > 1:
         raise ValueError("the frames are not of one pool: they differ in length")
     from matplotlib import rc_context
@@ -130,21 +138,21 @@ def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
         SHARED: {"facecolor": "white", "hatch": charts.HATCHES[1], "edgecolor": charts.INK},
         CACHED: {"facecolor": charts.FAINT, "edgecolor": "none"},
     }
-    grid = np.array([np.asarray(frame) for frame in frames]).T  # (blocks, passes)
+    grid = np.array([np.asarray(frame) for frame in frames]).T  # (blocks, steps)
     count = len(grid)
     used = np.flatnonzero((grid != FREE).any(axis=1))
     grid = grid[: used[-1] + 1 if len(used) else 1]
     boxes = _boxes(grid)
     size = (7.2, min(9, 1.8 + 0.145 * len(grid)))
-    figure, axes = charts.new_figure(title, "pass", f"block, of {count}", size=size)
+    figure, axes = charts.new_figure(title, "step", f"block, of {count}", size=size)
     with rc_context(charts.style()):
         for state in sorted(boxes):
             corners = [
                 [(start, block - 0.5), (end, block - 0.5), (end, block + 0.5), (start, block + 0.5)]
                 for block, start, end in boxes[state]
             ]
-            colour = charts.COLOURS[state % len(charts.COLOURS)]
-            style = looks.get(state, {"facecolor": colour, "edgecolor": "white"})
+            fill = charts.COLOURS[colour(state, len(charts.COLOURS))]
+            style = looks.get(state, {"facecolor": fill, "edgecolor": "white"})
             width = 0.3 if state >= 0 else 0
             axes.add_collection(PolyCollection(corners, linewidth=width, **style))
         axes.set_xlim(0, grid.shape[1])
@@ -168,7 +176,7 @@ def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
 
 
 def _boxes(grid: np.ndarray) -> dict[int, list[Box]]:
-    """Each run of passes in which a block's state stays the same, by state, without FREE."""
+    """Each run of steps in which a block's state stays the same, by state, without FREE."""
     boxes: dict[int, list[Box]] = {}
     for block, row in enumerate(grid):
         edges = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
@@ -182,16 +190,22 @@ def _label(figure: Figure, axes: Any, boxes: dict[int, list[Box]]) -> None:
     """Write its sequence's letter into each rectangle in which it fits."""
     from shared import charts
 
-    figure.draw_without_rendering()  # lays the axes out: blocks and passes have sizes in points
+    figure.draw_without_rendering()  # lays the axes out: blocks and steps have sizes in points
     area = axes.get_window_extent()
     points = 72 / figure.dpi
-    wide = area.width * points / abs(axes.get_xlim()[1] - axes.get_xlim()[0])  # of a pass
+    wide = area.width * points / abs(axes.get_xlim()[1] - axes.get_xlim()[0])  # of a step
     high = area.height * points / abs(axes.get_ylim()[1] - axes.get_ylim()[0])  # of a block
     if high < LETTER:
         return
     style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 9}
     for state in filter(lambda state: state >= 0, boxes):
-        colour = charts.INK if state % len(charts.COLOURS) >= LIGHT else "white"
+        light = colour(state, len(charts.COLOURS)) >= LIGHT
         for block, start, end in boxes[state]:
             if (end - start) * wide >= LETTER:
-                axes.text((start + end) / 2, block, mark(state), color=colour, **style)
+                axes.text(
+                    (start + end) / 2,
+                    block,
+                    mark(state),
+                    color=charts.INK if light else "white",
+                    **style,
+                )

@@ -176,7 +176,7 @@ def code() -> Finding:
     """Whether the files are those of the commit: a changed reference makes tests fail."""
     from .. import measure
 
-    commit, changed = measure.git_state()
+    commit, changed = measure.git_state(untracked=False)
     if commit is None:
         return Finding(OK, "not a git checkout, so nothing to compare with")
     if changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import re
@@ -143,12 +144,18 @@ def test_the_view_shows_the_records(tiny_model, width, height):
         assert "1 length" in lines[7]
 
 
-def test_on_a_terminal_the_view_goes_and_the_texts_stay(call, monkeypatch):
+def put_on_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Standard output from now on, 60 by 8 cells."""
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdout", terminal)
     for name, value in {"TERM": "xterm", "COLUMNS": "60", "LINES": "8"}.items():
         monkeypatch.setenv(name, value)
+    return terminal
+
+
+def test_on_a_terminal_the_view_goes_and_the_texts_stay(call, monkeypatch):
+    terminal = put_on_terminal(monkeypatch)
     options = ("--slots", "20", "--max-tokens", "9", "--pause", "0.002")
     status, _, err = call(["hello"] * 30, *options)
     assert status == 0 and err.startswith("[30 prompts, ")
@@ -157,6 +164,34 @@ def test_on_a_terminal_the_view_goes_and_the_texts_stay(call, monkeypatch):
     assert "step 1: " in drawn and "still to come" in drawn
     assert max(frame.count("\n") for frame in drawn.split("\x1b[1A")) < 8
     assert list(answers(texts[texts.index("---") :])) == list(range(1, 31))
+
+
+def test_on_a_terminal_the_cut_built_in_stories_are_not_printed(tiny_model, monkeypatch, capsys):
+    terminal = put_on_terminal(monkeypatch)
+    run = show(tiny_model, 2, ["ab"] * 3)
+    assert run.run(argparse.Namespace(pause=0, every=1), built_in=True) == 0
+    assert "still to come" in terminal.getvalue() and "---" not in terminal.getvalue()
+    assert capsys.readouterr().err.startswith("[3 answers not printed: add | cat")
+
+
+def test_after_ctrl_c_the_screen_is_clean_and_summed_up(tiny_model, monkeypatch, capsys):
+    terminal = put_on_terminal(monkeypatch)
+    run = show(tiny_model, 2, ["ab"] * 3)
+    step = run.engine.step
+
+    def stopped() -> Any:
+        if run.steps == 10:
+            raise KeyboardInterrupt
+        return step()
+
+    run.engine.step = stopped
+    assert run.run(argparse.Namespace(pause=0, every=1)) == cli.EXIT_INTERRUPTED
+    assert list(answers(terminal.getvalue().rpartition("\x1b[?25h")[2].lstrip("\x1b[2K\r1A"))) == [
+        1,
+        2,
+    ]
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "finish reasons: 2 length, 1 unfinished; " in err
 
 
 @pytest.mark.parametrize(

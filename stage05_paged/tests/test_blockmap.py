@@ -68,12 +68,11 @@ def test_every_block_is_in_the_state_of_tables_and_pool(tiny_model):
     assert "abort" in {request.output.finish_reason for request in owners.values()}
 
 
-def test_marks_are_enough_without_colours():
+def test_no_letter_and_colour_repeat_and_letters_are_enough():
     signs = [mark(state) for state in (FREE, CACHED, SHARED, *range(len(maps.LETTERS)))]
     assert len(set(signs)) == len(signs) and all(len(s) == 1 and s.isprintable() for s in signs)
-    assert mark(len(maps.LETTERS) + 1) == mark(1)
-    count = len(maps.COLOURS)
-    assert len({look(state) for state in range(count)}) == count and look(0) == look(count)
+    pairs = len(maps.LETTERS) * len(maps.COLOURS)
+    assert len({(mark(state), look(state)) for state in range(7, 7 + pairs)}) == pairs
     assert "reverse" not in look(SHARED) + look(CACHED) + look(FREE)
 
 
@@ -115,7 +114,7 @@ def test_a_character_a_block_and_the_rest_is_counted(count, width, height):
 # ---- the picture --------------------------------------------------------------------------------
 
 
-def test_the_picture_shows_every_state_of_every_pass(frames):
+def test_the_picture_shows_every_state_of_every_step(frames):
     figure = picture(frames, "Blocks")
     axes = figure.axes[0]
     want = np.array(frames).T
@@ -135,7 +134,7 @@ def test_the_picture_shows_every_state_of_every_pass(frames):
         assert (collection.get_hatch() is None) == (state != SHARED)
     assert (shown == want).all() and {SHARED, CACHED} < set(states)
     assert axes.get_xlim() == (0, len(frames)) and axes.get_ylim() == (len(want) - 0.5, -0.5)
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("pass", f"block, of {BLOCKS}")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", f"block, of {BLOCKS}")
     figure.draw_without_rendering()
     assert len(axes.texts) >= 5
     for text in axes.texts:
@@ -159,7 +158,7 @@ def test_the_picture_is_the_same_again_and_has_no_limit_of_size(frames):
 
 
 def test_what_cannot_be_drawn():
-    with pytest.raises(ValueError, match="no passes"):
+    with pytest.raises(ValueError, match="no steps"):
         picture([], "t")
     with pytest.raises(ValueError, match="one pool"):
         picture([[FREE], [FREE, 0]], "t")

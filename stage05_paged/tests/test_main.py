@@ -203,9 +203,9 @@ def test_more_sequences_than_lines_are_counted(tiny_model):
 @pytest.mark.parametrize(
     ("lines", "cells", "words"),
     [
-        (["hello", "a", "b"], 10**6, r"24 blocks of 16 tokens, {} passes"),
-        ("hello there", 10**6, "3 blocks of 16 tokens, 11 passes"),  # 3 for the prompt
-        (["hello"], 24 * 5, "the first 5 of 10 passes"),
+        (["hello", "a", "b"], 10**6, r"24 blocks of 16 tokens, {} steps"),
+        ("hello there", 10**6, "3 blocks of 16 tokens, 11 steps"),  # 3 for the prompt
+        (["hello"], 24 * 5, "the first 5 of 10 steps"),
     ],
 )
 def test_the_map_is_written(call, tmp_path, monkeypatch, lines, cells, words):

@@ -180,7 +180,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_changed_files(
     monkeypatch: pytest.MonkeyPatch, git: tuple[Any, Any], state: str, text: str
 ) -> None:
-    monkeypatch.setattr(measure, "git_state", lambda: git)
+    monkeypatch.setattr(measure, "git_state", lambda untracked: git)
     found = doctor.code()
     assert found.state == state and text in found.text
 
