@@ -105,7 +105,7 @@ def house() -> Iterator[House]:
 
     For tests that neither stop it nor look at its process. It can fail: see faulty_server.py.
     """
-    with python(["-m", "stage06_serving.tests.house"], environment()) as process:
+    with python(["-m", MODULE, "many"], environment()) as process:
 
         def start(*arguments: str, env: Mapping[str, str] | None = None) -> Running:
             running = Running(**{**vars(process), "begins": process.log.stat().st_size})

@@ -6,10 +6,14 @@ fault is named in a file, which is read before every pass.
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +88,23 @@ def until(condition: Callable[[], object], timeout: float = 60) -> None:
         time.sleep(0.01)
 
 
+def many() -> None:
+    """Serve in a thread for each line of standard input: a command line and variables, as JSON.
+
+    A server takes seconds to start, nearly all of them to load PyTorch: tests that neither stop
+    theirs nor look at its process share one.
+    """
+    usual = dict(os.environ)
+    for line in sys.stdin:  # the next line follows when this server answers
+        arguments, variables = json.loads(line)
+        os.environ.clear()
+        os.environ.update(usual | variables)
+        threading.Thread(target=partial(cli.run, program.main, arguments), daemon=True).start()
+
+
 if __name__ == "__main__":
     program.make_engine = make_engine
-    cli.run(program.main)
+    if sys.argv[1:] == ["many"]:
+        many()
+    else:
+        cli.run(program.main)
