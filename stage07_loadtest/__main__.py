@@ -54,6 +54,8 @@ class Plan:
     bursts: tuple[tuple[int, float], ...]  # (requests, seconds from one burst to the next)
     trace: Path | None
     workload: str
+    prompt_tokens: workload.Lengths | None
+    answer_tokens: workload.Lengths | None
     requests: int | None
     seconds: float | None
     warmup: int | None
@@ -83,8 +85,27 @@ class Plan:
         count = self.requests or size * max(1, math.ceil(times))
         return schedule.bursts(size, every, bounded(count)), count
 
+    @property
+    def content(self) -> str:
+        """What is requested, as recorded: the workload's name, and the lengths in their place."""
+        asked = {"prompts": self.prompt_tokens, "answers": self.answer_tokens}
+        texts = [f"{name} {lengths}" for name, lengths in asked.items() if lengths]
+        return ", ".join(texts if len(texts) == 2 else [self.workload, *texts])
+
+    def make(self, count: int, seed: int | str, longest: int) -> list[workload.Ask]:
+        """Requests; raises UserError as `workload.make` does."""
+        lengths = {"prompts": self.prompt_tokens, "answers": self.answer_tokens}
+        return workload.make(self.workload, count, seed, longest=longest, **lengths)
+
     def check(self) -> None:
-        """Raises UserError for an unreadable trace and for more than MOST_REQUESTS in a point."""
+        """Raises UserError for an unreadable trace, for more than MOST_REQUESTS in a point, and for
+        lengths beside a trace alone, which has its own."""
+        lengths = self.prompt_tokens or self.answer_tokens
+        if lengths and self.trace and not (self.users or self.rates or self.bursts):
+            raise UserError(
+                "The lengths of a trace are in its file: leave out --prompt-tokens and "
+                "--answer-tokens, or name another load beside --trace."
+            )
         for rate in self.rates:
             self.poisson(rate)
         for size, every in self.bursts:
@@ -145,7 +166,7 @@ async def measure(target: Target, plan: Plan, report: Callable[[Point], object])
         name, context = await server.describe(session, target)
         target = replace(target, model=target.model or name)
         longest = context or workload.CONTEXT
-        first = workload.make(plan.workload, 1, plan.seed, longest=longest)[0]
+        (first,) = plan.make(1, plan.seed, longest)
         check(target, await send(session, target, first, 0.0, asyncio.get_running_loop().time))
     for number, (when, count) in enumerate(plan.schedules(points), 1):
         warmup = plan.warmup if plan.warmup is not None else when.users or WARMUP
@@ -153,14 +174,12 @@ async def measure(target: Target, plan: Plan, report: Callable[[Point], object])
         traced = (
             workload.load_trace(plan.trace, seed) if plan.trace and when.kind == "trace" else []
         )
-        made = workload.make(
-            plan.workload, warmup + (0 if traced else count), seed, longest=longest
-        )
+        made = plan.make(warmup + (0 if traced else count), seed, longest)
         point = await run_point(
             target,
             made + traced,
             when,
-            workload="trace" if traced else plan.workload,
+            workload="trace" if traced else plan.content,
             warmup=warmup,
             seconds=plan.seconds,
             progress=True,
@@ -282,6 +301,17 @@ def slo(text: str) -> Slo:
             )
         limits[name] = cli.number(0, 1e6, above=True)(value)
     return Slo(**limits)
+
+
+def lengths(text: str) -> workload.Lengths:
+    """An argparse type: "128", "16:256" or "lognormal:64:0.8"."""
+    try:
+        return workload.lengths(text.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"invalid lengths '{text[:40]}': write 128, 16:256 for any number between the two, or "
+            "lognormal:64:0.8 for a median and a spread"
+        ) from None
 
 
 def address(text: str) -> str:
@@ -412,6 +442,15 @@ def _load_arguments(group: Any) -> None:
 
 def _request_arguments(group: Any) -> None:
     group.add_argument("--workload", choices=workload.WORKLOADS, default="short", help=WORKLOADS)
+    for what in ("prompt", "answer"):
+        group.add_argument(
+            f"--{what}-tokens",
+            type=lengths,
+            metavar="N",
+            help=f"tokens of each {what}, in place of the workload's: 128 for all; 16:256 for any "
+            "number between the two; lognormal:64:0.8 for a median of 64 and a standard deviation "
+            "of the logarithm of 0.8, cut to the context",
+        )
     group.add_argument(
         "--seed",
         type=cli.whole_number(0, 2**31),
@@ -521,7 +560,8 @@ def configuration(
     if own_options is not None:
         server = results.without(options.api_key, shlex.join(own_options))
     asked = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    asked["trace"] = str(options.trace) if options.trace else None
+    for name in ("trace", "prompt_tokens", "answer_tokens"):
+        asked[name] = None if asked[name] is None else str(asked[name])
     fixed = {"url": options.url, "model": options.model, "server": server}
     return fixed | {"timeout": options.timeout} | asked
 

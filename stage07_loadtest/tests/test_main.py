@@ -19,7 +19,7 @@ from pytest import approx
 from shared import cli
 from shared.paths import ROOT
 from stage07_loadtest import __main__ as program
-from stage07_loadtest import charts, results
+from stage07_loadtest import charts, results, workload
 from stage07_loadtest.__main__ import Plan, plan_of, server_options
 from stage07_loadtest.metrics import Slo
 from stage07_loadtest.tests.helpers import SMALL_RUN, mocked
@@ -49,7 +49,7 @@ def rows(out: str) -> list[list[str]]:
 
 def test_a_short_run_against_the_real_server(capsys, tmp_path):
     out = tmp_path / "run"
-    load = "--users 2 --rates 40 --bursts 3x0.2 --requests 6 --warmup 2"
+    load = "--users 2 --rates 40 --bursts 3x0.2 --requests 6 --warmup 2 --prompt-tokens 5:11"
     own = "--linear plain --kv-memory 8MiB --threads 1"
     status, printed, err = ended(capsys, f"{load} --out {out} -- {own}")
     assert status == 0, err
@@ -59,10 +59,13 @@ def test_a_short_run_against_the_real_server(capsys, tmp_path):
     run, records = results.load(out), results.load_requests(out)
     assert [point.kind for point in run.points] == ["closed", "poisson", "bursts"]
     for point in run.points:
-        assert (point.requests, point.succeeded, point.prompt_tokens) == (6, 6, 48)
+        assert (point.requests, point.succeeded) == (6, 6)
         assert point.completion_tokens == point.server_tokens == 300
         assert point.tokens_match is True and point.blocks_back is True
     assert [[sum(one.chunk_tokens) for one in point] for point in records] == [[50] * 6] * 3
+    for number, point in enumerate(records, 1):  # tokens by the server's usage
+        asks = workload.make("short", 8, f"0 {number}", prompts=workload.lengths("5:11"))
+        assert [one.prompt_tokens for one in point] == [len(ask.prompt) for ask in asks[2:]]
     assert "stories" in err  # the server's own output
     assert list(out.glob("*.svg")) and f"Written: {out}" in printed
     assert run.about["configuration"]["server"].endswith(own)
@@ -118,6 +121,29 @@ def test_a_trace_is_replayed_with_other_random_prompts_in_each_repeat(capsys, tm
     assert {body["model"] for body in bodies} == {"mock"}
     assert bodies[3]["prompt"] == bodies[6]["prompt"] == "Once"
     assert "sent again in each repeat" in err
+
+
+def test_lengths_are_those_that_the_servers_usage_counts(capsys, tmp_path):
+    """In closed and open loops; the same for the same seed, and recorded."""
+    bodies = []
+    for folder in ("one", "two"):
+        with mocked() as running:
+            load = f"--users 2 --rates 300 --requests 40 --warmup 0 --out {tmp_path / folder}"
+            lengths = "--prompt-tokens 16:64 --answer-tokens lognormal:6:0.7"
+            status, out, err = ended(capsys, f"--url {running.url} {load} {lengths}")
+        assert status == 0 and [cells[2] for cells in rows(out)] == ["100.0%"] * 2, err
+        asked = [(len(body["prompt"]), body["max_tokens"]) for body in running.bodies]
+        bodies.append(sorted(map(str, running.bodies)))
+    assert bodies[0] == bodies[1]
+    run, records = results.load(tmp_path / "two"), results.load_requests(tmp_path / "two")
+    counted = [(one.prompt_tokens, one.completion_tokens) for point in records for one in point]
+    assert sorted(counted) == sorted(asked[1:])  # the first checks the server
+    prompts, answers = zip(*counted, strict=True)
+    assert 16 <= min(prompts) < 30 < 50 < max(prompts) <= 64 and len(set(answers)) > 8
+    content = "prompts 16:64, answers lognormal:6:0.7"
+    assert [point.workload for point in run.points] == [content] * 2
+    recorded = run.about["configuration"]
+    assert (recorded["prompt_tokens"], recorded["answer_tokens"]) == ("16:64", "lognormal:6:0.7")
 
 
 def test_no_prompt_comes_twice_in_a_run_and_too_few_are_noted(capsys, monkeypatch):
@@ -223,6 +249,11 @@ def test_our_server_has_room_for_all_users():
         ("--rates 1000 --seconds 86400", "86,400,000 requests are too many for one point"),
         ("--bursts 100x0.1 --seconds 86400", "are too many for one point"),
         ("--trace absent.jsonl", "The trace absent.jsonl cannot be read"),
+        ("--trace absent.jsonl --answer-tokens 5", "The lengths of a trace are in its file"),
+        *(
+            (f"--prompt-tokens {text}", f"invalid lengths '{text}': write 128, 16:256 for any")
+            for text in ("0", "many", "9:8", "1:2:3", "lognormal:64", "lognormal:0:1")
+        ),
         ("--url http://127.0.0.1:1 -- --threads 1", "leave one of them out"),
         ("--url http://127.0.0.1:1", "http://127.0.0.1:1 cannot be reached"),
         (f"--out {SMALL_RUN}", "already holds a run"),

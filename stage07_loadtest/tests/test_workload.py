@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from itertools import pairwise
 from pathlib import Path
@@ -109,6 +110,35 @@ def test_bursts_come_at_once_and_evenly_and_a_trace_keeps_its_times():
 def test_invalid_schedules_are_rejected(make, arguments):
     with pytest.raises(ValueError, match="invalid schedule|requests are too few"):
         make(*arguments)
+
+
+def test_lengths_are_drawn_as_they_are_spelled_and_of_the_seed():
+    fixed, uniform, lognormal = map(workload.lengths, ("12", "16:256", "lognormal:64:0.8"))
+    assert list(map(str, (fixed, uniform, lognormal))) == ["12", "16:256", "lognormal:64:0.8"]
+    asks = make("short", 2000, 0, prompts=uniform, answers=lognormal)
+    assert make("short", 30, 0, prompts=uniform, answers=lognormal) == asks[:30]
+    assert make("short", 30, 1, prompts=uniform, answers=lognormal) != asks[:30]
+    prompts, answers = [len(ask.prompt) for ask in asks], [ask.max_tokens for ask in asks]
+    assert (min(prompts), max(prompts)) == (16, 256)
+    assert statistics.mean(prompts) == approx(136, rel=0.05)
+    assert statistics.median(answers) == approx(64, rel=0.1)
+    assert statistics.stdev(map(math.log, answers)) == approx(0.8, rel=0.05)
+    asks = make("shared", 9, 0, prompts=fixed, answers=fixed)
+    assert {(len(ask.prompt), ask.max_tokens) for ask in asks} == {(workload.SYSTEM + 12, 12)}
+
+
+def test_lognormal_lengths_are_cut_to_the_context_and_others_must_fit():
+    wide, fixed = workload.lengths("lognormal:40:2"), workload.lengths("60")
+    for prompts, answers in ((wide, wide), (wide, fixed), (fixed, wide)):
+        asks = make("short", 500, 0, prompts=prompts, answers=answers, longest=100)
+        totals = [len(ask.prompt) + ask.max_tokens for ask in asks]
+        assert max(totals) == 100 and all(ask.prompt and ask.max_tokens for ask in asks)
+    with pytest.raises(
+        UserError, match="60 and answers of 60 tokens need 120 .* 100: ask for fewer"
+    ):
+        make("short", 1, 0, prompts=fixed, answers=fixed, longest=100)
+    with pytest.raises(UserError, match="no 300 different prompts of 1 tokens: ask for longer"):
+        make("short", 300, 0, prompts=workload.lengths("1"))
 
 
 def write(path: Path, *lines: Any) -> Path:
