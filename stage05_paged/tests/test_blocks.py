@@ -92,16 +92,6 @@ def test_an_unowned_block_is_not_given_back_and_a_free_one_not_shared():
     assert state(pool) == (2, 1, 0, 0)
 
 
-def test_a_published_block_is_kept_when_no_table_holds_it_and_can_be_shared_again():
-    pool = BlockPool(4)
-    (block,) = cache_blocks(pool, b"a")
-    assert (state(pool), pool.available, pool.match([b"a"])) == ((3, 1, 0, 0), 4, [block])
-    pool.share(block)
-    assert (state(pool), pool.references[block]) == ((3, 0, 1, 0), 1)
-    pool.give_back(block)
-    assert (state(pool), pool.match([b"a"])) == ((3, 1, 0, 0), [block])
-
-
 def test_the_least_recently_used_block_is_evicted_first_and_after_the_free_ones():
     pool = BlockPool(5)
     a, b, c, d = cache_blocks(pool, b"a", b"b", b"c", b"d")
@@ -113,23 +103,6 @@ def test_the_least_recently_used_block_is_evicted_first_and_after_the_free_ones(
     assert (pool.evictions, pool.found) == (4, {})
 
 
-def test_a_match_ends_at_the_first_gap():
-    pool = BlockPool(6)
-    blocks = cache_blocks(pool, b"a", b"b", b"c", b"d")
-    assert pool.match([b"a", b"b", b"c", b"d"]) == blocks
-    assert pool.match([b"a", b"b", b"x", b"d"]) == blocks[:2]
-    assert pool.match([b"x", b"a"]) == pool.match([]) == []
-
-
-def test_the_first_block_of_a_name_stays_and_a_block_has_one_name():
-    pool = BlockPool(4)
-    first, second = pool.take(), pool.take()
-    pool.publish(first, b"a")
-    pool.publish(second, b"a")  # two requests computed the same side by side
-    pool.publish(first, b"b")
-    assert (pool.found, pool.digests[first], pool.digests[second]) == ({b"a": first}, b"a", None)
-
-
 def test_a_digest_stands_for_the_parent_the_tokens_and_their_order():
     root = hashlib.sha256(b"").digest()
     assert chain(root, [1, 2]) == hashlib.sha256(root + array("q", [1, 2]).tobytes()).digest()
@@ -139,16 +112,6 @@ def test_a_digest_stands_for_the_parent_the_tokens_and_their_order():
     for bits in (8, 15, 16):  # whole numbers, not their ends
         digests.add(chain(root, [50256 % 2**bits]))
     assert len(digests) == 8 and {len(digest) for digest in digests} == {32}
-
-
-def test_a_table_takes_what_is_missing_and_no_more():
-    pool = BlockPool(10, 4)
-    table = BlockTable(pool)
-    for tokens, new in ((0, 0), (5, 2), (8, 0), (3, 0), (17, 3)):
-        before = list(table.blocks)
-        assert (table.missing(tokens), len(table.grow(tokens))) == (new, new)
-        assert table.blocks[: len(before)] == before
-    assert len(set(table.blocks)) == 5
 
 
 def test_a_table_that_shrinks_gives_back_what_its_tokens_do_not_need():

@@ -233,11 +233,13 @@ def test_swap_blocks_are_taken_if_there_is_room_and_given_back_after_an_abort(ro
 )
 def test_auto_asks_which_is_cheaper(preemption, swap_blocks, answer, asked):
     questions: list[int] = []
-    scheduler, (_, _, c) = three_that_fill_the_pool(
-        swap_blocks=swap_blocks,
-        preemption=preemption,
-        cheaper=lambda tokens: questions.append(tokens) or answer,
-    )
+
+    def cheaper(tokens):
+        questions.append(tokens)
+        return answer
+
+    options = {"preemption": preemption, "cheaper": cheaper}
+    scheduler, (_, _, c) = three_that_fill_the_pool(swap_blocks=swap_blocks, **options)
     step(scheduler)
     swapped = preemption == "swap" or asked and answer == "swap"
     assert questions == asked and (c in scheduler.swapped) == bool(swapped)
