@@ -466,18 +466,6 @@ def least(row: Row) -> float:
     return forecast(row)[1]
 
 
-def crossing(places: Sequence[int], recompute: Sequence[float], swap: Sequence[float]) -> str:
-    """From how many tokens on swapping is cheaper, on straight lines between the places."""
-    gains = [one - other for one, other in zip(recompute, swap, strict=True)]
-    if gains[-1] <= 0:
-        return f"never, up to {places[-1]}"
-    last = max((i for i, saved in enumerate(gains) if saved <= 0), default=-1)
-    if last < 0:
-        return f"always, from {places[0]}"
-    share = -gains[last] / (gains[last + 1] - gains[last])
-    return f"from {places[last] + share * (places[last + 1] - places[last]):,.0f} tokens"
-
-
 # ---- tables and charts --------------------------------------------------------------------------
 
 
@@ -509,30 +497,6 @@ CELLS = {
     PAGED_STATIC: "paged, static",
     OURS: "paged, continuous",
 }
-
-
-def alone_and_together(results: Results) -> list[dict[str, str]]:
-    """What continuous batches and paged memory bring alone, and both together."""
-    base = win(results).of(STATIC)
-
-    def line(title: str, seconds: Callable[[Row], float]) -> dict[str, str]:
-        gains = {name: seconds(base) / seconds(base.of(name)) for name in CELLS}
-        cells = [gains[CONTINUOUS], gains[PAGED_STATIC]]
-        cells += [math.prod(cells), gains[OURS]]
-        return {"gain": title, **{name: f"{x:.2f}x" for name, x in zip(ALONE, cells, strict=True)}}
-
-    return [line("measured", lambda row: row.median), line("predicted", least)]
-
-
-ALONE = ("continuous alone", "paged alone", "the two multiplied", "together")
-
-
-def measured_waste(row: Row) -> str:
-    """In the winning run, for the two kinds of memory that it had."""
-    run, size = win(row.results), row.results.plan["block_size"]
-    names = {"contiguous, whole context": CONTINUOUS, f"paged, blocks of {size}": OURS}
-    name = names.get(row["name"])
-    return f"{unused(run.of(name)['memory']):.1%}" if name else ""
 
 
 def crossover(blocks: int, size: int, context: int) -> int:
@@ -605,24 +569,6 @@ def cheaper(row: Row) -> str:
     return f"{best} ({predicted})"
 
 
-def crossings(results: Results) -> Iterator[dict[str, str]]:
-    """Where one way of a preemption becomes cheaper than the other."""
-    for model in dict.fromkeys(row["model"] for row in results.groups("preemption")):
-        found = results.groups("preemption", model=model)
-        cost = Cost(found[0].config, found[0].kind, **found[0]["rates"])
-        places = range(1, found[0].config.n_positions)
-        measured = ([row.of(name).median for row in found] for name in (RECOMPUTE, SWAP))
-        yield {
-            "model": model,
-            "computes at, GFLOP/s": f"{cost.flops / 1e9:,.0f}",
-            "copies at, GB/s": f"{cost.bandwidth / 1e9:.1f}",
-            "swap is cheaper": crossing([row["context"] for row in found], *measured),
-            "predicted": crossing(
-                places, *([of(n) for n in places] for of in (cost.recompute, cost.swap))
-            ),
-        }
-
-
 def parts_of(operators: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Milliseconds of each part of a pass."""
     parts = dict.fromkeys(("gather", "attention", "linear layers", "rest"), 0.0)
@@ -661,13 +607,11 @@ COLUMNS: dict[str, rows.Column] = {
     "most at once": most_rows,
     "mean while others wait": lambda row: f"{row['crowded']:.1f}",
     "mean at once": lambda row: f"{mean_rows(row):.1f}",
-    "memory unused": lambda row: f"{unused(row['memory']):.0%}",
+    "memory unused": lambda row: f"{unused(row['memory']):.1%}",
     "cache, batches": lambda row: CELLS[row.variant],
     "prompt": lambda row: row.lengths[0][0],
     "answer": "tokens",
     "memory is taken": "name",
-    "unused, scheduler alone": lambda row: f"{unused(row['memory']):.1%}",
-    "unused, measured in the winning run": measured_waste,
     "sequences": "rows",
     "context": "context:,",
     "block size": "block_size",
@@ -682,6 +626,8 @@ COLUMNS: dict[str, rows.Column] = {
     "recompute, predicted, ms": way(RECOMPUTE),
     "swap, predicted, ms": way(SWAP),
     "cheaper (predicted)": cheaper,
+    "computes at, GFLOP/s": lambda row: f"{row['rates']['flops'] / 1e9:,.0f}",
+    "copies at, GB/s": lambda row: f"{row['rates']['bandwidth'] / 1e9:.1f}",
     "recompute with own blocks cached, ms": lambda row: row.of(FOUND).ms,
     "tokens proved": lambda row: row.of(FOUND).proof,
 }
@@ -696,7 +642,7 @@ TABLES = rows.tables(
       | same tokens
     lose < single: dtype | prompt | answer | engine | tok/s | limit, tok/s
       | over stage 02 (predicted) | same tokens
-    waste: memory is taken | unused, scheduler alone | unused, measured in the winning run
+    waste: memory is taken | memory unused
     gather < few_pairs: sequences | context | contiguous, ms | paged, ms
       | paged over contiguous, predicted | gathered, MB
     gather_all < gather: dtype | sequences | context | block size | contiguous, ms | paged, ms
@@ -704,15 +650,14 @@ TABLES = rows.tables(
     prefix: model | prefix | TTFT, limit, ms | tokens computed | found in the cache
       | over the first (predicted) | same tokens
     preemption: model | context | recompute, predicted, ms | swap, predicted, ms
-      | cheaper (predicted) | recompute with own blocks cached, ms | tokens proved
+      | cheaper (predicted) | recompute with own blocks cached, ms | computes at, GFLOP/s
+      | copies at, GB/s | tokens proved
     """,
     same_memory=same_memory,
     grid=lambda results: [win(results).of(name) for name in CELLS],
-    grid_alone=alone_and_together,
     memory=memory_lines,
     few_pairs=few_pairs,
     prefix=lambda results: results.rows("prefix"),
-    crossing=crossings,
     parts=parts_lines,
     profile=lambda results: rows.operators()(results).split("\n\n")[-1],
 )

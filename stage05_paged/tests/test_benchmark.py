@@ -52,9 +52,9 @@ def capacity(results: Results, case: str) -> Row:
 
 def test_everything_is_drawn(results: Results) -> None:
     assert check_drawn(benchmark.BENCHMARK, dict(results.content)) == {
-        "limits": 1, "capacity": 4, "capacity_memory": 4, "grid": 4, "grid_alone": 2, "lose": 12,
+        "limits": 1, "capacity": 4, "capacity_memory": 4, "grid": 4, "lose": 12,
         "waste": 5, "memory": 4, "gather": 4, "gather_all": 12, "prefix": 4,
-        "preemption": 2, "crossing": 1, "parts": 4, "profile": 6,
+        "preemption": 2, "parts": 4, "profile": 6,
     }  # fmt: skip
 
 
@@ -209,16 +209,6 @@ def test_a_preempted_request_is_measured_each_way(subject: Subject) -> None:
         assert engine.steps[-1].prefill_tokens + engine.steps[-1].decode_tokens == computed, way
     counts = engine.scheduler.counts
     assert (counts.recomputed, counts.swapped_out, counts.swapped_in) == (2, 1, 1)
-
-
-def test_the_crossing_is_where_the_lines_meet() -> None:
-    for recompute, swap, found in (
-        ([1.0, 2.0, 5.0], [2.0, 3.0, 4.0], "from 25 tokens"),
-        ([1.0, 1.0], [2.0, 2.0], "never, up to 20"),
-        ([2.0, 2.0], [1.0, 1.0], "always, from 10"),
-        ([3.0, 1.0, 2.0, 4.0], [2.0, 2.0, 2.0, 2.0], "from 30 tokens"),
-    ):
-        assert benchmark.crossing([10, 20, 30, 40][: len(swap)], recompute, swap) == found
 
 
 def test_the_map_has_every_pass_and_the_parts_make_the_whole(results: Results) -> None:
