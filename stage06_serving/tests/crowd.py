@@ -24,7 +24,7 @@ def post(http, running, body=SHORT):
 def post_bytes(body, path="/v1/completions"):
     """The bytes of a POST."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 

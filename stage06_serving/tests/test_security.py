@@ -7,6 +7,7 @@ import hashlib
 import json
 import pickle
 import secrets
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import pytest
 from fastapi import FastAPI
 
 from shared.errors import UserError
-from stage05_paged.blocks import chain
 from stage06_serving.__main__ import make_engine
 from stage06_serving.app import failure
 from stage06_serving.guard import LARGEST_BODY, Guard
@@ -29,12 +29,6 @@ PATHS = ("/v1/completions", CHAT, "/generate", "/tokenize", "/detokenize")
 LARGEST_ERROR = 2048  # bytes
 JSON = {"Content-Type": "application/json"}
 WORD = "a-word-of-the-client"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def survives(server):
-    yield
-    assert post(server, json={"prompt": PROMPT, "max_tokens": 2}).status_code == 200
 
 
 def refused(answer, status=400):
@@ -62,7 +56,7 @@ def send_raw(server, data, most=2**16):
         return received
 
 
-def status_of(server, target, *headers, method="GET", host="a"):
+def status_of(server, target, *headers, method="GET", host="localhost"):
     """The status of a request written by hand."""
     lines = [f"{method} {target} HTTP/1.1", f"Host: {host}", "Connection: close", *headers]
     text = b"\r\n".join(each if isinstance(each, bytes) else each.encode() for each in lines)
@@ -73,7 +67,6 @@ def status_of(server, target, *headers, method="GET", host="a"):
 
 
 def test_lists_are_bounded_and_counted(server):
-    """A megabyte holds 100,000 prompts; and 32 prompts of 16 samples are 512 sequences."""
     refused(post(server, json={"prompt": [[5]] * 100_000}))
     full = {"prompt": ["a"] * MOST_PROMPTS, "n": MOST_SAMPLES, "temperature": 1}
     assert "512" in refused(post(server, json=full))
@@ -84,8 +77,8 @@ def test_lists_are_bounded_and_counted(server):
 @pytest.mark.parametrize(
     "lines",
     [
-        b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 100_000,
-        b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"X-1: a\r\n" * 10_000,
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000,
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-1: a\r\n" * 10_000,
         b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n",
     ],
     ids=["header", "headers", "path"],
@@ -103,9 +96,7 @@ def test_bodies_have_a_limit(server):
     refused(post(server, content=b"a" * (LARGEST_BODY + 1), headers=JSON), 413)
     before = psutil.Process(server.process.pid).memory_info().rss
     chunk = b"10000\r\n" + b"a" * 65536 + b"\r\n"
-    head = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-    head = b"POST /generate HTTP/1.1\r\nHost: a\r\n" + head
-    assert send_raw(server, head + chunk * 500).startswith(b"HTTP/1.1 413")
+    assert send_raw(server, CHUNKED + chunk * 500).startswith(b"HTTP/1.1 413")
     assert psutil.Process(server.process.pid).memory_info().rss - before < 16 * 2**20
 
 
@@ -160,7 +151,6 @@ def test_an_error_does_not_repeat_the_request(server):
     ids=lambda body: repr(body[:40]),
 )
 def test_unreadable_bodies_are_refused(server, body):
-    """Deep, huge, not a number, not UTF-8: each was a 500, or worse, in some server."""
     refused(post(server, content=body, headers=JSON))
 
 
@@ -178,15 +168,13 @@ def test_unreadable_bodies_are_refused(server, body):
 def test_half_a_surrogate_pair_breaks_nothing(server, path, body, status):
     """JSON has it and UTF-8 does not: an answer that repeated it was a 500."""
     answer = post(server, path, content=body.encode(), headers=JSON)
-    if status == 200:  # the field is ignored
-        assert answer.status_code == 200
-    else:
-        refused(answer, status)
+    assert answer.status_code == status  # 200: the field is ignored
+    assert status == 200 or refused(answer, status)
 
 
 # ---- HTTP ---------------------------------------------------------------------------------------
 
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "a", "max_tokens": 1}'
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
@@ -218,17 +206,7 @@ def test_a_chunked_body_with_a_length_is_read_once(server):
     assert answer.count(b"HTTP/1.1 ") == 1 and answer.split(b" ")[1] in (b"200", b"400")
 
 
-def test_no_redirect_names_the_host_of_a_request(server):
-    """The Host header is the client's, as the path in CVE-2026-48710: a cache would send others
-    there."""
-    head = b"GET /health/ HTTP/1.1\r\nHost: elsewhere.example\r\nConnection: close\r\n\r\n"
-    answer = send_raw(server, head)
-    assert answer.startswith(b"HTTP/1.1 404") and b"elsewhere" not in answer
-    assert b"location" not in answer.lower()
-
-
 def test_a_slow_body_ends_with_408(monkeypatch):
-    """One byte now and then would hold the connection, and the bytes of the body, without end."""
     monkeypatch.setattr("stage06_serving.guard.SLOWEST_BODY", 0.05)
     messages = [{"type": "http.request", "body": b"{", "more_body": True}]
     sent = []
@@ -262,23 +240,24 @@ def test_only_json_is_read_and_no_origin_is_allowed(server):
 KEY = "Authorization: Bearer first-key"
 
 
-@pytest.mark.parametrize("host", ["x/health?", "127.0.0.1/health#", "x/health/../", "", "a@b/?"])
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/live"])
-def test_the_host_header_opens_nothing(locked, host, path):
-    """CVE-2026-48710, CVE-2026-48746 ("BadHost"): the path that was checked came from it."""
-    assert status_of(locked, path, host=host) in (401, 400)
+HOSTS = ("x/health?", "127.0.0.1/health#", "x/health/../", "", "a@b/?")
+SPELLINGS = (
+    *("//v1/models", "/health/../v1/models", "/health/..%2fv1/models", "/%2e/v1/models", "*"),
+    *("/v1/models?/health", "/v1/models#/health", "/v1/models;/health", "/HEALTH", "/health/"),
+    *("/%76%31/models", "http://x/health", "/health%00/v1/models", "/v1/models/"),
+)
 
 
 @pytest.mark.parametrize(
-    "target",
+    ("target", "host"),
     [
-        *("//v1/models", "/health/../v1/models", "/health/..%2fv1/models", "/%2e/v1/models", "*"),
-        *("/v1/models?/health", "/v1/models#/health", "/v1/models;/health", "/HEALTH", "/health/"),
-        *("/%76%31/models", "http://x/health", "/health%00/v1/models", "/v1/models/"),
+        *((path, host) for path in ("/v1/models", "/metrics", "/live") for host in HOSTS),
+        *((target, "localhost") for target in SPELLINGS),
     ],
 )
-def test_no_spelling_of_a_path_opens_it(locked, target):
-    assert status_of(locked, target) in (401, 400)
+def test_no_host_and_no_spelling_of_a_path_opens_it(locked, target, host):
+    """CVE-2026-48710, CVE-2026-48746 ("BadHost"): the path that was checked came from the host."""
+    assert status_of(locked, target, host=host) in (401, 400)
 
 
 def test_a_key_opens_everything_and_nothing_else_does(locked):
@@ -329,18 +308,7 @@ def test_keys_do_not_share_a_prefix(locked):
         headers = {"Authorization": f"Bearer {key}"}
         assert post(locked, json=body, headers=headers).status_code == 200
         found.append(hits())
-    assert [after - before for before, after in zip(found, found[1:], strict=False)] == [
-        *(0, 32),
-        *(0, 32),
-    ]
-
-
-def test_no_two_prompts_have_the_same_digest():
-    """CVE-2025-25183: blocks had Python's `hash` as key, and hash((-1,)) == hash((-2,))."""
-    prompts = ([1, 2], [2, 1], [1], [1, 2, 0])
-    digests = {chain(parent, ids) for parent in (b"", b"salt") for ids in prompts}
-    assert len(digests) == 2 * len(prompts)
-    assert {len(digest) for digest in digests} == {hashlib.sha256().digest_size}
+    assert [count - found[0] for count in found] == [0, 0, 32, 32, 64]
 
 
 # ---- programs and addresses ---------------------------------------------------------------------
@@ -351,11 +319,8 @@ def test_no_address_of_a_client_is_opened(server):
     with socket.create_server(("127.0.0.1", 0)) as elsewhere:
         elsewhere.settimeout(0.3)
         url = f"http://127.0.0.1:{elsewhere.getsockname()[1]}/x.png"
-        parts = [
-            {"type": "image_url", "image_url": {"url": url}},
-            {"type": "input_audio", "input_audio": {"data": url}},
-        ]
-        for part in parts:
+        for kind in ("image_url", "input_audio"):
+            part = {"type": kind, kind: {"url": url, "data": url}}
             message = {"role": "user", "content": [part]}
             refused(post(server, CHAT, json={"messages": [message]}))
         message = {"role": "user", "content": url}
@@ -364,24 +329,17 @@ def test_no_address_of_a_client_is_opened(server):
             elsewhere.accept()
 
 
-class Opened:
-    """A pickle that opens a file when it is read."""
-
-    def __init__(self, file):
-        self.file = file
+class Opened(str):
+    """A pickle that opens the file with this name when it is read."""
 
     def __reduce__(self):
-        return (open, (str(self.file), "w"))
+        return (open, (str(self), "w"))
 
 
 @pytest.fixture
 def folder(tiny_folder, tmp_path):
     """A copy of the tiny checkpoint; no program in it may create the file `opened` beside it."""
-    copy = tmp_path / "model"
-    copy.mkdir()
-    for file in tiny_folder.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    yield copy
+    yield shutil.copytree(tiny_folder, tmp_path / "model")
     assert not (tmp_path / "opened").exists()
 
 
