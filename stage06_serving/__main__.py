@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import logging
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,15 +22,16 @@ from stage01_forward import families
 from stage04_continuous.make import make as make_slots
 from stage05_paged.memory import default_memory, free_memory, make_pool, parse_memory, size
 
+from . import logs
 from .app import create_app
 from .async_engine import EngineThread
 from .chat import ChatTemplate, load_template
+from .connection import Connection, Door, Listening, most_connections
 from .engines import Batches, OneByOne, Paged, Slots, Static, Transformers
 from .settings import Settings, engines, parse
 from .status import AnyEngine, Status
 
 BUDGET = 256  # tokens in a step, by default
-LARGEST_HEADERS = 16_384  # bytes
 RECORDS = 1_000  # steps whose records the engine keeps: 100,000 take half a gigabyte
 SWITCH = 0.0002  # seconds until the engine's thread, which needs Python for little, gets the lock
 CLOSE = 2  # seconds for connections to close once their answers have ended
@@ -37,14 +40,38 @@ CLOSE = 2  # seconds for connections to close once their answers have ended
 class Server(uvicorn.Server):
     """uvicorn that at shutdown lets requests in flight end, and ends the rest with an error."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, grace: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, app: FastAPI, grace: float, loaded: Callable[[], None]
+    ) -> None:
+        """loaded: called when the model is there; the server has answered /health before."""
         super().__init__(config)
-        self.app, self.grace = app, grace
+        self.app, self.grace, self.loaded = app, grace, loaded
+
+    async def main_loop(self) -> None:
+        self.app.state.loading.add_done_callback(self._loaded)
+        await super().main_loop()
+
+    def _loaded(self, loading: asyncio.Task[None]) -> None:
+        if loading.cancelled() or loading.exception():
+            self.should_exit = True
+        else:
+            self.loaded()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit |= self.should_exit  # at the second signal, whichever it is
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.app.state.engine.drain(self.grace, lambda: self.force_exit)  # second Ctrl-C
+        if engine := self.app.state.engine:
+            await engine.drain(self.grace, lambda: self.force_exit)
         self.force_exit = False  # all answers have ended: let the application end in order
+        asyncio.get_running_loop().call_later(CLOSE / 2, self._hang_up)
         await super().shutdown(sockets)
+
+    def _hang_up(self) -> None:
+        """End what clients do not read to its end: uvicorn would log it as an error of ours."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
@@ -134,9 +161,7 @@ def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -
 
 def main(argv: list[str] | None = None) -> int:
     settings = parse(argv)
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.start(settings.log_requests)
     template = load_template(settings.chat_template)
     # Before the model is loaded, which takes longer.
     with listen(settings.host, settings.port) as listening:
@@ -147,8 +172,8 @@ def main(argv: list[str] | None = None) -> int:
 def serve(settings: Settings, template: ChatTemplate | None, listening: socket.socket) -> None:
     """Answer on `listening` until a signal ends the process."""
     thread = EngineThread()
-    engine, loaded = thread.run(lambda: make_engine(settings)).result()
-    app = create_app(engine, loaded, settings, template, thread)
+    made = thread.run(lambda: make_engine(settings))
+    app = create_app(made, settings, template, thread)
     host, port = listening.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if settings.open_to_all:
@@ -157,25 +182,35 @@ def serve(settings: Settings, template: ChatTemplate | None, listening: socket.s
             "this one, and there is no --api-key: set one, or listen on 127.0.0.1.",
             file=sys.stderr,
         )
-    print(plan(settings, engine.status, loaded, address), file=sys.stderr, flush=True)
-    config = uvicorn.Config(
+
+    def loaded() -> None:
+        engine, model = made.result()
+        # The libraries' objects stay. A garbage collection that visits all of them would stop the
+        # event loop for a third of a second, again and again.
+        gc.collect()
+        gc.freeze()
+        print(plan(settings, engine.status, model, address), file=sys.stderr, flush=True)
+
+    sys.setswitchinterval(SWITCH)
+    server = Server(configure(app), app, settings.grace, loaded)
+    asyncio.run(server.serve(sockets=[listening]))
+    if made.done():
+        made.result()  # raises the error that ended the server before it was ready
+
+
+def configure(app: FastAPI) -> uvicorn.Config:
+    """How uvicorn serves `app`: with our limits, and our log."""
+    return uvicorn.Config(
         app,
+        log_config=None,
         log_level="warning",
         access_log=False,
-        http="h11",
+        http=partial(Connection, Door(most_connections())),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         server_header=False,
-        h11_max_incomplete_event_size=LARGEST_HEADERS,
         timeout_graceful_shutdown=CLOSE,
     )
-    server = Server(config, app, settings.grace)
-    sys.setswitchinterval(SWITCH)
-    # The libraries' objects stay. A garbage collection that visits all of them would stop the
-    # event loop for a third of a second, again and again.
-    gc.collect()
-    gc.freeze()
-    asyncio.run(server.serve(sockets=[listening]))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -191,7 +226,7 @@ def listen(host: str, port: int) -> socket.socket:
     # Events are small, and must not wait until the client confirms the one before (Nagle). asyncio
     # turns that off for its own sockets, and not for this one; connections inherit it.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
+    return Listening(fileno=listening.detach())
 
 
 if __name__ == "__main__":

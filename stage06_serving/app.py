@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +27,7 @@ from shared.errors import UserError
 from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, log
 from .chat import ChatTemplate
 from .errors import ApiError, error_body, validation_message
-from .formats import Chat, Completion, Echo, Format, Generate, Scores, completion_logprobs
+from .formats import Chat, Completion, Echo, Format, Generate, Offsets, Scores, completion_logprobs
 from .guard import Guard
 from .live import Live
 from .metrics import Metrics
@@ -50,7 +52,8 @@ LATE = (
 )
 Result = TypeVar("Result")
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 500, 503, 504)
+    status: {"model": ErrorBody}
+    for status in (400, 401, 403, 404, 405, 408, 413, 431, 500, 503, 504)
 }  # as /openapi.json has them
 
 
@@ -100,7 +103,8 @@ class Api:
     async def generate(self, request: Request, body: GenerateBody) -> Response:
         deadline = self._deadline()
         choices = await self.service.generate(body, request.scope["tenant"])
-        return await self._respond(request, choices, Generate(choices), bool(body.stream), deadline)
+        made = Generate(choices, self.service.note(body.max_tokens, choices))
+        return await self._respond(request, choices, made, bool(body.stream), deadline)
 
     async def complete(self, request: Request, body: CompletionBody) -> Response:
         service, deadline, streams = self.service, self._deadline(), bool(body.stream)
@@ -118,13 +122,13 @@ class Api:
                 self._release(choices)
                 raise
             echoes = {choice.index: echoed[choice.index // n] for choice in choices}
-        made = Completion(body, choices, service.name, service.loaded.tokenizer, echoes)
+        made = Completion(body, choices, service, echoes)
         return await self._respond(request, choices, made, streams, deadline)
 
     async def chat(self, request: Request, body: ChatBody) -> Response:
         service, deadline = self.service, self._deadline()
         choices = await service.chat(body, request.scope["tenant"])
-        made = Chat(body, choices, service.name, service.loaded.tokenizer)
+        made = Chat(body, choices, service)
         return await self._respond(request, choices, made, bool(body.stream), deadline)
 
     def _deadline(self) -> float:
@@ -195,9 +199,8 @@ class Api:
             for text, ids in zip(texts, prompts, strict=True):
                 scored = list(zip(ids, await service.score(ids, top), strict=True))
                 # Thousands of texts: decoded off the event loop.
-                echoes.append(
-                    (text, await asyncio.to_thread(completion_logprobs, tokenizer, scored))
-                )
+                table = await asyncio.to_thread(completion_logprobs, tokenizer, scored, Offsets())
+                echoes.append((text, table))
             return echoes
 
         async with asyncio.timeout_at(deadline):
@@ -206,37 +209,45 @@ class Api:
     async def _scores(self, request: Request, body: CompletionBody, deadline: float) -> Scores:
         service = self.service
         service.check_model(body.model)
-        prompts = [await service.prompt_ids(prompt) for prompt in body.prompts]
+        prompts = await service.all_prompt_ids(body.prompts)
         for ids in prompts:
-            service.check_ids(ids)
+            service.check_ids(ids, "prompt")
         with service.engine.place(len(prompts)):
             echoes = await self._echoes(request, prompts, body, deadline)
         return Scores(body, echoes, sum(map(len, prompts)), service.name)
 
 
 def create_app(
-    engine: AnyEngine,
-    loaded: Loaded,
+    made: Future[tuple[AnyEngine, Loaded]],
     settings: Settings,
     template: ChatTemplate | None,
-    thread: EngineThread | None = None,
+    thread: EngineThread,
 ) -> FastAPI:
-    """The server's application. It owns `engine`, and runs it on `thread`, where it was made."""
-    name = settings.served_model_name or loaded.config.name
-    created = int(time.time())
+    """The server's application. It owns the engine that is `made`, and runs it on `thread`, where
+    it is made. Until then there is no `state.engine`, and only /health and the like answer."""
+    created, statuses = int(time.time()), Counter[int]()
+
+    async def load() -> None:
+        engine, loaded = await asyncio.shield(asyncio.wrap_future(made))
+        name = settings.served_model_name or loaded.config.name
+        running = AsyncEngine(engine, settings.max_queue, thread)
+        state.service = Service(running, loaded, name, template, settings.request_timeout)
+        state.api = Api(state.service)
+        state.metrics = Metrics(running, name, statuses)
+        state.live = Live(running)
+        running.start()
+        state.engine = running
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        running = AsyncEngine(engine, settings.max_queue, thread)
-        app.state.engine = running
-        app.state.service = Service(running, loaded, name, template, settings.request_timeout)
-        app.state.api = Api(app.state.service)
-        app.state.metrics = Metrics(running, name)
-        app.state.live = Live(running)
-        running.start()
+        state.loading = asyncio.create_task(load())
+        if made.done() and not made.exception():
+            await state.loading
         yield
-        await running.drain(0)
-        await running.stop()
+        state.loading.cancel()
+        if state.engine is not None:
+            await state.engine.drain(0)
+            await state.engine.stop()
 
     app = FastAPI(
         title="Staircase",
@@ -247,8 +258,11 @@ def create_app(
         responses=ERRORS,
         redirect_slashes=False,  # a redirect would name the host that the client chose
     )
-    app.add_middleware(Guard, keys=settings.keys)
     state: Any = app.state
+    state.engine = None
+    app.add_middleware(
+        Guard, keys=settings.keys, hosts=settings.hosts, statuses=statuses, state=state
+    )
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -283,8 +297,8 @@ def create_app(
         return await state.api.chat(request, body)
 
     def card() -> dict[str, Any]:
-        about = {"id": name, "object": "model", "created": created, "owned_by": "staircase"}
-        return about | {"max_model_len": state.service.context}
+        about = {"id": state.service.name, "object": "model", "created": created}
+        return about | {"owned_by": "staircase", "max_model_len": state.service.context}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -309,15 +323,29 @@ def create_app(
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         service: Service = state.service
         service.check_model(body.model)
-        service.check_ids(body.tokens)
+        service.check_ids(body.tokens, "tokens")
         return {"prompt": service.loaded.tokenizer.decode(body.tokens)}
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, Any]:
+        """Whether the process works: if not, only a restart helps."""
+        if state.engine is None:
+            return {"status": "loading"}
         if not state.engine.alive:
             raise ApiError(503, "The engine has stopped: restart the server.")
         return {"status": "draining" if state.engine.draining else "ok"}
 
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready")
+    async def ready() -> dict[str, Any]:
+        """Whether requests are accepted."""
+        now = await health()
+        if now["status"] != "ok":
+            raise ApiError(503, f"The server is {now['status']}.", headers={"Retry-After": "1"})
+        return now
+
+    @app.head("/version", include_in_schema=False)
     @app.get("/version")
     async def versions() -> dict[str, str]:
         return {"version": VERSION, "torch": torch.__version__}
@@ -331,6 +359,7 @@ def create_app(
         watcher = state.live.watch()
         return EventStream(state.live.events(watcher), lambda: state.live.leave(watcher))
 
+    @app.head("/", response_model=None, include_in_schema=False)
     @app.get("/", response_model=None, include_in_schema=False)
     async def page() -> Response:
         return FileResponse(PAGE, media_type="text/html")

@@ -43,6 +43,10 @@ class Overloaded(Exception):
     """The queue has no place for a request now."""
 
 
+class TooMany(UserError):
+    """A request of more sequences than the server ever accepts."""
+
+
 class EngineDead(Exception):
     """The engine has stopped for good, or is about to."""
 
@@ -207,7 +211,7 @@ class AsyncEngine:
 
     def _need_room(self, count: int) -> None:
         if count > self.capacity:
-            raise UserError(
+            raise TooMany(
                 f"The request has {count} sequences, and the server accepts at most "
                 f"{self.capacity}: ask for fewer at a time."
             )

@@ -43,7 +43,7 @@ from shared.server import own_server
 from stage01_forward.generation import Output
 from stage04_continuous.request import Request
 
-from .__main__ import SWITCH, listen, make_engine
+from .__main__ import SWITCH, configure, listen, make_engine
 from .app import create_app
 from .async_engine import EngineThread
 from .settings import PREFIX, parse
@@ -54,7 +54,16 @@ AIM = 0.95  # share of the throughput offline, with the most streams
 LONGEST_EVENT = 2**20  # bytes
 # The way of a token on the event loop, by the files and packages whose functions run.
 PARTS = {
-    "HTTP and socket": ("uvicorn", "h11", "starlette", "fastapi", "anyio", "sse.py", "guard.py"),
+    "HTTP and socket": (
+        "uvicorn",
+        "h11",
+        "starlette",
+        "fastapi",
+        "anyio",
+        "sse.py",
+        "guard.py",
+        "connection.py",
+    ),
     "chunk and JSON": ("json", "pydantic", "formats.py", "protocol.py"),
     "text": ("tiktoken", "text.py", "tokenizer.py", "service.py"),
     "waking the readers": ("asyncio", "selectors.py"),
@@ -325,7 +334,9 @@ class Engine:
     ) -> Run:
         """Serve a load to a client in another process, with `switch` seconds as Python's switch
         interval; the loop's time is divided into PARTS if it is to `profile`."""
-        app = create_app(self.engine, self.loaded, self.settings, None, self.thread)
+        made = self.thread.run(lambda: (self.engine, self.loaded))
+        made.result()
+        app = create_app(made, self.settings, None, self.thread)
         profiler, usual = cProfile.Profile(time.thread_time), sys.getswitchinterval()
         sys.setswitchinterval(switch)
         try:
@@ -373,10 +384,7 @@ def shares(profiler: cProfile.Profile) -> dict[str, float]:
 async def listening(app: Any) -> AsyncIterator[str]:
     """The address at which this process serves `app`, as `python -m stage06_serving` serves its."""
     place = listen("127.0.0.1", 0)
-    config = uvicorn.Config(
-        app, http="h11", ws="none", log_level="warning", access_log=False, server_header=False
-    )
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(configure(app))
     serving = asyncio.create_task(server.serve(sockets=[place]))
     try:
         while not server.started:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from .protocol import LONGEST_STOP, MOST_PROMPTS, MOST_STOPS, NOT_UNICODE, ErrorBody, ErrorInfo
+from .protocol import (
+    LONGEST_STOP,
+    MOST_PROMPTS,
+    MOST_STOPS,
+    NOT_UNICODE,
+    ErrorBody,
+    ErrorInfo,
+    WrongField,
+)
 
 LONGEST_MESSAGE = 300  # characters of up to 6 bytes: a small request must not get a large error
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
+    431: "RequestTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",
@@ -56,6 +66,9 @@ def validation_message(errors: list[Any]) -> tuple[str, str | None]:
     unreadable = {"loc": (), "msg": "it cannot be read"}
     first = max(errors, key=lambda error: len(error["loc"]), default=unreadable)
     field = next((str(part) for part in first["loc"][1:] if isinstance(part, str)), None)
+    reason = first.get("ctx", {}).get("error")
+    if isinstance(reason, WrongField):
+        field = reason.field
     if first.get("type") == "json_invalid":
         message = "The body is not JSON: send a JSON object with Content-Type: application/json."
         return message, None

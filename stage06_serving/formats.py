@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from shared.tokenizer import AnyTokenizer
 from stage01_forward.generation import Logprobs
 
 from .protocol import ChatBody, CompletionBody
-from .service import Answer, Choice, Piece
+from .service import Answer, Choice, Piece, Service
 
 MINUS_INFINITY = -9999.0  # JSON has no infinity
 Echo = tuple[str, dict[str, list[Any]] | None]  # a prompt's text and its log-probabilities
@@ -74,8 +74,8 @@ def running_usage(body: CompletionBody | ChatBody, choices: Sequence[Choice]) ->
 class Generate:
     """POST /generate."""
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
-        self.choices = choices
+    def __init__(self, choices: Sequence[Choice], note: Mapping[str, str]) -> None:
+        self.choices, self.note = choices, note
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
@@ -94,6 +94,7 @@ class Generate:
             "text": piece.text,
             "finish_reason": piece.finish_reason,
             "usage": usage(self.choices),
+            **self.note,
         }
 
 
@@ -104,27 +105,29 @@ class Completion:
         self,
         body: CompletionBody,
         choices: Sequence[Choice],
-        model: str,
-        tokenizer: AnyTokenizer,
+        service: Service,
         echoes: Mapping[int, Echo],
     ) -> None:
-        self.body, self.choices, self.tokenizer = body, choices, tokenizer
-        self.head = head(model, "cmpl", object="text_completion")
+        self.body, self.choices, self.tokenizer = body, choices, service.loaded.tokenizer
+        self.head = head(service.name, "cmpl", object="text_completion")
+        self.note = service.note(body.max_tokens, choices)
         self._echoes = dict(echoes)  # those not sent yet
-        self._offsets = defaultdict(
-            int, {index: len(text) for index, (text, _) in echoes.items()}
-        )  # characters before the next token, by the index of the choice
+        self._offsets = [
+            Offsets(len(echoes.get(choice.index, ("",))[0]), service.loaded.config.eos_ids)
+            for choice in choices
+        ]
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self._choice(*pair) for pair in zip(self.choices, answers, strict=True)]
-        return {**self.head, "choices": choices, "usage": usage(self.choices)}
+        return {**self.head, "choices": choices, "usage": usage(self.choices), **self.note}
 
     def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
         made = self._choice(choice, piece)
         shown = made["text"] or made["logprobs"] or made["finish_reason"]
         if not (shown or self.body.return_token_ids):
             return []
-        return [{**self.head, "choices": [made], **running_usage(self.body, self.choices)}]
+        note, self.note = self.note, {}  # in the first chunk
+        return [{**self.head, "choices": [made], **running_usage(self.body, self.choices), **note}]
 
     def last(self) -> list[dict[str, Any]]:
         if not self.body.include_usage:
@@ -139,7 +142,6 @@ class Completion:
                 [(token.id, token.logprobs) for token in piece.tokens],
                 self._offsets[index],
             )
-            self._offsets[index] += sum(map(len, logprobs["tokens"]))
         if index in self._echoes:
             prompt, prompt_logprobs = self._echoes.pop(index)
             text = prompt + text
@@ -180,11 +182,10 @@ class Scores:
 class Chat:
     """POST /v1/chat/completions."""
 
-    def __init__(
-        self, body: ChatBody, choices: Sequence[Choice], model: str, tokenizer: AnyTokenizer
-    ) -> None:
-        self.body, self.choices, self.tokenizer = body, choices, tokenizer
-        self.head = head(model, "chatcmpl")
+    def __init__(self, body: ChatBody, choices: Sequence[Choice], service: Service) -> None:
+        self.body, self.choices, self.tokenizer = body, choices, service.loaded.tokenizer
+        self.head = head(service.name, "chatcmpl")
+        self.note = service.note(body.max_completion_tokens or body.max_tokens, choices)
         self._greeted: set[int] = set()  # choices whose role has been sent
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -198,7 +199,7 @@ class Chat:
             for choice, answer in zip(self.choices, answers, strict=True)
         ]
         body = {**self.head, "object": "chat.completion", "choices": choices}
-        return body | {"usage": usage(self.choices)}
+        return body | {"usage": usage(self.choices), **self.note}
 
     def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
         events = []
@@ -224,7 +225,8 @@ class Chat:
             "logprobs": self._logprobs(piece),
             **finish(piece),
         }
-        chunk = {**self.head, "object": "chat.completion.chunk", "choices": [made]}
+        chunk = {**self.head, "object": "chat.completion.chunk", "choices": [made], **self.note}
+        self.note = {}  # in the first chunk
         return chunk | running_usage(self.body, self.choices)
 
     def _logprobs(self, piece: Piece | Answer) -> dict[str, Any] | None:
@@ -239,16 +241,46 @@ class Chat:
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": self.tokenizer.decode([token_id]),
+            "token": token_text(self.tokenizer, token_id),
             "logprob": finite(logprob),
             "bytes": list(self.tokenizer.decode_bytes([token_id])),
         }
 
 
+def token_text(tokenizer: AnyTokenizer, token_id: int) -> str:
+    """A token by itself; if it is a part of a character its bytes, as OpenAI writes them: U+FFFD
+    would stand for any of them."""
+    data = tokenizer.decode_bytes([token_id])
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class Offsets:
+    """Where tokens are in a text that begins with `start` characters before them; tokens of
+    `eos_ids` have no text."""
+
+    def __init__(self, start: int = 0, eos_ids: Sequence[int] = ()) -> None:
+        self._characters, self._eos_ids = start, eos_ids
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, token_id: int, data: bytes) -> int:
+        """The place of the first character that has bytes of the next token, whose bytes are
+        `data`."""
+        if token_id in self._eos_ids or not data:
+            return self._characters
+        self._characters += len(self._utf8.decode(data[:1]))
+        unfinished = bool(self._utf8.getstate()[0])  # then its character is still to come
+        place = self._characters - (0 if unfinished else 1)
+        self._characters += len(self._utf8.decode(data[1:]))
+        return place
+
+
 def completion_logprobs(
-    tokenizer: AnyTokenizer, scored: Sequence[tuple[int, Logprobs | None]], offset: int = 0
+    tokenizer: AnyTokenizer, scored: Sequence[tuple[int, Logprobs | None]], offsets: Offsets
 ) -> dict[str, list[Any]]:
-    """Log-probabilities of tokens as completions have them; `offset` characters come before."""
+    """Log-probabilities of tokens as completions have them."""
     columns: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
@@ -256,12 +288,12 @@ def completion_logprobs(
         "text_offset": [],
     }
     for token_id, logprobs in scored:
-        text, own, top = tokenizer.decode([token_id]), None, None
+        text, own, top = token_text(tokenizer, token_id), None, None
         if logprobs is not None:
             own = finite(logprobs.token)
-            top = {tokenizer.decode([other]): finite(value) for other, value in logprobs.top}
+            top = {token_text(tokenizer, other): finite(value) for other, value in logprobs.top}
             top.setdefault(text, own)
+        offset = offsets.next(token_id, tokenizer.decode_bytes([token_id]))
         for column, value in zip(columns.values(), (text, own, top, offset), strict=True):
             column.append(value)
-        offset += len(text)
     return columns

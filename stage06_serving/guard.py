@@ -1,66 +1,139 @@
-"""What every request passes first: its key, its size, its content type."""
+"""What every request passes first: its host, its key, its size, its content type; and the count of
+what was answered."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import ipaddress
+import logging
+import re
 import secrets
-from collections.abc import Sequence
+import time
+import uuid
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .connection import SAFE
 from .errors import ApiError
 from .service import tenant
 
 LARGEST_BODY = 2**20  # bytes
 SLOWEST_BODY = 30  # seconds: one byte now and then would hold a connection without end
-OPEN = ("/health", "/")  # paths that need no key: the page asks for it
+OPEN = ("/health", "/ready", "/")  # paths that need no key: the page asks for it
+EARLY = (*OPEN, "/version")  # paths that are answered while the model is loaded
+GONE = 499  # the status of a client that left before its answer
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][:/?#@\\\s]+)(:[0-9]*)?")
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+LONGEST_PATH = 200  # characters, in the log
+
+log = logging.getLogger("staircase.requests")
 
 
 class Guard:
-    """Checks every request first: its key, its size, and whether its body is JSON.
+    """Checks every request first: its host, its key, its size, and whether its body is JSON.
 
     The path is the one that was sent. `request.url` contains the Host header, which the client
     chooses.
+
+    hosts: names of this server besides localhost and all addresses; "*" is any. state: of the
+        application; `state.engine` is None while the model is loaded.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str] = ()) -> None:
-        self.app = app
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str] = (),
+        hosts: Collection[str] = (),
+        statuses: Counter[int] | None = None,
+        state: Any = None,
+    ) -> None:
+        self.app, self.state = app, state
         self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self.hosts = {"localhost", *(host.lower() for host in hosts)}
+        self.statuses = Counter[int]() if statuses is None else statuses  # answers by status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name.lower(): value for name, value in scope["headers"]}
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        name = request_id(headers.get(b"x-request-id", b""))
+        started, status = time.perf_counter(), GONE
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = (*SAFE, (b"x-request-id", name.encode()))
+                message = {**message, "headers": [*message.get("headers", ()), *own]}
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+            async with asyncio.timeout(SLOWEST_BODY):
+                body = await self._body(receive)
+        except ApiError as error:
+            await _refuse(error, scope, receive, answer)
+        except TimeoutError:
+            message = f"The body took longer than {SLOWEST_BODY} s to arrive: send it faster."
+            await _refuse(ApiError(408, message), scope, receive, answer)
+        else:
+            if body is not None:
+                await self.app(scope, _replay(body, receive), answer)
+        finally:
+            self.statuses[status] += 1
+            if log.isEnabledFor(logging.INFO):
+                client, path = scope["client"] or ("-",), scope["path"][:LONGEST_PATH]
+                seconds = f"{time.perf_counter() - started:.3f} s"
+                log.info(
+                    "%s %s %s %r %s %s", name, client[0], scope["method"], path, status, seconds
+                )
+
+    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """Raise ApiError for a request that goes no further; its body is not read for it."""
+        path = scope["path"]
+        host = headers.get(b"host")  # a browser always sends it
+        if host is not None and not self._serves(host.decode("latin-1").lower()):
+            message = (
+                "The Host header names no host of this server: use its address, or start it with "
+                "--allowed-host NAME."
+            )
+            raise ApiError(403, message)
+        if headers.get(b"sec-fetch-site") == b"cross-site" and path != "/":
+            raise ApiError(403, "A page of another site sent this: use this server's own page.")
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         key = key if scheme.lower() == b"bearer" else b""
         scope["tenant"] = tenant(key.decode("latin-1")) if self.digests else b""
-        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if self.digests and scope["path"] not in OPEN and not self._known(key):
+        if self.digests and path not in OPEN and not self._known(key):
             message = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
-            error = ApiError(401, message)
-        elif scope["method"] == "POST" and kind != b"application/json":
+            raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+        if self.state is not None and self.state.engine is None and path not in EARLY:
+            message = "The model is being loaded: try again in a moment."
+            raise ApiError(503, message, headers={"Retry-After": "1"})
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != b"application/json":
             # A page of another site may send other types to us without asking first.
             message = "The body must be JSON: send the header 'Content-Type: application/json'."
-            error = ApiError(400, message)
-        else:
-            try:
-                async with asyncio.timeout(SLOWEST_BODY):
-                    body = await self._body(receive)
-            except TimeoutError:
-                message = f"The body took longer than {SLOWEST_BODY} s to arrive: send it faster."
-                error = ApiError(408, message)
-            else:
-                if body is None:
-                    return  # the client has left
-                if len(body) <= LARGEST_BODY:
-                    await self.app(scope, _replay(body, receive), send)
-                    return
-                message = f"The body has over {LARGEST_BODY} bytes: send a shorter one."
-                error = ApiError(413, message)
-        await JSONResponse(error.body(), error.status)(scope, receive, send)
+            raise ApiError(400, message)
+        if int(headers.get(b"content-length", b"0")) > LARGEST_BODY:
+            raise too_large()
+
+    def _serves(self, host: str) -> bool:
+        """Whether `host` is this server. Any address may be: what a page of another site can bend
+        is what its own name stands for."""
+        match = HOST.fullmatch(host)
+        if match is None:
+            return False
+        name = match[1].strip("[]").removesuffix(".")
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            return name in self.hosts or name.endswith(".localhost") or "*" in self.hosts
 
     def _known(self, key: bytes) -> bool:
         digest = hashlib.sha256(key).digest()
@@ -68,16 +141,31 @@ class Guard:
         return any(same)  # after all comparisons: the time taken shows nothing of the keys
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """The body, or its first bytes if it is too large; None if the client left meanwhile."""
-        body = b""
-        while len(body) <= LARGEST_BODY:
+        """The whole body; None if the client left meanwhile. Raises ApiError if it is too large."""
+        body = bytearray()
+        while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
+            if len(body) > LARGEST_BODY:
+                raise too_large()
             if not message.get("more_body", False):
-                break
-        return body
+                return bytes(body)
+
+
+def too_large() -> ApiError:
+    return ApiError(413, f"The body has over {LARGEST_BODY} bytes: send a shorter one.")
+
+
+def request_id(sent: bytes) -> str:
+    """The name of a request, for its answer and the log: the client's own if it is a plain one."""
+    name = sent.decode("latin-1")
+    return name if REQUEST_ID.fullmatch(name) else uuid.uuid4().hex
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

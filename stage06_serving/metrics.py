@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter as Counts
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -21,8 +23,11 @@ class Metrics:
     """Counts the work of `engine`, step by step. Labels come from a fixed list: nothing that a
     client sends becomes one."""
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: AsyncEngine, model: str, statuses: Mapping[int, int] | None = None
+    ) -> None:
+        """statuses: answers by HTTP status, which are counted elsewhere."""
+        self.engine, self.statuses = engine, {} if statuses is None else statuses
         self.registry = CollectorRegistry()
 
         def gauge(name: str, about: str) -> Gauge:
@@ -83,7 +88,11 @@ class Metrics:
         )
         self.prompts = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self.answers = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self.responses = Counter(
+            "staircase:http_responses", "Answers, by status.", ["status"], registry=self.registry
+        )
         self._counted = {"preemptions": 0, "queries": 0, "hits": 0, "rejected": 0}
+        self._answered = Counts[int]()
         engine.listeners.append(self._listen)
 
     def render(self) -> bytes:
@@ -102,6 +111,9 @@ class Metrics:
         for name, total in totals.items():
             getattr(self, name).inc(total - self._counted[name])
         self._counted = totals
+        for status, total in self.statuses.items():
+            self.responses.labels(str(status)).inc(total - self._answered[status])
+            self._answered[status] = total
         return generate_latest(self.registry)
 
     def _listen(self, step: Step, spoke: list[Ticket], ended: list[Ticket]) -> None:

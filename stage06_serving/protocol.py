@@ -14,23 +14,41 @@ from pydantic_core import PydanticCustomError
 
 from stage01_forward.params import SamplingParams
 
-MOST_PROMPTS = 32
+MOST_PROMPTS = 1024
 MOST_SAMPLES = 16
-MOST_STOPS, LONGEST_STOP = 4, 64
+MOST_STOPS, LONGEST_STOP = 4, 256
 MOST_BIASES = 300
 MOST_LOGPROBS = 20
 MOST_MESSAGES = 1000
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
-# They would change the answer, or run a client's program.
-REFUSED = (
-    *("tools", "functions", "chat_template", "chat_template_kwargs", "prompt_embeds", "suffix"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
-    *("audio", "prediction", "documents", "use_beam_search", "allowed_token_ids", "bad_words"),
-    *("prompt_logprobs", "truncate_prompt_tokens"),
-)
+# They would change the answer, or run a client's program. Each with the reason.
+TEXT_ONLY = "this model reads and writes text, and no images or sounds"
+NO_FORMAT = "this server cannot hold an answer to a format"
+REFUSED = {
+    **dict.fromkeys(("tools", "functions"), "this model cannot call functions"),
+    **dict.fromkeys(("audio", "prompt_embeds"), TEXT_ONLY),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), NO_FORMAT),
+    "structured_outputs": NO_FORMAT,
+    **dict.fromkeys(
+        (
+            *("chat_template", "chat_template_kwargs", "suffix", "prediction", "documents"),
+            *("use_beam_search", "allowed_token_ids", "bad_words", "prompt_logprobs"),
+            "truncate_prompt_tokens",
+        ),
+        "this server does not support it",
+    ),
+}
 # pydantic's name for a text with half a surrogate pair, which JSON can hold and UTF-8 cannot.
 NOT_UNICODE = "string_unicode"
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class WrongField(ValueError):
+    """What is wrong with one field of a body whose fields are valid by themselves."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
 
 
 def _whole(text: str) -> str:
@@ -100,18 +118,18 @@ class SamplingBody(Body):
     @classmethod
     def _refuse(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            for name in REFUSED:
+            for name, reason in REFUSED.items():
                 if data.get(name):
-                    raise ValueError(f"'{name}' is not supported by this server: leave it out")
+                    raise WrongField(name, f"{reason}: leave it out")
             form = data.get("response_format")
             if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-                raise ValueError("'response_format' can only be text: leave it out")
+                raise WrongField("response_format", f"{NO_FORMAT}: leave it out")
         return data
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> SamplingBody:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("'stream_options' needs 'stream': true")
+            raise WrongField("stream_options", "it needs 'stream': true")
         return self
 
     @property
@@ -158,17 +176,14 @@ class GenerateBody(SamplingBody):
 class OpenAIBody(SamplingBody):
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
-    best_of: Annotated[int, Field(ge=0, le=MOST_SAMPLES)] | None = None
     user: str | None = None
 
     @model_validator(mode="after")
     def _samples(self) -> OpenAIBody:
         if (self.n or 1) > 1 and self.temperature == 0:
-            raise ValueError(
-                "at temperature 0 all samples are the same: ask for n = 1, or raise the temperature"
+            raise WrongField(
+                "n", "at temperature 0 all samples are the same: ask for 1, or raise 'temperature'"
             )
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("'best_of' is not supported unless it equals 'n': leave it out")
         return self
 
 
@@ -188,7 +203,7 @@ class CompletionBody(OpenAIBody):
     @model_validator(mode="after")
     def _scores_are_all_the_same(self) -> CompletionBody:
         if self.max_tokens == 0 and (self.n or 1) > 1:
-            raise ValueError("with 'max_tokens' 0 all samples are the same: ask for n = 1")
+            raise WrongField("n", "with 'max_tokens' 0 all samples are the same: ask for 1")
         return self
 
     @property
@@ -200,8 +215,15 @@ class CompletionBody(OpenAIBody):
 
 
 class TextPart(Body):
-    type: Annotated[str, Field(pattern="^text$")]
+    type: str
     text: Text
+
+    @field_validator("type")
+    @classmethod
+    def _is_text(cls, kind: str) -> str:
+        if kind != "text":
+            raise ValueError(f"{TEXT_ONLY}: send parts of the type 'text'")
+        return kind
 
 
 class Message(Body):
@@ -227,7 +249,7 @@ class ChatBody(OpenAIBody):
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("'top_logprobs' needs 'logprobs': true")
+            raise WrongField("top_logprobs", "it needs 'logprobs': true")
         return self
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from shared.cli import Loaded
+from shared.errors import UserError
 from stage01_forward.generation import Logprobs, Token
 from stage01_forward.perplexity import prompt_logprobs
 
-from .async_engine import AsyncEngine, Ticket
+from .async_engine import AsyncEngine, Ticket, TooMany
 from .chat import NO_TEMPLATE, ChatTemplate
 from .errors import ApiError
 from .protocol import DEFAULT_TOKENS, ChatBody, CompletionBody, GenerateBody, SamplingBody
@@ -21,6 +23,7 @@ from .text import TextStream
 LONG_TEXT = 65_536  # characters or tokens: longer texts are tokenized off the event loop
 LONGEST_TOKEN = 128  # characters, in GPT-2: a longer prompt is too long without tokenizing it
 MOST_SCORES = 50_000  # log-probabilities in one body
+FIELD = re.compile(rf"\b({'|'.join(SamplingBody.model_fields)}|logprobs)\b")  # in an error
 
 
 @dataclass(frozen=True)
@@ -84,39 +87,51 @@ class Service:
             message = f"The model {name[:100]!r} does not exist: this server has '{self.name}'."
             raise ApiError(404, message, "model")
 
-    async def encode(self, text: str) -> list[int]:
-        """The ids of a text. Raises UserError."""
-        if len(text) > LONG_TEXT:
-            return await asyncio.to_thread(self.loaded.tokenizer.encode, text)
-        return self.loaded.tokenizer.encode(text)
+    async def encode(
+        self, text: str, field: str = "prompt", characters: int | None = None
+    ) -> list[int]:
+        """The ids of a text, which came in `field`, in a body with so many `characters` of such
+        texts. Raises ApiError."""
+        try:
+            if (characters or len(text)) > LONG_TEXT:
+                return await asyncio.to_thread(self.loaded.tokenizer.encode, text)
+            return self.loaded.tokenizer.encode(text)
+        except UserError as error:
+            raise ApiError(400, str(error), field) from None
 
-    async def prompt_ids(self, prompt: str | list[int]) -> list[int]:
+    async def all_prompt_ids(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        characters = sum(map(len, prompts))
+        return [await self.prompt_ids(prompt, "prompt", characters) for prompt in prompts]
+
+    async def prompt_ids(
+        self, prompt: str | list[int], field: str = "prompt", characters: int | None = None
+    ) -> list[int]:
         """The ids of a prompt. Raises ApiError if it does not fit into the context."""
         most = self.context - 1
         if isinstance(prompt, str):
             if not prompt.strip():
-                raise ApiError(400, "The prompt is empty: send some text.", "prompt")
+                raise ApiError(400, "The prompt is empty: send some text.", field)
             if len(prompt) > most * LONGEST_TOKEN:
                 message = (
                     f"The prompt has {len(prompt)} characters, which must be more than the {most} "
                     "tokens allowed: shorten it."
                 )
-                raise ApiError(400, message, "prompt")
-            prompt = await self.encode(prompt)
+                raise ApiError(400, message, field)
+            prompt = await self.encode(prompt, field, characters)
         if len(prompt) > most:
             message = (
                 f"This model's maximum context length is {self.context} tokens, with the answer, "
                 f"and the prompt has {len(prompt)}: shorten it to at most {most}."
             )
-            raise ApiError(400, message, "prompt")
+            raise ApiError(400, message, field)
         return prompt
 
-    def check_ids(self, ids: Sequence[int]) -> None:
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Raise ApiError for an id that is not in the vocabulary."""
         size = self.loaded.config.vocab_size
         if invalid := next((token for token in ids if token >= size), None):
             message = f"Token id {invalid} is not in the vocabulary: send ids from 0 to {size - 1}."
-            raise ApiError(400, message)
+            raise ApiError(400, message, field)
 
     def check_scores(self, tokens: int, top: int) -> None:
         """Raise ApiError if `tokens` tokens with `top` alternatives each are too many for one body:
@@ -140,7 +155,7 @@ class Service:
     async def complete(self, body: CompletionBody, salt: bytes) -> list[Choice]:
         """Raises ApiError, UserError, Overloaded, EngineDead, as `generate` and `chat` do."""
         self.check_model(body.model)
-        prompts = [await self.prompt_ids(prompt) for prompt in body.prompts]
+        prompts = await self.all_prompt_ids(body.prompts)
         limit = self.limit(body.max_tokens, DEFAULT_TOKENS)
         return self.begin(body, prompts, body.n or 1, limit, body.logprobs, body.stops, salt)
 
@@ -148,7 +163,7 @@ class Service:
         self.check_model(body.model)
         if self.template is None:
             raise ApiError(400, NO_TEMPLATE, "messages")
-        ids = await self.prompt_ids(self.template.prompt(body.messages))
+        ids = await self.prompt_ids(self.template.prompt(body.messages), "messages")
         asked = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         limit = self.limit(asked, self.context - len(ids))
@@ -161,6 +176,13 @@ class Service:
         if asked == 0:
             raise ApiError(400, "'max_tokens' must be at least 1.", "max_tokens")
         return min(asked or default, self.context)
+
+    def note(self, asked: int | None, choices: Sequence[Choice]) -> dict[str, str]:
+        """The field `warning` of an answer that cannot have the tokens it was `asked` for."""
+        room = self.context - max((len(choice.prompt_ids) for choice in choices), default=0)
+        if asked is None or asked <= room:
+            return {}
+        return {"warning": f"max_tokens was cut from {asked} to {room}, the rest of the context."}
 
     def begin(
         self,
@@ -175,8 +197,14 @@ class Service:
         """Submit `n` choices for each prompt to the engine; those of one prompt are neighbours."""
         if logprobs is not None and not body.stream:
             self.check_scores(len(prompts) * n * limit, logprobs)
-        params = [body.params(limit, logprobs, sample) for sample in range(n)]
-        groups = self.engine.submit(prompts, params, salt)
+        try:
+            params = [body.params(limit, logprobs, sample) for sample in range(n)]
+            groups = self.engine.submit(prompts, params, salt)
+        except UserError as error:
+            named = FIELD.search(str(error))
+            several = isinstance(error, TooMany) and n > 1
+            field = named[0] if named else "n" if several else "prompt"
+            raise ApiError(400, str(error), field) from None
         eos_ids, keep = self.loaded.config.eos_ids, bool(body.include_stop_str_in_output)
         choices: list[Choice] = []
         for ids, tickets in zip(prompts, groups, strict=True):

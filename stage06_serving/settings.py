@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import sys
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator
@@ -63,9 +65,21 @@ class Settings(BaseSettings):
     port: Annotated[
         int, Field(ge=0, le=65535, description="port to listen on; 0 takes a free one")
     ] = 8000
-    api_key: Annotated[
-        str, Field(description="key that clients must send; several with commas between")
+    allowed_host: Annotated[
+        str,
+        Field(description="names in the Host header besides localhost, with commas between; * any"),
     ] = ""
+    api_key: Annotated[
+        str,
+        Field(
+            description="key that clients must send; several with commas between; not here, "
+            "where every user of the machine can read it, but in a file or the environment"
+        ),
+    ] = ""
+    api_key_file: Annotated[str, Field(description="file with such keys, one a line")] = ""
+    log_requests: Annotated[
+        bool, Field(description="a line on standard error for each request")
+    ] = False
 
     max_sequences: Annotated[
         int, Field(ge=1, le=4096, description="most sequences that run at a time")
@@ -94,7 +108,7 @@ class Settings(BaseSettings):
 
     max_queue: Annotated[
         int, Field(ge=0, le=100_000, description="most sequences that wait; more get 503")
-    ] = 64
+    ] = 1024
     request_timeout: Annotated[
         float, Field(gt=0, le=86400, description="seconds until a request gets 504")
     ] = 300.0
@@ -113,9 +127,27 @@ class Settings(BaseSettings):
             raise ValueError(f"choose one of {', '.join(engines())}")
         return name
 
+    @field_validator("api_key_file")
+    @classmethod
+    def _has_keys(cls, file: str) -> str:
+        try:
+            if file and not Path(file).read_text(encoding="utf-8").strip():
+                raise ValueError(f"{file} has no key: write one into it")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} cannot be read ({error})") from None
+        return file
+
     @property
     def keys(self) -> list[str]:
-        return [key for key in (part.strip() for part in self.api_key.split(",")) if key]
+        keys = self.api_key.split(",")
+        if self.api_key_file:
+            keys += Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
+        return [key for key in map(str.strip, keys) if key]
+
+    @property
+    def hosts(self) -> list[str]:
+        """The names of this server, in Host headers."""
+        return [name for name in map(str.strip, [self.host, *self.allowed_host.split(",")]) if name]
 
     @property
     def open_to_all(self) -> bool:
@@ -150,6 +182,12 @@ def parse(argv: list[str] | None) -> Settings:
             shown = f"{{{choices}}}" if choices else "VALUE"
             parser.add_argument(option, default=argparse.SUPPRESS, metavar=shown, help=about)
     options: dict[str, Any] = vars(parser.parse_args(argv))
+    if options.get("api_key", "").strip(" ,"):
+        print(
+            "WARNING: every user of this machine can read --api-key in the list of its processes: "
+            f"use --api-key-file, or {PREFIX}API_KEY.",
+            file=sys.stderr,
+        )
     try:
         return Settings(**options)
     except ValidationError as error:

@@ -22,13 +22,15 @@ from stage06_serving import __main__ as program
 from stage06_serving.settings import Settings
 
 VARIABLE = "FAULT_FILE"
+FILES = "MOST_FILES"  # variable with the limit of open files
 MODULE = "stage06_serving.tests.faulty_server"
 
 
 @dataclass(frozen=True)
 class Fault:
     """The fault in `file`: "once" and "always" raise in the pass, "exit" ends the thread, "block"
-    waits for another fault, and a number makes every pass longer by that many seconds."""
+    waits for another fault, "loading" does so before the model is loaded, and a number makes every
+    pass longer by that many seconds."""
 
     file: Path
 
@@ -73,10 +75,12 @@ def make_engine(
     settings: Settings, make: Callable[..., tuple[Any, Any]] = program.make_engine
 ) -> tuple[Any, Any]:
     """The program's own engine, with the fault if the variable names one."""
+    fault = Fault(Path(os.environ[VARIABLE])) if VARIABLE in os.environ else None
+    while fault and fault.read() == "loading":
+        time.sleep(0.005)
     engine, loaded = make(settings)
-    if VARIABLE in os.environ:
-        runner = engine.engine.runner
-        runner.run = Faulty(runner.run, Fault(Path(os.environ[VARIABLE])))
+    if fault:
+        engine.engine.runner.run = Faulty(engine.engine.runner.run, fault)
     return engine, loaded
 
 
@@ -103,6 +107,10 @@ def many() -> None:
 
 
 if __name__ == "__main__":
+    if FILES in os.environ:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ[FILES]),) * 2)
     program.make_engine = make_engine
     if sys.argv[1:] == ["many"]:
         many()

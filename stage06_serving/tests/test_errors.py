@@ -10,11 +10,22 @@ import httpx2
 import openai
 import pytest
 
-from stage06_serving.tests.asking import PROMPT, TOKENIZER, chat, complete, counts, first, get, post
+from stage06_serving.tests.asking import (
+    CHAT,
+    PROMPT,
+    TOKENIZER,
+    chat,
+    complete,
+    counts,
+    first,
+    get,
+    post,
+)
 from stage06_serving.tests.conftest import House, Running
 from stage06_serving.tests.faulty_server import VARIABLE, Fault, until
 
 JSON = {"content-type": "application/json"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 
 # ---- fields -------------------------------------------------------------------------------------
@@ -24,7 +35,7 @@ def test_unknown_and_empty_fields_are_ignored(client):
     plain = first(client).text
     extra = {"mirostat": 2, "store": True, "metadata": {"a": "b"}, "tools": [], "suffix": ""}
     extra |= {"response_format": {"type": "text"}}
-    assert first(client, user="a name", best_of=1, n=1, extra_body=extra).text == plain
+    assert first(client, user="a name", best_of=10**9, n=1, extra_body=extra).text == plain
     null: dict[str, Any] = dict.fromkeys(("logprobs", "n", "seed", "top_p", "logit_bias", "echo"))
     assert first(client, **null).text == plain
 
@@ -34,7 +45,7 @@ def test_unknown_and_empty_fields_are_ignored(client):
     [
         *[("temperature", value) for value in (-0.1, "1", True)],
         *[("n", value) for value in (0, 17, 10**9)],  # CVE-2026-34756
-        *[("best_of", value) for value in (3, 10**9)],  # CVE-2024-8939
+        *[("n", 2), ("min_tokens", 99), ("top_k", 10**6), ("prompt", [[2048]])],
         *[("max_tokens", value) for value in (-1, 10**30)],  # CVE-2026-21869
         *[("logit_bias", value) for value in ({"x": 1}, {"2048": 1}, {"-1": 1})],
         *[("stop_token_ids", value) for value in ([-1], [2048])],
@@ -47,10 +58,74 @@ def test_unknown_and_empty_fields_are_ignored(client):
     ids=lambda value: str(value)[:30],
 )
 def test_a_wrong_field_is_named(client, field, value):
-    """test_protocol.py has all the bounds."""
+    """By itself, beside others, and by the engine. test_protocol.py has all the bounds."""
     with pytest.raises(openai.BadRequestError) as refusal:
         complete(client, extra_body={field: value})
-    assert field in refusal.value.message and len(refusal.value.response.content) < 700
+    assert refusal.value.param == field and len(refusal.value.response.content) < 700
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "words"),
+    [
+        *(
+            ("/v1/chat/completions", {"messages": CHAT, name: value}, name, words)
+            for name, value, words in (
+                ("tools", [{"type": "function"}], "cannot call functions"),
+                ("response_format", {"type": "json_object"}, "to a format"),
+                ("top_logprobs", 2, "needs 'logprobs'"),
+                ("max_tokens", 0, "at least 1"),
+                ("n", 2, "temperature 0"),
+                ("messages", [{"role": "user", "content": [IMAGE]}], "no images"),
+                ("messages", [{"role": "user", "content": "a " * 2000}], "context length"),
+            )
+        ),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0, "echo": True, "n": 2}, "n", "same"),
+        ("/v1/completions", {"prompt": [[2048]], "max_tokens": 0, "echo": True}, "prompt", "ids"),
+        ("/v1/completions", {"prompt": ["a"] * 70, "n": 16}, "n", "at most"),
+        ("/generate", {"prompt": "a", "logit_bias": {"2048": 1}}, "logit_bias", "2047"),
+        ("/generate", {"prompt": "a", "guided_regex": "a"}, "guided_regex", "to a format"),
+        ("/detokenize", {"tokens": [2048]}, "tokens", "vocabulary"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_an_error_names_its_field_in_plain_words(server, path, body, field, words):
+    temperature = {
+        "temperature": int("n" in body and "max_tokens" not in body and "prompt" in body)
+    }
+    answer = post(server, path, json=body | temperature)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == field and words in error["message"], error
+
+
+def test_a_request_has_up_to_1024_prompts(house, tiny_folder):
+    running = house("--model", str(tiny_folder), "--kv-memory", "1MiB", "--max-sequences", "256")
+    body = {"prompt": [[5 + index % 200] for index in range(1024)], "max_tokens": 1}
+    choices = post(running, json=body | {"temperature": 0}).json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(1024))
+    assert [choice["text"] for choice in choices[:200]] == [one["text"] for one in choices[200:400]]
+    body["prompt"].append([5])
+    assert "1024" in post(running, json=body).json()["error"]["message"]
+
+
+def test_an_answer_says_that_its_limit_was_cut(client, server):
+    """To the rest of the context: 4 tokens of 1,024 are the prompt's."""
+    ends: dict[str, Any] = {"logit_bias": {str(TOKENIZER.eos_id): 100}}
+    note = "max_tokens was cut from 5000 to 1020, the rest of the context."
+    assert complete(client, max_tokens=5000, **ends).warning == note
+    chunks = list(complete(client, max_tokens=5000, n=2, temperature=1, stream=True, **ends))
+    assert [getattr(chunk, "warning", None) for chunk in chunks] == [note, None]
+    assert "cut from 5000" in chat(client, max_completion_tokens=5000, **ends).warning
+    chunks = list(chat(client, max_completion_tokens=5000, stream=True, **ends))
+    assert ["warning" in chunk.model_dump() for chunk in chunks] == [True, False]
+    body = {"prompt": PROMPT, "max_tokens": 5000, **ends}
+    assert post(server, "/generate", json=body).json()["warning"] == note
+    for fields in ({"max_tokens": 1020}, {}):
+        assert "warning" not in complete(client, **fields, **ends).model_dump()
+    assert (
+        "warning"
+        not in client.chat.completions.create(model="stories", messages=CHAT, **ends).model_dump()
+    )
 
 
 # ---- models and other endpoints -----------------------------------------------------------------

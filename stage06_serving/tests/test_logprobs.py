@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from stage06_serving.tests.asking import (
     counts,
     first,
     joined,
+    post,
 )
 
 
@@ -121,6 +123,76 @@ def test_one_body_has_a_bounded_number_of_logprobs(client):
     ends = {str(TOKENIZER.eos_id): 100}
     assert len(list(complete(client, **many, logit_bias=ends, stream=True))) == 3
     assert counts(complete(client, **many | {"max_tokens": 700}, logit_bias=ends))[1] == 3
+
+
+@pytest.fixture(scope="module")
+def bytewise(house, tiny_folder):
+    """A server whose tokens are bytes, or <300>: nearly no answer is UTF-8."""
+    return house("--model", str(tiny_folder), "--kv-memory", "256KiB")
+
+
+def test_tokens_that_are_parts_of_a_character(bytewise):
+    """Different tokens have different names, and each offset is that of the token's own
+    character. With an echo, and in a stream, too."""
+    prompt = [*"né 😀".encode()[:-1], 256, 0xFF]  # the last character is cut
+    body = {"prompt": prompt, "max_tokens": 60, "temperature": 1, "seed": 4, "ignore_eos": True}
+    body |= {"logprobs": 20, "return_token_ids": True, "echo": True}
+    choice = post(bytewise, json=body).json()["choices"][0]
+    table, names = choice["logprobs"], {}
+
+    def spelled(token):
+        return (
+            bytes([token]) if token < 256 else b"<|endoftext|>" if token == 256 else b"<%d>" % token
+        )
+
+    def places(ids, start, ends):
+        whole, found = b"", []
+        for token in ids:
+            data = b"" if token in ends else spelled(token)
+            upto = whole + data[:1]
+            place = (
+                len(upto.decode(errors="replace")) - 1
+                if data
+                else len(whole.decode(errors="replace"))
+            )
+            found.append(start + place)
+            whole += data
+        return found, start + len(whole.decode(errors="replace"))
+
+    first, start = places(prompt, 0, ())
+    offsets, end = places(choice["token_ids"], start, (256,))
+    assert table["text_offset"] == first + offsets and end == len(choice["text"])
+    for token, name in zip([*prompt, *choice["token_ids"]], table["tokens"], strict=True):
+        data = spelled(token)
+        text = data.decode(errors="replace")
+        assert name == (text if "\ufffd" not in text else f"bytes:\\x{data[0]:02x}")
+        assert names.setdefault(name, token) == token
+    assert any(name.startswith("bytes:") for name in names)
+    assert all(20 <= len(top) <= 21 for top in table["top_logprobs"][1:])
+    streamed: dict[str, list[Any]] = {name: [] for name in table}
+    for line in post(bytewise, json=body | {"stream": True}).text.splitlines():
+        if line.startswith("data: {"):
+            chunk = json.loads(line.removeprefix("data: "))["choices"][0]["logprobs"]
+            for name in streamed:
+                streamed[name] += chunk[name]
+    assert all(streamed[name] == table[name] for name in ("tokens", "text_offset"))
+
+
+def test_a_chat_has_the_bytes_of_parts_of_a_character(bytewise):
+    body = {"messages": [{"role": "user", "content": "é"}], "temperature": 1, "seed": 4}
+    body |= {"max_tokens": 40, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    choice = post(bytewise, "/v1/chat/completions", json=body).json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    parts = [each for each in content if each["token"].startswith("bytes:")]
+    assert parts and all(
+        each["token"] == "bytes:" + "".join(f"\\x{byte:02x}" for byte in each["bytes"])
+        for each in parts
+    )
+    for each in content:
+        assert len({top["token"] for top in each["top_logprobs"]}) == 20
+    ends = [*b"<|endoftext|>"]
+    data = b"".join(bytes(each["bytes"]) for each in content if each["bytes"] != ends)
+    assert data.decode(errors="replace") == choice["message"]["content"]
 
 
 def test_token_ids_are_returned_on_request(client):

@@ -69,7 +69,7 @@ def status_of(server, target, *headers, method="GET", host="localhost"):
 def test_lists_are_bounded_and_counted(server):
     refused(post(server, json={"prompt": [[5]] * 100_000}))
     full = {"prompt": ["a"] * MOST_PROMPTS, "n": MOST_SAMPLES, "temperature": 1}
-    assert "512" in refused(post(server, json=full))
+    assert "16384" in refused(post(server, json=full))
     messages = [{"role": "user", "content": "a"}] * (MOST_MESSAGES + 1)
     refused(post(server, CHAT, json={"messages": messages}))
 
@@ -86,7 +86,7 @@ def test_lists_are_bounded_and_counted(server):
 def test_headers_have_a_limit(server, lines):
     """CVE-2025-48956: a header without end filled the memory."""
     answer = send_raw(server, lines)
-    assert answer.split(b"\r\n")[0] in (b"HTTP/1.1 400 Bad Request", b"")
+    assert answer.startswith(b"HTTP/1.1 431")
     assert len(answer) <= LARGEST_ERROR
 
 
@@ -257,14 +257,13 @@ SPELLINGS = (
 )
 def test_no_host_and_no_spelling_of_a_path_opens_it(locked, target, host):
     """CVE-2026-48710, CVE-2026-48746 ("BadHost"): the path that was checked came from the host."""
-    assert status_of(locked, target, host=host) in (401, 400)
+    assert status_of(locked, target, host=host) in (400, 401, 403)
 
 
 def test_a_key_opens_everything_and_nothing_else_does(locked):
     path, bearer = "/v1/models", b"Authorization: "
     for right in ("Bearer first-key", "bearer second-key", "BEARER zweiter-schlüssel"):
         assert status_of(locked, path, bearer + right.encode()) == 200
-    assert status_of(locked, path, KEY, host="x/health?") == 200
     wrong = [b"", b"Bearer", b"Bearer ", b"Bearer first-key,second-key", b"Bearer first-ke"]
     wrong += [b"Bearer first-keyx", b"Bearer \xff", b"first-key", b"bearer first-key x"]
     for key in [*wrong, b"Basic first-key", b"Bearer " + b"x" * 8000]:

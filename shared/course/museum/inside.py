@@ -101,8 +101,9 @@ class Inside:
         async def main() -> Any:
             thread = async_engine.EngineThread()
             wanted = options.Settings(**{"linear": "plain", "kv_memory": "32MiB", **settings})
-            engine, loaded = thread.run(lambda: program.make_engine(wanted)).result()
-            app = app_module.create_app(engine, loaded, wanted, None, thread)
+            made = thread.run(lambda: program.make_engine(wanted))
+            engine, _ = made.result()
+            app = app_module.create_app(made, wanted, None, thread)
             async with asyncio.timeout(HANG), app.router.lifespan_context(app):
                 return await script(Inside(app, engine.engine))
 
