@@ -134,6 +134,6 @@ def test_nothing_that_a_client_sends_becomes_a_label(server):
         for sample in family.samples:
             for name, value in sample.labels.items():
                 labels.setdefault(name, set()).add(value)
-    assert labels.keys() == {"model_name", "finished_reason", "le"}
+    assert labels.keys() == {"model_name", "finished_reason", "le", "status"}
     assert labels["model_name"] == {"stories"} and labels["finished_reason"] == REASONS
-    assert len(labels["le"]) < 40
+    assert len(labels["le"]) < 40 and all(value.isdigit() for value in labels["status"])
