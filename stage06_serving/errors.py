@@ -63,7 +63,7 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 
 def validation_message(errors: list[Any]) -> tuple[str, str | None]:
     """The first error of a body as one sentence, and its field; never the value that was sent."""
-    unreadable = {"loc": (), "msg": "it cannot be read"}
+    unreadable: dict[str, Any] = {"loc": (), "msg": "it cannot be read"}
     first = max(errors, key=lambda error: len(error["loc"]), default=unreadable)
     field = next((str(part) for part in first["loc"][1:] if isinstance(part, str)), None)
     reason = first.get("ctx", {}).get("error")

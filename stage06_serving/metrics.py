@@ -111,9 +111,9 @@ class Metrics:
         for name, total in totals.items():
             getattr(self, name).inc(total - self._counted[name])
         self._counted = totals
-        for status, total in self.statuses.items():
-            self.responses.labels(str(status)).inc(total - self._answered[status])
-            self._answered[status] = total
+        for code, total in self.statuses.items():
+            self.responses.labels(str(code)).inc(total - self._answered[code])
+            self._answered[code] = total
         return generate_latest(self.registry)
 
     def _listen(self, step: Step, spoke: list[Ticket], ended: list[Ticket]) -> None:

@@ -67,16 +67,20 @@ class Settings(BaseSettings):
     ] = 8000
     allowed_host: Annotated[
         str,
-        Field(description="names in the Host header besides localhost, with commas between; * any"),
+        Field(
+            description="more names for the Host header, commas between; * is any; default: none"
+        ),
     ] = ""
     api_key: Annotated[
         str,
         Field(
-            description="key that clients must send; several with commas between; not here, "
-            "where every user of the machine can read it, but in a file or the environment"
+            description="keys that clients must send, with commas between; give it in the "
+            "environment: all users of the machine can read a command line; default: none"
         ),
     ] = ""
-    api_key_file: Annotated[str, Field(description="file with such keys, one a line")] = ""
+    api_key_file: Annotated[
+        str, Field(description="file with such keys, one a line; default: none")
+    ] = ""
     log_requests: Annotated[
         bool, Field(description="a line on standard error for each request")
     ] = False

@@ -100,7 +100,7 @@ def test_an_error_names_its_field_in_plain_words(server, path, body, field, word
 
 def test_a_request_has_up_to_1024_prompts(house, tiny_folder):
     running = house("--model", str(tiny_folder), "--kv-memory", "1MiB", "--max-sequences", "256")
-    body = {"prompt": [[5 + index % 200] for index in range(1024)], "max_tokens": 1}
+    body: dict[str, Any] = {"prompt": [[5 + index % 200] for index in range(1024)], "max_tokens": 1}
     choices = post(running, json=body | {"temperature": 0}).json()["choices"]
     assert [choice["index"] for choice in choices] == list(range(1024))
     assert [choice["text"] for choice in choices[:200]] == [one["text"] for one in choices[200:400]]
@@ -220,7 +220,7 @@ def strict_client(strict: Running) -> Iterator[Callable[..., openai.OpenAI]]:
     with ExitStack() as stack:
 
         def make(key: str = "right", retries: int = 0) -> openai.OpenAI:
-            options = {"api_key": key, "max_retries": retries}
+            options: Any = {"api_key": key, "max_retries": retries}
             return stack.enter_context(openai.OpenAI(base_url=f"{strict.url}/v1", **options))
 
         yield make

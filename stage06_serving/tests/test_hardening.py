@@ -56,8 +56,8 @@ def hard(serve, tiny_folder, tmp_path_factory):
     pytest.importorskip("resource")
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"another\n{KEY}\n", encoding="utf-8")
-    options = ("--allowed-host", "inner.example, other", "--api-key-file", str(file))
-    options += ("--model", str(tiny_folder), "--kv-memory", "64KiB", "--log-requests")
+    options = ["--allowed-host", "inner.example, other", "--api-key-file", str(file)]
+    options += ["--model", str(tiny_folder), "--kv-memory", "64KiB", "--log-requests"]
     with serve(*options, env={FILES: "256"}, module=MODULE) as running:
         yield running
 
@@ -125,7 +125,7 @@ def test_idle_connections_leave_room_for_others(hard):
 
 def test_the_limit_of_descriptors_is_raised_if_it_may_be(monkeypatch):
     resource = pytest.importorskip("resource")
-    limits = {}
+    limits: dict[str, int] = {}
     monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.update(soft=pair[0]))
     infinite = resource.RLIM_INFINITY
     for soft, hard, raised, most in (

@@ -138,7 +138,8 @@ def test_tokens_that_are_parts_of_a_character(bytewise):
     body = {"prompt": prompt, "max_tokens": 60, "temperature": 1, "seed": 4, "ignore_eos": True}
     body |= {"logprobs": 20, "return_token_ids": True, "echo": True}
     choice = post(bytewise, json=body).json()["choices"][0]
-    table, names = choice["logprobs"], {}
+    table = choice["logprobs"]
+    names: dict[str, int] = {}
 
     def spelled(token):
         return (
