@@ -357,13 +357,9 @@ def prefix(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
     names = [MISS, HIT, FRESH_ON, FRESH_OFF]
     found = measure.turns({name: partial(first_token, name) for name in names}, plan.prefix_repeats)
-    every = {
-        key: {name: [run[key] for run in runs] for name, runs in found.items()}
-        for key in ("seconds", "computed", "hit_rate")
-    }
     about = {"system": plan.system, "own": plan.own, "block_size": plan.block_size}
-    proofs = {name: runs[-1]["proof"] for name, runs in found.items()}
-    yield {**subject.about, **about, **every, "proof": proofs}
+    proofs = {name: [run.pop("proof") for run in runs][-1] for name, runs in found.items()}
+    yield {**subject.about, **about, **kit.by_variant(found), "proof": proofs}
 
 
 def preemption(subject: Subject, plan: Sizes) -> Iterator[Group]:

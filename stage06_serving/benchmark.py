@@ -415,22 +415,20 @@ def measure_load(
 ) -> Group:
     """One load in turn by each of the ways, every answer proved."""
     prompts = subject.prompts([load.prompt] * load.requests)
-    found = measure.turns(
-        {name: partial(ways[name], load, prompts) for name in repeats}, repeats, warmup=0
-    )
-    proofs = {
-        name: [prove(subject, load, prompts, run.ids) for run in runs][-1]
-        for name, runs in found.items()
-    }
+    runs = {name: partial(ways[name], load, prompts) for name in repeats}
+    found = measure.turns(runs, repeats, warmup=0)
     alone = found[OFFLINE][-1].ids
     kept = {name: [run.kept() for run in runs] for name, runs in found.items()}
-    keys = ("seconds", "cpu", "steps", "ttft", "itl")
+    every = {
+        name: [prove(subject, load, prompts, run.ids) for run in runs]
+        for name, runs in found.items()
+    }
     return {
         **subject.about,
         **asdict(load),
         "lengths": kit.packed([(load.prompt, load.answer)] * load.requests),
-        **{key: {name: [run[key] for run in runs] for name, runs in kept.items()} for key in keys},
-        "proof": proofs,
+        **kit.by_variant(kept),
+        "proof": {name: proofs[-1] for name, proofs in every.items()},
         "same": {name: sum(map(list.__eq__, runs[-1].ids, alone)) for name, runs in found.items()},
     }
 
@@ -556,10 +554,10 @@ def busy(who: str) -> rows.Column:
     return text
 
 
-def both(case: str) -> Callable[[Results], list[Row]]:
-    return lambda results: [
-        row.of(name) for row in results.groups(case) for name in (OFFLINE, SERVER)
-    ]
+def both(results: Results) -> list[Row]:
+    """The engine alone and the server, in all cases."""
+    groups = [row for case in (HTTP, NULL, LOSE) for row in results.groups(case)]
+    return [row.of(name) for row in groups for name in (OFFLINE, SERVER)]
 
 
 def pass_of(row: Row) -> dict[str, float]:
@@ -657,28 +655,21 @@ COLUMNS: dict[str, rows.Column] = {
     "client, us a request": a_request("client"),
 }
 LOADS = "model | streams | alone, tok/s | server, tok/s | share, predicted | same tokens"
-LATENCIES = (
-    "model | streams | requests | answer | engine | TTFT p50, ms | TTFT p99, ms | ITL p50, ms "
-    "| ITL p99, ms | CPUs: engine | CPUs: loop | CPUs: client"
-)
 TABLES = rows.tables(
     COLUMNS,
     f"""
     http: {LOADS}
-    http_latency: {LATENCIES}
     null: {LOADS}
-    null_latency: {LATENCIES}
+    latency: model | streams | requests | answer | engine | TTFT p50, ms | TTFT p99, ms
+      | ITL p50, ms | ITL p99, ms | CPUs: engine | CPUs: loop | CPUs: client
     lose: model | streams | alone, requests/s | server, requests/s | share, predicted | passes
-      | loop, us a request | client, us a request
+      | loop, us a request | client, us a request | same tokens
     passes: dtype | streams | engine's thread | pass, ms | until the next, ms
       | longer than alone, ms | the loop, ms | the client, ms | longer over the loop's
-    lose_latency: model | streams | engine | TTFT p50, ms | TTFT p99, ms | same tokens
     """,
-    http_latency=both(HTTP),
     tokens=token_lines,
     passes=passes,
-    null_latency=both(NULL),
-    lose_latency=both(LOSE),
+    latency=both,
 )
 
 

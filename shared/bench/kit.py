@@ -211,6 +211,12 @@ def peers(subject: Subject) -> dict[str, Peer]:
     return {f"transformers, {kind}": Peer(subject.peer(kind)) for kind in ("sdpa", "eager")}
 
 
+def by_variant(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Group:
+    """Each key of some runs as a mapping by variant: its value in every run."""
+    keys = next(iter(found.values()))[0]
+    return {key: {name: [run[key] for run in runs] for name, runs in found.items()} for key in keys}
+
+
 class Runs:
     """A workload of one engine, as often as it is called: answers and records of every run."""
 
