@@ -60,11 +60,13 @@ PRESETS: dict[str, Config] = _presets()  # "tiny" is for tests: no weights of it
 
 @dataclass
 class Checkpoint:
-    """A config and its tensors by name. folder: of the tokenizer's files; None without any."""
+    """A config and its tensors by name. folder: of the tokenizer's files; None without any.
+    unused: rows of the vocabulary that are no token, where the tokenizer tells."""
 
     config: Config
     tensors: dict[str, torch.Tensor]
     folder: Path | None = None
+    unused: Sequence[int] = ()
 
 
 def load(

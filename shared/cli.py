@@ -57,6 +57,7 @@ class Loaded:
     linear: str  # "packed" or "plain"
     device: torch.device
     dtype: torch.dtype
+    folder: Path | None = None  # of the checkpoint's files
 
     def __str__(self) -> str:
         import torch
@@ -533,10 +534,12 @@ def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
     )
     tokenizer = _tokenizer(options, loaded.folder)
     checkpoint.check_vocabulary(tokenizer, loaded.config)
+    if hasattr(tokenizer, "unused"):  # a JsonTokenizer
+        loaded.unused = tokenizer.unused(loaded.config.vocab_size)
     model = families.load_model(loaded, device=device, dtype=dtype)
     loaded.tensors.clear()  # a second reference to the weights would keep them after packing
     kind = linear.optimize(model, options.linear)
-    return Loaded(model, tokenizer, loaded.config, kind, device, dtype)
+    return Loaded(model, tokenizer, loaded.config, kind, device, dtype, loaded.folder)
 
 
 def _tokenizer(options: argparse.Namespace, folder: Path | None) -> AnyTokenizer:

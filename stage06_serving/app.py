@@ -25,7 +25,7 @@ from shared.cli import Loaded
 from shared.errors import UserError
 
 from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, log
-from .chat import ChatTemplate
+from .chat import ChatTemplate, own_template
 from .errors import ApiError, error_body, validation_message
 from .formats import Chat, Completion, Echo, Format, Generate, Offsets, Scores, completion_logprobs
 from .guard import Guard
@@ -231,7 +231,8 @@ def create_app(
         engine, loaded = await asyncio.shield(asyncio.wrap_future(made))
         name = settings.served_model_name or loaded.config.name
         running = AsyncEngine(engine, settings.max_queue, thread)
-        state.service = Service(running, loaded, name, template, settings.request_timeout)
+        own = own_template(loaded) if settings.chat_template == "auto" else None
+        state.service = Service(running, loaded, name, own or template, settings.request_timeout)
         state.api = Api(state.service)
         state.metrics = Metrics(running, name, statuses)
         state.live = Live(running)
@@ -313,7 +314,10 @@ def create_app(
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         service: Service = state.service
         service.check_model(body.model)
-        tokens = await service.encode(body.prompt)
+        if body.messages is not None:
+            tokens = await service.chat_ids(body.messages)
+        else:
+            tokens = await service.encode(body.prompt or "")
         answer = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = await service.token_texts(tokens)

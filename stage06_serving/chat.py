@@ -1,7 +1,8 @@
-"""From a chat to a prompt. GPT-2 was never trained to chat: this only shows where a template goes.
+"""From a chat to a prompt.
 
-Templates come from the command line and never from a client: a template language in a request is a
-program that a stranger writes.
+A model that was trained to chat brings its own template. GPT-2 was not: a line for each message
+only shows where a template goes. Templates come from the command line or the model's folder and
+never from a client: a template language in a request is a program that a stranger writes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from shared import chat_template
+from shared.cli import Loaded
 from shared.errors import UserError
 
 from .protocol import Message
@@ -42,6 +46,32 @@ class ChatTemplate:
         return "".join(lines) + self.start
 
 
+class OwnTemplate:
+    """The template in the model's folder. Its control tokens become tokens; those in a message
+    stay text."""
+
+    stops: tuple[str, ...] = ()  # control tokens end the answer
+
+    def __init__(self, template: chat_template.FolderTemplate, tokenizer: Any) -> None:
+        self.template, self.tokenizer = template, tokenizer
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids that the model continues. Raises UserError for messages that the template
+        refuses."""
+        plain = [{"role": message.role, "content": message.text} for message in messages]
+        ids: list[int] = self.tokenizer.encode_chat(self.template.render(plain))
+        return ids
+
+
+def own_template(loaded: Loaded) -> OwnTemplate | None:
+    """The template of a loaded model, if its folder has one. Raises UserError if it is invalid."""
+    tokenizer = loaded.tokenizer
+    if not hasattr(tokenizer, "encode_chat"):  # no tokenizer.json: no control tokens
+        return None
+    template = chat_template.load(loaded.folder, tokenizer.control)
+    return None if template is None else OwnTemplate(template, tokenizer)
+
+
 SIMPLE = ChatTemplate(
     {
         "system": "System: {content}\n",
@@ -54,10 +84,10 @@ SIMPLE = ChatTemplate(
 
 
 def load_template(name: str) -> ChatTemplate | None:
-    """The template for --chat-template: "simple", "none" (None), or a JSON file with "roles",
-    "start" and "stops". Raises UserError for an invalid file."""
-    if name in ("simple", "none"):
-        return SIMPLE if name == "simple" else None
+    """The template for --chat-template: "auto" or "simple", "none" (None), or a JSON file with
+    "roles", "start" and "stops". Raises UserError for an invalid file."""
+    if name in ("auto", "simple", "none"):
+        return None if name == "none" else SIMPLE
     try:
         data = json.loads(Path(name).read_text(encoding="utf-8"))
         roles, start, stops = data["roles"], data["start"], data["stops"]
@@ -71,6 +101,6 @@ def load_template(name: str) -> ChatTemplate | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"--chat-template {name} cannot be used ({type(error).__name__}: {error}): choose "
-            'simple, none, or a JSON file such as {"roles": {"user": "User: {content}\\n"}, '
+            'auto, simple, none, or a JSON file such as {"roles": {"user": "User: {content}\\n"}, '
             '"start": "Assistant:", "stops": ["\\nUser:"]}.'
         ) from None

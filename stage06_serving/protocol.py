@@ -254,11 +254,18 @@ class ChatBody(OpenAIBody):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize."""
+    """POST /tokenize: of a prompt, or of a chat by its template."""
 
-    prompt: Text
+    prompt: Text | None = None
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
     model: str | None = None
     return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise WrongField("prompt", "send either 'prompt' or 'messages'")
+        return self
 
 
 class DetokenizeBody(Body):

@@ -15,9 +15,9 @@ from stage01_forward.generation import Logprobs, Token
 from stage01_forward.perplexity import prompt_logprobs
 
 from .async_engine import AsyncEngine, Ticket, TooMany
-from .chat import NO_TEMPLATE, ChatTemplate
+from .chat import NO_TEMPLATE, ChatTemplate, OwnTemplate
 from .errors import ApiError
-from .protocol import DEFAULT_TOKENS, ChatBody, CompletionBody, GenerateBody, SamplingBody
+from .protocol import DEFAULT_TOKENS, ChatBody, CompletionBody, GenerateBody, Message, SamplingBody
 from .text import TextStream
 
 LONG_TEXT = 65_536  # characters or tokens: longer texts are tokenized off the event loop
@@ -70,7 +70,7 @@ class Service:
         engine: AsyncEngine,
         loaded: Loaded,
         name: str,
-        template: ChatTemplate | None,
+        template: ChatTemplate | OwnTemplate | None,
         timeout: float,
     ) -> None:
         self.engine, self.loaded, self.name = engine, loaded, name
@@ -161,15 +161,22 @@ class Service:
 
     async def chat(self, body: ChatBody, salt: bytes) -> list[Choice]:
         self.check_model(body.model)
-        if self.template is None:
-            raise ApiError(400, NO_TEMPLATE, "messages")
-        ids = await self.prompt_ids(self.template.prompt(body.messages), "messages")
+        ids = await self.chat_ids(body.messages)
+        stops = self.template.stops if self.template else ()
         asked = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         limit = self.limit(asked, self.context - len(ids))
-        return self.begin(
-            body, [ids], body.n or 1, limit, logprobs, [*body.stops, *self.template.stops], salt
-        )
+        return self.begin(body, [ids], body.n or 1, limit, logprobs, [*body.stops, *stops], salt)
+
+    async def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a chat's prompt. Raises ApiError."""
+        if self.template is None:
+            raise ApiError(400, NO_TEMPLATE, "messages")
+        try:  # off the event loop: a template may take its time
+            prompt = await asyncio.to_thread(self.template.prompt, messages)
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from None
+        return await self.prompt_ids(prompt, "messages")
 
     def limit(self, asked: int | None, default: int) -> int:
         """The most tokens of an answer. Raises ApiError."""

@@ -121,8 +121,11 @@ class Settings(BaseSettings):
     ] = 10.0
     chat_template: Annotated[
         str,
-        Field(description="template for chats: simple, none (chats are refused), or a JSON file"),
-    ] = "simple"
+        Field(
+            description="template for chats: auto (the model's own, else simple), simple, none "
+            "(chats are refused), or a JSON file"
+        ),
+    ] = "auto"
 
     @field_validator("engine")
     @classmethod

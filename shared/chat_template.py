@@ -1,0 +1,193 @@
+"""The chat template of a checkpoint folder, rendered as transformers does, for one prompt.
+
+A template is a program that came with the weights, so it runs in Jinja's sandbox, on plain data,
+within SECONDS and MOST_CHARACTERS. It never comes from a request. What users write stays text:
+control tokens in a message (or in the name of a role) are marked before rendering and never become
+tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from .errors import UserError
+from .files import read_json
+
+SECONDS = 1.0
+MOST_CHARACTERS = 2**20
+# Around a control token in a user's text. Private characters, which are removed from it first.
+OPEN, CLOSE = "\U000f0000", "\U000f0001"
+
+Parts = list[tuple[str, bool]]  # text, and whether it is the template's own
+
+
+class _Stopped(BaseException):
+    """Raised inside a rendering that takes too long."""
+
+
+class _Generation(Extension):
+    """{% generation %}, which marks the assistant's part for training and renders what is in it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which no text or number is multiplied to an enormous one."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(x) if hasattr(x, "__len__") else abs(x) for x in (left, right)]
+        if (operator == "**" and sizes[1] > 64) or sizes[0] * sizes[1] > 2**40:
+            raise SecurityError(f"{operator} makes too large a result")
+        grown = any(hasattr(x, "__len__") for x in (left, right))
+        if grown and sizes[0] * sizes[1] > MOST_CHARACTERS:
+            raise SecurityError(f"{operator} makes too long a text")
+        return super().call_binop(context, operator, left, right)
+
+
+class FolderTemplate:
+    """A template, ready to render. `today`: the date that a template may print; it is fixed when
+    the template is loaded, so that prompts keep their common beginning."""
+
+    def __init__(
+        self,
+        source: str,
+        control: Collection[str] = (),
+        tokens: Mapping[str, str] | None = None,
+        today: date | None = None,
+    ) -> None:
+        """control: the control tokens. tokens: bos_token and others, for the template to print.
+        Raises UserError if the template is invalid."""
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = (today or date.today()).strftime
+        try:
+            self._template = environment.from_string(source)
+        except (TemplateSyntaxError, RecursionError) as error:
+            raise UserError(
+                f"The model's chat template is invalid ({error}): choose another with "
+                "--chat-template."
+            ) from None
+        self._tokens = dict(tokens or {})
+        words = sorted(control, key=len, reverse=True)  # of two that begin alike, the longer
+        self._control = re.compile("|".join(map(re.escape, words))) if words else None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], start: bool = True) -> Parts:
+        """The prompt for `messages`, each with a role and a content, in pieces.
+
+        start: the beginning of the assistant's answer is added. Raises UserError if the template
+        refuses the messages, fails, or exceeds its time or its size.
+        """
+        safe = [
+            {key: self._marked(value) for key, value in message.items()} for message in messages
+        ]
+        fields = {"messages": safe, "add_generation_prompt": start, "tools": None, **self._tokens}
+        text = _within(SECONDS, lambda: self._text(fields))
+        pieces = re.split(f"{OPEN}|{CLOSE}", text)  # the template's and the user's in turn
+        return [(piece, place % 2 == 0) for place, piece in enumerate(pieces) if piece]
+
+    def _text(self, fields: Mapping[str, Any]) -> str:
+        pieces, size = [], 0
+        for piece in self._template.generate(**fields):
+            size += len(piece)
+            if size > MOST_CHARACTERS:
+                raise SecurityError(f"the prompt is over {MOST_CHARACTERS:,} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def _marked(self, value: Any) -> Any:
+        """Plain data with every control token in it marked as text."""
+        if isinstance(value, str):
+            clean = value.replace(OPEN, "").replace(CLOSE, "")
+            marked = rf"{OPEN}\g<0>{CLOSE}"
+            return clean if self._control is None else self._control.sub(marked, clean)
+        if isinstance(value, Mapping):
+            return {str(key): self._marked(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._marked(inner) for inner in value]
+        return value
+
+
+def load(folder: Path | None, control: Collection[str] = ()) -> FolderTemplate | None:
+    """The template of a folder: chat_template.jinja, or that of tokenizer_config.json; None where
+    there is none. Raises UserError for one that cannot be used."""
+    if folder is None:
+        return None
+    path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    fields = read_json(config) if config.exists() else {}
+    source = fields.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        source = named.get("default")
+    if path.exists():
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read as text ({error}): copy it again.") from None
+    if not isinstance(source, str):
+        return None
+    tokens = {}
+    for name, value in fields.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return FolderTemplate(source, control, tokens)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """As transformers: no escapes for HTML, nor of characters beyond ASCII."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _within(seconds: float, work: Any) -> Any:
+    """The result of `work`, in a thread that is stopped after `seconds`. Raises UserError."""
+    result: list[Any] = []
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except _Stopped:
+            errors.append(f"it took over {seconds:g} s")
+        except TemplateError as error:
+            errors.append(str(error))
+        except Exception as error:  # a template may raise anything
+            errors.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    while thread.is_alive():  # the exception arrives at the next bytecode
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stopped)
+        )
+        thread.join(0.05)
+    if not result:
+        why = errors[0] if errors else "it was stopped"
+        raise UserError(f"The model's chat template does not accept these messages: {why}.")
+    return result[0]
