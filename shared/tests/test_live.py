@@ -36,13 +36,8 @@ def answer(
 
 
 def test_a_text_grows_by_whole_characters() -> None:
-    growing = live.Answer(1, "ab", LOADED)
-    assert (growing.text(), growing.tokens, growing.finish_reason, growing.error) == (
-        "ab",
-        0,
-        None,
-        None,
-    )
+    new = live.Answer(1, "ab", LOADED)
+    assert (new.text(), new.tokens, new.finish_reason, new.error) == ("ab", 0, None, None)
     growing = answer(ids="c€".encode()[:2])
     assert (growing.text(), growing.tokens, growing.finish_reason) == ("abc", 2, None)
     growing.output.token_ids += "€".encode()[1:]

@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import shutil
-import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import psutil
 import pytest
 import torch
 
-from shared import checkpoint, measure
+from shared import checkpoint
 from shared.course import doctor
 from shared.course.doctor import NOTE, OK, WRONG
 
@@ -94,117 +93,82 @@ def test_packages(installed: dict[str, str], state: str, text: str) -> None:
     assert (found.state, found.text, bool(found.remedy)) == (state, text, state == WRONG)
 
 
-def test_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 10, 9, "final", 0))
-    found = doctor.python()
-    assert (found.state, found.text) == (WRONG, "3.10.9 is older than 3.11")
-    assert "make .venv again" in found.remedy
+def always(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
 
 
-def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    found = doctor.libraries()
-    assert found.state == WRONG and found.text.startswith("tiktoken cannot be imported")
-    assert found.remedy == doctor.INSTALL
+def threads(taken: int, cpus: int, quota: str = "") -> dict[str, Any]:
+    names = ("torch.get_num_threads", "shared.measure.cpus", "shared.course.doctor._cgroup")
+    return dict(zip(names, map(always, (taken, cpus, quota)), strict=True))
+
+
+def memory(free: float, most: str = "") -> dict[str, Any]:
+    found = SimpleNamespace(available=int(free * doctor.GIB))
+    return {"psutil.virtual_memory": always(found), "shared.course.doctor._cgroup": always(most)}
+
+
+def disk(free: float) -> dict[str, Any]:
+    return {"shutil.disk_usage": always(SimpleNamespace(free=int(free * doctor.GIB)))}
+
+
+def git(*state: Any) -> dict[str, Any]:
+    """state: commit and difference; without the latter, only untracked files differ."""
+    return {"shared.measure.git_state": lambda untracked: (*state, untracked)[:2]}
+
+
+MISSING = {"shared.course.doctor.ENGINE_NEEDS": ["torch", "missing"]}
+DENIED = Mock(side_effect=PermissionError(13, "denied"))
+BROKEN_GPU = {
+    "torch.cuda.is_available": always(True),
+    "torch.cuda.get_device_name": always("Some GPU"),
+    "torch.ones": Mock(side_effect=RuntimeError("no kernel image\nmore")),
+}
 
 
 @pytest.mark.parametrize(
-    ("version", "state"), [("2.10.0", WRONG), ("2.11.0+cu128", OK), ("3.0.1", OK)]
-)
-def test_an_old_torch(monkeypatch: pytest.MonkeyPatch, version: str, state: str) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    assert doctor.libraries().state == state
-
-
-@pytest.mark.parametrize(
-    ("taken", "cpus", "quota", "state"),
+    ("check", "machine", "state", "text", "remedy"),
     [
-        (4, 4, "max 100000", OK),
-        (1, 4, "", OK),
-        (8, 4, "", NOTE),
-        (8, 8, "200000 100000", NOTE),
-        (2, 8, "200000 100000", OK),
+        ("python", {"sys.version_info": (3, 10, 9, "final")}, WRONG, "3.10.9 is older", ".venv"),
+        ("libraries", MISSING, WRONG, "missing cannot be imported", doctor.INSTALL),
+        ("libraries", {"torch.__version__": "2.10.0"}, WRONG, "torch 2.10.0", doctor.INSTALL),
+        ("libraries", {"torch.__version__": "2.11.0+cu128"}, OK, "torch 2.11.0", ""),
+        ("libraries", {"torch.__version__": "3.0.1"}, OK, "torch 3.0.1", ""),
+        ("threads", threads(4, 4, "max 100000"), OK, "4 on 4 processors; they wait ", ""),
+        ("threads", threads(1, 4), OK, "1 on 4 processors; they wait ", ""),
+        ("threads", threads(8, 4), NOTE, "8 threads on 4 processors", "OMP_NUM_THREADS=4"),
+        ("threads", threads(8, 8, "200000 100000"), NOTE, "on 2 processors", "THREADS=2"),
+        ("threads", threads(2, 8, "200000 100000"), OK, "2 on 2 processors", ""),
+        ("memory", memory(8, "max"), OK, "8.0 GiB", ""),
+        ("memory", memory(8), OK, "8.0 GiB", ""),
+        ("memory", memory(2, "max"), NOTE, "2.0 GiB", "close"),
+        ("memory", memory(8, str(2 * doctor.GIB)), NOTE, "2.0 GiB", "close"),
+        ("memory", memory(0.5, "max"), WRONG, "0.5 GiB", "close"),
+        ("disk", disk(5), OK, "5.0 GiB", ""),
+        ("disk", disk(0.5), NOTE, "0.5 GiB", "GPT-2"),
+        ("disk", disk(0.01), WRONG, "0.0 GiB", "make room"),
+        ("disk", {"tempfile.TemporaryFile": DENIED}, WRONG, "cannot be written (denied)", "move"),
+        ("code", git(None, None), OK, "not a git checkout", ""),
+        ("code", git("abcdef1234", False), OK, "as in commit abcdef1", ""),
+        ("code", git("abcdef1234", True), NOTE, "differ from commit abcdef1", "git status"),
+        ("code", git("abcdef1234"), OK, "as in commit abcdef1", ""),  # untracked files only
+        ("device", BROKEN_GPU, WRONG, "Some GPU does not compute: no kernel image", "--device cpu"),
+        ("device", {"torch.cuda.is_available": always(False)}, OK, "none is needed", ""),
+        ("loopback", {"socket.create_server": DENIED}, WRONG, "denied", "allow"),
     ],
 )
-def test_more_threads_than_processors(
-    monkeypatch: pytest.MonkeyPatch, taken: int, cpus: int, quota: str, state: str
+def test_a_machine_and_what_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+    check: str,
+    machine: dict[str, Any],
+    state: str,
+    text: str,
+    remedy: str,
 ) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: taken)
-    monkeypatch.setattr(measure, "cpus", lambda: cpus)
-    monkeypatch.setattr(doctor, "_cgroup", lambda name: quota)
-    found = doctor.threads()
-    assert found.state == state
-    if state == NOTE:
-        assert found.remedy == f"set OMP_NUM_THREADS={2 if quota else cpus}"
-
-
-@pytest.mark.parametrize(
-    ("available", "most", "state"),
-    [
-        (8.0, "max", OK),
-        (8.0, "", OK),
-        (2.0, "max", NOTE),
-        (8.0, str(2 * doctor.GIB), NOTE),
-        (0.5, "max", WRONG),
-    ],
-)
-def test_memory(monkeypatch: pytest.MonkeyPatch, available: float, most: str, state: str) -> None:
-    free = SimpleNamespace(available=int(available * doctor.GIB))
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    monkeypatch.setattr(doctor, "_cgroup", lambda name: most)
-    found = doctor.memory()
-    assert (found.state, bool(found.remedy)) == (state, state != OK)
-
-
-@pytest.mark.parametrize(("free", "state"), [(5.0, OK), (0.5, NOTE), (0.01, WRONG)])
-def test_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: float, state: str) -> None:
-    usage = SimpleNamespace(free=int(free * doctor.GIB))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    assert doctor.disk(tmp_path).state == state
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    found = doctor.disk(tmp_path / "gone")
-    assert found.state == WRONG and "cannot be written" in found.text
-
-
-@pytest.mark.parametrize(
-    ("git", "state", "text"),
-    [
-        ((None, None), OK, "not a git checkout"),
-        (("abcdef1234", False), OK, "as in commit abcdef1"),
-        (("abcdef1234", True), NOTE, "differ from commit abcdef1"),
-    ],
-)
-def test_changed_files(
-    monkeypatch: pytest.MonkeyPatch, git: tuple[Any, Any], state: str, text: str
-) -> None:
-    monkeypatch.setattr(measure, "git_state", lambda untracked: git)
-    found = doctor.code()
-    assert found.state == state and text in found.text
-
-
-def test_a_gpu_that_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = RuntimeError("no kernel image is available\nmore")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    monkeypatch.setattr(torch, "ones", Mock(side_effect=error))
-    found = doctor.device()
-    text = "Some GPU does not compute: no kernel image is available"
-    assert (found.state, found.text) == (WRONG, text) and "--device cpu" in found.remedy
-
-
-def test_no_gpu_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = doctor.device()
-    assert found.state == OK and "none is needed" in found.text
-
-
-def test_a_machine_that_does_not_answer_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "create_server", Mock(side_effect=PermissionError(13, "denied")))
-    found = doctor.loopback()
-    assert found.state == WRONG and "denied" in found.text
+    for name, value in machine.items():
+        monkeypatch.setattr(name, value)
+    found = doctor.checks()[check]()
+    assert found.state == state and text in found.text and "\n" not in found.text
+    assert remedy in found.remedy and bool(found.remedy) == (state != OK)
 
 
 def test_a_model_with_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
