@@ -12,9 +12,7 @@ import socket
 import struct
 import time
 from contextlib import ExitStack
-from typing import Any
 
-import openai
 import pytest
 
 from stage06_serving.tests.crowd import (
@@ -215,16 +213,6 @@ def test_a_reader_that_stalls_delays_no_other(many, http, at_once, wait_idle):
     assert sum(b'"finish_reason":"length"' in line for line in received.splitlines()) == 12
 
 
-def test_silent_connections_delay_no_other(many, at_once):
-    running, _ = many
-    with ExitStack() as stack:
-        for number in range(200):
-            data = b"POST /v1/completions HTTP/1.1\r\nHost: " if number % 2 else b""
-            stack.enter_context(connected(running, data))
-        answers = [at_once(running, SHORT) for _ in range(8)]
-        assert [answer.result().status_code for answer in answers] == [200] * 8
-
-
 def test_health_answers_while_the_engine_computes(few, http, at_once, metrics):
     running, fault = few
     fault.plant("block")
@@ -272,15 +260,3 @@ def test_a_late_echo_is_answered_504(hasty, http, at_once, metrics, wait_idle, t
     fault.mend()
     assert since(before, wait_idle(running.url))["abort"] == (2 if tokens else 1)
     assert post(http, running, SCORED).status_code == 200
-
-
-def test_a_late_stream_ends_with_an_error(hasty, wait_idle):
-    running, fault = hasty
-    before = wait_idle(running.url)
-    fault.plant(PASS)
-    url = f"{running.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=HANG) as client:
-        fields: Any = {"prompt": IDS, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
-        with pytest.raises(openai.APIError, match="longer than the server allows"):
-            list(client.completions.create(model="tiny", stream=True, **fields))
-    assert since(before, wait_idle(running.url))["abort"] == 1
