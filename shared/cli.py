@@ -13,12 +13,15 @@ import argparse
 import errno
 import math
 import os
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from urllib.parse import urlsplit
 
 from .config import Config
 from .errors import UserError
@@ -179,6 +182,20 @@ def checked(check: Callable[[str], object]) -> Callable[[str], str]:
     return parse
 
 
+def address(text: str) -> str:
+    """An argparse type: a server's address, without the path of the API."""
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # invalid port or IPv6 address
+        good = False
+    if not good or parts.username is not None or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(
+            f"invalid address '{text[:80]}': write it as http://127.0.0.1:8000"
+        )
+    return text.rstrip("/").removesuffix("/v1")
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """--model, --random-weights, --device, --dtype, --linear, --threads, --seed."""
     group = parser.add_argument_group("model and machine")
@@ -297,7 +314,7 @@ def _ids(text: str) -> str:
     try:
         return IdTokenizer.join(IdTokenizer(None).encode(text))
     except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
 
 
 def add_prompts(parser: argparse._ActionsContainer) -> None:
@@ -457,10 +474,15 @@ def output_file(name: str, suffix: str) -> Path:
         raise UserError(
             f"The folder {path.parent} does not exist: make it first, or name another one."
         )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
         raise UserError(
-            f"{path} cannot be written: you lack the permission, so name another place."
-        )
+            f"{path} cannot be written ({error.strerror}): name another place."
+        ) from None
     return path
 
 
@@ -605,6 +627,8 @@ def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None =
     A UserError becomes `error: ...` on standard error and status 2; Ctrl-C is status 130; a closed
     pipe, as in `... | head`, ends the program without a message.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see shared/__init__.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a system's pipes may not be UTF-8
             stream.reconfigure(encoding="utf-8", errors="replace")

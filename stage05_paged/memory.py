@@ -72,7 +72,7 @@ def size(nbytes: float) -> str:
         if nbytes >= unit:
             amount = nbytes / unit
             return f"{amount:.1f} {name}" if amount < 10 else f"{amount:.0f} {name}"
-    return f"{nbytes / 2**10:.1f} KiB"
+    return f"{nbytes / 2**10:.1f} KiB" if nbytes >= 2**10 else f"{nbytes:.0f} bytes"
 
 
 def block_bytes(config: Config, dtype: torch.dtype, block_size: int) -> int:

@@ -11,25 +11,23 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
-from fastapi import FastAPI
 
 from shared import cli
 from shared.errors import UserError
-from shared.peers import transformers_model
-from stage01_forward import families
-from stage04_continuous.make import make as make_slots
 from stage05_paged.memory import default_memory, free_memory, make_pool, parse_memory, size
 
 from . import logs
-from .app import create_app
 from .async_engine import EngineThread
 from .chat import ChatTemplate, load_template
 from .connection import Connection, Door, Listening, most_connections
-from .engines import Batches, OneByOne, Paged, Slots, Static, Transformers
 from .settings import Settings, engines, parse
 from .status import AnyEngine, Status
+
+if TYPE_CHECKING:  # the settings are checked, and the port is taken, before these are imported
+    from fastapi import FastAPI
 
 BUDGET = 256  # tokens in a step, by default
 RECORDS = 1_000  # steps whose records the engine keeps: 100,000 take half a gigabyte
@@ -77,6 +75,10 @@ class Server(uvicorn.Server):
 def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
     """The model and its engine. Raises UserError for a model that cannot be loaded, and for lack
     of memory."""
+    from stage01_forward import families
+
+    from .engines import Paged
+
     stage = engines()[settings.engine]
     if stage < "stage05" and (settings.sanitize or settings.swap_memory):
         raise UserError(
@@ -126,6 +128,12 @@ def make_earlier(
     stage: str, settings: Settings, loaded: cli.Loaded, rows: int, budget: int
 ) -> AnyEngine:
     """The engine of a stage before 05, or transformers, for at most `rows` requests at a time."""
+    from shared.peers import transformers_model
+    from stage01_forward import families
+    from stage04_continuous.make import make as make_slots
+
+    from .engines import Batches, OneByOne, Slots, Static, Transformers
+
     if not stage:
         weights = families.load(settings.model, random_weights=settings.random_weights)
         model = transformers_model(weights, loaded.dtype).to(loaded.device)
@@ -171,6 +179,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(settings: Settings, template: ChatTemplate | None, listening: socket.socket) -> None:
     """Answer on `listening` until a signal ends the process."""
+    from .app import create_app
+
     thread = EngineThread()
     made = thread.run(lambda: make_engine(settings))
     app = create_app(made, settings, template, thread)
@@ -218,6 +228,10 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=1024)
+    except socket.gaierror:
+        raise UserError(
+            f"--host {host} is no address of this machine: give one such as 127.0.0.1."
+        ) from None
     except OSError as error:
         raise UserError(
             f"Port {port} on {host} cannot be opened ({error.strerror}): choose another --port, or "

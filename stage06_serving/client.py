@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -49,8 +50,9 @@ def stream(
                         raise UserError(f"The server ended the answer with an error: {message}")
                     yield event
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        why = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
         raise UserError(
-            f"{address} cannot be reached ({error}): start the server with "
+            f"{address} cannot be reached ({why}): start the server with "
             "python -m stage06_serving, or give its address with --url."
         ) from None
     except ValueError:
@@ -83,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="N",
         help="the same seed gives the same text",
     )
-    parser.add_argument("--url", default=ADDRESS, help="address of the server")
+    parser.add_argument("--url", type=cli.address, default=ADDRESS, help="address of the server")
     parser.add_argument(
         "--api-key",
         default=os.environ.get("STAIRCASE_API_KEY", ""),

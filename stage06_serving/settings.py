@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from shared.cli import Parser, with_default
 from shared.errors import UserError
 from shared.paths import ROOT, discover
+from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
 EARLIER = {"static": "stage03_batching", "sequential": "stage02_kv_cache"}
@@ -133,6 +134,15 @@ class Settings(BaseSettings):
         if name not in engines():
             raise ValueError(f"choose one of {', '.join(engines())}")
         return name
+
+    @field_validator("kv_memory", "swap_memory")
+    @classmethod
+    def _a_size(cls, text: str) -> str:
+        try:
+            parse_memory(text or "0", sys.maxsize)  # how much is free is known later
+        except UserError as error:
+            raise ValueError(str(error).removesuffix(".")) from None
+        return text
 
     @field_validator("api_key_file")
     @classmethod

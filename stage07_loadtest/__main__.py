@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from shared import cli
 from shared.errors import UserError
@@ -314,20 +313,6 @@ def lengths(text: str) -> workload.Lengths:
         ) from None
 
 
-def address(text: str) -> str:
-    """An argparse type: a server's address, without the path of the API."""
-    try:
-        parts = urlsplit(text)
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # invalid port or IPv6 address
-        good = False
-    if not good or parts.username is not None or parts.query or parts.fragment:
-        raise argparse.ArgumentTypeError(
-            f"invalid address '{text[:80]}': write it as http://127.0.0.1:8000"
-        )
-    return text.rstrip("/").removesuffix("/v1")
-
-
 def key(text: str) -> str:
     """An argparse type: text that is valid in a header."""
     if not text.isprintable():
@@ -357,7 +342,7 @@ def parser() -> cli.Parser:
 def _server_arguments(group: Any) -> None:
     group.add_argument(
         "--url",
-        type=address,
+        type=cli.address,
         help="address of the server; default: start ours, and stop it at the end",
     )
     group.add_argument(

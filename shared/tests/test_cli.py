@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -253,7 +254,9 @@ stage04_continuous --slots 8 --budget 4
 stage05_paged hi --kv-memory 3bananas
 stage05_paged hi --map .
 stage05_paged hi --preemption recompute --swap-memory 1MiB
-stage06_serving.client hi --max-tokens 0
+stage06_serving.client hi --url no-address
+stage06_serving --kv-memory 3bananas
+stage06_serving --port {port}
 stage07_loadtest --rates -1
 stage07_loadtest --trace no-such-file
 stage07_loadtest --out README.md
@@ -272,11 +275,25 @@ for stage, *arguments in map(str.split, sys.argv[1:]):
 
 def test_options_are_checked_before_pytorch_is_imported():
     """That takes seconds, and so does loading a model."""
-    lines = WRONG.strip().split("\n")
-    command = [sys.executable, "-c", EARLY, *lines]
-    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        lines = WRONG.strip().format(port=taken.getsockname()[1]).split("\n")
+        command = [sys.executable, "-c", EARLY, *lines]
+        done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
     assert done.stderr == "" and done.stdout.count("\n") == len(lines), done
     assert {line.split()[0] for line in done.stdout.splitlines()} == {"False"}, done.stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there Ctrl-C would reach this process too")
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback(interruptible):
+    command = [sys.executable, "-X", "importtime", "-m", "stage05_paged", "hello"]
+    with subprocess.Popen(command, cwd=paths.ROOT, stderr=subprocess.PIPE, text=True) as started:
+        assert started.stderr is not None
+        for line in started.stderr:
+            if line.split("|")[-1].strip() == "shared":
+                started.send_signal(signal.SIGINT)
+                break
+        assert "Traceback" not in started.stderr.read()
+    assert started.returncode in (-signal.SIGINT, cli.EXIT_INTERRUPTED)
 
 
 @pytest.mark.parametrize("name", MAINS)
