@@ -36,10 +36,10 @@ class Sizes(kit.Plan):
     models: tuple[str, ...] = ("gpt2", "stories")
     growth: tuple[int, ...] = (200, 500, 1000)  # new tokens after a prompt of 5
     stride: int = 50  # of the naive passes
-    growth_repeats: int = 2
+    growth_repeats: tuple[int, int] = (1, 2)  # naive, cached
     prompts: tuple[int, ...] = (64, 256, 512)
     answer: int = 25
-    prompt_repeats: int = 2
+    prompt_repeats: tuple[int, int] = (1, 2)
     null_prompts: tuple[int, ...] = (5, 64, 512)  # before a single token
     null_repeats: int = 3
     peers: tuple[tuple[int, int], ...] = ((512, 1), (64, 64))  # prefill, decode
@@ -54,6 +54,10 @@ QUICK = kit.quick(FULL, peaks=False)
 
 def engines(subject: Subject) -> dict[str, NaiveEngine | Engine]:
     return {NAIVE: NaiveEngine(subject.model), CACHED: Engine(subject.model)}
+
+
+def named(repeats: tuple[int, int]) -> dict[str, int]:
+    return dict(zip((NAIVE, CACHED), repeats, strict=True))
 
 
 def growth(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -76,7 +80,7 @@ def growth(subject: Subject, plan: Sizes) -> Iterator[Group]:
         return taken
 
     ways = {CACHED: run_cached, NAIVE: run_naive}  # the first run has the tokens of the others
-    steps = measure.turns(ways, plan.growth_repeats, warmup=0)
+    steps = measure.turns(ways, named(plan.growth_repeats), warmup=0)
     about = {**subject.about, "prompt": len(prompt), "counts": list(plan.growth)}
     yield {
         **about,
@@ -89,7 +93,7 @@ def growth(subject: Subject, plan: Sizes) -> Iterator[Group]:
 def prompts(subject: Subject, plan: Sizes) -> Iterator[Group]:
     for prompt in plan.prompts:
         lengths = [(prompt, plan.answer)]
-        yield kit.compare(subject, engines(subject), lengths, plan.prompt_repeats)[0]
+        yield kit.compare(subject, engines(subject), lengths, named(plan.prompt_repeats))[0]
 
 
 def null(subject: Subject, plan: Sizes) -> Iterator[Group]:

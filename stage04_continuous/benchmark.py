@@ -47,8 +47,8 @@ class Sizes(kit.Plan):
     """A budget is that of a pass, in tokens."""
 
     # Win: answers of very different lengths, all there at the start; half are below `middle`.
-    requests: int = 96
-    slots: int = 32
+    requests: int = 72
+    slots: int = 24
     budget: int = 256
     prompts: tuple[int, int] = (16, 64)
     answers: tuple[int, int] = (8, 256)
@@ -57,7 +57,7 @@ class Sizes(kit.Plan):
     # Null and peers: as many equal requests as slots. The first pass takes all prompts.
     equal_slots: tuple[int, ...] = (8, 32)
     equal: tuple[int, int] = (16, 32)
-    equal_repeats: tuple[int, int] = (2, 2)  # of this stage, of the others
+    equal_repeats: tuple[int, int] = (2, 1)  # of this stage, of the others
     # Lose: one request.
     single: tuple[int, int] = (64, 64)
     single_repeats: int = 2

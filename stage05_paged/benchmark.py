@@ -65,13 +65,13 @@ class Sizes(kit.Plan):
     block_size: int = 16
     budget: int = 256
     # Win: answers of very different lengths, nearly all much shorter than the context.
-    requests: int = 96
+    requests: int = 72
     prompts: tuple[int, int] = (16, 64)
     answers: tuple[int, int] = (8, 256)
     middle: int = 48
-    repeats: tuple[int, int] = (2, 1)  # of continuous engines, of the same in static batches
+    repeats: tuple[int, int] = (2, 1)  # of this stage, of the others
     # Null: every request fills a whole context.
-    null: tuple[int, int, int] = (8, 960, 64)  # requests, prompt, answer
+    null: tuple[int, int, int] = (6, 960, 64)  # requests, prompt, answer
     null_repeats: int = 2
     # Lose: one request, and the gather.
     singles: tuple[tuple[int, int], ...] = ((64, 64), (900, 32))
@@ -90,7 +90,7 @@ class Sizes(kit.Plan):
     prefix_repeats: int = 3
     preempted: tuple[int, ...] = (32, 128, 512, 960)  # lengths
     plain_steps: int = 3
-    preemption_repeats: int = 3
+    preemption_repeats: int = 2
     frames: int = 150  # passes of the winning run on the map of the blocks
 
 
@@ -171,12 +171,12 @@ def capacity(subject: Subject, plan: Sizes) -> Iterator[Group]:
         mean = math.ceil(sum(map(sum, lengths)) / len(lengths))
         batch = most_sequences(ours.engine.scheduler.pool, mean)
         engines: dict[str, Any] = {CONTINUOUS: contiguous(subject, plan, plan.budget), OURS: ours}
-        repeats = dict.fromkeys(engines, plan.repeats[0] if case == WIN else plan.null_repeats)
+        repeats = dict.fromkeys(engines, plan.null_repeats)
         if case == WIN:
             size = slots(plan, subject.config)
             engines[STATIC] = StaticEngine(subject.model, max_batch=size)
             engines[PAGED_STATIC] = paged(subject, plan, plan.budget, batch)
-            repeats |= dict.fromkeys((STATIC, PAGED_STATIC), plan.repeats[1])
+            repeats = {name: plan.repeats[name != OURS] for name in engines}
         group, runs = kit.compare(
             subject, engines, lengths, repeats, case=case, **about(ours, plan)
         )

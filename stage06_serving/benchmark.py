@@ -101,7 +101,7 @@ class Plan:
     prompt: int = 64
     answer: int = 64
     repeats: int = 2
-    null_answer: int = 450  # Null: one long request.
+    null_answer: int = 256  # Null: one long request.
     null_repeats: int = 1
     lose: tuple[int, int] = (200, 8)  # requests and prompt of the least that can be asked for
     # Seconds after which a thread that waits for Python's lock asks for it: Python's own setting.
@@ -120,7 +120,9 @@ class Plan:
     def repeats_of(self, subject: tuple[str, str], load: Load) -> dict[str, int]:
         """How often each variant runs. A long request shows nothing new when it is watched."""
         often = self.null_repeats if load.case == NULL else self.repeats
-        more = self.switches if load.case == HTTP and subject == self.subjects[0] else ()
+        most = (HTTP, self.streams[-1][0])
+        whole = subject == self.subjects[0] and (load.case, load.streams) == most
+        more = self.switches if whole else ()
         watched = [] if load.case == NULL else [watched_name(s) for s in (SWITCH, *more)]
         return {OFFLINE: often, SERVER: often} | dict.fromkeys(watched, 1)
 

@@ -54,7 +54,7 @@ class Plan:
     model: str = "gpt2"
     dtype: str = "float32"
     device: str = "cpu"
-    requests: int = 16
+    requests: int = 12
     prompts: tuple[int, int] = (8, 64)
     answers: tuple[int, int] = (8, 64)
     contexts: int = 8  # memory for keys and values, where a stage takes several sequences

@@ -15,8 +15,8 @@ from stage02_kv_cache import benchmark
 from stage02_kv_cache.benchmark import CACHED, NAIVE
 
 TINY = replace(
-    benchmark.FULL, models=("tiny", "tiny"), growth=(5, 12), stride=4, growth_repeats=1,
-    prompts=(4, 9), answer=5, prompt_repeats=1, null_prompts=(3,), null_repeats=1,
+    benchmark.FULL, models=("tiny", "tiny"), growth=(5, 12), stride=4, growth_repeats=(1, 1),
+    prompts=(4, 9), answer=5, prompt_repeats=(1, 1), null_prompts=(3,), null_repeats=1,
     peers=((20, 1), (5, 6)), peer_repeats=1, profiled=(4, 3), peaks=False,
 )  # fmt: skip
 

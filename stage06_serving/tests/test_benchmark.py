@@ -69,7 +69,8 @@ def test_both_sides_did_the_same_work_and_every_answer_was_proved(results):
     for row in groups(results):
         variants = list(row["seconds"])
         assert variants[:2] == [OFFLINE, SERVER]
-        assert variants[2:] == {HTTP: WATCHED, NULL: [], LOSE: WATCHED[:1]}[row["case"]]
+        most = WATCHED if row["streams"] == 3 else WATCHED[:1]
+        assert variants[2:] == {HTTP: most, NULL: [], LOSE: WATCHED[:1]}[row["case"]]
         assert {proof["tokens"] for proof in row["proof"].values()} == {row.tokens}
         assert list(row["proof"]) == variants and set(row["same"].values()) == {row["requests"]}
         if row["streams"] == 1:  # with one, no request comes too late for a pass
