@@ -231,7 +231,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--linear",
         choices=LINEAR,
         default="auto",
-        help="layout of the weights on a CPU; auto tries both for a moment and keeps the faster",
+        help="layout of the weights on a CPU; auto tries both for a moment and keeps the faster "
+        "one, or packed if other programs disturb the trial",
     )
     group.add_argument(
         "--threads",

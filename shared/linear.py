@@ -13,7 +13,7 @@ things help, and both come with PyTorch:
   faster with four rows than with one, so a single row is padded with three rows of zeros.
 
 On other processors the plain layer may win, so `optimize` measures and keeps the fastest. If the
-measurements contradict each other, as beside other programs, it reports that and packs. Where
+measurements contradict each other, as beside other programs, it packs and reports that. Where
 packing does not exist (CUDA, MPS, float64, a build without oneDNN) the plain layer stays. Only the
 order of the additions differs: results agree to rounding (tested).
 """
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -41,10 +40,7 @@ AGREE = 0.8  # of MOST_PAIRS: fewer decide nothing
 CLEAR = 1.03  # times faster: less is no difference
 STEADY = 1.5  # times the shortest time: a longer median was disturbed
 PACKED_FOR_ROWS = 32  # oneDNN's layout for 32 rows was as good as any at 1 row, the best from 2 on
-UNDECIDED = (
-    "[--linear auto: neither kind of layer was clearly faster, because other programs disturb or "
-    "both take equally long: packed]"
-)
+UNDECIDED = "packed (not measured)"
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -209,10 +205,10 @@ def known_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def optimize(model: nn.Module, mode: str = "auto") -> str:
-    """Put the fastest linear layer into `model`, in place. Returns which: "packed" or "plain".
+    """Put the fastest linear layer into `model`, in place. Returns which: "packed" or "plain", or
+    UNDECIDED if it was packed because no measurement was clear.
 
-    mode: "auto" measures both and keeps the faster, or packs and prints a line on standard error
-    if neither is; "plain" changes nothing; "packed" packs.
+    mode: "auto" measures both and keeps the faster; "plain" changes nothing; "packed" packs.
     Only the layers of `known_layers` change: a subclass or a quantized layer stays as it is.
     Raises UserError for an unknown mode, or for "packed" where this machine cannot pack.
     """
@@ -241,14 +237,14 @@ def optimize(model: nn.Module, mode: str = "auto") -> str:
         if faster(best, layers_tried, (1,), dtype):
             packed, best = tried, layers_tried
     plain = [(layer.in_features, layer) for layer in layers.values()]
+    kind = "packed"
     if mode == "auto":
-        packed_wins = faster(plain, best, (1, 32), dtype)
-        if packed_wins is None:
-            print(UNDECIDED, file=sys.stderr)
-        elif not packed_wins:
+        won = faster(plain, best, (1, 32), dtype)
+        if won is False:
             return "plain"
+        kind = "packed" if won else UNDECIDED
     for name, layer in packed.items():
         model.set_submodule(name, layer)
         if name in gelus:
             model.set_submodule(gelus[name], nn.Identity())
-    return "packed"
+    return kind

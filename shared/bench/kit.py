@@ -166,7 +166,7 @@ class Subject:
     ) -> None:
         self.shape, self.config, self.dtype = shape, shape.config, dtype
         self.model: GPT2 = load_model(shape, dtype=dtype, device=torch.device(device))
-        chosen = linear.optimize(self.model, "auto")
+        chosen = linear.optimize(self.model, "auto").split()[0]
         self.about = {"model": shape.config.name, "dtype": label(dtype), "linear": chosen}
         self.peer = cache(lambda attention: transformers_model(shape, dtype, attention))
         self._proved: dict[tuple[int, ...], list[tuple[list[int], dict[str, Any]]]] = {}

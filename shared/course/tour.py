@@ -190,7 +190,7 @@ def server_options(options: argparse.Namespace, loaded: cli.Loaded, count: int) 
         "model": options.model,
         "device": loaded.device.type,
         "dtype": str(loaded.dtype).removeprefix("torch."),
-        "linear": loaded.linear,
+        "linear": loaded.linear.split()[0],  # without "(not measured)"
         "threads": str(options.threads or 0),
         "kv-memory": str(memory),
         "max-sequences": str(count),
