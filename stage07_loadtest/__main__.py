@@ -519,6 +519,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         complete = run(measure(target, plan, report))
     print("\n".join(["", *notes(summaries)]))
+    if not (summaries or complete):
+        note("interrupted before the first point had an answer: nothing was measured")
     if writer and summaries:
         from . import charts  # matplotlib takes a second to import
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,7 +135,7 @@ async def send(
     except TimeoutError:
         record.failure, record.detail = TIMEOUT, f"not finished after {target.timeout:g} s"
     except aiohttp.ClientConnectorError as error:
-        record.failure, record.detail = REFUSED, str(error)
+        record.failure, record.detail = REFUSED, no_connection(error.os_error)
     except aiohttp.ClientResponseError as error:  # not HTTP
         record.failure, record.detail = PROTOCOL, str(error)
     except (aiohttp.ClientError, OSError) as error:
@@ -146,6 +147,12 @@ async def send(
         record.failure = {503: HTTP_503, 504: HTTP_504}.get(record.status, HTTP_OTHER)
         record.detail = f"{record.status}: {error_text(b''.join(piece for _, piece in pieces))}"
     return record
+
+
+def no_connection(error: OSError) -> str:
+    """Why, in plain words: asyncio's own name the call and the address."""
+    plain = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+    return plain.lower()
 
 
 def read(record: Record, pieces: Sequence[tuple[float, bytes]]) -> None:

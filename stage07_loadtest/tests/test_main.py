@@ -255,7 +255,7 @@ def test_our_server_has_room_for_all_users():
             for text in ("0", "many", "9:8", "1:2:3", "lognormal:64", "lognormal:0:1")
         ),
         ("--url http://127.0.0.1:1 -- --threads 1", "leave one of them out"),
-        ("--url http://127.0.0.1:1", "http://127.0.0.1:1 cannot be reached"),
+        ("--url http://127.0.0.1:1", "http://127.0.0.1:1 cannot be reached (connection refused): "),
         (f"--out {SMALL_RUN}", "already holds a run"),
     ],
 )
