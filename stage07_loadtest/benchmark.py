@@ -231,7 +231,7 @@ def run(plan: Sizes) -> dict[str, Any]:
                 name = bench.start(engine, other)
                 for users in many:
                     bench.closed(name, "short", users)
-    if plan is FULL:
+    if plan == FULL:
         path = measure.results_file(STAGE).with_suffix(".requests.jsonl.gz")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress("".join(bench.requests).encode(), mtime=0))

@@ -390,15 +390,14 @@ class Benchmark:
         parser.add_argument(
             "--quick",
             action="store_true",
-            help="a quarter of every size, once, in under two minutes; shows the tables and keeps "
-            "nothing",
+            help="smaller sizes, once, in under two minutes; shows the tables and keeps nothing",
         )
         for name, how in self.options.items():  # each is a field of the plan
             parser.add_argument(f"--{name}", **how)
         given = vars(parser.parse_args(argv))
         plan = self.quick if given.pop("quick") else self.full
         device = cli.choose_device(given.get("device", "cpu")).type
-        content = self.run(replace(plan, **given), device)
+        content = self.run(replace(plan, **given) if given else plan, device)
         if plan is self.quick:
             for name, text in self.tables(content).items():
                 print(f"\n{name}\n\n{text}")
