@@ -133,6 +133,7 @@ TASKS = (
         ),
         tests=(
             "tests/test_engine.py::test_every_pass_computes_everything_again",
+            "tests/test_engine.py::test_a_request_has_one_generator_and_a_whole_history",
             "tests/test_engine.py::test_stream_is_generate_token_by_token",
             "tests/test_engine.py::test_one_sampling_for_all_or_one_each",
             "tests/test_engine.py::test_logprobs_come_one_a_token_and_only_on_request",

@@ -51,6 +51,8 @@ TASKS = (
             "tests/test_cache.py::test_a_chunk_sees_all_before_it_and_nothing_after",
             "tests/test_cache.py::test_attention_reads_the_cache_in_place",
             "tests/test_cache.py::test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass",
+            "tests/test_cache.py::"
+            "test_heads_may_share_keys_and_the_cache_may_have_a_dtype_of_its_own",
         ),
     ),
     Task(

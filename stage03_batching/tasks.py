@@ -119,6 +119,7 @@ TASKS = (
         ),
         tests=(
             "tests/test_engine.py::test_a_batch_gives_the_tokens_of_one_at_a_time",
+            "tests/test_engine.py::test_each_request_has_its_own_sampling",
             "tests/test_engine.py::test_end_of_text_in_one_row_ends_that_row_alone",
             "tests/test_engine.py::test_a_row_that_has_ended_emits_nothing_more",
             "tests/test_engine.py::test_rows_end_at_the_end_of_the_context_while_others_go_on",

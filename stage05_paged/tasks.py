@@ -28,13 +28,12 @@ TASKS = (
         tests=(
             "tests/test_blocks.py::test_all_blocks_are_given_once_and_come_back",
             "tests/test_blocks.py::test_taking_and_giving_back_takes_constant_time",
-            "tests/test_blocks.py::test_a_block_is_not_given_back_twice",
-            "tests/test_blocks.py::test_a_free_block_cannot_be_shared",
+            "tests/test_blocks.py::"
+            "test_an_unowned_block_is_not_given_back_and_a_free_one_not_shared",
             "tests/test_blocks.py::"
             "test_a_published_block_is_kept_when_no_table_holds_it_and_can_be_shared_again",
             "tests/test_blocks.py::"
             "test_the_least_recently_used_block_is_evicted_first_and_after_the_free_ones",
-            "tests/test_blocks.py::test_an_evicted_block_is_no_longer_found",
         ),
     ),
     Task(
@@ -123,8 +122,10 @@ TASKS = (
             "test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_again",
             "tests/test_preemption.py::"
             "test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_was",
-            "tests/test_preemption.py::test_only_the_computed_blocks_are_swapped",
-            "tests/test_preemption.py::test_swap_that_finds_no_room_recomputes",
+            "tests/test_preemption.py::"
+            "test_only_computed_blocks_are_swapped_and_without_one_the_request_recomputes",
+            "tests/test_preemption.py::"
+            "test_swap_blocks_are_taken_if_there_is_room_and_given_back_after_an_abort",
             "tests/test_engine.py::test_preemption_never_repeats_or_loses_a_streamed_token",
         ),
     ),
@@ -159,13 +160,16 @@ TASKS = (
             "tests/test_scheduler.py::test_a_request_that_does_not_fit_waits_and_none_overtakes",
             "tests/test_scheduler.py::test_the_watermark_stays_free_beside_others",
             "tests/test_scheduler.py::test_a_common_beginning_is_found",
+            "tests/test_scheduler.py::test_without_chunks_a_prompt_over_the_budget_is_refused",
             "tests/test_scheduler.py::"
             "test_found_blocks_without_an_owner_are_not_counted_as_free_room_too",
             "tests/test_preemption.py::test_what_can_still_be_found_is_shared_and_not_copied_back",
             "tests/test_preemption.py::"
             "test_samples_of_a_prompt_compute_it_once_and_share_its_full_blocks",
-            "tests/test_engine.py::test_a_whole_prompt_found_still_computes_its_last_token",
-            "tests/test_engine.py::test_a_preempted_request_resumes_on_its_own_prefix",
+            "tests/test_preemption.py::"
+            "test_a_preempted_request_finds_its_own_blocks_which_does_not_flatter_the_rate",
+            "tests/test_engine.py::"
+            "test_what_is_found_is_shared_and_kept_until_its_memory_is_needed",
         ),
     ),
 )

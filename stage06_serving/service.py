@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -173,8 +173,7 @@ class Service:
         if self.template is None:
             raise ApiError(400, NO_TEMPLATE, "messages")
         try:  # off the event loop: a template may take its time
-            render: Callable[[Sequence[Message]], str | list[int]] = self.template.prompt
-            prompt = await asyncio.to_thread(render, messages)
+            prompt = await asyncio.to_thread(self.template.prompt, messages)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
         return await self.prompt_ids(prompt, "messages")

@@ -7,23 +7,24 @@ task is about. Every process
 
 - works in a fresh copy of the project, with few environment variables, its own home folder, and no
   secrets;
+- runs only a file that gate.py has read and found harmless;
 - may write only to a scratch folder, start no process, signal no process, and connect only to this
   machine (a Python audit hook);
 - has limits for time, memory, output and disk, and is killed with all its children at one of them;
+  it also ends with the parent, however that ends;
 - must report that the tests passed and that the canary, a test that cannot pass, did not, with a
   secret word that it got before the submission was loaded. Without a whole report the task fails.
 
-Not defended: the submission shares a process with the tests. A determined author can find the word
-in memory, make pytest pass all tests but the canary, or evade Python's hooks with ctypes or an
-extension module; the solutions are in the project for all to read; the processor and the network
-card are those of this machine. Where submissions may be hostile, run this in a container without
-network, one for each submission. All copies are made from one copy taken at the start, and grading
-stops if that has changed.
+The submission shares a process with the tests, because these call its functions and look at its
+objects. What got past the gate could therefore find the word in memory, or make pytest pass all
+tests but the canary: see "Hostile submissions" in INSTRUCTORS.md for what to do about it. All
+copies are made from one copy taken at the start, and grading stops if that has changed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib
 import json
@@ -31,6 +32,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,7 +48,7 @@ import psutil
 
 from .. import paths
 from ..errors import UserError
-from . import mine
+from . import gate, mine
 
 CANARY = "canary_test.py::test_that_cannot_pass"
 CANARY_CODE = "def test_that_cannot_pass():\n    assert [1] == [2]\n"
@@ -104,13 +106,13 @@ class Verdict:
 
 
 def grade(
-    chosen: Sequence[str], submission: Path, limits: Limits | None = None
+    chosen: Sequence[str], submission: Path, limits: Limits | None = None, trust: bool = False
 ) -> Iterator[Verdict]:
     """Judge all tasks of some stages, one after the other.
 
     submission: a folder of stages, like mine/, or the folder with the files of the one chosen
-        stage. Raises UserError if there is nothing to grade, or if a submission has changed the
-        tests.
+        stage. trust: run what the gate refuses, too. Raises UserError if
+        there is nothing to grade, or if a submission has changed the tests.
     """
     if not submission.is_dir():
         raise UserError(f"There is no folder {submission}: name the submission's, such as mine.")
@@ -127,7 +129,7 @@ def grade(
         for stage, folder in found.items():
             for task in mine.tasks(stage):
                 started = time.monotonic()
-                why = _judge(stage, task, folder, trusted, limits or Limits())
+                why = _judge(stage, task, folder, trusted, limits or Limits(), trust)
                 if _fingerprint(trusted) != before:
                     raise UserError(
                         f"The tests have changed while {mine.label(stage, task)} was judged, so no "
@@ -148,7 +150,14 @@ def _submitted(submission: Path, stage: str, alone: bool) -> Path | None:
     return None
 
 
-def _judge(stage: str, task: mine.Task, folder: Path | None, trusted: Path, limits: Limits) -> str:
+def _judge(
+    stage: str,
+    task: mine.Task,
+    folder: Path | None,
+    trusted: Path,
+    limits: Limits,
+    trust: bool = False,
+) -> str:
     """Why the task is not solved; "" if it is."""
     path = None if folder is None else folder / task.file
     if path is None or not path.is_file():
@@ -159,6 +168,8 @@ def _judge(stage: str, task: mine.Task, folder: Path | None, trusted: Path, limi
         source = path.read_bytes()
     except OSError as error:
         return f"{task.file} cannot be read: {error.strerror}."
+    if not trust and (why := gate.refused(source, stage, task.file)):
+        return why
     with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
         base = Path(temporary).resolve()
         project, scratch, copy = base / "project", base / "scratch", base / "submission"
@@ -173,6 +184,7 @@ def _judge(stage: str, task: mine.Task, folder: Path | None, trusted: Path, limi
             "task": task.number,
             "folder": str(copy),
             "scratch": str(scratch),
+            "seconds": limits.seconds,
         }
         ended, report, output = _run(job, project, scratch, limits)
         return _verdict(stage, task, ended, _read_report(report, word), output)
@@ -261,11 +273,9 @@ def _run(
     report, output = _Pipe(process.stdout, MOST_REPORT), _Pipe(process.stderr, 4 * MOST_OUTPUT)
     tree: dict[int, psutil.Process] = {}
     try:
-        try:
-            with process.stdin:
-                process.stdin.write(json.dumps(job).encode())
-        except OSError:  # it has ended already: see its exit status
-            pass
+        with contextlib.suppress(OSError):  # it has ended already: see its exit status
+            process.stdin.write(json.dumps(job).encode() + b"\n")
+            process.stdin.flush()  # it stays open: its end tells the child that we have ended
         ended = _watch(process, scratch, limits, tree)
     finally:
         _end(process, tree, mark)
@@ -325,6 +335,9 @@ def _end(process: subprocess.Popen[bytes], tree: dict[int, psutil.Process], mark
                 other.kill()
         psutil.wait_procs(alive, timeout=0.5)
     process.wait()
+    if process.stdin:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
 
 
 def _variable(process: psutil.Process) -> str | None:
@@ -468,7 +481,8 @@ class _Recorder:
 
 
 def _child() -> None:
-    job = json.loads(sys.stdin.buffer.read())
+    job = json.loads(sys.stdin.buffer.readline())
+    _end_with_parent(job["seconds"])
     # From here on, standard output is the submission's, and the report has its own descriptor.
     private = os.dup(1)
     os.dup2(2, 1)
@@ -480,7 +494,7 @@ def _child() -> None:
 
     importlib.import_module("torch")
     task = mine.find_task(job["stage"], job["task"])
-    mine.overlay(job["stage"], Path(job["folder"]), [task.file], alone=task.number)
+    mine.overlay(job["stage"], Path(job["folder"]), [task.file], frozenset([task.number]))
     sys.addaudithook(_guard(job["scratch"]))
 
     recorder = _Recorder()
@@ -498,6 +512,32 @@ def _child() -> None:
     while line:
         line = line[write(private, line) :]
     leave(0)  # without waiting for threads and exit handlers of the submission
+
+
+def _end_with_parent(seconds: float) -> None:
+    """End this process once the parent has: standard input is a pipe from it, which then closes.
+
+    Code that never lets go of the interpreter would keep the thread from seeing that. So Linux is
+    asked for a signal, and POSIX systems for a limit on processor time.
+    """
+    leash, leave = os.dup(0), os._exit
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+
+    def watch() -> None:
+        while os.read(leash, 1):
+            pass
+        leave(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if sys.platform != "win32":
+        import resource
+
+        most = int(seconds * (os.cpu_count() or 1)) + 60
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most))
 
 
 def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:

@@ -321,21 +321,20 @@ class Overlay:
     """A copy that is laid over its stage in this process. The stage must be imported afterwards.
 
     An open task's functions are the student's while its number is in `judged`, and otherwise the
-    reference's. If `alone` is a number, the student's functions are those of that task, and all
-    others the reference's, open or not.
+    reference's. With `only`, so are those of all other tasks, except for the numbers in it.
     """
 
     stage: str
     folder: Path
     files: tuple[str, ...]
-    alone: int | None = None
+    only: frozenset[int] | None = None
     judged: set[int] = field(default_factory=set)
 
     def takes_mine(self, task: Task, empty: bool) -> bool:
         """Whether the student's functions of `task` run now."""
-        if self.alone is not None:
-            return task.number == self.alone
-        return not empty or task.number in self.judged
+        if task.number in self.judged:
+            return True
+        return not empty if self.only is None else task.number in self.only
 
 
 ACTIVE: dict[str, Overlay] = {}  # by stage
@@ -345,13 +344,13 @@ def overlay(
     stage: str,
     source: Path | None = None,
     files: Sequence[str] | None = None,
-    alone: int | None = None,
+    only: frozenset[int] | None = None,
 ) -> Overlay:
     """Lay the copy in `source` (default: the student's) over its stage, until this process ends.
 
-    files: only these of the copy; None: all its modules. Open tasks run the reference's bodies
-    until they are judged: see Overlay. Raises UserError if there is no copy, and RuntimeError if
-    the stage is loaded already.
+    files: only these of the copy; None: all its modules. only: the tasks whose functions are the
+    student's, judged or not: see Overlay. Raises UserError if there is no copy, and RuntimeError
+    if the stage is loaded already.
     """
     source = existing(stage) if source is None else source
     # Never from a copy: the package, which is loaded already, and its tasks and tests.
@@ -364,7 +363,7 @@ def overlay(
         raise RuntimeError(f"{stage} cannot be overlaid: {loaded} is loaded already")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    ACTIVE[stage] = Overlay(stage, source, chosen, alone)
+    ACTIVE[stage] = Overlay(stage, source, chosen, only)
     return ACTIVE[stage]
 
 
@@ -398,15 +397,13 @@ class _Loader(SourceFileLoader):
 
 
 def _fill(module: ModuleType, active: Overlay, path: Path) -> None:
-    """Put the reference's functions beside the student's wherever the latter do not always run."""
+    """Put the reference's functions beside the student's, for the tests of other tasks."""
     source, original = read(path), paths.ROOT / active.stage / path.name
     tree = ast.parse(read(original), str(original))
     for task in tasks(active.stage):
         if task.file != path.name:
             continue
         empty = is_open(source, active.stage, task)
-        if active.takes_mine(task, empty):
-            continue
         wanted = functools.partial(active.takes_mine, task, empty)
         for name in task.functions:
             *owners, last = name.split(".")
@@ -417,7 +414,8 @@ def _fill(module: ModuleType, active: Overlay, path: Path) -> None:
             if owner is None or node is None:
                 continue  # the class is missing: an error where it is used
             mine = vars(owner).get(last, _missing(active.stage, task, name))
-            setattr(owner, last, _either(mine, _reference(node, original, module, owner), wanted))
+            reference = _reference(node, original, module, owner)
+            setattr(owner, last, _either(mine, reference, wanted))
 
 
 def _missing(stage: str, task: Task, name: str) -> Callable[..., Any]:
@@ -450,7 +448,7 @@ def _either(mine: Any, reference: Any, wanted: Callable[[], bool]) -> Any:
         return type(reference)(_either(_plain(mine), reference.__func__, wanted))
     mine = _plain(mine)
 
-    @functools.wraps(reference)
+    @functools.wraps(mine if hasattr(mine, "__code__") else reference)
     def either(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         return (mine if wanted() else reference)(*args, **kwargs)

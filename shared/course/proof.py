@@ -2,8 +2,7 @@
 
 - Each task names existing functions and tests; no function and no test belongs to two tasks.
 - An empty task fails each of its tests, with its own message, and no test of any other task.
-- A body that does nothing fails at least one of them too, so that the tests judge what a function
-  does, not that it can be called.
+- Each of its wrong solutions (see wrong.py) fails at least one of its tests, and no other task's.
 - The reference, as a copy, passes them all.
 """
 
@@ -19,18 +18,21 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from .. import paths
 from ..task import Task
-from . import mine
+from . import mine, wrong
+from .museum import trials
 
 LONGEST_LINE = 100
 # Only the exception of a failed test is read.
 QUICK = ("-p", "no:cacheprovider", "--assert=plain", "--tb=native")
-LONGEST_TEST = 120.0  # seconds, start included, for a task's tests with a body that does nothing
+LONGEST_TASK = 120.0  # seconds for a run with wrong solutions
 Copies = Mapping[str, Mapping[str, str]]  # stage -> file -> its source
+Job = tuple[tuple[wrong.Wrong, ...], dict[str, Any]]  # who is wrong in it, and what to run
 Outcomes = dict[tuple[str, str], str]  # (stage, pytest id in it) -> its error; "" for success
 
 
@@ -57,6 +59,7 @@ def check(stage: str) -> Iterator[str]:
         if stub and len(stub[0]) > LONGEST_LINE:
             yield f"{name}: its title is too long for a line of {LONGEST_LINE} characters"
         yield from (f"{name}: there is no test {t}" for t in task.tests if not _exists(stage, t))
+    yield from wrong.check(stage)
 
 
 def _exists(stage: str, test: str) -> bool:
@@ -75,40 +78,69 @@ def _exists(stage: str, test: str) -> bool:
 def prove(chosen: Sequence[str]) -> Iterator[str]:
     """The problems of the tasks of some stages, found by running their tests. Takes minutes."""
     most = max(len(mine.tasks(stage)) for stage in chosen)
-    found = [(stage, task) for stage in chosen for task in mine.tasks(stage)]
-    with tqdm(total=1 + most + len(found), unit="run", disable=None) as bar:
+    jobs = [job for stage in chosen for job in wrong_jobs(stage)]
+    with tqdm(total=1 + most + len(jobs), unit="run", disable=None) as bar:
         yield from failures(run(copies(chosen, None)), "the reference")
         bar.update()
         for number in range(1, most + 1):
             yield from judge_empty(run(copies(chosen, number)), number)
             bar.update()
-        for stage, task in found:
-            if passes_idle(stage, task):
-                yield f"{mine.label(stage, task)}: all tests pass though its body does nothing"
+        for problem in judge_wrong(jobs):
+            yield from problem
             bar.update()
 
 
-def copies(chosen: Sequence[str], number: int | None, body: Sequence[str] | None = None) -> Copies:
-    """Copies of some stages with everything written but the task of this number, if any: its
-    functions have `body`, or nothing."""
+def copies(chosen: Sequence[str], number: int | None) -> Copies:
+    """Copies of some stages with everything written but the task of this number, if any."""
     found: dict[str, dict[str, str]] = {}
     for stage in chosen:
         found[stage] = {name: mine.read(paths.ROOT / stage / name) for name in mine.files(stage)}
         for task in mine.tasks(stage):
             if task.number == number:
-                source = mine.emptied(found[stage][task.file], stage, task, body)
-                found[stage][task.file] = source
+                found[stage][task.file] = mine.emptied(found[stage][task.file], stage, task)
     return found
 
 
-def passes_idle(stage: str, task: Task) -> bool:
-    """Whether a task's tests all pass with bodies that do nothing. A test that never ends fails."""
-    tests = [f"{stage}/{test}" for test in task.tests]
-    with laid_out(copies([stage], task.number, ["pass"])) as home:
-        try:
-            return _pytest(home, tests, "-x", seconds=LONGEST_TEST).returncode == 0
-        except subprocess.TimeoutExpired:
-            return False
+def wrong_jobs(stage: str, most: int | None = None) -> Iterator[Job]:
+    """For each wrong solution, at most `most` a task, its task's tests; and for the first ones of
+    every second task, the tests of all tasks. Each task is judged beside the reference's others."""
+    found = wrong.read(stage)
+    firsts = []
+    for task in mine.tasks(stage):
+        own = [each for each in found if each.task == task]
+        yield from (_job(stage, [each], task.tests, "-x") for each in own[:most])
+        firsts += own[:1]
+    tests = [test for task in mine.tasks(stage) for test in task.tests]
+    yield _job(stage, firsts[::2], tests)
+    yield _job(stage, firsts[1::2], tests)
+
+
+def _job(stage: str, crowd: Sequence[wrong.Wrong], tests: Sequence[str], *options: str) -> Job:
+    files: dict[str, str] = {}
+    for each in crowd:
+        file = each.task.file
+        source = files.get(file) or mine.read(paths.ROOT / stage / file)
+        files[file] = wrong.applied(source, stage, each)
+    job = {"stage": stage, "files": files, "tests": list(tests), "options": ["--alone", *options]}
+    return tuple(crowd), job
+
+
+def judge_wrong(jobs: Sequence[Job]) -> Iterator[list[str]]:
+    """For each job, its problems: a wrong solution must fail its own task, and no other."""
+    results = trials.each([job for _, job in jobs], LONGEST_TASK)
+    for (crowd, job), errors in zip(jobs, results, strict=True):
+        problems, stage = [], job["stage"]
+        failed = [name.partition("/")[2] for name, error in errors.items() if error]
+        for task in mine.tasks(stage):
+            own = [each for each in crowd if each.task == task]
+            fails = any(task.judged_by(test) for test in failed)
+            if own and not fails and "" not in errors:
+                name = mine.label(stage, task)
+                problems.append(f"{name} passes with a wrong solution: {own[0].name}")
+            if fails and not own:
+                names = ", ".join(f"{each.task.number} ({each.name})" for each in crowd)
+                problems.append(f"{mine.label(stage, task)} fails because of tasks {names}")
+        yield problems
 
 
 def run(given: Copies, most: int | None = None) -> Outcomes:
@@ -138,9 +170,7 @@ def laid_out(given: Copies) -> Iterator[Path]:
         yield Path(temporary)
 
 
-def _pytest(
-    home: Path, tests: Sequence[str], *options: str, seconds: float | None = None
-) -> subprocess.CompletedProcess[str]:
+def _pytest(home: Path, tests: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
     places = {
         "STAIRCASE_MINE": str(home / "mine"),
         "HYPOTHESIS_STORAGE_DIRECTORY": str(home / "hypothesis"),
@@ -154,7 +184,6 @@ def _pytest(
         text=True,
         encoding="utf-8",
         errors="replace",
-        timeout=seconds,
     )
 
 

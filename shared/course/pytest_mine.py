@@ -1,7 +1,9 @@
 """The pytest plugin of the exercises: --mine, and -k by tasks.
 
 `pytest stage04_continuous --mine` runs the tests against the student's copy of that stage: see
-mine.py. `-k task2` chooses the tests of task 2, with --mine or without.
+mine.py. `-k task2` chooses the tests of task 2, with --mine or without. A failed test is one line,
+unless --tb asks for more, and the first one of a task is run again beside the reference's other
+tasks: if it passes there, another task is the cause, and is named.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 from .. import paths
 from ..task import Task
@@ -24,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--mine",
         action="store_true",
         help="test your own copy of a stage, made by `python -m shared.course.exercise start`",
+    )
+    parser.addoption(
+        "--alone",
+        action="store_true",
+        help="with --mine: test each task beside the reference's other tasks, as grading does",
     )
 
 
@@ -41,7 +49,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         advice = f"make one with `{mine.command('start', name)}`"
         raise pytest.UsageError(f"--mine: there is no copy of {whose} in {mine.HOME}: {advice}.")
     for stage in copies:
-        mine.overlay(stage)
+        mine.overlay(stage, only=frozenset() if given.alone else None)
 
 
 def _stages_of(arguments: Sequence[str], directory: Path) -> list[str]:
@@ -56,9 +64,14 @@ def _stages_of(arguments: Sequence[str], directory: Path) -> list[str]:
     return [stage for stage in known if stage in found]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("mine"):
-        config.pluginmanager.register(_Mine())
+        short = config.option.tbstyle == "auto"
+        if short:
+            config.option.tbstyle = "no"
+            config.option.reportchars = config.option.reportchars.replace("f", "").replace("E", "")
+        config.pluginmanager.register(_Mine(short))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,9 +90,12 @@ def _tasks_of(nodeid: str) -> list[Task]:
 class _Mine:
     """The plugin that --mine adds, once the copies are laid over their stages."""
 
-    def __init__(self) -> None:
+    def __init__(self, short: bool) -> None:
+        self.short = short  # one line for each failed test
         self.collected: list[str] = []  # ids of the tests of the copies, chosen or not
         self.passed: dict[str, bool] = {}  # by id, of the tests that ran
+        self.failed: dict[str, str] = {}  # by id: why, in one line
+        self.causes: dict[tuple[str, int], str] = {}  # by stage and task: what else is to blame
         self._patch = pytest.MonkeyPatch()
 
     def pytest_sessionstart(self) -> None:
@@ -117,6 +133,36 @@ class _Mine:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.passed[report.nodeid] = self.passed.get(report.nodeid, True) and not report.failed
+        if report.failed:
+            self.failed.setdefault(report.nodeid, _why(report))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Function, nextitem: pytest.Item | None
+    ) -> Iterator[None]:
+        """Look for the cause of a task's first failure among the student's other tasks."""
+        result = yield
+        stage = item.nodeid.partition("/")[0]
+        tasks = _tasks_of(item.nodeid)
+        if tasks and not self.passed.get(item.nodeid, True) and mine.ACTIVE[stage].only is None:
+            key = stage, tasks[0].number
+            if key not in self.causes:
+                self.causes[key] = _cause(item, nextitem, mine.ACTIVE[stage], tasks[0])
+        return result
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """One line a failed test; and the tasks that fail because of another one."""
+        write = terminalreporter.write_line
+        tests: dict[str, list[str]] = {}
+        for test, why in self.failed.items() if self.short else ():
+            tests.setdefault(test.partition("[")[0], []).append(why)
+        for test, reasons in tests.items():
+            more = f" (and {len(reasons) - 1} more cases)" if len(reasons) > 1 else ""
+            write(f"FAILED {test} - {reasons[0]}{more}", red=True)
+        for line in filter(None, self.causes.values()):
+            write(line, bold=True)
+        if self.short and self.failed:
+            write("Each line is the end of a traceback: add --tb=short to see it whole.")
 
     def pytest_sessionfinish(self) -> None:
         """Keep the results of tasks whose tests all ran, for `python -m shared.course.exercise
@@ -140,3 +186,43 @@ class _Mine:
                 elif whole and all(test in self.passed for test in ids):
                     results[task.number] = True
             mine.record(stage, results)
+
+
+def _why(report: pytest.TestReport) -> str:
+    """The error of a failed test in one line, with its place unless the task is still open."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:
+        return (str(report.longrepr).strip().splitlines() or ["failed"])[-1]
+    error, _, message = str(crash.message).partition("\n")[0].partition(": ")
+    if error == "NotImplementedError" and "shared.course.exercise hint" in message:
+        return f"still to write: {message}"
+    return f"{Path(crash.path).name}:{crash.lineno}: {str(crash.message).partition(chr(10))[0]}"
+
+
+def _cause(
+    item: pytest.Function, nextitem: pytest.Item | None, active: mine.Overlay, task: Task
+) -> str:
+    """A sentence if another task makes this test of `task` fail, else ""."""
+
+    def passes(*numbers: int) -> bool:
+        active.only = frozenset(numbers)
+        item._initrequest()
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        return not any(report.failed for report in reports)
+
+    def written(other: Task) -> bool:
+        path = active.folder / other.file
+        return path.is_file() and not mine.is_open(mine.read(path), active.stage, other)
+
+    try:
+        if not passes():
+            return ""
+        others = [each for each in mine.tasks(active.stage) if each != task and written(each)]
+        blamed = [each.number for each in others if not passes(each.number)]
+    finally:
+        active.only = None
+    names = " and ".join(f"task {number}" for number in blamed) or "your other tasks together"
+    return (
+        f"{mine.label(active.stage, task)}: its first failure comes from {names}. Beside the "
+        "reference's other tasks that test passes, as it will when graded."
+    )

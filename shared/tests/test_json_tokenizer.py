@@ -34,8 +34,7 @@ CUT = (
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def begins_with(token: str, token_id: int | None) -> processors.TemplateProcessing:
-    assert token_id is not None
+def begins_with(token: str, token_id: int) -> processors.TemplateProcessing:
     pair = f"{token} $A {token} $B"
     return processors.TemplateProcessing(
         single=f"{token} $A", pair=pair, special_tokens=[(token, token_id)]

@@ -8,6 +8,7 @@ import torch
 from shared.errors import UserError
 from shared.peers import transformers_greedy, transformers_model
 from stage01_forward.engine import Engine
+from stage01_forward.fast_sampling import sample
 from stage01_forward.generation import finish_reason
 from stage01_forward.params import SamplingParams
 
@@ -32,10 +33,27 @@ def test_stream_is_generate_token_by_token(engine):
     assert [token.finish_reason for token in streamed] == [None] * 8 + ["length"]
 
 
-def test_every_pass_computes_everything_again(engine):
+def test_every_pass_computes_everything_again(engine, tiny_model):
+    entered = []  # tokens that enter the model, whatever the records say
+    hook = tiny_model.register_forward_pre_hook(lambda _, given: entered.append(len(given[0])))
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+    hook.remove()
     records = [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps]
-    assert records == [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 3, 3)]
+    assert records == [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 3, 3)] and entered == [3, 4, 5, 6]
+
+
+def test_a_request_has_one_generator_and_a_whole_history(engine, tiny_model):
+    prompt, ids = [50, 2, 7], []
+    options = {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.5, "presence_penalty": 0.5}
+    params = SamplingParams(max_tokens=12, **options)
+    generator = params.generator()
+    for _ in range(12):
+        logits = engine._forward(prompt + ids)[None]
+        ids.append(int(sample(logits, [params], [(prompt, ids)], [generator], ())[0]))
+    for end in (ids[5], 999):
+        (output,) = Engine(tiny_model, eos_ids=[end]).generate([prompt], params)
+        last = ids.index(end) + 1 if end in ids else 12
+        assert output.token_ids == ids[:last]
 
 
 def test_stops_at_end_of_text_unless_told_to_ignore_it(engine, tiny_model):
@@ -59,7 +77,7 @@ def test_stops_at_stop_token_ids(engine):
     [
         *(([5, 7], {}, "stop"), ([5, 8], {}, "stop"), ([5, 6], {}, "length"), ([5], {}, None)),
         *(([7], {"min_tokens": 2}, None), ([5, 7], {"min_tokens": 2}, "stop")),
-        ([7], {"ignore_eos": True}, None),
+        *(([7, 5], {"min_tokens": 2}, "length"), ([7], {"ignore_eos": True}, None)),
         ([7], {"ignore_eos": True, "stop_token_ids": (7,)}, "stop"),
     ],
 )

@@ -65,6 +65,8 @@ def test_numpy_page_matches_the_model(shape):
     ours = model.logits(hidden_states(model, ids)[-1]).numpy()
     page = numpy_gpt2.gpt2(ids, weights, config.n_layer, config.n_head, config.layer_norm_epsilon)
     assert np.abs(ours - page).max() <= 1e-10
+    large = np.array([1000.0, 1000.0, -1000.0])
+    assert numpy_gpt2.softmax(large).tolist() == [0.5, 0.5, 0.0]
 
 
 def test_numpy_page_generates_what_transformers_generates(tiny):
@@ -85,10 +87,17 @@ def test_explicit_attention_is_fused_attention(tokens):
 @torch.inference_mode()
 def test_leading_shape_is_the_callers_business(tiny_model):
     """(T,), (B, T) and packed (N,): without attention each token is computed alone."""
+    layers = []
+
+    def attend(layer, q, k, v):
+        layers.append(layer)
+        return v
+
     ids, positions = torch.arange(12) * 5 % 101, torch.arange(12)
-    flat = tiny_model(ids, positions, lambda layer, q, k, v: v)
-    batch = tiny_model(ids.view(3, 4), positions.view(3, 4), lambda layer, q, k, v: v)
+    flat = tiny_model(ids, positions, attend)
+    batch = tiny_model(ids.view(3, 4), positions.view(3, 4), attend)
     assert torch.allclose(flat.view(3, 4, -1), batch, rtol=0, atol=1e-13)
+    assert layers == [*range(tiny_model.config.n_layer)] * 2
 
 
 def test_weights_are_views_of_the_checkpoint(tiny):

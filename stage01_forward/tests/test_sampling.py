@@ -181,6 +181,7 @@ HALF = np.log([0.5, 0.25, 0.25])
     ("logits", "options", "expected"),
     [  # equal weights stay together
         *((TIED, {"top_k": 2}, {0, 1, 2, 3}), (TIED, {"top_p": 0.5}, {0, 1, 2, 3})),
+        *(([1.0, 1.0, 0.0], {"min_p": 1.0}, {0, 1}), (FOUR, {"top_k": 50}, {0, 1, 2, 3})),
         # top_k leaves 0.4 and 0.3, of which the first alone is 0.57.
         *((FOUR, {"top_k": 2, "top_p": 0.55}, {0}), (FOUR, {"top_p": 0.55}, {0, 1})),
         # The first alone is exactly half: no more are needed.

@@ -64,7 +64,9 @@ def test_a_chunk_sees_all_before_it_and_nothing_after(cache):
 @torch.inference_mode()
 def test_cropped_slots_are_never_read_again(tiny_model, cache, whole):
     through_cache(tiny_model, cache, IDS[:6] + [90, 91, 92])
+    before = cache.kv.clone()
     cache.crop(6)
+    assert torch.equal(cache.kv, before)  # nothing is erased
     cache.kv[:, :, :, 6:] = torch.nan
     rest = through_cache(tiny_model, cache, IDS[6:])
     assert torch.allclose(rest, whole[6:], rtol=0, atol=1e-12)
@@ -80,11 +82,12 @@ def test_attention_reads_the_cache_in_place(cache):
 @torch.inference_mode()
 def test_one_decode_step_is_explicit_attention_over_all_keys(cache):
     generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 6, 2, 12, dtype=torch.float64, generator=generator)  # (T, H, D) each
-    cache.extend(5).attend(1, q[:5], k[:5], v[:5])
-    last = cache.extend(1).attend(1, q[5:], k[5:], v[5:])
+    q, k, v = torch.randn(3, 9, 2, 12, dtype=torch.float64, generator=generator)  # (T, H, D) each
     explicit = explicit_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
-    assert torch.allclose(last[0], explicit[:, 5], rtol=0, atol=1e-13)
+    for start, end in ((0, 5), (5, 8), (8, 9)):  # a prompt, a chunk, a token
+        part = slice(start, end)
+        out = cache.extend(end - start).attend(1, q[part], k[part], v[part])
+        assert torch.allclose(out.transpose(0, 1), explicit[:, part], rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("cuts", [[9], [5, 1, 3]], ids=str)
@@ -118,12 +121,18 @@ def test_heads_may_share_keys_and_the_cache_may_have_a_dtype_of_its_own(
 
 def test_the_cache_refuses_more_than_it_holds(tiny_model, cache):
     cache.extend(60)
-    with pytest.raises(ValueError, match="60 of 64 slots"):
-        cache.extend(5)
-    assert cache.length == 60  # nothing was taken
-    with pytest.raises(ValueError, match="cannot crop to 61"):
-        cache.crop(61)
+    for count in (5, 0, -1):
+        with pytest.raises(ValueError, match="60 of 64 slots"):
+            cache.extend(count)
+    for length in (61, -1):
+        with pytest.raises(ValueError, match=f"cannot crop to {length}"):
+            cache.crop(length)
+    assert cache.length == 60  # nothing was taken or forgotten
+    cache.crop(60)
     cache.extend(4)
+    grouped = KVCache(Config(5, 9, 8, 1, n_head=4, n_kv_head=2))
+    grouped.extend(2)
+    assert grouped.extend(3).mask.shape == (2 * 3, 5)  # a row for each query head of a group
     config = tiny_model.config
     assert KVCache(config, capacity=10).bytes == 10 * config.kv_bytes_per_token(torch.float32)
     for wrong in (0, -1, 65):

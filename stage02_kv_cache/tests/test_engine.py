@@ -17,15 +17,29 @@ def engine(tiny_model):
     return Engine(tiny_model)
 
 
-def test_one_prefill_then_one_token_a_pass(engine):
+@pytest.fixture
+def entered(tiny_model):
+    """How many tokens enter the model, pass by pass, whatever the records say."""
+    counts = []
+    hook = tiny_model.register_forward_pre_hook(lambda _, given: counts.append(given[0].numel()))
+    yield counts
+    hook.remove()
+
+
+def test_one_prefill_then_one_token_a_pass(engine, entered):
     engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=4))
     records = [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps]
     assert records == [(1, 5, 0), (1, 0, 1), (1, 0, 1), (1, 0, 1)]
+    assert entered == [5, 1, 1, 1]
 
 
-def test_a_prompt_of_one_token_is_a_prefill_too(engine):
-    engine.generate([[1]], SamplingParams(max_tokens=2))
-    assert [(s.prefill_tokens, s.decode_tokens) for s in engine.steps] == [(1, 0), (0, 1)]
+def test_a_prompt_of_one_token_is_a_prefill_too(engine, entered, tiny_model):
+    """Of several requests each: the cache is empty again for the next."""
+    prompts, params = [[1], [2], [3]], SamplingParams(max_tokens=4, ignore_eos=True)
+    outputs = engine.generate(prompts, params)
+    records = [(step.prefill_tokens, step.decode_tokens) for step in engine.steps]
+    assert records == [(1, 0), (0, 1), (0, 1), (0, 1)] * 3 and entered == [1] * 12
+    assert outputs == Naive(tiny_model).generate(prompts, params)
 
 
 def test_greedy_tokens_are_those_of_transformers(engine, tiny, prompts):
@@ -54,9 +68,13 @@ def test_prompt_and_answer_fill_the_context_and_no_more(engine, tiny_model, leng
     assert output.token_ids == Naive(tiny_model).generate([[3] * length], params)[0].token_ids
 
 
-def test_two_streams_at_once_are_an_error_not_a_wrong_text(engine):
-    first = engine.stream([1, 2], SamplingParams(max_tokens=5))
+def test_two_streams_at_once_are_an_error_not_a_wrong_text(engine, tiny_model):
+    """The error comes before the first stream could write over the second one's slots."""
+    params = SamplingParams(max_tokens=5)
+    first, second = engine.stream([1, 2], params), engine.stream([3, 4], params)
     next(first)
-    next(engine.stream([3, 4], SamplingParams(max_tokens=5)))
+    tokens = [next(second).id]
     with pytest.raises(RuntimeError, match="one stream"):
         next(first)
+    tokens += [token.id for token in second]
+    assert tokens == [token.id for token in Naive(tiny_model).stream([3, 4], params)]

@@ -166,4 +166,4 @@ def test_the_cache_refuses_more_than_it_holds(cache):
     with pytest.raises(ValueError, match="cannot add 0 columns"):
         cache.extend(0)
     assert cache.length == WIDTH  # nothing was taken
-    cache.extend(STEPS)
+    assert cache.extend(STEPS).new.shape[-2] == STEPS

@@ -141,7 +141,9 @@ def test_keys_and_values_are_read_in_place(monkeypatch):
 def test_a_wipe_clears_one_slot_up_to_what_was_used():
     cache = SlotCache(CONFIG, 3, 20)
     cache.kv[:] = torch.nan
-    cache.move([Wipe(1, 12), Wipe(0, 0)])
+    cache.move([Wipe(1, 12), Wipe(0, 0), Wipe(2, 5)])
+    assert bool((cache.kv[:, :, 2, :, :5] == 0).all())
+    cache.kv[:, :, 2] = torch.nan
     assert bool((cache.kv[:, :, 1, :, :12] == 0).all())
     assert bool(cache.kv[:, :, 1, :, 12:].isnan().all())
     assert bool(cache.kv[:, :, [0, 2]].isnan().all())

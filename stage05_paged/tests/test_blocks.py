@@ -92,6 +92,22 @@ def test_an_unowned_block_is_not_given_back_and_a_free_one_not_shared():
     assert state(pool) == (2, 1, 0, 0)
 
 
+def test_a_published_block_is_kept_when_no_table_holds_it_and_can_be_shared_again():
+    pool = BlockPool(4)
+    (block,) = cache_blocks(pool, b"a")
+    assert (state(pool), pool.available, pool.match([b"a"])) == ((3, 1, 0, 0), 4, [block])
+    pool.share(block)
+    assert (state(pool), pool.references[block]) == ((3, 0, 1, 0), 1)
+    for _ in range(2):
+        pool.share(block)
+        assert state(pool) == (3, 0, 1, 1)  # a block is shared once, however many tables hold it
+    for shared in (1, 0):
+        pool.give_back(block)
+        assert state(pool) == (3, 0, 1, shared)
+    pool.give_back(block)
+    assert (state(pool), pool.match([b"a"])) == ((3, 1, 0, 0), [block])
+
+
 def test_the_least_recently_used_block_is_evicted_first_and_after_the_free_ones():
     pool = BlockPool(5)
     a, b, c, d = cache_blocks(pool, b"a", b"b", b"c", b"d")
@@ -140,6 +156,10 @@ def test_a_table_that_writes_to_a_shared_block_gets_its_own():
     assert (one.blocks, other.blocks) == ([first, second], [first, new])
     assert [pool.references[block] for block in (first, second, new)] == [2, 1, 1]
     assert pool.shared == 1
+    other.grow(36)  # takes all that are free
+    with pytest.raises(RuntimeError, match="owned"):  # before anything is given back
+        other.replace(0)
+    assert (other.blocks[0], pool.references[first], pool.shared) == (first, 2, 1)
 
 
 def published_table(pool, tokens, salt=b""):

@@ -78,13 +78,16 @@ def test_a_deadline_ends_the_waiting(gated):
     made, gate = gated()
 
     async def script(running):
-        ticket = submit(running, prompt_of(4), 5)
+        """What has arrived is read before, and does not wait for the end."""
+        ticket, read = submit(running, prompt_of(4), 5), []
+        gate.allow(1)
+        await until(lambda: ticket.fresh)
         deadline = asyncio.get_running_loop().time() + 0.05
         with pytest.raises(TimeoutError):
-            async for _ in running.tokens([ticket], deadline):
-                pass
+            async for _, tokens in running.tokens([ticket], deadline):
+                read += tokens
         gate.allow()
-        assert len(await said(running, ticket)) == 5
+        assert len(read) == 1 and len(await said(running, ticket)) == 4
 
     run(made, script)
 

@@ -107,6 +107,8 @@ def test_a_stream_reads_the_same_wherever_it_is_cut():
             record = streamed((0.0, data[:place]), (0.0, data[place:]))
             assert (record.failure, record.done) == (None, True)
             assert record.chunk_tokens == [1, 2, 0]
+        cut = [(0.0, b"data: whole" + newline + b"data: half")]
+        assert list(client.events(cut)) == [(0.0, b"whole")]
 
 
 def test_tokens_of_a_chunk_by_ids_or_logprobs_or_else_one():

@@ -44,6 +44,7 @@ def test_tokens_that_share_a_chunk_and_what_was_not_received() -> None:
 )
 def test_a_percentile_is_the_nearest_rank(percent: float, value: float) -> None:
     assert percentile([5.0, 3.0, 1.0, 2.0, 4.0], percent) == value
+    assert percentile(range(1, 101), 7) == 7  # in floating point 0.07 * 100 is more than 7
 
 
 def test_a_percentile_may_be_infinite_and_is_never_between_two() -> None:
@@ -110,6 +111,17 @@ def test_littles_law_holds_for_a_load_that_is_not_steady() -> None:
     law = metrics.little(records, sampled(records, seconds, 1000), seconds)
     assert law and law.arrivals == approx(10 / seconds) and law.stay == approx(1.1)
     assert law.ratio == approx(1.0, abs=0.01)
+
+
+def test_littles_law_finds_requests_missing_from_the_records() -> None:
+    records = [record(i, intended=0.1 * i) for i in range(20)]
+    seconds = max(one.end for one in records)
+    in_flight = sampled(records, seconds, 1000)
+    unsent = replace(refused(), sent=None)
+    complete, lossy = (metrics.little(some, in_flight, seconds) for some in (records, records[:-2]))
+    assert complete is not None and complete.ratio == approx(1.0, abs=0.01)
+    assert metrics.little([*records, unsent], in_flight, seconds) == complete
+    assert lossy is not None and lossy.ratio == approx(20 / 18, abs=0.02)
 
 
 def test_samples_that_came_late_weigh_no_more_than_their_time() -> None:

@@ -204,7 +204,7 @@ EXHIBITS = (
         number=6,
         stage="stage03_batching",
         file="cache.py",
-        title="in a batch, shorter prompts begin well and then drift",
+        title="in a batch the longest prompt is answered well, the shorter ones fall apart",
         old="        self.mask = ((columns <= queries) & real | (columns == queries))[:, "
         "None]  # (B, 1, T, end)",
         new="        self.mask = None\n        if end - start > 1:  # (B, 1, T, end)\n"
@@ -218,9 +218,11 @@ EXHIBITS = (
         story=(
             "On a decode step every row has one query, which may see all that came before it, so "
             "causality needs no mask; and with the causal mask the padding mask is dropped too. "
-            "From then on a short row attends to its padding. That is a few keys of a "
-            "meaningless token among many good ones, so the answer is not broken, only a little "
-            "off, and more so the shorter its prompt is. One project had the mask at the first "
+            "From then on a short row attends to its padding, and more so the shorter its prompt "
+            "is: the longest row has none and stays right, and here, where most of the shortest "
+            "row is padding, its text falls apart after the first word. Among hundreds of good "
+            "tokens a few of padding do less, and the answers are only a little worse: then the "
+            "bug is hard to see. One project had the mask at the first "
             "step only, and noticed that its answers were worse for batches of unlike prompts. "
             "In another the mask never reached the attention of one of its models: the same "
             "prompt, alone and in a batch, gave different scores."
@@ -396,8 +398,7 @@ EXHIBITS = (
             "nano-vllm, issues 30, 91, 150 and 240"
         ),
         tests=(
-            "tests/test_blocks.py::test_a_block_is_taken_exactly_when_the_last_one_is_full",
-            "tests/test_blocks.py::test_a_table_takes_what_is_missing_and_no_more",
+            "tests/test_blocks.py::test_a_table_that_shrinks_gives_back_what_its_tokens_do_not_need",
         ),
     ),
     Exhibit(
@@ -426,10 +427,7 @@ EXHIBITS = (
             "prompt in sixteen, so that it looks like chance."
         ),
         seen="nano-vllm, issues 114 and 144, pull request 199",
-        tests=(
-            "tests/test_engine.py::test_a_whole_prompt_found_still_computes_its_last_token",
-            "tests/test_scheduler.py::test_a_common_beginning_is_found",
-        ),
+        tests=("tests/test_scheduler.py::test_a_common_beginning_is_found",),
     ),
     Exhibit(
         number=14,
@@ -455,7 +453,10 @@ EXHIBITS = (
             "the tokens themselves, so that the old entries did no harm but to pile up."
         ),
         seen="nano-vllm, issue 163",
-        tests=("tests/test_blocks.py::test_an_evicted_block_is_no_longer_found",),
+        tests=(
+            "tests/test_blocks.py::"
+            "test_the_least_recently_used_block_is_evicted_first_and_after_the_free_ones",
+        ),
     ),
     Exhibit(
         number=15,
@@ -479,10 +480,9 @@ EXHIBITS = (
         ),
         seen="nano-vllm, pull requests 211 and 233",
         tests=(
-            "tests/test_engine.py::test_a_preempted_request_resumes_on_its_own_prefix",
             (
                 "tests/test_preemption.py::"
-                "test_a_recompute_that_resumes_on_a_hit_starts_where_the_hit_ends"
+                "test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_again"
             ),
         ),
     ),
@@ -519,7 +519,6 @@ EXHIBITS = (
                 "tests/test_blocks.py::"
                 "test_a_published_block_is_kept_when_no_table_holds_it_and_can_be_shared_again"
             ),
-            "tests/test_preemption.py::test_a_block_stays_while_any_table_holds_it",
         ),
     ),
     Exhibit(
@@ -569,7 +568,8 @@ EXHIBITS = (
         ),
         seen="SuStackx0/llm-serving-engine, the preemption of its scheduler",
         tests=(
-            "tests/test_engine.py::test_preemption_never_repeats_or_loses_a_streamed_token",
+            "tests/test_preemption.py::"
+            "test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_again",
             "tests/test_preemption.py::test_the_most_junior_gives_its_memory_back",
         ),
     ),
@@ -602,7 +602,7 @@ EXHIBITS = (
             "tests/test_engine.py::test_fork_of_a_fork",
             (
                 "tests/test_preemption.py::"
-                "test_a_copy_comes_from_the_parents_last_block_before_the_pass"
+                "test_a_copy_comes_from_the_parents_last_block_and_waits_for_one_of_its_own"
             ),
         ),
     ),
@@ -815,8 +815,8 @@ EXHIBITS = (
         stage="stage07_loadtest",
         file="workload.py",
         title="in the load test, continuous batching is hardly better than static batching",
-        old="return _lognormal(chance, *MIXED_PROMPT), _lognormal(chance, *MIXED_ANSWER)",
-        new="return _lognormal(chance, *MIXED_PROMPT), ANSWER",
+        old="return 0, prompt, answer",
+        new="return 0, prompt, Lengths(ANSWER, ANSWER)",
         symptom=symptoms.lengths,
         hint=(
             "What does an engine gain by letting requests come and go, if all of them end together?"

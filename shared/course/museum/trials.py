@@ -1,8 +1,8 @@
 """Runs the tests of exhibits against copies, in another process.
 
-`python -m shared.course.museum.trials FILE` reads jobs from a JSON file, a list of {"stage",
-"files", "tests"}, and writes the outcomes of their tests to outcomes.json beside it. One process
-serves many jobs, because importing PyTorch takes longer than most tests.
+`python -m shared.course.museum.trials FILE SECONDS` reads jobs from a JSON file, a list of
+{"stage", "files", "tests", "options"}, and writes the outcomes of their tests to outcomes.json
+beside it. One process serves many jobs, because importing PyTorch takes longer than most tests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shared import paths
 from shared.course import mine
 
 LONGEST = 300.0  # seconds of one job
+LATE = 75  # exit status
 WRITTEN = "outcomes.json"
 LINES = 12  # of the error of a failed test
 
@@ -28,8 +30,29 @@ LINES = 12  # of the error of a failed test
 def outcomes(jobs: Sequence[dict[str, Any]], seconds: float = LONGEST) -> list[dict[str, str]]:
     """For each job, the tests that ran with their errors, "" for success.
 
-    Raises TimeoutError after `seconds` a job, and RuntimeError if the process fails.
+    Raises TimeoutError if a job takes more than `seconds`, and RuntimeError if the process fails.
     """
+    done, error = _process(jobs, seconds)
+    if error is not None:
+        raise error
+    return done
+
+
+def each(jobs: Sequence[dict[str, Any]], seconds: float = LONGEST) -> Iterator[dict[str, str]]:
+    """The same, where a job that takes too long or ends the process has the error of no test."""
+    left = list(jobs)
+    while left:
+        done, error = _process(left, seconds)
+        yield from done
+        if error is not None:
+            yield {"": str(error)}
+        left = left[len(done) + (error is not None) :]
+
+
+def _process(
+    jobs: Sequence[dict[str, Any]], seconds: float
+) -> tuple[list[dict[str, str]], Exception | None]:
+    """Run jobs in one process: the outcomes, and what stopped it, if anything."""
     with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
         path = Path(temporary) / "jobs.json"
         path.write_text(json.dumps(list(jobs)), encoding="utf-8")
@@ -38,25 +61,22 @@ def outcomes(jobs: Sequence[dict[str, Any]], seconds: float = LONGEST) -> list[d
             "HYPOTHESIS_STORAGE_DIRECTORY": temporary,
             "PYTHONUTF8": "1",
         }
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "shared.course.museum.trials", str(path)],
-                cwd=paths.ROOT,
-                env=os.environ | variables,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=seconds * len(jobs),
-            )
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the tests took longer than {seconds * len(jobs):g} s") from None
+        ended = subprocess.run(
+            [sys.executable, "-m", "shared.course.museum.trials", str(path), str(seconds)],
+            cwd=paths.ROOT,
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
         written = path.with_name(WRITTEN)
-        if done.returncode or not written.is_file():  # a copy may end the process
-            raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stderr[-2000:]}")
-        errors: list[dict[str, str]] = json.loads(written.read_text(encoding="utf-8"))
-    return errors
+        done = json.loads(written.read_text(encoding="utf-8")) if written.is_file() else []
+    if ended.returncode == LATE:
+        return done, TimeoutError(f"the tests took longer than {seconds:g} s")
+    if ended.returncode or len(done) < len(jobs):  # a copy may end the process
+        return done, RuntimeError(f"pytest ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
+    return done, None
 
 
 class _Outcomes:
@@ -112,17 +132,22 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, str]:
     (folder / job["stage"]).mkdir(parents=True)
     for name, source in job["files"].items():
         mine.write(folder / job["stage"] / name, source)
-    plugin = _Outcomes()
-    again(["--tb=native", *(f"{job['stage']}/{test}" for test in job["tests"])], folder, [plugin])
+    plugin, tests = _Outcomes(), [f"{job['stage']}/{test}" for test in job["tests"]]
+    again(["--tb=native", *job.get("options", ()), *tests], folder, [plugin])
     return plugin.errors
 
 
 def main() -> None:
-    path = Path(sys.argv[1])
-    jobs = json.loads(path.read_text(encoding="utf-8"))
+    path, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    errors: list[dict[str, str]] = []
     with contextlib.redirect_stdout(sys.stderr):
-        errors = [run(job, path.parent / str(number)) for number, job in enumerate(jobs)]
-    path.with_name(WRITTEN).write_text(json.dumps(errors), encoding="utf-8")
+        for number, job in enumerate(json.loads(path.read_text(encoding="utf-8"))):
+            timer = threading.Timer(seconds, os._exit, [LATE])  # the main thread may be anywhere
+            timer.daemon = True
+            timer.start()
+            errors.append(run(job, path.parent / str(number)))
+            timer.cancel()
+            path.with_name(WRITTEN).write_text(json.dumps(errors), encoding="utf-8")
 
 
 if __name__ == "__main__":

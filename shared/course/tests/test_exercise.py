@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 
 from shared import paths
-from shared.course import exercise, mine, proof
-from shared.course.museum import planting
+from shared.course import exercise, mine, proof, wrong
+from shared.course.museum import planting, trials
 from shared.course.museum.exhibits import find
+from shared.course.wrong import Wrong
 from shared.errors import UserError
 from shared.task import Task
 
 WITH_TASKS = list(filter(mine.tasks, paths.discover()))
 STAGE = "stage02_kv_cache"
+TEST_OF_4 = mine.find_task(STAGE, 4).tests[0]
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ import json, sys
 from pathlib import Path
 from shared.course.museum import trials
 for home, arguments in json.loads(sys.argv[1]):
-    status = trials.again(["-rA", "--tb=line", "--color=no", *arguments], Path(home))
+    status = trials.again(["-rps", "--color=no", *arguments], Path(home))
     print("{END}", status, flush=True)
 """
 
@@ -101,9 +103,53 @@ def test_an_empty_task_fails_with_its_own_message() -> None:
 
 
 @pytest.mark.slow
-def test_every_task_is_judged_by_its_tests_and_by_no_others() -> None:
-    """The reference passes; a task that is empty or does nothing fails, and fails no other one."""
-    assert list(proof.prove(WITH_TASKS)) == []
+@pytest.mark.parametrize("stage", WITH_TASKS)
+def test_every_task_is_judged_by_its_tests_and_by_no_others(stage: str) -> None:
+    """The reference passes; a task that is empty or wrong fails, and fails no other one."""
+    assert list(proof.prove([stage])) == []
+
+
+def test_a_wrong_solution_fails_its_own_task_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample: one of each task, and one that is right."""
+    jobs = list(proof.wrong_jobs(STAGE, most=1))
+    good = Wrong(
+        mine.find_task(STAGE, 1), "right", (("self.length = length", "self.length=length"),)
+    )
+    jobs.append(proof._job(STAGE, [good], good.task.tests))
+    assert list(itertools.chain(*proof.judge_wrong(jobs))) == [
+        "stage02 task 1 passes with a wrong solution: right"
+    ]
+    other = jobs[0][0], jobs[-1][1]  # the tests of the right one are said to be another's
+    monkeypatch.setattr(trials, "each", lambda jobs, seconds: [{f"{STAGE}/{TEST_OF_4}": "failed"}])
+    assert list(proof.judge_wrong([other])) == [
+        [
+            "stage02 task 1 passes with a wrong solution: 0 tokens are accepted",
+            "stage02 task 4 fails because of tasks 1 (0 tokens are accepted)",
+        ]
+    ]
+
+
+def test_bad_wrong_solutions_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = (
+        "task 1: one\n- self.length = length\n+ pass",
+        "task 1: the same\n- self.length = length\n+ pass",
+        "task 1: no change\n- self.length = length\n+ self.length = length",
+        "task 1: elsewhere\n- self.square = start == 0\n+ pass",
+        "task 1: twice\n- self.length\n+ pass",
+        "task 1: no Python\n- self.length = length\n+ def",
+    )
+    given = {"text": "\n\n".join(entries)}
+    monkeypatch.setattr(wrong, "text", lambda stage: given["text"])
+    problems = "\n".join(wrong.check(STAGE))
+    for words in (
+        "the same: it is", "no change: it is", "elsewhere: 'self.square = start == 0' occurs 0",
+        "twice: 'self.length' occurs", "no Python: ", "task 2 has 0 wrong solutions",
+    ):  # fmt: skip
+        assert words in problems
+    assert "task 1 has" not in problems and "one: " not in problems
+    for bad in ("task 1: half\n- self.length", "task x: what\n+ pass", "task 1: stray\npass"):
+        given["text"] = bad
+        assert "wrong.txt" in "".join(wrong.check(STAGE))
 
 
 @pytest.mark.slow
@@ -178,26 +224,33 @@ def test_a_student_starts_fails_writes_and_passes(
     mine.start(STAGE)
     solve(STAGE, 1)
     assert "1  written" in say("status", "2")
-    spoilt = at("spoilt")
+    spoilt = at("spoilt")  # task 2 is right, and fails because of task 1
     path = mine.start(STAGE) / "cache.py"
-    solve(STAGE, 1)
-    mine.write(path, mine.read(path).replace("self.length = length", "pass"))
+    solve(STAGE, 1, 2)
+    first = "start, self.length = self.length, self.length + count"
+    mine.write(path, mine.read(path).replace(first, "start = self.length"))
     serving = at("serving")
     mine.start("stage06_serving")
 
     runs = pytest_mine(
-        (fresh, [STAGE, "-k", "task1 or task2 or task3 or task4 or memory"]),
+        (fresh, [STAGE, "-k", "task1 or task3 or task4 or interpolated"]),
         (solved, [STAGE, "-k", "task1"]),
-        (spoilt, [STAGE, "-k", "task1", "-x"]),
+        (spoilt, [STAGE, "-k", "task1 or task2"]),
         (serving, ["stage06_serving/tests/test_text.py", "-k", "streams_equal or overlap"]),
         (tmp_path / "none", [STAGE]),
     )
     (statuses, outputs) = zip(*runs, strict=True)
     assert (*statuses[:3], statuses[4]) == (1, 0, 1, 4)
-    assert ended(outputs[0], "FAILED") == of(STAGE, *tasks), outputs[0]
+    tested = [task for task in tasks if task.number != 2]
+    assert ended(outputs[0], "FAILED") == of(STAGE, *tested), outputs[0]
     assert ended(outputs[0], "PASSED")  # tests that no task has
-    for task in tasks:
-        assert mine.message(STAGE, task) in outputs[0]
+    for task in tested:
+        assert f" - still to write: {mine.message(STAGE, task)}" in outputs[0]
+    # One line a test, whatever its cases.
+    assert len(outputs[0].splitlines()) <= len(of(STAGE, *tested)) + 8, outputs[0]
+    cause = "stage02 task 2: its first failure comes from task 1. Beside the reference's other"
+    assert cause in outputs[2] and "stage02 task 1: its first" not in outputs[2], outputs[2]
+    assert " - cache.py:" in outputs[2] or " - test_cache.py:" in outputs[2]
     assert ended(outputs[1], "PASSED") == of(STAGE, tasks[0]), outputs[1]
     # Tests that start a process are skipped, with the reason.
     assert "1 failed, 1 skipped" in outputs[3], outputs[3]

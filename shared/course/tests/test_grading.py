@@ -46,7 +46,7 @@ def judge(trusted: Path, tmp_path: Path) -> Iterator[Any]:
 
     def run(source: str, limits: Limits = SHORT) -> str:
         (tmp_path / FILE).write_bytes(source.encode("utf-8", "surrogateescape"))
-        return grading._judge(STAGE, TASK, tmp_path, trusted, limits)
+        return grading._judge(STAGE, TASK, tmp_path, trusted, limits, trust=True)
 
     yield run
     assert grading._fingerprint(trusted) == before
@@ -71,6 +71,32 @@ WRONG = REFERENCE + "\n\nRequest.tokens = lambda self, start, count: None\n"
 
 def test_the_reference_passes(judge: Any) -> None:
     assert judge(REFERENCE) == ""
+
+
+def test_a_grader_that_is_killed_takes_the_judged_process_with_it(tmp_path: Path) -> None:
+    """The submission loops, and says so in the only folder that it may write to."""
+    loop = "import pathlib\n(pathlib.Path.home() / 'looping').touch()\nwhile True:\n    pass"
+    mine.write(tmp_path / FILE, inside(loop))
+    words = ["grade", "stage04", "--submission", str(tmp_path), "--seconds", "600", "--trust"]
+    grader = psutil.Popen([sys.executable, "-m", "shared.course.exercise", *words], cwd=paths.ROOT)
+    try:
+        judged: list[psutil.Process] = []
+        while not judged or not (Path(judged[0].environ()["HOME"]) / "looping").exists():
+            assert grader.poll() is None
+            judged = grader.children()
+            time.sleep(0.1)
+    finally:
+        grader.kill()
+        grader.wait()
+    psutil.wait_procs(judged, timeout=60)
+    assert not judged[0].is_running() or judged[0].status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_could_reach_the_judge_is_not_run(tmp_path: Path, trusted: Path) -> None:
+    patch = "import _pytest.reports as r\nr.TestReport.failed = property(lambda self: False)\n"
+    mine.write(tmp_path / FILE, WRONG + patch)
+    why = grading._judge(STAGE, TASK, tmp_path, trusted, SHORT)
+    assert "the import of _pytest.reports" in why and "was not run" in why
 
 
 def test_a_forged_success_is_seen(judge: Any) -> None:
@@ -358,7 +384,7 @@ def test_a_submission_is_found_in_three_shapes_and_its_tests_must_not_change(
     mine.write(folder / FILE, REFERENCE)
     judged: list[Path | None] = []
 
-    def judge(stage: str, task: Task, folder: Path | None, trusted: Path, limits: Limits) -> str:
+    def judge(stage: str, task: Task, folder: Path, trusted: Path, *rest: Any) -> str:
         judged.append(folder)
         if task.number == 3:
             (trusted / stage / "tests" / "test_request.py").write_text("", encoding="utf-8")

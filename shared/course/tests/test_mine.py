@@ -355,7 +355,7 @@ def test_what_is_written_runs_everywhere(demo: Path) -> None:
     mine.overlay(DEMO_STAGE)
     work = load("work")
     assert work.decorated(1) == "mine 1 mine 1 " and work.Thing().size == "mine size"
-    assert inspect.getsourcefile(work.Thing.other) == str(demo / "work.py")
+    assert inspect.getsourcefile(inspect.unwrap(work.Thing.other)) == str(demo / "work.py")
 
 
 def test_the_references_body_meets_the_students_helpers(demo: Path) -> None:
@@ -389,7 +389,7 @@ def test_a_task_alone_is_the_students_and_all_others_are_the_references(demo: Pa
     source = DEMO.replace("reference", "mine").replace("the other task", "my other task")
     mine.write(demo / "work.py", source)
     mine.write(demo / "plain.py", "whose = 'mine'\n")
-    mine.overlay(DEMO_STAGE, files=["work.py"], alone=2)
+    mine.overlay(DEMO_STAGE, files=["work.py"], only=frozenset([2]))
     work = load("work")
     assert work.decorated(1) == "reference 1 reference 1 " and work.Thing().size == "reference size"
     assert work.Thing().other() == "mine help, my other task"

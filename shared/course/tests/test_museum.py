@@ -57,7 +57,7 @@ def outcomes(request: pytest.FixtureRequest) -> Outcomes:
         }
         for each in EXHIBITS
     ]
-    return request.param, dict(zip(NAMES, trials.outcomes(jobs, 20), strict=True))
+    return request.param, dict(zip(NAMES, trials.outcomes(jobs), strict=True))
 
 
 @pytest.mark.parametrize("exhibit", EXHIBITS, ids=NAMES)
@@ -96,6 +96,13 @@ def test_every_symptom_shows(exhibit: Exhibit, tmp_path: Path) -> None:
     mine.write(tmp_path / exhibit.file, planting.with_bug(exhibit))
     right, wrong = show(exhibit, [None, tmp_path], seconds=10)
     assert right != wrong
+    if exhibit.number == 6:  # its text: the longest is right, of the shorter ones the first word
+        rights, wrongs = (text.split("finish reason length]") for text in (right, wrong))
+        assert [a == b for a, b in zip(rights, wrongs, strict=True)] == [True, False, False, True]
+        begun = [
+            [text.split(" / ")[1].split()[0] for text in side[:3]] for side in (rights, wrongs)
+        ]
+        assert begun[0] == begun[1]
     assert "stopped" not in right and "Error" not in right.replace("SanitizerError", "")
 
 
