@@ -74,12 +74,6 @@ def test_each_request_has_its_own_sampling(engine, naive, prompts, tiny):
         order = random.Random(seed).sample(range(len(many)), len(many))
         batch = engine.generate([many[i] for i in order], [params[i] for i in order])
         assert_same(batch, [alone[i] for i in order])
-        for i, output in zip(order, batch, strict=True):
-            ours, theirs = (
-                [[token for token, _ in logprob.top] for logprob in each.logprobs]
-                for each in (output, alone[i])
-            )
-            assert ours == theirs
 
 
 def test_end_of_text_in_one_row_ends_that_row_alone(tiny_model, naive):
