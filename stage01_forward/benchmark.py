@@ -104,7 +104,10 @@ def attention(subject: Subject, plan: Sizes) -> list[Group]:
 def generation(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """Tokens one after the other, each computed from scratch: this engine, and `transformers`
     without its cache. Its tokens are proved by ours."""
-    engines = {OURS: Engine(subject.model), PEER: kit.Peer(subject.peer("sdpa"), use_cache=False)}
+    engines = {
+        OURS: Engine(subject.model),
+        PEER: kit.Peer.static(subject.peer("sdpa"), use_cache=False),
+    }
     lengths = [(plan.prompt, plan.answer)]
     group, runs = kit.compare(subject, engines, lengths, plan.generation_repeats, "generation")
     group["proof"][PEER] = subject.prove(runs[PEER].outputs[-1])

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -82,23 +83,6 @@ def workload(plan: Sizes) -> Lengths:
     return kit.lognormal(plan.requests, plan.prompts, plan.answers, plan.middle)
 
 
-class Peer:
-    """transformers' continuous batching with the shape of our engines."""
-
-    steps: Sequence[Any] = ()
-
-    def __init__(self, peer: TransformersContinuous) -> None:
-        self.peer = peer
-
-    def generate(self, prompts: list[list[int]], sampling: Sequence[Any]) -> list[Output]:
-        answers = self.peer.generate(prompts, [params.max_tokens for params in sampling])
-        return [Output(prompt, ids) for prompt, ids in zip(prompts, answers, strict=True)]
-
-    @property
-    def passes(self) -> int:
-        return self.peer.passes
-
-
 def runner(subject: Subject, slots: int, slot_tokens: int) -> Runner:
     return Runner(subject.model, SlotCache(subject.config, slots, slot_tokens, subject.dtype))
 
@@ -121,7 +105,8 @@ def side_by_side(
     with ExitStack() as stack:
         for kind in kinds:
             peer = TransformersContinuous(subject.peer(kind), slots, most, budget)
-            engines[f"transformers, {kind}"] = Peer(stack.enter_context(peer))
+            passes = partial(getattr, peer, "passes")
+            engines[f"transformers, {kind}"] = kit.Peer(stack.enter_context(peer).generate, passes)
         often = {name: repeats[name != OURS] for name in engines}
         about: dict[str, Any] = {"slots": slots, "slot_tokens": most, "budget": budget}
         return kit.compare(subject, engines, lengths, often, like=OURS, **about)

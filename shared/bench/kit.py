@@ -193,22 +193,34 @@ class Subject:
 
 
 class Peer:
-    """transformers' `generate` with the shape of our engines, for answers of one length."""
+    """transformers with the shape of our engines: `answer` takes prompts and the tokens of each
+    answer, and returns the answers; `passes` returns how many passes the last call took, or 0."""
 
     steps: Sequence[Any] = ()
 
-    def __init__(self, model: Any, use_cache: bool = True) -> None:
-        self.model, self.use_cache = model, use_cache
+    def __init__(
+        self, answer: Callable[..., list[list[int]]], passes: Callable[[], int] = int
+    ) -> None:
+        self.answer, self.count_passes = answer, passes
+
+    @classmethod
+    def static(cls, model: Any, use_cache: bool = True) -> Peer:
+        """`generate`, for answers of one length."""
+
+        def answer(prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+            (count,) = set(counts)
+            return transformers_batch(model, prompts, count, use_cache)
+
+        return cls(answer)
 
     def generate(self, prompts: list[list[int]], sampling: Sequence[SamplingParams]) -> list[Any]:
-        (count,) = {params.max_tokens for params in sampling}
-        answers = transformers_batch(self.model, prompts, count, self.use_cache)
+        answers = self.answer(prompts, [params.max_tokens for params in sampling])
         return [Output(prompt, ids) for prompt, ids in zip(prompts, answers, strict=True)]
 
 
 def peers(subject: Subject) -> dict[str, Peer]:
     """transformers with both its attentions."""
-    return {f"transformers, {kind}": Peer(subject.peer(kind)) for kind in ("sdpa", "eager")}
+    return {f"transformers, {kind}": Peer.static(subject.peer(kind)) for kind in ("sdpa", "eager")}
 
 
 def by_variant(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Group:
@@ -242,7 +254,7 @@ class Runs:
         """What is kept of the last run, every run's answers being proved."""
         if peer:
             busy = sum(map(len, self.answers))
-            return {"passes": getattr(self.engine, "passes", 0), "busy": busy}
+            return {"passes": self.engine.count_passes(), "busy": busy}
         rows = [step.rows for step in self.steps[-1]]
         proofs = [subject.prove(outputs) for outputs in self.outputs]
         about = {"passes": len(rows), "busy": sum(rows), "rows": run_lengths(rows)}
