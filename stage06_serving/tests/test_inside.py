@@ -10,9 +10,12 @@ import asyncio
 import threading
 from typing import Any
 
+import pytest
+
 from shared.course.museum.inside import Asking, Inside
 from stage06_serving import sse
 from stage06_serving.live import MOST_WATCHERS
+from stage06_serving.service import Service
 from stage06_serving.tests.tools import Failing
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
@@ -123,6 +126,20 @@ def test_a_stream_that_fails_has_an_error_event():
     *chunks, error, done = Inside.run(script)
     assert done == "[DONE]" and error["error"]["code"] == 500
     assert chunks and all("choices" in each for each in chunks)
+
+
+def test_the_text_of_an_unexpected_error_is_not_sent(monkeypatch):
+    monkeypatch.setattr(Service, "score", Failing(None, {1}))
+
+    async def script(inside: Inside) -> None:
+        scored = SHORT | {"max_tokens": 0, "echo": True, "logprobs": 1}
+        asking = inside.begin("/v1/completions", scored)
+        with pytest.raises(RuntimeError):  # the framework raises it again, for the log
+            await asking.answer()
+        heard = asking.heard
+        assert heard.status == 500 and b"planted" not in heard.body and b"its log" in heard.body
+
+    Inside.run(script)
 
 
 def test_only_the_engines_thread_touches_scheduler_pool_and_cache():
