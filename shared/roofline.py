@@ -11,7 +11,9 @@ share them: decode. Operations dominate when many do: prefill. The machine's two
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -49,9 +51,12 @@ class Cost:
         return self.bytes / (limits.bandwidth_gb_s * 1e9)
 
 
+@cache
 def block_weights(config: Config) -> int:
-    """Numbers in the weight matrices of all blocks: 12 C^2 a layer."""
-    return 12 * config.n_embd**2 * config.n_layer
+    """Numbers in the weight matrices of all blocks: 12 C^2 a layer in GPT-2."""
+    matrices = {name: shape for name, shape in config.shapes().items() if len(shape) == 2}
+    blocks = {name for name in matrices if any(part.isdigit() for part in name.split("."))}
+    return sum(math.prod(matrices[name]) for name in blocks)
 
 
 def forward_cost(
@@ -65,8 +70,8 @@ def forward_cost(
     """One pass over `rows` equal sequences: `new` tokens of each, with `cached` tokens before them.
 
     sampled: tokens with logits, by default one of each sequence. Each weight is read once a pass
-    and used for two operations a token. Attention costs 4 C operations for each pair of a token and
-    one that it sees, and reads the cached keys and values of each row once.
+    and used for two operations a token. Attention costs 4 H D operations for each pair of a token
+    and one that it sees, and reads the cached keys and values of each row once.
     """
     size = dtype.itemsize
     head = config.vocab_size * config.n_embd
@@ -75,7 +80,7 @@ def forward_cost(
     flops = (
         2 * block_weights(config) * rows * new
         + 2 * head * sampled
-        + 4 * config.n_embd * config.n_layer * seen
+        + 4 * config.n_head * config.head_dim * config.n_layer * seen
     )
     return Cost(
         flops,

@@ -46,16 +46,17 @@ def families() -> tuple[Family, ...]:
     return GPT2, *(import_module(f"{name}.family").FAMILY for name in names)
 
 
+def presets() -> dict[str, Config]:
+    """The known shapes of all families, by name."""
+    return {name: config for family in families() for name, config in family.presets.items()}
+
+
 def load(
     name: str, random_weights: bool = False, seed: int = 0, dtype: torch.dtype | None = None
 ) -> Checkpoint:
     """`checkpoint.load` for the models of all families."""
-    readers: dict[str, Reader] = {}
-    presets: dict[str, Config] = {}
-    for family in families():
-        readers |= family.readers
-        presets |= family.presets
-    return checkpoint.load(name, random_weights, seed, dtype, readers, presets)
+    readers = {kind: read for family in families() for kind, read in family.readers.items()}
+    return checkpoint.load(name, random_weights, seed, dtype, readers, presets())
 
 
 def load_model(

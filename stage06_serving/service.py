@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -173,7 +173,8 @@ class Service:
         if self.template is None:
             raise ApiError(400, NO_TEMPLATE, "messages")
         try:  # off the event loop: a template may take its time
-            prompt = await asyncio.to_thread(self.template.prompt, messages)
+            render: Callable[[Sequence[Message]], str | list[int]] = self.template.prompt
+            prompt = await asyncio.to_thread(render, messages)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
         return await self.prompt_ids(prompt, "messages")

@@ -31,9 +31,10 @@ from shared import checkpoint, cli, linear, measure, profiling
 from shared.checkpoint import Checkpoint
 from shared.parity import near_tie, random_prompt
 from shared.peers import transformers_batch, transformers_model
+from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage01_forward.generation import Output
-from stage01_forward.model import GPT2, load_model
+from stage01_forward.model import GPT2
 from stage01_forward.params import SamplingParams
 
 from . import rows
@@ -105,7 +106,7 @@ def quick(plan: Any, **changes: Any) -> Any:
 
 def shape(name: str) -> Checkpoint:
     """The model of a benchmark: the embedded one, or a shape with random weights."""
-    return checkpoint.load(name, random_weights=name != "stories")
+    return families.load(name, random_weights=name != "stories")
 
 
 def server_options(model: str, dtype: str, contexts: int, **more: object) -> list[str]:
@@ -165,7 +166,7 @@ class Subject:
         self, shape: Checkpoint, dtype: torch.dtype, device: measure.Device = "cpu"
     ) -> None:
         self.shape, self.config, self.dtype = shape, shape.config, dtype
-        self.model: GPT2 = load_model(shape, dtype=dtype, device=torch.device(device))
+        self.model: GPT2 = families.load_model(shape, dtype=dtype, device=torch.device(device))
         chosen = linear.optimize(self.model, "auto").split()[0]
         self.about = {"model": shape.config.name, "dtype": label(dtype), "linear": chosen}
         self.peer = cache(lambda attention: transformers_model(shape, dtype, attention))

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 from shared import measure
-from shared.checkpoint import PRESETS, Config
+from shared.config import Config
 from shared.measure import Summary, summarize
 from shared.roofline import Cost, forward_cost
+from stage01_forward import families
 
 # What fills a column: a key and a format ("passes:,"), or a function of the row. A heading that is
 # not declared is its own key; "naive, ms" and "naive, tok/s" are those of the variant "naive".
@@ -79,7 +80,7 @@ class Row:
 
     @property
     def config(self) -> Config:
-        return PRESETS[self["model"]]
+        return families.presets()[self["model"]]
 
     @property
     def lengths(self) -> list[Any]:

@@ -34,7 +34,8 @@ CUT = (
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def begins_with(token: str, token_id: int) -> processors.TemplateProcessing:
+def begins_with(token: str, token_id: int | None) -> processors.TemplateProcessing:
+    assert token_id is not None
     pair = f"{token} $A {token} $B"
     return processors.TemplateProcessing(
         single=f"{token} $A", pair=pair, special_tokens=[(token, token_id)]

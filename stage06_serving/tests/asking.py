@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from typing import Any
 
 import httpx2
@@ -52,3 +54,15 @@ def post(server: OwnServer, path: str = "/v1/completions", **options: Any) -> ht
 
 def get(server: OwnServer, path: str, **options: Any) -> httpx2.Response:
     return httpx2.get(server.url + path, trust_env=False, verify=False, timeout=60, **options)
+
+
+def exchange(server: Any, data: bytes) -> bytes:
+    """The answer to these bytes, once the server has closed. Fails if it never does."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        received = bytearray()
+        with contextlib.suppress(ConnectionError):  # it has closed already
+            client.sendall(data)
+        with contextlib.suppress(ConnectionError):
+            while more := client.recv(2**16):
+                received += more
+        return bytes(received)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -98,6 +99,7 @@ def many() -> None:
     A server takes seconds to start, nearly all of them to load PyTorch: tests that neither stop
     theirs nor look at its process share one.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # threads cannot set it
     usual = dict(os.environ)
     for line in sys.stdin:  # the next line follows when this server answers
         arguments, variables = json.loads(line)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 from contextlib import ExitStack
 
+import httpx2
 import pytest
 
+from shared.server import python
+from stage06_serving.tests.conftest import environment
 from stage06_serving.tests.crowd import (
     HANG,
     LONG,
@@ -17,11 +22,12 @@ from stage06_serving.tests.crowd import (
     events,
     in_flight,
     post,
+    post_bytes,
     read,
     since,
     text_of,
 )
-from stage06_serving.tests.faulty_server import until
+from stage06_serving.tests.faulty_server import MODULE, until
 
 
 def test_a_failing_pass_fails_only_its_requests(few, http, at_once, metrics, wait_idle):
@@ -96,28 +102,49 @@ def test_what_does_not_end_within_the_grace_gets_an_error(start, at_once, metric
     assert running.process.wait(HANG) == -signal.SIGTERM
 
 
-def test_the_first_ctrl_c_drains_and_the_second_ends_the_rest(interruptible, start, http):
-    running, fault = start("--grace 3600")
-    fault.plant(PASS)
-    with ExitStack() as stack:
+def test_loading_draining_and_hurrying(new_fault, tiny_folder, http):
+    """/health: the process works. /ready: it takes requests. The first signal lets answers end,
+    the second ends them; slow bodies and open pages delay nothing, and no traceback is logged."""
+    fault, env = new_fault()
+    fault.plant("loading")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = f"-m {MODULE} --port {port} --linear plain --grace 3600 --model {tiny_folder}"
+    with python(arguments.split(), environment(env)) as running, ExitStack() as stack:
+        running.url = url = f"http://127.0.0.1:{port}"
+
+        def answers(path, status):
+            with contextlib.suppress(httpx2.TransportError):
+                answer = http.get(url + path)
+                return answer.status_code == status and answer.json()
 
         def ask(**fields):
-            url, body = f"{running.url}/v1/completions", LONG | {"stream": True, **fields}
-            return stack.enter_context(http.stream("POST", url, json=body)).iter_lines()
+            body = LONG | {"stream": True, **fields}
+            asked = http.stream("POST", f"{url}/v1/completions", json=body)
+            return stack.enter_context(asked).iter_lines()
 
-        page = stack.enter_context(http.stream("GET", f"{running.url}/live"))  # delays nothing
-        assert page.status_code == 200
+        until(lambda: answers("/ready", 503))
+        assert answers("/health", 200) == {"status": "loading"}
+        early = post(http, running)
+        assert early.headers["retry-after"] and "loaded" in error_of(early)["message"]
+        fault.plant(PASS)
+        until(lambda: answers("/ready", 200) == {"status": "ok"})
+        slow = [socket.create_connection(("127.0.0.1", port), timeout=HANG) for _ in range(3)]
+        for each in slow:
+            stack.enter_context(each).sendall(post_bytes(SHORT)[:-3])
+        assert stack.enter_context(http.stream("GET", f"{url}/live")).status_code == 200
         ends, lasts = ask(max_tokens=20), ask()
         begun = read(ends, 3)
-        running.process.send_signal(signal.SIGINT)
-        until(lambda: http.get(f"{running.url}/health").json() == {"status": "draining"})
-        refused = post(http, running)
-        assert refused.status_code == 503 and "shutting down" in refused.text
-        assert refused.headers["retry-after"]
+        running.process.terminate()
+        until(lambda: answers("/health", 200) == {"status": "draining"})
+        for refused in (post(http, running), http.get(f"{url}/ready")):
+            assert refused.status_code == 503 and refused.headers["retry-after"]
         assert events([*begun, *ends])[-1]["choices"][0]["finish_reason"] == "length"
-        running.process.send_signal(signal.SIGINT)
+        running.process.terminate()
         *chunks, last = events(lasts)
-    assert last["error"]["code"] == 503 and "shutting down" in last["error"]["message"]
-    assert 6 <= len(chunks) < 200 and not any("error" in chunk for chunk in chunks)
-    assert running.process.wait(HANG) == 130
-    assert "Traceback" not in running.stderr(), running.stderr()
+        assert last["error"]["code"] == 503 and "shutting down" in last["error"]["message"]
+        assert 6 <= len(chunks) < 200 and not any("error" in chunk for chunk in chunks)
+        assert [each.recv(2**16).split(b" ")[1] for each in slow] == [b"503"] * 3
+        assert running.process.wait(HANG) == -signal.SIGTERM
+        log = running.stderr()
+    assert "Traceback" not in log and "ERROR" not in log, log

@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import signal
-import socket
 import time
 from contextlib import ExitStack
 
@@ -18,32 +16,18 @@ import pytest
 from fastapi import FastAPI
 
 from shared.errors import UserError
-from shared.server import python
 from stage06_serving import __main__ as program
-from stage06_serving import connection
+from stage06_serving import connection, guard
 from stage06_serving.benchmark import listening
 from stage06_serving.guard import Guard
 from stage06_serving.logs import Sparing
 from stage06_serving.settings import PREFIX, parse
-from stage06_serving.tests.asking import get, post
-from stage06_serving.tests.conftest import environment
-from stage06_serving.tests.crowd import HANG, PASS, connected, error_of, events, post_bytes
-from stage06_serving.tests.faulty_server import FILES, MODULE, until
+from stage06_serving.tests.asking import exchange, get, post
+from stage06_serving.tests.crowd import HANG, connected
+from stage06_serving.tests.faulty_server import FILES, MODULE
 
 KEY = "a key from a file"
 BEARER = {"Authorization": f"Bearer {KEY}"}
-
-
-def exchange(server, data):
-    """The answer to these bytes, once the server has closed. Fails if it never does."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-        received = bytearray()
-        with contextlib.suppress(ConnectionError):  # it has closed already
-            client.sendall(data)
-        with contextlib.suppress(ConnectionError):
-            while more := client.recv(2**16):
-                received += more
-        return bytes(received)
 
 
 def status_of(answer):
@@ -144,9 +128,9 @@ def test_the_limit_of_descriptors_is_raised_if_it_may_be(monkeypatch):
 
 
 def in_process(script):
-    """Run `script(connect, begun)` beside a real server of a small application: `connect` sends
-    bytes and returns a reader and a writer; a request to /wait sets `begun` and waits."""
+    """Run `script(connect, begun)` beside a real server; a request to /wait sets `begun`."""
     app, begun, over = FastAPI(), asyncio.Event(), asyncio.Event()
+    app.add_middleware(Guard)
 
     @app.get("/")
     async def root() -> str:
@@ -176,18 +160,21 @@ def in_process(script):
 GET = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-def test_headers_have_a_time_limit(monkeypatch):
+def test_headers_and_bodies_have_a_time_limit(monkeypatch):
     """Before the first request of a connection, and between two."""
     monkeypatch.setattr(connection, "SLOWEST_HEADERS", 0.3)
+    monkeypatch.setattr(guard, "SLOWEST_BODY", 0.3)
+    slow = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
     async def script(connect, begun):
         silent, _ = await connect()
         half, _ = await connect(GET[:20])
+        body, _ = await connect(slow + b"Content-Length: 9\r\n\r\n{")
         second, writer = await connect(GET % b"/")
         assert (await second.readuntil(b'"well"')).startswith(b"HTTP/1.1 200")
         writer.write(GET[:20])
         assert await silent.read() == b""  # until the server closes
-        for reader in (half, second):
+        for reader in (half, second, body):
             answer = await reader.read()
             assert answer.startswith(b"HTTP/1.1 408") and b"RequestTimeoutError" in answer
 
@@ -214,48 +201,6 @@ def test_the_connection_that_waits_longest_makes_room(monkeypatch):
         assert not busy.at_eof() and not third.at_eof()
 
     in_process(script)
-
-
-def test_loading_draining_and_hurrying(new_fault, tiny_folder, http):
-    """/health: the process works. /ready: it takes requests. Slow bodies delay no shutdown, a
-    second signal ends what is in flight, and no traceback is logged."""
-    fault, env = new_fault()
-    fault.plant("loading")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = ["--model", str(tiny_folder), "--linear", "plain", "--grace", "3600"]
-    arguments = ["-m", MODULE, "--port", str(port), *options]
-    with python(arguments, environment(env)) as running, ExitStack() as stack:
-        running.url = url = f"http://127.0.0.1:{port}"
-
-        def answers(path, status):
-            with contextlib.suppress(httpx2.TransportError):
-                answer = http.get(url + path)
-                return answer.status_code == status and answer.json()
-
-        until(lambda: answers("/ready", 503))
-        assert answers("/health", 200) == {"status": "loading"}
-        assert http.get(f"{url}/ready").headers["retry-after"]
-        early = http.post(f"{url}/generate", json={"prompt": "a"})
-        assert early.status_code == 503 and "loaded" in error_of(early)["message"]
-        fault.plant(PASS)
-        until(lambda: answers("/ready", 200) == {"status": "ok"})
-        half = post_bytes({"prompt": "a"})[:-3]
-        slow = [socket.create_connection(("127.0.0.1", port), timeout=HANG) for _ in range(3)]
-        for each in slow:
-            stack.enter_context(each).sendall(half)
-        body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stream": True}
-        stream = stack.enter_context(http.stream("POST", f"{url}/generate", json=body))
-        lines = stream.iter_lines()
-        begun = [next(lines)]
-        running.process.terminate()
-        until(lambda: answers("/ready", 503))
-        assert answers("/health", 200) == {"status": "draining"}
-        running.process.terminate()
-        assert events([*begun, *lines])[-1]["error"]["code"] == 503
-        assert [each.recv(2**16).split(b" ")[1] for each in slow] == [b"503"] * 3
-        assert running.process.wait(HANG) == -signal.SIGTERM
-        assert not re.search("Traceback|ERROR", running.stderr()), running.stderr()
 
 
 # ---- pages of other sites -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from shared.tokenizer import Tokenizer
 from stage06_serving.tests.asking import (
     OTHER,
     PROMPT,
@@ -131,52 +132,36 @@ def bytewise(house, tiny_folder):
     return house("--model", str(tiny_folder), "--kv-memory", "256KiB")
 
 
-def test_tokens_that_are_parts_of_a_character(bytewise):
-    """Different tokens have different names, and each offset is that of the token's own
-    character. With an echo, and in a stream, too."""
+def test_tokens_that_are_parts_of_a_character(bytewise, tiny_folder):
+    """Each has a name of its own, and the offset of its character, in a stream too."""
     prompt = [*"né 😀".encode()[:-1], 256, 0xFF]  # the last character is cut
     body = {"prompt": prompt, "max_tokens": 60, "temperature": 1, "seed": 4, "ignore_eos": True}
     body |= {"logprobs": 20, "return_token_ids": True, "echo": True}
     choice = post(bytewise, json=body).json()["choices"][0]
-    table = choice["logprobs"]
-    names: dict[str, int] = {}
-
-    def spelled(token):
-        return (
-            bytes([token]) if token < 256 else b"<|endoftext|>" if token == 256 else b"<%d>" % token
-        )
-
-    def places(ids, start, ends):
-        whole, found = b"", []
-        for token in ids:
-            data = b"" if token in ends else spelled(token)
-            upto = whole + data[:1]
-            place = (
-                len(upto.decode(errors="replace")) - 1
-                if data
-                else len(whole.decode(errors="replace"))
-            )
-            found.append(start + place)
+    table, answer = choice["logprobs"], choice["token_ids"]
+    spelled = Tokenizer.from_folder(tiny_folder).decode_bytes
+    offsets, start = [], 0
+    for part in (
+        map(spelled, ([token] for token in prompt)),
+        (b"" if token == 256 else spelled([token]) for token in answer),
+    ):
+        whole = b""
+        for data in part:  # in an answer, end-of-text has no text
+            offsets.append(start + len((whole + data[:1]).decode(errors="replace")) - bool(data))
             whole += data
-        return found, start + len(whole.decode(errors="replace"))
-
-    first, start = places(prompt, 0, ())
-    offsets, end = places(choice["token_ids"], start, (256,))
-    assert table["text_offset"] == first + offsets and end == len(choice["text"])
-    for token, name in zip([*prompt, *choice["token_ids"]], table["tokens"], strict=True):
-        data = spelled(token)
-        text = data.decode(errors="replace")
-        assert name == (text if "\ufffd" not in text else f"bytes:\\x{data[0]:02x}")
+        start += len(whole.decode(errors="replace"))
+    assert table["text_offset"] == offsets and start == len(choice["text"])
+    names: dict[str, int] = {}
+    for token, name in zip([*prompt, *answer], table["tokens"], strict=True):
+        text = spelled([token]).decode(errors="replace")
+        assert name == (text if "\ufffd" not in text else f"bytes:\\x{token:02x}")
         assert names.setdefault(name, token) == token
     assert any(name.startswith("bytes:") for name in names)
     assert all(20 <= len(top) <= 21 for top in table["top_logprobs"][1:])
-    streamed: dict[str, list[Any]] = {name: [] for name in table}
-    for line in post(bytewise, json=body | {"stream": True}).text.splitlines():
-        if line.startswith("data: {"):
-            chunk = json.loads(line.removeprefix("data: "))["choices"][0]["logprobs"]
-            for name in streamed:
-                streamed[name] += chunk[name]
-    assert all(streamed[name] == table[name] for name in ("tokens", "text_offset"))
+    lines = post(bytewise, json=body | {"stream": True}).text.splitlines()
+    chunks = [json.loads(line[6:])["choices"][0]["logprobs"] for line in lines if "{" in line]
+    for name in ("tokens", "text_offset"):
+        assert sum((chunk[name] for chunk in chunks), []) == table[name]
 
 
 def test_a_chat_has_the_bytes_of_parts_of_a_character(bytewise):
@@ -185,12 +170,11 @@ def test_a_chat_has_the_bytes_of_parts_of_a_character(bytewise):
     choice = post(bytewise, "/v1/chat/completions", json=body).json()["choices"][0]
     content = choice["logprobs"]["content"]
     parts = [each for each in content if each["token"].startswith("bytes:")]
+    for each in parts:
+        assert each["token"] == "bytes:" + "".join(f"\\x{byte:02x}" for byte in each["bytes"])
     assert parts and all(
-        each["token"] == "bytes:" + "".join(f"\\x{byte:02x}" for byte in each["bytes"])
-        for each in parts
+        len({top["token"] for top in each["top_logprobs"]}) == 20 for each in content
     )
-    for each in content:
-        assert len({top["token"] for top in each["top_logprobs"]}) == 20
     ends = [*b"<|endoftext|>"]
     data = b"".join(bytes(each["bytes"]) for each in content if each["bytes"] != ends)
     assert data.decode(errors="replace") == choice["message"]["content"]

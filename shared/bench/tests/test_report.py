@@ -1,5 +1,4 @@
-"""Reports: the texts come from the results alone, and what is stale, missing or left over is
-named."""
+"""The texts come from the results alone; what is stale, missing or left over is named."""
 
 from __future__ import annotations
 
@@ -7,8 +6,8 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,30 +42,29 @@ After, from the other machine:
 """
 
 
-def drawing(value: float) -> Figure:
-    """The smallest chart that shows `value`: the house style takes its time."""
-    figure = Figure(figsize=(1, 1))
-    figure.text(0, 0, str(value))
-    return figure
-
-
-def benchmark(*names: str) -> SimpleNamespace:
+class Fake:
     """A benchmark with a table and a chart for each name of a result, and the first as headline."""
 
-    def tables(found: Mapping[str, Any]) -> dict[str, str]:
-        return {name: f"| {name} |\n|--:|\n| {found['results'][name]:.1f} |" for name in names}
+    def __init__(self, *names: str, drawn: int | None = None) -> None:
+        self.names, self.drawn = names, names[:drawn]
 
-    def drawings(found: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: lambda name=name: drawing(found["results"][name]) for name in names}
+    def tables(self, found: Mapping[str, Any]) -> dict[str, str]:
+        values = found["results"]
+        return {name: f"| {name} |\n|--:|\n| {values[name]:.1f} |" for name in self.names}
 
-    return SimpleNamespace(
-        tables=tables,
-        charts=drawings,
-        headline=lambda found: f"{found['results'][names[0]]:.0f} a second",
-    )
+    def charts(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: partial(self.chart, found["results"][name]) for name in self.drawn}
+
+    def chart(self, value: float) -> Figure:
+        figure = Figure(figsize=(1, 1))  # the smallest: the house style takes its time
+        figure.text(0, 0, str(value))
+        return figure
+
+    def headline(self, found: Mapping[str, Any]) -> str:
+        return f"{found['results'][self.names[0]]:.0f} a second"
 
 
-MODULES = {FIRST: benchmark("speed"), SECOND: benchmark("memory")}
+MODULES = {FIRST: Fake("speed"), SECOND: Fake("memory")}
 
 
 def save(path: Path, **results: float) -> None:
@@ -188,8 +186,7 @@ def test_markers_and_links_that_lead_nowhere(
 
 
 def test_a_name_of_two_stages_needs_the_stage(root: Path, check: Check) -> None:
-    modules = {FIRST: benchmark("speed"), SECOND: benchmark("memory", "speed")}
-    modules[SECOND].charts = MODULES[SECOND].charts
+    modules = {FIRST: Fake("speed"), SECOND: Fake("memory", "speed", drawn=1)}
     for path in (root / "reports").glob(f"*/{SECOND}.json"):
         save(path, memory=3.0, speed=4.0)
     change(root, "stage02_second.memory", "stage02_second.speed")
@@ -228,15 +225,6 @@ def test_the_table_of_stages(root: Path, check: Check) -> None:
     assert f"{SECOND}/__init__.py has no QUESTION" in check(root)[1]
 
 
-def test_a_repository_without_results_is_not_stale(tmp_path: Path, check: Check) -> None:
-    (tmp_path / "README.md").write_text("# Stairs\n")
-    status, output = check(tmp_path)
-    assert status == 0 and "no results" in output
-    add_stages(tmp_path)
-    assert report.report(tmp_path, MODULES, check=False) == 0
-    assert (tmp_path / "README.md").read_text().count("| not measured yet |") == 2
-
-
 def test_what_no_benchmark_makes_or_reads_is_named(root: Path, check: Check) -> None:
     (root / "reports" / "amd" / "old_chart.svg").write_text("<svg/>")
     (root / "reports" / "amd" / "stage99_gone.json").write_text("{}")
@@ -246,6 +234,17 @@ def test_what_no_benchmark_makes_or_reads_is_named(root: Path, check: Check) -> 
     assert "reports/amd/old_chart.svg is drawn by no benchmark" in output
     assert "reports/amd/stage99_gone.json belongs to no stage" in output
     assert "have schema 99" in output  # a problem, not a crash
+    (root / "reports" / "machines.json").write_text("[]")
+    with pytest.raises(UserError, match="machines.json is damaged"):
+        report.Report(root, MODULES)
+    shutil.rmtree(root / "reports")
+    (root / "README.md").write_text("# Stairs\n")
+    (root / SECOND / "REPORT.md").unlink()
+    status, output = check(root)
+    assert status == 0 and "no results" in output
+    add_stages(root)
+    assert report.report(root, MODULES, check=False) == 0
+    assert (root / "README.md").read_text().count("| not measured yet |") == 2
 
 
 def test_charts_of_another_matplotlib_must_exist_and_are_not_compared(
@@ -262,12 +261,6 @@ def test_charts_of_another_matplotlib_must_exist_and_are_not_compared(
     assert status == 1 and f"reports/zen/{FIRST}_speed.svg does not exist" in output
     assert report.report(root, MODULES, check=False) == 0
     assert chart.exists() and json.loads(settings.read_text())["charts"] == report.drawn_with()
-
-
-def test_damaged_settings_are_the_users_to_repair(root: Path) -> None:
-    (root / "reports" / "machines.json").write_text("[]")
-    with pytest.raises(UserError, match="machines.json is damaged"):
-        report.Report(root, MODULES)
 
 
 def test_a_stage_that_has_not_run_on_the_default_machine_shows_another_one(root: Path) -> None:

@@ -38,17 +38,13 @@ def right() -> Run:
     return by(FIRST)
 
 
-def test_the_workload_is_the_same_for_all_and_its_answers_differ_in_length() -> None:
+def test_all_variants_have_one_workload_whose_answers_differ_in_length() -> None:
     prompts, counts = staircase.workload(TINY)
     assert (prompts, counts) == staircase.workload(replace(TINY, rounds=9))
     assert len(prompts) == len(counts) == TINY.requests
+    assert Plan().prompts[1] + Plan().answers[1] <= PRESETS["gpt2"].n_positions
     assert {len(prompt) for prompt in prompts} <= set(range(2, 10))
     assert set(counts) <= set(range(2, 8)) and len(set(counts)) > 1 and counts != sorted(counts)
-    for plan in (Plan(), staircase.QUICK):
-        assert plan.prompts[1] + plan.answers[1] <= PRESETS[plan.model].n_positions
-
-
-def test_there_is_a_variant_for_each_stage_and_transformers_beside_them() -> None:
     peer = ("peer", "http://a", "run it")
     names = [*stages.engines(), MODULE]
     assert list(staircase.variants(Plan(peers=(peer,)))) == [ONE_BY_ONE, BATCH, *names, "peer"]

@@ -1,0 +1,10 @@
+"""Stage 08: the Llama family, through the same seam.
+
+`numpy_llama.py` is the forward pass on one page, `model.py` the same in PyTorch with attention as
+an argument, `rope.py` the rotary positions, `config.py` the readers of config.json. `family.py`
+offers them to the engines of stages 01 to 05, the server and the load test, which run them
+unchanged.
+"""
+
+QUESTION: str = "What is in the models of today that GPT-2 has not, and what does it buy?"
+FIRST_FILE: str = "numpy_llama.py"

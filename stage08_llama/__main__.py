@@ -1,0 +1,76 @@
+"""Stage 08 on the command line: `python -m stage08_llama "Once upon a time" --model FOLDER`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from shared import cli
+from shared.errors import UserError
+
+if TYPE_CHECKING:
+    from stage01_forward.params import SamplingParams
+    from stage05_paged.engine import Engine
+
+ABOUT = (
+    "Stage 08, the Llama family: continue a text, or chat, on stage 05's engine. --model takes "
+    "Llama 2 and 3, TinyLlama, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3."
+)
+
+
+def make_parser() -> cli.Parser:
+    parser = cli.generation_parser("stage08_llama", ABOUT, "--chat --model FOLDER")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="a conversation in place of one prompt; the model's folder must have a chat template; "
+        "off by default",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = make_parser().parse_args(argv)
+    if options.chat and (options.prompt is not None or options.prompt_ids is not None):
+        raise UserError("--chat asks for its questions itself: leave the prompt out.")
+    prompt = "" if options.chat else cli.read_prompt(options)
+    return talk(options) if options.chat else speak(options, prompt)
+
+
+def load(options: argparse.Namespace) -> tuple[cli.Loaded, Engine, SamplingParams]:
+    """The model, stage 05's engine for one context of it, and the sampling options."""
+    from stage01_forward import families
+    from stage01_forward.params import SamplingParams
+    from stage05_paged.make import make
+
+    sampling = SamplingParams(**cli.sampling_fields(options))
+    loaded = cli.load_model_from(options, families)
+    return loaded, make(loaded.model, contexts=1), sampling
+
+
+def speak(options: argparse.Namespace, prompt: str) -> int:
+    loaded, engine, sampling = load(options)
+    cli.speak(engine, loaded, prompt, sampling)
+    return 0
+
+
+def talk(options: argparse.Namespace) -> int:
+    from shared import chat_template
+    from shared.json_tokenizer import JsonTokenizer
+
+    from .chat import Chat
+
+    loaded, engine, sampling = load(options)
+    tokenizer, template = loaded.tokenizer, None
+    if isinstance(tokenizer, JsonTokenizer):
+        template = chat_template.load(loaded.folder, tokenizer.control)
+    if template is None:
+        raise UserError(
+            f"{loaded.config.name} has no chat template and was not trained to chat: give it a "
+            "prompt, or choose a model with one."
+        )
+    return Chat(engine, loaded, template, sampling).run()
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,88 @@
+"""A conversation at the terminal: history, streaming, /reset, /regenerate."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from shared.chat_template import FolderTemplate
+from shared.cli import Loaded, Streaming, with_text
+from shared.errors import UserError
+from shared.json_tokenizer import JsonTokenizer
+
+HELP = (
+    "/reset forgets the conversation, /regenerate answers again, Ctrl-C stops an answer, /quit ends"
+)
+
+
+class Chat:
+    """A conversation with a model whose folder has a chat template.
+
+    The whole conversation is the prompt of every answer; an engine with a prefix cache computes
+    only what is new in it. `ask` raises UserError where the template or the engine refuses.
+    """
+
+    def __init__(
+        self, engine: Streaming, loaded: Loaded, template: FolderTemplate, sampling: Any
+    ) -> None:
+        assert isinstance(loaded.tokenizer, JsonTokenizer)  # others have no control tokens
+        self.engine, self.loaded, self.tokenizer = engine, loaded, loaded.tokenizer
+        self.template, self.sampling = template, sampling
+        self.messages: list[dict[str, str]] = []
+
+    def ask(self, text: str) -> Iterator[str]:
+        """The answer to `text`, piece by piece. A stopped answer stays as far as it came."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            ids = self.tokenizer.encode_chat(self.template.render(self.messages))
+            tokens = self.engine.stream(ids, self.sampling)
+            answer = {"role": "assistant", "content": ""}
+            for _, piece in with_text(tokens, self.loaded):
+                if answer is not self.messages[-1]:
+                    self.messages.append(answer)
+                answer["content"] += piece
+                yield piece
+        except UserError:
+            self.messages.pop()
+            raise
+
+    def regenerate(self) -> Iterator[str]:
+        """Another answer to the last question. Raises UserError if there is none."""
+        while self.messages and self.messages[-1]["role"] == "assistant":
+            self.messages.pop()
+        if not self.messages:
+            raise UserError("There is no question to answer again: ask one first.")
+        return self.ask(self.messages.pop()["content"])
+
+    def reset(self) -> None:
+        self.messages.clear()
+
+    def run(self, read: Callable[[], str] = lambda: input("> ")) -> int:
+        """Read questions until the end of the input, /quit, or Ctrl-C at the prompt."""
+        print(f"[{self.loaded}]\n[{HELP}]", file=sys.stderr, flush=True)
+        while True:
+            try:
+                line = read().strip()
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return 0
+            if line == "/quit":
+                return 0
+            if line == "/reset":
+                self.reset()
+            elif line.startswith("/") and line != "/regenerate":
+                print(f"[{HELP}]", file=sys.stderr, flush=True)
+            elif line:
+                self._show(line)
+
+    def _show(self, line: str) -> None:
+        try:
+            pieces = self.regenerate() if line == "/regenerate" else self.ask(line)
+            for piece in pieces:
+                print(piece, end="", flush=True)
+            print()
+        except KeyboardInterrupt:
+            print(" [stopped]")
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,93 @@
+"""Rotary positions: each pair of channels of a query or a key is turned by an angle that grows with
+the position.
+
+A dot product of two vectors that are turned by angles a and b depends on a - b alone, so attention
+sees distances and not places. Slow pairs reach far and fast pairs tell neighbours apart. Models
+that were stretched to longer contexts slow some pairs down: `frequencies` has the four ways.
+
+Channel i is paired with channel i + D / 2, as in checkpoints of Hugging Face. Meta's own files pair
+2i with 2i + 1; the wrong pairing agrees at position 0 only.
+Papers: Su et al., "RoFormer" (2021); Peng et al., "YaRN" (2023).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Options of config.json. `trained` is the context before it was stretched by `factor`."""
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    trained: int = 0
+    low_factor: float = 1.0  # llama3: wavelengths over trained / low_factor are stretched,
+    high_factor: float = 4.0  # those below trained / high_factor are kept
+    slow: float = (
+        1.0  # yarn: pairs that turn less than `slow` times within `trained` are stretched,
+    )
+    fast: float = 32.0  # those that turn more than `fast` times are kept
+    truncate: bool = True  # yarn: between the two, from a whole pair to a whole pair
+    scale: float = 1.0  # yarn: cosines and sines are multiplied by it
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's correction of the attention's temperature for a context `factor` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Angle by which one position turns each pair, (D / 2,) float32.
+
+    "dynamic" has the default's: it stretches only past the trained context, which our
+    configurations end at, because the keys in a cache could not follow.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    plain = 1.0 / rope.theta**exponents
+    stretched = plain / rope.factor
+    if rope.kind in ("default", "dynamic"):
+        return plain
+    if rope.kind == "linear":
+        return stretched
+    if rope.kind == "llama3":
+        turns = rope.trained / (2 * math.pi / plain)  # within the trained context
+        kept = (turns - rope.low_factor) / (rope.high_factor - rope.low_factor)
+    else:
+
+        def pair(turns: float) -> float:
+            """The pair, as a real number, that turns so often within the trained context."""
+            length = rope.trained / (turns * 2 * math.pi)
+            return head_dim * math.log(length) / (2 * math.log(rope.theta))
+
+        first, last = pair(rope.fast), pair(rope.slow)
+        if rope.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        places = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+        kept = 1 - (places - first) / (last - first if last > first else 0.001)
+    kept = kept.clamp(0, 1)
+    return (1 - kept) * plain / rope.factor + kept * plain
+
+
+def rotation(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for `positions` (...,), each (..., 1, D / 2) float32.
+
+    Always in float32: bfloat16 cannot count past 256. Once a pass, and equal in all layers.
+    """
+    angles = positions[..., None, None].float() * frequencies  # (..., 1, D / 2)
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs of x (..., H, D); in float32 at least, then in the dtype of x again."""
+    first, second = x.chunk(2, dim=-1)  # each (..., H, D / 2)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)

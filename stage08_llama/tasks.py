@@ -1,0 +1,92 @@
+"""The tasks of this stage, for `python -m shared.course.exercise`."""
+
+from __future__ import annotations
+
+from shared.task import Task
+
+TASKS = (
+    Task(
+        number=1,
+        file="rope.py",
+        functions=("rotate",),
+        title="turn the pairs",
+        text="Turn each pair of channels (i, i + D / 2) of x (..., H, D) by its angle, given as "
+        "cosines and sines (..., 1, D / 2) in float32. Compute in float32 at least, and return the "
+        "dtype of x.",
+        points=15,
+        hints=(
+            "A pair (a, b) turned by an angle is (a cos - b sin, b cos + a sin).",
+            "chunk(2, dim=-1) gives the first and the second channels of all pairs; cat puts the "
+            "results back in that order.",
+        ),
+        tests=("tests/test_layers.py::test_a_pair_turns_as_a_complex_number",),
+    ),
+    Task(
+        number=2,
+        file="rope.py",
+        functions=("frequencies",),
+        title="stretch a context",
+        text="The angle by which one position turns each pair, (D / 2,) float32: theta^(-2i / D), "
+        "stretched by the rules of the five kinds. dynamic is the default here. llama3 blends by "
+        "how often a pair turns within the trained context, yarn by its place between two pairs.",
+        points=30,
+        hints=(
+            "A pair turns trained * f / (2 pi) times within the trained context. llama3 keeps "
+            "pairs that turn at least high_factor times and divides by `factor` those that turn at "
+            "most low_factor times; between them it goes in a straight line, over the turns.",
+            "The pair that turns n times within the trained context is number "
+            "D ln(trained / (2 pi n)) / (2 ln theta), a real number. yarn keeps pairs up to that "
+            "of `fast` and stretches those from that of `slow` on; between them a straight line, "
+            "over the pair's number. With truncate the first is rounded down and the second up.",
+            "Both ends stay within 0 and D - 1.",
+        ),
+        tests=(
+            "tests/test_layers.py::test_a_stretched_context_slows_the_slow_pairs",
+            "tests/test_config.py::test_llama_3_2_keeps_blends_and_stretches_the_pairs_that_it_should",
+        ),
+    ),
+    Task(
+        number=3,
+        file="model.py",
+        functions=("RMSNorm.forward",),
+        title="a norm without a mean",
+        text="x (..., C) divided by its root mean square, with epsilon under the root, times the "
+        "weight. The division is in float32 for every dtype, and the weight multiplies what was "
+        "cast back to the dtype of x.",
+        points=15,
+        hints=(
+            "rsqrt(mean(x^2) + epsilon), with the mean over the last axis.",
+            "float() first, to(x.dtype) before the weight.",
+        ),
+        tests=("tests/test_layers.py::test_the_norm_divides_in_float32_and_weighs_in_the_dtype",),
+    ),
+    Task(
+        number=4,
+        file="model.py",
+        functions=("Attention.heads",),
+        title="queries, keys and values",
+        text="x (..., C) to q (..., H, D), k and v (..., K, D): projected, cut into heads, queries "
+        "and keys normed where the model has norms, then turned by `rotation`.",
+        points=20,
+        hints=(
+            "unflatten(-1, (-1, self.head_dim)) cuts any number of heads.",
+            "self.q_norm and self.k_norm do nothing where a model has none. Norm before turning.",
+        ),
+        tests=("tests/test_layers.py::test_heads_are_normed_then_turned_and_values_are_neither",),
+    ),
+    Task(
+        number=5,
+        file="repeated.py",
+        functions=("RepeatedHeads.__call__",),
+        title="the way before",
+        text="Run the model with an attend of your own, which repeats the keys and values of each "
+        "head for all query heads that share it and calls the given attend: (..., K, D) becomes "
+        "(..., H, D), and query head h reads what was head h // (H / K).",
+        points=20,
+        hints=(
+            "repeat_interleave, along the axis of the heads: each head's copies are neighbours.",
+            "The model has its own number of heads of keys in self.model.config.n_kv_head.",
+        ),
+        tests=("tests/test_layers.py::test_repeated_heads_are_an_oracle_of_every_engine",),
+    ),
+)

@@ -1,0 +1,114 @@
+"""What config.json may not say, published shapes, and what rotary positions do."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from shared.errors import UserError
+from stage01_forward import families
+from stage08_llama.config import READERS
+from stage08_llama.family import PRESETS
+from stage08_llama.rope import Rope, frequencies, rotate, rotation
+from stage08_llama.tests.folders import LLAMA3, SIZES, rope, save
+
+BASE = SIZES | {"model_type": "llama"}
+SCALED = rope("llama3", **LLAMA3)["rope_parameters"]
+REFUSED = [
+    ({"quantization_config": {"bits": 4}}, "the option quantization_config"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor, set to 0.5"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor, set to 0.5"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping, set to 50.0"),
+    ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar"),
+    ({"hidden_act": "gelu"}, "hidden_act to 'gelu'; only 'silu'"),
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type to 'longrope'"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor in"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor in"),
+    ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "the option factor"),
+    ({"rope_parameters": SCALED | {"low_freq_factor": 4.0}}, "low_freq_factor to 4.0"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of rotary positions"),
+    ({"rope_theta": -1}, "rope_theta in"),
+    ({"num_key_value_heads": 4}, "multiple of num_key_value_heads, which is 4, not 6"),
+    ({"hidden_size": 50}, "hidden_size in config.json must be a multiple"),
+    ({"head_dim": 7}, "head_dim in config.json is 7"),
+    ({"intermediate_size": 0}, "intermediate_size in config.json must be"),
+    ({"rms_norm_eps": math.nan}, "rms_norm_eps in config.json must be"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings in config.json must be true or false"),
+    ({"model_type": "mistral", "attention_bias": True}, "the option attention_bias, set to True"),
+    ({"model_type": "mistral", "sliding_window": 0}, "sliding_window in config.json must be"),
+    ({"model_type": "qwen2", "mlp_bias": True}, "the option mlp_bias, set to True"),
+]
+
+
+@pytest.mark.parametrize("fields, words", REFUSED, ids=lambda x: str(x)[:40])
+def test_what_is_not_implemented_is_refused_by_name(fields, words):
+    fields = BASE | fields
+    with pytest.raises(UserError) as error:
+        READERS[fields["model_type"]](fields, "m", "config.json")
+    message = str(error.value)
+    assert words in message and "\n" not in message and message.endswith(".")
+
+
+def test_folders_that_are_refused(tmp_path):
+    save(tmp_path, "llama, tied")
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    for change, words in (
+        (
+            {"model_type": "gemma2"},
+            "model_type to 'gemma2'; only gpt2, llama, mistral, qwen2, qwen3",
+        ),
+        ({"model_type": ["llama"]}, "model_type to ['llama']"),
+        ({"tie_word_embeddings": False}, "missing lm_head.weight"),
+        ({"attention_bias": True}, "missing layers.0.self_attn.q_proj.bias"),
+        ({"num_key_value_heads": 3}, "misshapen layers.0.self_attn.k_proj.weight (16, 48)"),
+    ):
+        path.write_text(json.dumps(fields | change))
+        with pytest.raises(UserError) as error:
+            families.load(str(tmp_path))
+        assert words in str(error.value)
+
+
+def test_presets_are_the_published_models():
+    """Parameters, and bytes of keys and values a token in bfloat16, by their cards and configs."""
+    published = {
+        "HuggingFaceTB/SmolLM2-135M": (134_515_008, 23_040),
+        "Qwen/Qwen2.5-0.5B": (494_032_768, 12_288),
+        "Qwen/Qwen3-0.6B": (596_049_920, 114_688),
+        "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (1_100_048_384, 22_528),
+        "meta-llama/Llama-3.2-1B": (1_235_814_400, 32_768),
+    }
+    sizes = {
+        name: (config.parameter_count, config.kv_bytes_per_token(torch.bfloat16))
+        for name, config in PRESETS.items()
+    }
+    assert sizes == published and all(config.name == name for name, config in PRESETS.items())
+
+
+def test_llama_3_2_keeps_blends_and_stretches_the_pairs_that_it_should():
+    published = PRESETS["meta-llama/Llama-3.2-1B"]
+    ratio = frequencies(Rope(5e5), 64) / frequencies(published.rope, 64)
+    assert (ratio[:15] == 1).all() and (ratio[18:] == 32).all()
+    assert ((ratio[15:18] > 1) & (ratio[15:18] < 32)).all()
+
+
+def test_rotation_keeps_lengths_and_sees_distances_alone():
+    """Far positions too, in bfloat16 weights: angles are float32 whatever the model's dtype."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 16, generator=generator)
+    turns = frequencies(Rope(), 16)
+
+    def score(here: int, there: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        cos, sin = rotation(torch.tensor([here, there]), turns)
+        turned = rotate(q.to(dtype), cos[0], sin[0]), rotate(k.to(dtype), cos[1], sin[1])
+        assert turned[0].dtype == dtype
+        return (turned[0] * turned[1]).float().sum()
+
+    torch.testing.assert_close(score(7, 2), score(1005, 1000), rtol=0, atol=1e-3)
+    torch.testing.assert_close(score(5, 5), (q * k).sum(), rtol=0, atol=1e-5)
+    assert abs(score(7, 2) - score(7, 3)) > 1e-2
+    low = score(30_001, 30_000, torch.bfloat16)
+    torch.testing.assert_close(low, score(30_001, 30_000), rtol=0, atol=0.1)

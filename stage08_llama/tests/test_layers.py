@@ -1,0 +1,89 @@
+"""The new layers one by one, against their formulas, and grouped heads against repeated ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.course import stages
+from stage01_forward import families
+from stage08_llama.config import LlamaConfig
+from stage08_llama.model import Attention, RMSNorm
+from stage08_llama.repeated import RepeatedHeads
+from stage08_llama.rope import Rope, frequencies, rotate, rotation
+from stage08_llama.tests.folders import save
+
+
+def normal(*shape, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_norm_divides_in_float32_and_weighs_in_the_dtype(dtype):
+    norm = RMSNorm(24, 0.5).to(dtype)
+    norm.weight.data = normal(24, dtype=dtype)
+    x = (3 * normal(5, 24) + 1).to(dtype)  # a mean that must not be subtracted
+    wide = x.float()
+    scale = 1 / (wide.pow(2).mean(-1, keepdim=True) + 0.5).sqrt()
+    want = (wide * scale).to(dtype) * norm.weight
+    got = norm(x)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, want, rtol=1e-5 if dtype != torch.bfloat16 else 1e-2, atol=0)
+
+
+def test_a_pair_turns_as_a_complex_number():
+    x, positions = normal(7, 3, 10), torch.tensor([0, 1, 2, 3, 50, 51, 900])
+    turns = frequencies(Rope(100.0), 10)
+    got = rotate(x, *rotation(positions, turns, 1.5))
+    angles = positions[:, None, None].float() * turns
+    turned = torch.complex(x[..., :5], x[..., 5:]) * torch.polar(torch.ones_like(angles), angles)
+    want = torch.cat([turned.real, turned.imag], -1) * 1.5
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got[0], x[0] * 1.5, rtol=0, atol=0)  # position 0 turns nothing
+
+
+def test_a_stretched_context_slows_the_slow_pairs():
+    plain = frequencies(Rope(10_000.0), 16)
+    assert torch.equal(plain, 1 / 10_000.0 ** (torch.arange(0, 16, 2) / 16))
+    assert torch.equal(frequencies(Rope(10_000.0, "dynamic", 4.0), 16), plain)
+    assert torch.equal(frequencies(Rope(10_000.0, "linear", 4.0), 16), plain / 4)
+    blend = Rope(10_000.0, "llama3", 4.0, 512, 1.0, 4.0)
+    turned = 512 * plain / (2 * torch.pi)  # times that a pair turns in 512 positions
+    kept = ((turned - 1) / 3).clamp(0, 1)
+    want = plain * kept + plain / 4 * (1 - kept)
+    assert 0 < int(((kept > 0) & (kept < 1)).sum()) < 8
+    torch.testing.assert_close(frequencies(blend, 16), want, rtol=1e-6, atol=0)
+    yarn = frequencies(Rope(10_000.0, "yarn", 4.0, 512, truncate=False), 16)
+    assert torch.equal(yarn[turned > 32], plain[turned > 32])
+    torch.testing.assert_close(yarn[turned < 1], plain[turned < 1] / 4, rtol=1e-6, atol=0)
+    inner = (turned < 32) & (turned > 1)
+    assert inner.any() and ((yarn < plain) & (yarn > plain / 4))[inner].all()
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_heads_are_normed_then_turned_and_values_are_neither(qk_norm):
+    config = LlamaConfig(11, 32, 24, 1, 6, 2, 8, n_inner=4, qk_norm=qk_norm, qkv_bias=True)
+    layer = Attention(config).double()
+    for number, parameter in enumerate(layer.parameters()):
+        parameter.data = normal(*parameter.shape) * (number + 1) / 4
+    x = normal(5, 24)
+    turn = rotation(torch.arange(5), frequencies(Rope(), 8))
+    q, k, v = layer.heads(x, turn)
+    assert (q.shape, k.shape, v.shape) == ((5, 6, 8), (5, 2, 8), (5, 2, 8))
+    plain = [p(x).view(5, -1, 8) for p in (layer.q_proj, layer.k_proj, layer.v_proj)]
+    assert torch.equal(v, plain[2])
+    for got, want, norm in ((q, plain[0], layer.q_norm), (k, plain[1], layer.k_norm)):
+        torch.testing.assert_close(got, rotate(norm(want), *turn), rtol=0, atol=1e-12)
+
+
+def test_repeated_heads_are_an_oracle_of_every_engine(tmp_path):
+    save(tmp_path, "llama, three kv heads")
+    model = families.load_model(families.load(str(tmp_path)))
+    before = RepeatedHeads(model)
+    assert before.config.kv_bytes_per_token(torch.float32) == 2 * model.config.kv_bytes_per_token(
+        torch.float32
+    )
+    prompts, params = [[5], [1, 2, 3, 4], [9] * 30], stages.sampling_params()(max_tokens=20)
+    for make in stages.engines().values():
+        want = [output.token_ids for output in make(before).generate(prompts, params)]
+        assert [output.token_ids for output in make(model).generate(prompts, params)] == want

@@ -1,0 +1,110 @@
+"""Every family and every kind of rotary positions against transformers, in float64, from its own
+folders, and through every engine."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from shared.config import Config
+from shared.course import stages
+from stage01_forward import families
+from stage01_forward.attention import Recompute
+from stage08_llama.config import LlamaConfig
+from stage08_llama.numpy_llama import llama
+from stage08_llama.tests.folders import KINDS, save
+
+LENGTH = 60  # tokens: most kinds of rotary positions agree on short prompts
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    """A kind's name, its folder, and transformers' model of it."""
+    folder = tmp_path_factory.mktemp("folder")
+    return request.param, folder, save(folder, request.param)
+
+
+def load(folder):
+    loaded = families.load(str(folder))
+    assert isinstance(loaded.config, LlamaConfig)
+    return families.load_model(loaded)
+
+
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(pair):
+    _, folder, theirs = pair
+    ours = load(folder)
+    assert ours.config.parameter_count == theirs.num_parameters()
+    ids = torch.randint(0, 101, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    want = theirs(ids[None]).logits[0]
+    got = ours.logits(ours(ids, torch.arange(LENGTH), Recompute().attend))
+    assert want.std() > 0.1
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+
+
+def test_every_engine_gives_the_tokens_of_transformers(pair):
+    _, folder, theirs = pair
+    model, params = load(folder), stages.sampling_params()(max_tokens=24)
+    prompts = [[7], [3, 1, 4, 1, 5], list(range(2, 40))]
+    want = []
+    for prompt in prompts:
+        out = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0
+        )
+        want.append(out[0, len(prompt) :].tolist())
+    assert len({token for answer in want for token in answer}) > 6
+    for name, make in stages.engines().items():
+        got = [output.token_ids for output in make(model).generate(prompts, params)]
+        assert got == want, name
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama, tied", "llama, biases", "theta", "qwen2", "qwen3"]
+)
+def test_the_page_of_numpy(kind, tmp_path):
+    theirs = save(tmp_path, kind)
+    loaded = families.load(str(tmp_path))
+    weights = {name: tensor.numpy() for name, tensor in loaded.tensors.items()}
+    ids, config = [3, 1, 4, 1, 5, 9, 2, 6], loaded.config
+    assert isinstance(config, LlamaConfig)
+    shape = (config.n_layer, config.n_head, config.n_kv_head)
+    got = llama(ids, weights, *shape, config.rope.theta, config.layer_norm_epsilon)
+    want = theirs(torch.tensor([ids])).logits[0].detach().numpy()
+    assert np.allclose(got, want, rtol=0, atol=1e-4)  # transformers norms in float32
+
+
+def test_older_spellings_of_rotary_positions(tmp_path):
+    """rope_theta and rope_scaling, with rope_type or type, as transformers 4 wrote them."""
+    for kind in ("theta", "linear", "llama3", "yarn"):
+        save(tmp_path, kind)
+        path = tmp_path / "config.json"
+        fields = json.loads(path.read_text())
+        want = families.load(str(tmp_path)).config
+        scaling = fields.pop("rope_parameters")
+        fields["rope_theta"] = scaling.pop("rope_theta")
+        for key in ("rope_type", "type"):
+            scaling[key] = scaling.pop("rope_type", None) or scaling.pop("type")
+            fields["rope_scaling"] = None if kind == "theta" else dict(scaling)
+            path.write_text(json.dumps(fields))
+            assert families.load(str(tmp_path)).config == want
+
+
+def test_a_window_ends_the_context(tmp_path):
+    """Up to the window nothing is hidden, so every engine is exact; there the answer ends."""
+    save(tmp_path, "mistral, window")
+    model = load(tmp_path)
+    assert model.config.n_positions == 64  # and not 96, max_position_embeddings
+    params = stages.sampling_params()(max_tokens=90)
+    for make in stages.engines().values():
+        (output,) = make(model).generate([[5, 6, 7]], params)
+        assert (len(output.token_ids), output.finish_reason) == (61, "length")
+
+
+def test_the_cache_holds_the_heads_of_keys_alone(tmp_path):
+    save(tmp_path, "llama, one kv head")
+    config = families.load(str(tmp_path)).config
+    plain = Config(101, 96, 48, 3, 6)
+    assert config.kv_bytes_per_token(torch.float32) * 6 == plain.kv_bytes_per_token(torch.float32)
