@@ -76,7 +76,9 @@ class _Gate:
         self.names = {node.id for node in nodes if isinstance(node, ast.Name)}
         self.names |= {node.name for node in nodes if isinstance(node, mine.Function)}
         self.read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        self.set = {node.attr for node in nodes if _is_set(node)}
+        self.set = {
+            node.attr for node in nodes if isinstance(node, ast.Attribute) and _is_set(node)
+        }
         self.bases = {ast.unparse(b) for n in nodes if isinstance(n, ast.ClassDef) for b in n.bases}
         self.chains = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
         functions = [ast.dump(node) for node in nodes if isinstance(node, mine.Function)]
@@ -193,14 +195,14 @@ class _Gate:
             value = self.values[root.id]
             for name in chain:
                 base, value = value, getattr(value, name, None)
-                inner = isinstance(value, ModuleType)
-                if isinstance(base, ModuleType) and inner and not self._inside(value, base, name):
+                modules = isinstance(base, ModuleType) and isinstance(value, ModuleType)
+                if modules and not self._inside(value, base, name):
                     return f"the module {ast.unparse(node)}"
             if isinstance(value, ModuleType) and not based:
                 return f"the module {ast.unparse(node)} as a value"
         return ""
 
-    def _inside(self, module: ModuleType, base: ModuleType, name: str) -> bool:
+    def _inside(self, module: Any, base: Any, name: str) -> bool:
         """Whether a submodule may be used: one of functions, or one that the reference uses."""
         own = module.__name__ == f"{base.__name__}.{name}"
         return own and (name in self.read or name in ("functional", "nn", "linalg", "special"))

@@ -164,14 +164,14 @@ def test_with_all_tasks_open_all_other_tests_pass(stage: str, home: Path) -> Non
 
 
 def test_bad_tasks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def task(number: int, function: str, *tests: str, title: str = "title") -> Task:
+    def task(number: int, function: str, *tests: str, title: str = "long" * 30) -> Task:
         return Task(number, "cache.py", (function,), title, "text", 1, ("hint",), tests)
 
     bad = (
         task(1, "KVCache.crop", "tests/test_cache.py::test_none", "tests/test_engine.py"),
-        task(3, "KVCache.crop", "tests/test_engine.py"),
-        task(3, "KVCache.none", "tests/test_none.py", title="long" * 30),
-        task(4, "KVCache.extend", "tests/test_cache.py", title="long" * 30),
+        task(3, "KVCache.crop", "tests/test_engine.py", title="title"),
+        task(3, "KVCache.none", "tests/test_none.py"),
+        task(4, "KVCache.extend", "tests/test_cache.py"),
         Task(5, "cache.py", (), "title", "", 0, (), ()),
     )
     monkeypatch.setattr(mine, "tasks", lambda stage: bad)
@@ -269,16 +269,26 @@ def test_a_student_starts_fails_writes_and_passes(
 # ---- the commands ----
 
 
-def test_start_and_status(home: Path, say: Any) -> None:
+def test_start_status_and_diff(home: Path, say: Any) -> None:
     assert say("status").count("not started") == len(WITH_TASKS)
+    with pytest.raises(UserError, match="no copy"):
+        say("diff", "2")
     out = say("start", "2")
     assert str(home / STAGE) in out and f"python -m pytest {STAGE} --mine -k task1" in out
     assert all(task.title in out for task in mine.tasks(STAGE))
+    out = say("diff", "2", "4")
+    assert "-        raise NotImplementedError(" in out and "cache.py" not in out
+    assert "+        while reason is None:" in out
     solve(STAGE, 4)
     (line,) = [line for line in say("status").splitlines() if line.startswith(STAGE)]
     assert line.split() == [STAGE, "4", "3", "1", "0", "0", "of", "100"]
+    solve(STAGE, 1, 2, 3)
+    assert "word for word" in say("diff", "2")
     mine.write(mine.folder(STAGE) / "engine.py", "x = 1\ndef (:\n")
     assert "no Python: line 2" in say("status", "2")
+    (mine.folder(STAGE) / "cache.py").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="cache.py is not UTF-8"):
+        say("diff", "2")
 
 
 def test_hints_come_in_steps_and_show_the_texts_of_errors(say: Any) -> None:
@@ -294,21 +304,6 @@ def test_hints_come_in_steps_and_show_the_texts_of_errors(say: Any) -> None:
     assert len(errors) > 1 and all(error in out for error in errors)
     assert all(error.startswith("ValueError(f'") for error in errors)
     assert "Errors" not in say("hint", "6", "6")  # it raises an error that it was given
-
-
-def test_diff_shows_the_reference(home: Path, say: Any) -> None:
-    with pytest.raises(UserError, match="no copy"):
-        say("diff", "2")
-    folder = mine.start(STAGE)
-    out = say("diff", "2", "4")
-    assert "-        raise NotImplementedError(" in out and "cache.py" not in out
-    assert "+        while reason is None:" in out
-    solve(STAGE, 1, 2, 3)
-    solve(STAGE, 4)
-    assert "word for word" in say("diff", "2")
-    (folder / "cache.py").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="cache.py is not UTF-8"):
-        say("diff", "2")
 
 
 def test_reset_asks_first(home: Path, say: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ print(subprocess.check_output([sys.executable, "-c", {orphan!r}], text=True))
 def test_a_folder_is_measured_while_it_changes(tmp_path: Path) -> None:
     (tmp_path / "kept").write_bytes(bytes(1000))
     with pytest.MonkeyPatch.context() as patch:
-        walked = [(str(tmp_path), [], ["kept", "gone"]), (str(tmp_path / "gone"), [], ["gone"])]
+        walked: list[Any] = [(str(tmp_path), [], ["kept", "gone"])]
         patch.setattr(os, "walk", lambda folder: walked)
         assert grading._size(tmp_path) == 1000
 

@@ -171,24 +171,20 @@ def test_one_bug_at_a_time_and_edits_are_kept(home: Path) -> None:
     assert mine.read(path) == planting.with_bug(find(3))
 
 
-@pytest.mark.parametrize("number", [6, 14])
-def test_line_ends_of_windows(number: int) -> None:
-    exhibit = find(number)
-    source = reference(exhibit).replace("\r\n", "\n").replace("\n", "\r\n")
-    bug = planting.edit(source, exhibit.old, exhibit.new)
-    assert bug is not None
-    assert bug.replace("\r\n", "\n") == planting.with_bug(exhibit).replace("\r\n", "\n")
-    assert bug.count("\n") == bug.count("\r\n")
+def test_line_ends_of_windows() -> None:
+    for exhibit in (find(6), find(14)):
+        source = reference(exhibit).replace("\r\n", "\n").replace("\n", "\r\n")
+        bug = planting.edit(source, exhibit.old, exhibit.new)
+        assert bug is not None and bug.count("\n") == bug.count("\r\n")
+        assert bug.replace("\r\n", "\n") == planting.with_bug(exhibit).replace("\r\n", "\n")
 
 
-@pytest.mark.parametrize(
-    "junk",
-    ["", "[]", '{"number": "x"}', '{"number": 99, "own": true, "digest": "", "backup": null}'],
-)
-def test_an_invalid_note_is_no_note(junk: str, home: Path) -> None:
+def test_an_invalid_note_is_no_note(home: Path) -> None:
     home.mkdir()
-    (home / "museum.json").write_text(junk, encoding="utf-8")
-    assert planting.planted() is None
+    note = '{"number": 99, "own": true, "digest": "", "backup": null}'
+    for junk in ("", "[]", '{"number": "x"}', note):
+        (home / "museum.json").write_text(junk, encoding="utf-8")
+        assert planting.planted() is None
     assert planting.plant(EXHIBIT) == []
 
 
