@@ -43,10 +43,15 @@ UNMEASURED = "not measured yet"
 
 
 def benchmarks() -> dict[str, Any]:
-    """Every stage's benchmark in reading order, and the staircase, which compares them."""
+    """Every stage's benchmark in reading order, the staircase, which compares them, and the
+    cross-check of the load test."""
     names = [name for name in paths.discover() if (paths.ROOT / name / "benchmark.py").exists()]
     found = {name: importlib.import_module(f"{name}.benchmark").BENCHMARK for name in names}
-    return found | {staircase.KIND: staircase.BENCHMARK}
+    found[staircase.KIND] = staircase.BENCHMARK
+    for path in sorted(paths.ROOT.glob("stage*/crosscheck.py")):
+        module = importlib.import_module(f"{path.parent.name}.crosscheck")
+        found[module.KIND] = module.BENCHMARK
+    return found
 
 
 def drawn_with() -> dict[str, str]:
@@ -208,7 +213,8 @@ class Report:
             self.files[path.relative_to(self.root)] = "\n".join(lines).encode()
 
     def _find(self, marker: re.Match[str], here: str, where: str) -> str | None:
-        """The table of a marker in the folder `here`; None, and a problem, if there is none."""
+        """The table of a marker in the folder `here`, or that it was not measured yet; None, and a
+        problem, if there is none."""
         name, machine = marker["name"], marker["machine"]
         own = {stage: found for (at, stage), found in self.tables.items() if at == machine}
         stage, _, short = name.partition(".")
@@ -217,6 +223,9 @@ class Report:
         stages = [stage for stage, found in own.items() if name in found]
         if here in stages or len(stages) == 1:
             return own[here if here in stages else stages[0]][name]
+        declared = (getattr(module, "draw", ()) for module in self.modules.values())
+        if not (stages or machine) and any((short or name) in names for names in declared):
+            return UNMEASURED
         if stages:
             why = f"the table '{name}' is one of {' and '.join(stages)}: write {stages[0]}.{name}"
         else:
