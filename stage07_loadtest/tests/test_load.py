@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stage07_loadtest import load, mock, schedule
-from stage07_loadtest.client import CUT, HTTP_503, REFUSED, TIMEOUT, Target
+from stage07_loadtest.client import HTTP_503, REFUSED, Target
 from stage07_loadtest.load import Point, ServerDelta, run_point
 from stage07_loadtest.mock import Behaviour, Mock
 from stage07_loadtest.schedule import Schedule
@@ -26,8 +26,12 @@ def point(
 
 
 def test_a_closed_loop_has_as_many_requests_in_hand_as_users():
+    """Catches a load that never forms a batch: a pool that is too small, users who take turns. A
+    baseline that does serve one at a time has the same users, in its queue."""
+    found, server = point(schedule.closed(4, 20), asks(20), {"slots": 1}, workload="mine")
+    assert (server.most_running, server.most_waiting) == (1, 3)
     found, server = point(schedule.closed(4, 20), asks(20), workload="mine")
-    assert server.most_running == 4 and server.requests == 20
+    assert (server.most_running, server.most_waiting, server.requests) == (4, 0, 20)
     assert [record.index for record in found.records] == list(range(20))
     assert {record.failure for record in found.records} == {None}
     assert (found.workload, found.schedule) == ("mine", schedule.closed(4, 20))
@@ -46,7 +50,6 @@ def test_a_user_sends_when_the_last_answer_has_ended():
 def test_requests_of_a_burst_and_of_a_trace_start_at_their_times():
     found, _ = point(schedule.bursts(4, 0.2, 8), asks(8))
     assert [record.intended for record in found.records] == [0.0] * 4 + [0.2] * 4
-    assert all(one.sent is not None and one.sent >= one.intended for one in found.records)
     traced = [Ask([1], 5, 0.0), Ask([2, 2], 3, 0.05)]
     found, _ = point(schedule.trace(traced), traced)
     rows = [(one.intended, one.prompt_tokens, one.completion_tokens) for one in found.records]
@@ -76,14 +79,11 @@ def test_warming_up_is_sent_and_not_counted():
     assert all(record.sent is not None and record.sent >= 0 for record in found.records)
 
 
-@pytest.mark.parametrize(
-    ("fault", "failure", "sent"),
-    [("503", HTTP_503, 4), ("cut", CUT, 4), ("refused", REFUSED, 0), ("hang", TIMEOUT, 4)],
-)
-def test_failures_are_counted_and_not_repeated(fault: str, failure: str, sent: int):
+@pytest.mark.parametrize(("fault", "failure"), [("503", HTTP_503), ("refused", REFUSED)])
+def test_failures_are_counted_and_not_repeated(fault: str, failure: str):
     found, server = point(schedule.closed(2, 4), asks(4), {"fault": fault}, timeout=0.2)
     assert [record.failure for record in found.records] == [failure] * 4
-    assert server.requests == sent
+    assert server.requests == (0 if fault == "refused" else 4)
     assert found.server is None if fault == "refused" else found.server and found.server.idle
 
 
@@ -92,7 +92,6 @@ def test_requests_in_flight_are_sampled_evenly():
     times = [at for at, _ in found.in_flight]
     assert times == sorted(times) and len(times) >= 10
     assert max(count for _, count in found.in_flight) == 3
-    assert min(count for _, count in found.in_flight) >= 0
     # Each sample is taken at its place on a grid or later: a late one does not delay the next.
     late = [at - number * load.SAMPLING for number, at in enumerate(times)]
     assert min(late) >= -1e-4 and max(late) <= 2 * load.SAMPLING

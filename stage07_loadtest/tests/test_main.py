@@ -53,21 +53,17 @@ def test_a_short_run_against_the_real_server(capsys, tmp_path):
     own = "--linear plain --kv-memory 8MiB --threads 1"
     status, printed, err = ended(capsys, f"{load} --out {out} -- {own}")
     assert status == 0, err
-    table = rows(printed)
-    assert [cells[0] for cells in table] == ["2 users", "poisson, 40/s", "bursts, 15/s"]
-    assert all(cells[1:3] == ["6", "100.0%"] and "inf" not in cells for cells in table)
+    table = [cells[:3] for cells in rows(printed)]
+    assert table == [[load, "6", "100.0%"] for load in ("2 users", "poisson, 40/s", "bursts, 15/s")]
     run, records = results.load(out), results.load_requests(out)
-    assert [point.kind for point in run.points] == ["closed", "poisson", "bursts"]
     for point in run.points:
-        assert (point.requests, point.succeeded) == (6, 6)
         assert point.completion_tokens == point.server_tokens == 300
         assert point.tokens_match is True and point.blocks_back is True
     assert [[sum(one.chunk_tokens) for one in point] for point in records] == [[50] * 6] * 3
     for number, point in enumerate(records, 1):  # tokens by the server's usage
         asks = workload.make("short", 8, f"0 {number}", prompts=workload.lengths("5:11"))
         assert [one.prompt_tokens for one in point] == [len(ask.prompt) for ask in asks[2:]]
-    assert "stories" in err  # the server's own output
-    assert list(out.glob("*.svg")) and f"Written: {out}" in printed
+    assert "stories" in err and list(out.glob("*.svg")) and f"Written: {out}" in printed
     assert run.about["configuration"]["server"].endswith(own)
 
 
@@ -201,10 +197,8 @@ def planned(arguments: str = "") -> tuple[Plan, argparse.Namespace]:
 
 def test_the_default_load():
     """The closed loops are left out for another load, unless it takes its rates from them."""
-    for load in ("", "--rates auto", "--rates auto --bursts 8x2"):
-        assert planned(load)[0].users == program.USERS
-    for load in ("--rates 2,4", "--bursts 8x2"):
-        assert planned(load)[0].users == ()
+    found = [planned(load)[0].users for load in ("", "--rates auto", "--rates 2,4", "--bursts 8x2")]
+    assert found == [program.USERS, program.USERS, (), ()]
     plan, options = planned("--users 3 --rates 2,4.5 --bursts 8x2,1x0.5")
     assert (plan.users, plan.rates, plan.auto) == ((3,), (2.0, 4.5), False)
     assert plan.bursts == ((8, 2.0), (1, 0.5)) and options.slo == Slo(ttft=1.0, tpot=0.2)
@@ -243,11 +237,9 @@ def test_our_server_has_room_for_all_users():
         ("--bursts 8", "write 8x2 for eight requests every two seconds"),
         ("--slo speed=3", "write ttft=1,tpot=0.2"),
         ("--url localhost:8000", "write it as http://127.0.0.1:8000"),
-        ("--url http://127.0.0.1:99999", "write it as http"),
         ("--url http://me:secret@127.0.0.1", "write it as http"),
         ("--api-key 'secret\n'", "a line end or another control character"),
         ("--rates 1000 --seconds 86400", "86,400,000 requests are too many for one point"),
-        ("--bursts 100x0.1 --seconds 86400", "are too many for one point"),
         ("--trace absent.jsonl", "The trace absent.jsonl cannot be read"),
         ("--trace absent.jsonl --answer-tokens 5", "The lengths of a trace are in its file"),
         *(

@@ -1,50 +1,21 @@
-"""The mock: its pace, its counters, and its faults. What its faults do to a client: test_client.
-
-Times are checked on a clock that the test turns; real time only as "not earlier than".
-"""
+"""The mock: its pace and its counters. What its faults do to a client: test_client."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import socket
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 from pytest import approx
 
 from shared.errors import UserError
-from stage07_loadtest import mock
-from stage07_loadtest.client import Target
-from stage07_loadtest.mock import MODEL, Answer, Behaviour, Mock
-from stage07_loadtest.server import Counters, scrape
+from stage07_loadtest import mock, schedule
+from stage07_loadtest.load import ServerDelta
+from stage07_loadtest.mock import Answer, Behaviour, Mock
 from stage07_loadtest.tests import helpers
 from stage07_loadtest.tests.helpers import QUICK
-
-BODY = {"model": MODEL, "prompt": [7, 8, 9], "max_tokens": 6, "ignore_eos": True, "stream": True}
-BODY |= {"stream_options": {"include_usage": True}}
-
-
-async def complete(
-    session: aiohttp.ClientSession, server: Mock, **fields: Any
-) -> tuple[int, list[dict[str, Any]]]:
-    """The status, and the events of a stream or the whole answer."""
-    async with session.post(f"{server.url}/v1/completions", json=BODY | fields) as answer:
-        lines = [line for line in (await answer.text()).splitlines() if line]
-        if answer.content_type == "text/event-stream":
-            assert lines.pop() == "data: [DONE]"
-        return answer.status, [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
-def with_mock(use: Any, **behaviour: Any) -> Any:
-    async def run() -> Any:
-        running = mock.serving(Behaviour(**QUICK | behaviour))
-        async with running as server, aiohttp.ClientSession() as session:
-            return await use(session, server)
-
-    return helpers.run(run())
+from stage07_loadtest.workload import Ask
 
 
 def test_a_frozen_server_does_no_work() -> None:
@@ -87,12 +58,11 @@ def test_the_pace_of_an_answer() -> None:
 
 
 def test_the_counters_are_exact_and_slots_limit_what_runs() -> None:
-    async def use(session: aiohttp.ClientSession, server: Mock) -> Counters | None:
-        await asyncio.gather(*(complete(session, server, max_tokens=1 + i) for i in range(20)))
-        assert (server.most_running, server.most_waiting) == (4, 16)
-        return await scrape(session, Target(server.url))
-
-    assert with_mock(use, slots=4, chunk_tokens=3) == Counters(60, 210, 20, 0, 0, 0.0)
+    what = [Ask([7, 8, 9], 1 + number) for number in range(20)]
+    behaviour = QUICK | {"slots": 4, "chunk_tokens": 3}
+    point, server = helpers.against(behaviour, what, schedule.bursts(20, 1, 20))
+    assert (server.most_running, server.most_waiting) == (4, 16)
+    assert point.server == ServerDelta(60, 210, 20, 0, 0, 0.0)
 
 
 def test_the_official_client_can_read_it() -> None:

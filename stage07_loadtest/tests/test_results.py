@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -37,7 +36,6 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert results.to_json(written.add(one)) == results.to_json(summarize(one, SLO))
         run = results.load(folder)  # a run that is cut short keeps what it had
         assert len(run.points) == len(results.load_requests(folder)) == number
-        assert sorted(path.name for path in folder.iterdir()) == ["requests.jsonl", "summary.json"]
     assert run.points == written.summaries  # to the last digit, so charts are equal
     assert run.points[0].at(metrics.TTFT, 95, adjusted=True) == math.inf
     for found, one in zip(results.load_requests(folder), points, strict=True):
@@ -65,13 +63,10 @@ def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path, monkeypatch) -
         writer(tmp_path)
 
 
-@pytest.mark.parametrize("key", [["--api-key", "s3cret key"], ["--api-key=s3cret key"]])
-def test_a_key_is_not_written(tmp_path: Path, monkeypatch, key: list[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["loadtest", *key, "--out", "a"])
-    writer(tmp_path, secret="s3cret key").add(point([record()]))
-    command = results.load(tmp_path).about["command"]
-    assert "s3cret" not in (tmp_path / "summary.json").read_text(encoding="utf-8")
-    assert "hidden" in command and command.endswith("--out a")
+def test_a_key_is_not_written() -> None:
+    for key in ("--api-key 's3cret key'", "'--api-key=s3cret key'"):
+        command = results.without("s3cret key", f"loadtest {key} --out a")
+        assert "s3cret" not in command and "hidden" in command and command.endswith("--out a")
     assert results.without("", "python -m x --out ''") == "python -m x --out ''"
 
 
@@ -90,10 +85,8 @@ def test_infinity_is_a_string_and_nan_is_an_error() -> None:
         ("results.1.users", ..., r"results\[1\]\.users is missing"),
         ("results.0.extra", 1, r"results\[0\]\.extra is unknown"),
         ("results.0.requests", True, r"results\[0\]\.requests is not an int"),
-        ("results.0.seconds", "1", r"results\[0\]\.seconds is not a float"),
         ("results.0.latency.tpot.mean", None, r"latency\.tpot\.mean is not a float"),
         ("results.0.latency.itl.curve.3", "x", r"latency\.itl\.curve\[3\] is not a float"),
-        ("results.0.failures", [], r"results\[0\]\.failures is not an object"),
     ],
 )
 def test_a_damaged_summary_is_rejected_with_its_place(
@@ -115,7 +108,6 @@ def test_a_damaged_summary_is_rejected_with_its_place(
     ("change", "problem"),
     [
         (lambda line: json.dumps(line)[:-9], ""),
-        (lambda line: "[]", "not a request"),
         (lambda line: json.dumps(line | {"sent": "now"}), "request.sent is not a float"),
         (lambda line: json.dumps(line | {"chunks": [None]}), r"request.chunks\[0\] is not a"),
         (lambda line: json.dumps(line | {"point": 2}), "point 2 does not follow point 0"),

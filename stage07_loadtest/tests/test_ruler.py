@@ -12,19 +12,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 from pytest import approx
 
-from stage07_loadtest import load, metrics
+from stage07_loadtest import metrics
 from stage07_loadtest.client import TOKENS
 from stage07_loadtest.load import Point
 from stage07_loadtest.metrics import Slo, Summary, summarize
 from stage07_loadtest.mock import Mock
 from stage07_loadtest.schedule import Schedule, bursts, closed, poisson
-from stage07_loadtest.server import settled
 from stage07_loadtest.tests import helpers
 from stage07_loadtest.tests.helpers import QUICK, asks
 from stage07_loadtest.workload import Ask, make
@@ -58,23 +56,6 @@ def test_waiting_in_the_servers_queue_is_part_of_its_latency() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "match", "back", "flag"),
-    [
-        ("wrong_counter", False, True, "tokens differ: server 161, client 160"),
-        ("leak", True, False, "server not idle"),
-    ],
-)
-def test_a_server_that_miscounts_or_leaks_is_marked(
-    monkeypatch, fault: str, match: bool, back: bool, flag: str
-) -> None:
-    monkeypatch.setattr(load, "settled", partial(settled, patience=0.1))
-    faulty = QUICK | {"fault": fault, "fault_every": 20}
-    _, summary, _ = against(faulty, asks(20, 8), closed(4, 20))
-    assert (summary.succeeded, summary.tokens_match, summary.blocks_back) == (20, match, back)
-    assert flag in "; ".join(summary.flags)
-
-
-@pytest.mark.parametrize(
     "when", [closed(6, 36), poisson(30, 36, seed=1), bursts(12, 0.4, 36)], ids=str
 )
 def test_littles_law_holds_until_requests_are_missing_from_the_records(when: Schedule) -> None:
@@ -83,15 +64,6 @@ def test_littles_law_holds_until_requests_are_missing_from_the_records(when: Sch
     assert summary.little and summary.little.ratio == approx(1, abs=metrics.MOST_OFF)
     lost = summarize(replace(point, records=point.records[::2]), Slo())
     assert lost.little and lost.little.ratio > 1.5 and "Little" in "; ".join(lost.flags)
-
-
-def test_pitfall_users_who_never_meet() -> None:
-    """Catches a load that never forms a batch: a pool that is too small, users who take turns. A
-    baseline that does serve one at a time has the same users, in its queue."""
-    _, _, batched = against({"ttft": 0.2, "itl": 0}, asks(24), closed(24, 24))
-    assert (batched.most_running, batched.most_waiting) == (24, 0)
-    _, _, alone = against(QUICK | {"slots": 1}, asks(24), closed(24, 24))
-    assert alone.most_running == 1 and alone.most_waiting > 1
 
 
 @pytest.mark.parametrize(("name", "different"), [("mixed", range(15, 41)), ("short", range(1, 2))])
@@ -134,6 +106,7 @@ def test_pitfall_an_open_loop_that_waits_for_answers() -> None:
     when = poisson(750, 150, seed=0)
     point, summary, server = against({"ttft": 0.3, "itl": 0}, asks(150, 1), when)
     assert server.most_running == 150 and not summary.failures
+    assert [record.index for record in point.records] == [*range(150)]
     assert [record.intended for record in point.records] == when.starts
     assert all(one.sent is not None and one.sent >= one.intended for one in point.records)
 
@@ -160,18 +133,16 @@ def test_pitfall_latencies_from_the_late_send() -> None:
 
 def test_pitfall_the_generator_is_the_bottleneck() -> None:
     """Catches a client that is as busy as the server: the CPU time that it took is measured."""
-    burnt = []
 
     async def burn(server: Mock) -> None:
         while not server.requests:
             await asyncio.sleep(0.001)
         begun = time.process_time()
-        while (used := time.process_time() - begun) < 0.2:
+        while time.process_time() - begun < 0.2:
             pass
-        burnt.append(used)
 
     point, _, _ = against(QUICK, asks(4), closed(4, 4), burn)
-    assert point.client_cpu * point.duration >= burnt[0]
+    assert point.client_cpu * point.duration >= 0.2
 
 
 def test_pitfall_two_sides_that_say_different_numbers_of_tokens() -> None:
@@ -183,12 +154,3 @@ def test_pitfall_two_sides_that_say_different_numbers_of_tokens() -> None:
     assert summary.completion_tokens == 80 and summary.output_rate == approx(80 / summary.seconds)
     assert summary.latency[metrics.E2E].samples == 10
     assert summary.at(metrics.E2E, 90, adjusted=True) == math.inf
-
-
-def test_pitfall_answers_that_may_end_when_they_like() -> None:
-    """Catches a request without `ignore_eos`: the mock ends such an answer early, as a model does,
-    and the two sides of a comparison would have different lengths."""
-    point, _, server = against(QUICK, asks(5, 8), closed(1, 5))
-    ended = {(record.completion_tokens, record.finish_reason) for record in point.records}
-    assert ended == {(8, "length")}
-    assert all(body["ignore_eos"] is True and body["temperature"] == 0 for body in server.bodies)
