@@ -101,10 +101,10 @@ TASKS = (
         file="engine.py",
         functions=("Engine._tokens",),
         title="a batch to its last row",
-        text="Write the loop of a static batch: one padded prefill, then one token a row and pass, "
+        text="Write the loop of a static batch: one padded prefill, then one token a row and step, "
         "until every row has ended. Yield (row, Token) for each row that is alive. A row that has "
         "ended emits nothing more but stays in the rectangle. Rows without finite scores end alone "
-        "(finite_rows), and every pass is recorded, with its wasted tokens.",
+        "(finite_rows), and every step is recorded, with its wasted tokens.",
         points=30,
         hints=(
             "State: the ids to run next, one list a row; which rows are alive; the output ids of "

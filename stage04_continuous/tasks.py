@@ -43,7 +43,7 @@ TASKS = (
         file="cache.py",
         functions=("neighbours",),
         title="who attends together",
-        text="Cut the shares of a pass into runs that can attend in one call: adjacent slots, the "
+        text="Cut the shares of a step into runs that can attend in one call: adjacent slots, the "
         "same number of new tokens, and similar lengths. Two lengths differ too much if more than "
         "CALL keys would be read in vain.",
         points=15,
@@ -64,8 +64,8 @@ TASKS = (
         number=4,
         file="scheduler.py",
         functions=("Scheduler.schedule",),
-        title="who runs in the next pass",
-        text="Make the plan of the next pass: who runs, and how many tokens of each. Decoding "
+        title="who runs in the next step",
+        text="Make the plan of the next step: who runs, and how many tokens of each. Decoding "
         "requests go first; the rest of the budget goes to chunks of prompts, and then to waiting "
         "requests for which a slot is free. No request overtakes the first in line. Admission "
         "means: out of the line, RUNNING, the lowest free slot, a Wipe of what the slot's last "
@@ -118,8 +118,8 @@ TASKS = (
         number=6,
         file="engine.py",
         functions=("Engine._postprocess",),
-        title="after the pass",
-        text="Note what a pass has computed and sampled: the scheduler advances every request by "
+        title="after the step",
+        text="Note what a step has computed and sampled: the scheduler advances every request by "
         "its share, each sampled token goes to its output with the finish reason, and ended "
         "requests are released. Return the tokens, each with the id of its request.",
         points=25,
