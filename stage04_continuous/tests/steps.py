@@ -117,14 +117,6 @@ class StepContract:
         finish(engine)
         assert_answered(*good)
 
-    def test_a_request_that_has_ended_cannot_be_added_again(self):
-        engine = self.engine()
-        request = ask(engine, 2, 1)
-        finish(engine)
-        with pytest.raises(RuntimeError, match="from finished to waiting"):
-            engine.add(request)
-        self.assert_idle(engine)
-
     def test_abort_at_any_moment_changes_no_other_request(self):
         """The same crowd again and again, and the victim leaves before another step each time."""
         phases = set()

@@ -78,14 +78,6 @@ def test_decodes_go_first_and_prompts_share_the_rest():
     assert step(scheduler)[2:] == [("c", 2, 6, 3, True), ("d", 3, 0, 3, True)]
 
 
-def test_a_decode_overtakes_a_prompt_that_was_admitted_before_it():
-    scheduler = Scheduler(max_sequences=2, token_budget=4, max_chunk=3)
-    ask(scheduler, 9, "long")
-    ask(scheduler, 1, "short")
-    assert step(scheduler) == [("long", 0, 0, 3, False), ("short", 1, 0, 1, True)]
-    assert step(scheduler) == [("short", 1, 1, 1, True), ("long", 0, 3, 3, False)]
-
-
 def test_without_chunks_a_prompt_runs_whole_and_none_overtakes_it():
     scheduler = Scheduler(max_sequences=4, token_budget=10, chunked=False)
     first = ask(scheduler, 6, "a")
@@ -124,19 +116,6 @@ def test_a_request_is_added_once_and_finished_once():
     with pytest.raises(RuntimeError, match="cannot go from"):
         scheduler.finish(request)
     assert (scheduler.unfinished, scheduler.free_slots) == (0, list(range(8)))
-
-
-@pytest.mark.parametrize("policy, order", [("fcfs", "abcdef"), ("priority", "ebdcaf")])
-def test_the_order_of_admission(policy, order):
-    """By arrival, or by priority with ties by arrival; one slot, each keeps it for one pass."""
-    scheduler, admitted = Scheduler(max_sequences=1, policy=policy), ""
-    for id, priority in zip("abcdef", (2, 0, 1, 0, -3, 2), strict=True):
-        ask(scheduler, 1, id, priority)
-    for _ in range(6):
-        (work,) = scheduler.schedule().work
-        admitted += work.request.id
-        scheduler.finish(work.request)
-    assert admitted == order
 
 
 def passes_until_admitted(scheduler, priority):

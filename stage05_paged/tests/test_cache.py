@@ -211,12 +211,6 @@ def test_a_share_outside_its_blocks_is_refused():
             cache.extend([([2], 0, 1), (list(range(blocks)), start, count)])
 
 
-def test_memory_is_as_computed():
-    cache = PagedCache(CONFIG, 5, 7, swap_blocks=3, dtype=torch.bfloat16)
-    assert cache.bytes == 5 * 7 * CONFIG.kv_bytes_per_token(torch.bfloat16)
-    assert cache.swapped.nbytes == 3 * 7 * CONFIG.kv_bytes_per_token(torch.bfloat16)
-
-
 BLOCKS, SWAP_BLOCKS = 6, 4
 KINDS = ("wipe", "copy", "out", "in")
 

@@ -170,13 +170,11 @@ for state in ("waiting", "running"):
     RARE += [f"forked {state}, with an answer", f"forked {state}, without an answer"]
 
 
-def test_lives_of_fifty_calls():
-    """A few of those of the next test, which takes minutes."""
-    seen = live(PagedLife, 60)
-    assert not [event for event in EVENTS if not seen[event]]
-
-
-@pytest.mark.slow
-def test_a_thousand_lives_of_fifty_calls():
-    seen = live(PagedLife, 1500)
-    assert not [event for event in EVENTS + RARE if seen[event] < 30]
+@pytest.mark.parametrize(
+    "examples, least, events",
+    [(60, 1, EVENTS), pytest.param(1500, 30, EVENTS + RARE, marks=pytest.mark.slow)],
+    ids=["some", "many"],
+)
+def test_lives_of_fifty_calls(examples, least, events):
+    seen = live(PagedLife, examples)
+    assert not [event for event in events if seen[event] < least]

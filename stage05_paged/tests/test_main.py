@@ -103,12 +103,6 @@ def test_the_first_line_has_bytes_blocks_and_whole_contexts(call):
     assert err.startswith(f"[KV cache: 100.0 KiB in 2 blocks of 100 tokens; {room}; {swap}]\n")
 
 
-@pytest.mark.parametrize("size", ["1", "3", "16", "47", "48", "100"])
-def test_one_prompt_may_fill_its_context_whatever_the_block_size(call, size):
-    _, out, err = call("hello", "--max-tokens", "1000", "--block-size", size)
-    assert out.startswith("hello") and err.startswith("[43 tokens in ") and err.count("\n") == 1
-
-
 def test_samples_are_what_as_many_equal_prompts_would_be(call):
     options = ("--temperature", "1", "--max-tokens", "9", "--seed", "5", "--block-size", "4")
     status, out, err = call(["hello you!", "a"], *options, "--every", "4", "--samples", "3")

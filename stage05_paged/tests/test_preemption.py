@@ -14,7 +14,6 @@ from .test_scheduler import (
     ask_samples,
     compute,
     counts,
-    fork,
     ids,
     preempt,
     scheduler_of,
@@ -72,31 +71,6 @@ def test_the_senior_is_served_first_even_if_it_was_admitted_later():
     (work,) = plan.work
     assert (work.request, ids(scheduler.waiting)) == (senior, ["junior"])
     assert plan.moves == [Move("wipe", work.table[2], work.table[2])]
-
-
-def test_no_request_is_admitted_in_a_step_that_preempted():
-    """Not even one that would fit, and goes before the victim."""
-    scheduler = scheduler_of(7, policy="priority", prefix_caching=False)
-    ask(scheduler, 8, "a")
-    ask(scheduler, 8, "b")
-    ask(scheduler, 12, "c", priority=1)
-    step(scheduler)
-    ask(scheduler, 1, "tiny", answer=1)
-    assert [id for id, *_ in step(scheduler)] == ["a", "b"]
-    assert (ids(scheduler.waiting), scheduler.pool.available) == (["c", "tiny"], 1)
-    assert [id for id, *_ in step(scheduler)] == ["a", "b", "tiny"]
-
-
-def test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_again():
-    """Prompt and answer so far in one go: then comes its next token, and none twice."""
-    scheduler, (a, b, c) = three_that_fill_the_pool()
-    ask(scheduler, 1, "late", answer=1)
-    step(scheduler)
-    assert ids(scheduler.waiting) == ["c", "late"]
-    scheduler.finish(a)
-    assert step(scheduler) == [("b", 9, 1, True), ("c", 0, 9, True)]
-    assert c.output.token_ids == [WORD.id] * 2
-    assert step(scheduler)[:2] == [("b", 10, 1, True), ("c", 9, 1, True)]
 
 
 def test_a_preempted_request_finds_its_own_blocks_which_does_not_flatter_the_rate():
@@ -296,12 +270,3 @@ def test_when_the_first_sample_is_aborted_the_next_one_leads():
     scheduler.finish(samples[0])
     assert step(scheduler) == [("s2", 4, 6, True)]  # the first block can still be found
     assert step(scheduler) == [("s2", 10, 1, True), ("s3", 9, 1, True)]
-
-
-def test_a_fork_in_the_middle_of_a_prompt_waits_for_it():
-    scheduler = scheduler_of(20, max_sequences=4, token_budget=6)
-    parent = ask(scheduler, 10, "parent")
-    step(scheduler)
-    fork(scheduler, parent, "child")
-    assert step(scheduler) == [("parent", 6, 4, True)]
-    assert step(scheduler) == [("parent", 10, 1, True), ("child", 9, 1, True)]

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from shared.parity import random_prompt
 from stage04_continuous.request import Request, State
@@ -209,19 +208,6 @@ def test_a_wrong_digest_is_seen_even_if_its_request_ends_in_that_step(tiny_model
         return "found under tokens that it does not hold", mine.blocks[0], "last"
 
     assert_named(engine, monkeypatch, engine.runner, "run", misname)
-
-
-def test_a_freed_block_is_filled_with_nan_so_that_a_read_shows(tiny_model):
-    engine = engine_of(8, 256, tiny_model, 16, 4, prefix_caching=False)
-    cache, fresh = engine.runner.cache, torch.randn(3, 1, 2, 12, dtype=torch.float64)
-    assert bool(cache.kv.isnan().all())  # all blocks are unowned
-    ask(engine, 9, 2, "short")
-    ask(engine, 5, 9, "long")
-    engine.step()
-    short, long = (list(table(engine, id).blocks) for id in ("short", "long"))
-    engine.step()
-    assert bool(cache.extend([(short, 9, 1)]).attend(0, *fresh).isnan().all())
-    assert not cache.extend([(long, 7, 1)]).attend(0, *fresh).isnan().any()
 
 
 def test_without_a_sanitizer_memory_is_left_alone(tiny_model):

@@ -17,13 +17,11 @@ import torch
 
 from shared.checkpoint import Config
 from shared.parity import random_prompt
-from stage01_forward.attention import Recompute
 from stage01_forward.make import make as make_naive
 from stage01_forward.params import SamplingParams
 from stage02_kv_cache.make import make as make_cached
 from stage03_batching.attention import masked_attention
 from stage03_batching.make import make as make_static
-from stage04_continuous.cache import SlotCache
 from stage04_continuous.engine import Engine
 from stage04_continuous.make import make as make_continuous
 from stage04_continuous.plan import Plan
@@ -216,31 +214,6 @@ def test_a_runner_in_another_process():
         here.send("")
         process.join(10)
         process.kill()
-
-
-@pytest.mark.parametrize("slots", [True, False], ids=["slots", "blocks"])
-@torch.inference_mode()
-def test_any_rows_of_a_share_can_be_asked_for(slots):
-    """Several of one share, none of another, in passes that begin in the middle of sequences."""
-    model, prompts = the_model(), [prompt_of(20), prompt_of(13), prompt_of(17)]
-    tables: Any = [2, 0, 1] if slots else [[3, 1, 7, 8, 0], [2, 9, 6, 4], [11, 5, 12, 10, 13]]
-    dtype = torch.float64
-    memory = SlotCache(CONFIG, 3, None, dtype) if slots else PagedCache(CONFIG, 14, 4, 0, dtype)
-    runner, done = Runner(model, memory), [0, 0, 0]
-    for counts, rows in (([6, 1, 5], [0, 3, 5, 11]), ([4, 7, 3], [13, 2, 1, 8]), ([2, 2, 2], [])):
-        ids, shares, where = [], [], []
-        for prompt, table, start, count in zip(prompts, tables, done, counts, strict=True):
-            ids += prompt[start : start + count]
-            shares.append((table, start, count))
-            where += [(prompt, start + i) for i in range(count)]
-        got = runner.run(ids, shares, rows)
-        assert got.shape == (len(rows), 101)
-        for logits, row in zip(got, rows, strict=True):
-            prompt, last = where[row]
-            tokens, positions = torch.tensor(prompt[: last + 1]), torch.arange(last + 1)
-            want = model.logits(model(tokens, positions, Recompute().attend)[-1])
-            assert torch.allclose(logits, want, rtol=0, atol=1e-9)
-        done = [start + count for start, count in zip(done, counts, strict=True)]
 
 
 def test_a_step_may_propose_several_tokens_and_take_some_back():
