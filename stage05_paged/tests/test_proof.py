@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from shared.parity import prove
+from shared.parity import prove, scenarios
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import assert_answered, finish, greedy, oracle_of, prompt_of
@@ -33,19 +33,32 @@ def check(engine):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("contexts, prefix_caching", [(3, True), (3, False), (1, True)])
+@pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("size", [1, 3, 16, WHOLE])
-def test_all_scenarios(size, contexts, prefix_caching, tiny_model):
-    """Twice: the second time, answers are found again. In memory for one context, neighbours
-    preempt each other."""
-    blocks, oracle = contexts * blocks_for(64, size), oracle_of(tiny_model)
-    engine = engine_of(48, 256, tiny_model, blocks, size, prefix_caching=prefix_caching)
-    for _ in range(2):
-        assert prove(engine, oracle, SamplingParams).near_ties == []
+def test_all_scenarios(size, prefix_caching, tiny_model):
+    """With the prefix cache each of them twice: the second time, answers are found again."""
+    engine = engine_of(
+        48, 256, tiny_model, 3 * blocks_for(64, size), size, prefix_caching=prefix_caching
+    )
+    for scenario in scenarios(tiny_model.config):
+        for _ in range(1 + prefix_caching):
+            parity = prove(engine, oracle_of(tiny_model), SamplingParams, [scenario.name])
+            assert parity.sequences == len(scenario.prompts) and not parity.near_ties
     check(engine)
-    counts = engine.scheduler.counts
-    assert (counts.hit_tokens > 0) == (prefix_caching and size < WHOLE)
-    assert contexts > 1 or (counts.preemptions > 0) == (size < WHOLE)
+    hits = engine.scheduler.counts.hit_tokens
+    assert (hits > 0) == (prefix_caching and size < WHOLE)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, WHOLE])
+def test_all_scenarios_in_memory_for_one(size, tiny_model):
+    """The pool holds one context, so that neighbours preempt each other."""
+    engine = engine_of(48, 256, tiny_model, blocks_for(64, size), size)
+    assert prove(engine, oracle_of(tiny_model), SamplingParams).near_ties == []
+    check(engine)
+    assert (engine.scheduler.counts.preemptions > 0) == (size < WHOLE)
+
+
+# ---- memory runs out ----
 
 
 def storm(size, policy="fcfs"):
