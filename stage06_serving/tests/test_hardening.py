@@ -59,6 +59,17 @@ def test_a_body_in_tiny_chunks_is_not_read_to_its_end(locked, key):
     assert answer.count(b"HTTP/1.1") == 1 and b'"error"' in answer and b"nosniff" in answer
 
 
+def test_the_rest_of_a_refused_body_is_not_awaited(locked):
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n"
+    with connected(locked, head) as client:
+        client.settimeout(20)
+        assert status_of(client.recv(2**16)) == 401
+        with contextlib.suppress(ConnectionError):
+            client.sendall(b"a" * 1000)
+            while client.recv(2**16):  # until the server closes
+                pass
+
+
 def test_no_more_chunks_are_parsed_than_allowed():
     reader = connection.Reader()
     reader.receive_data(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
