@@ -79,6 +79,31 @@ class EngineContract(StepContract):
             5,
         )
 
+    @pytest.mark.parametrize(
+        "sequences, budget, max_chunk", [(1, 1, None), (3, 5, 2), (8, 16, 7), (5, 64, 64)]
+    )
+    def test_tokens_through_the_model_are_those_of_the_records(
+        self, sequences, budget, max_chunk, passes
+    ):
+        """Packed: no padding, one pass a step, and logits of no row that is not sampled."""
+        engine = self.engine(sequences, budget, max_chunk=max_chunk)
+        requests = [ask(engine, 1 + 5 * i % 17, 1 + 3 * i % 8) for i in range(14)]
+        sampled = []
+        while engine.requests:
+            sampled.append(len(engine.step()))
+        spent = [record.prefill_tokens + record.decode_tokens for record in engine.steps]
+        assert passes() == list(zip(spent, sampled, strict=True))
+        assert max(spent) <= budget and max(record.rows for record in engine.steps) == sequences
+        assert sum(spent) == sum(request.token_count - 1 for request in requests)
+        for record, tokens in zip(engine.steps, spent, strict=True):
+            rows = self.shares(record)
+            assert record.rows == len({row[0] for row in rows}) and not record.wasted_tokens
+            assert record.prefill_tokens == sum(row[1] for row in rows)
+            assert not record.waiting or record.rows == sequences or tokens == budget
+        ends = [row[3] for record in engine.steps for row in self.shares(record) if row[3]]
+        assert ends == ["length"] * 14
+        assert_answered(*requests)
+
     def test_records_are_timed_and_limited(self):
         engine = self.engine(2, steps_kept=3)
         engine.generate([prompt_of(length) for length in (4, 5, 6)], greedy(4))

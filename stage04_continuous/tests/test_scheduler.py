@@ -78,6 +78,14 @@ def test_decodes_go_first_and_prompts_share_the_rest():
     assert step(scheduler)[2:] == [("c", 2, 6, 3, True), ("d", 3, 0, 3, True)]
 
 
+def test_a_decode_overtakes_a_prompt_that_was_admitted_before_it():
+    scheduler = Scheduler(max_sequences=2, token_budget=4, max_chunk=3)
+    ask(scheduler, 9, "long")
+    ask(scheduler, 1, "short")
+    assert step(scheduler) == [("long", 0, 0, 3, False), ("short", 1, 0, 1, True)]
+    assert step(scheduler) == [("short", 1, 1, 1, True), ("long", 0, 3, 3, False)]
+
+
 def test_without_chunks_a_prompt_runs_whole_and_none_overtakes_it():
     scheduler = Scheduler(max_sequences=4, token_budget=10, chunked=False)
     first = ask(scheduler, 6, "a")

@@ -50,6 +50,37 @@ def test_all_blocks_are_given_once_and_come_back():
     assert pool.references == [1] * 5
 
 
+class Quick(list):
+    """A list that refuses whatever takes time that grows with its length."""
+
+    def refuse(self, *_):
+        raise AssertionError("this walks along the list")
+
+    __contains__ = __iter__ = index = count = refuse
+    remove = insert = sort = reverse = refuse  # type: ignore[assignment]
+
+    def pop(self, index=-1):
+        assert index == -1, "this moves all that come behind"
+        return super().pop()
+
+
+def test_taking_and_giving_back_takes_constant_time():
+    """Nothing walks along the free blocks, however many there are."""
+    pool = BlockPool(64)
+    pool.free = Quick(pool.free)
+    taken = [pool.take() for _ in range(40)]
+    for block in taken[::2]:
+        pool.publish(block, bytes([block]))
+    for block in taken[10:] + taken[:10]:
+        pool.share(block)
+        pool.give_back(block)
+        pool.give_back(block)
+    assert (pool.available, len(pool.cached)) == (64, 20)
+    for _ in range(64):
+        pool.take()
+    assert (pool.owned, pool.evictions) == (64, 20)
+
+
 def test_an_unowned_block_is_not_given_back_and_a_free_one_not_shared():
     pool = BlockPool(3)
     (cached,) = cache_blocks(pool, b"a")
@@ -97,6 +128,21 @@ def test_a_digest_stands_for_the_parent_the_tokens_and_their_order():
     for bits in (8, 15, 16):  # whole numbers, not their ends
         digests.add(chain(root, [50256 % 2**bits]))
     assert len(digests) == 8 and {len(digest) for digest in digests} == {32}
+
+
+def test_a_table_that_shrinks_gives_back_what_its_tokens_do_not_need():
+    """Rollback: shared blocks stay with their other tables, and it can grow again."""
+    pool = BlockPool(10, 4)
+    table, other = BlockTable(pool), BlockTable(pool)
+    table.grow(17)
+    other.adopt(table.blocks[:4])
+    blocks = list(table.blocks)
+    for tokens, left in ((17, 5), (16, 4), (13, 4), (12, 3), (1, 1), (0, 0)):
+        table.shrink(tokens)
+        assert table.blocks == blocks[:left]
+    assert [pool.references[block] for block in blocks] == [1, 1, 1, 1, 0]
+    table.grow(5)
+    assert len(table.blocks) == 2 and not set(table.blocks) & set(other.blocks)
 
 
 def test_a_table_that_writes_to_a_shared_block_gets_its_own():

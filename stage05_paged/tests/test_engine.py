@@ -5,6 +5,7 @@ What every engine must do is in test_contract.py.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,18 @@ from stage05_paged.memory import measure_cost
 from .engines import assert_idle, engine_of
 
 
+def drawn(count, seed):
+    return replace(DRAWN, max_tokens=count, seed=seed, logprobs=0)
+
+
+def memory(engine):
+    """(owned, shared, cached, used tokens) of each record."""
+    return [
+        (record.owned_blocks, record.shared_blocks, record.cached_blocks, record.used_tokens)
+        for record in engine.steps
+    ]
+
+
 def test_the_whole_memory_of_a_small_crowd():
     """Seven blocks of 3 tokens, a budget of 8, and every pass of it worked out by hand."""
     engine = engine_of(2, 8, blocks=7, size=3, prefix_caching=False)
@@ -41,9 +54,8 @@ def test_the_whole_memory_of_a_small_crowd():
         ask(engine, length, count, id)
     finish(engine)
     # b has the blocks of all its prompt from the start; no block is for a token that is to come.
-    used = [(step.owned_blocks, step.used_tokens) for step in engine.steps]
-    assert used == [(4, 8), (4, 12), (4, 10), (5, 12), (1, 1)]
-    assert not any(step.shared_blocks or step.cached_blocks for step in engine.steps)
+    owned_and_used = [(4, 8), (4, 12), (4, 10), (5, 12), (1, 1)]
+    assert memory(engine) == [(owned, 0, 0, used) for owned, used in owned_and_used]
     blocks = [[(row.request_id, row.blocks) for row in step.sequences] for step in engine.steps]
     assert [sorted(rows) for rows in blocks] == [
         [("a", 2), ("b", 1)],
@@ -56,6 +68,23 @@ def test_the_whole_memory_of_a_small_crowd():
         ["wipe"] * count for count in (4, 0, 2, 1, 1)
     ]
     assert [record.preempted for record in engine.steps] == [0] * 5
+
+
+def test_what_is_found_is_shared_and_kept_until_its_memory_is_needed():
+    engine = engine_of(blocks=12)
+    for prompt, count in ((prompt_of(17), 1), (prompt_of(17), 2), (prompt_of(40, "other"), 1)):
+        for _ in range(count):
+            engine.add(Request(prompt, greedy(2)))
+        finish(engine)
+    assert memory(engine) == [
+        *[(5, 0, 0, 17), (5, 0, 0, 18)],
+        *[(6, 4, 0, 34), (6, 4, 0, 36)],  # 4 blocks for both, and one each
+        *[(10, 0, 2, 40), (11, 0, 1, 41)],
+    ]
+    assert engine.scheduler.pool.evictions == 3
+    ask(engine, 17, 2)
+    finish(engine)
+    assert engine.scheduler.counts.hit_tokens == 32 + 4  # the end of the chain was evicted first
 
 
 def test_salts_keep_tenants_apart():
@@ -77,9 +106,7 @@ def test_samples_share_the_prompt_and_nothing_else(length, size):
     """The prompt is computed once but for its last token, of which each sample has its own."""
     engine = engine_of(blocks=200 // size, size=size, max_chunk=6)
     samples = add_samples(
-        engine,
-        prompt_of(length),
-        [replace(DRAWN, max_tokens=6, seed=seed, logprobs=0) for seed in range(1, 5)] + [greedy(6)],
+        engine, prompt_of(length), [drawn(6, seed) for seed in range(1, 5)] + [greedy(6)]
     )
     finish(engine)
     assert_answered(*samples)
@@ -89,6 +116,28 @@ def test_samples_share_the_prompt_and_nothing_else(length, size):
     assert engine.scheduler.counts.copies == (4 if (length - 1) % size else 0)
     assert len({tuple(request.output.token_ids) for request in samples}) > 3
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("first", ["parent", "child", "grandchild"])
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_fork_of_a_fork(size, first):
+    """Three generations over one partly filled block, and `first` leaves first. Catches: a fork
+    that writes into its sibling's past."""
+    for steps in (1, 2, 4, 7):
+        engine = engine_of(blocks=140 // size + 1, size=size)
+        parent = ask(engine, 10, 12, "parent")
+        for _ in range(steps):
+            engine.step()
+        given = len(parent.output.token_ids)
+        child = fork(engine, "parent", drawn(12, 1), "child")
+        both = fork(engine, "child", drawn(12, 2), "grandchild")
+        if steps % 2:
+            engine.step()
+        engine.abort(first)
+        finish(engine)
+        for request, begins in ((parent, 0), (child, given), (both, given)):
+            assert_answered(request, given=begins, aborted=request.id == first)
+        assert_idle(engine)
 
 
 def test_samples_are_taken_all_or_none():
@@ -129,6 +178,30 @@ def test_forks_that_cannot_be():
     assert (twin.sampling, twin.priority) == (parent.sampling, 2)
     finish(engine)
     assert_answered(parent, twin)
+
+
+@pytest.mark.parametrize("swap_blocks", [0, 2, 20], ids=["recompute", "mixed", "swap"])
+def test_preemption_never_repeats_or_loses_a_streamed_token(swap_blocks):
+    """Five streams in memory for two, some of them read late."""
+    engine = engine_of(blocks=9, swap_blocks=swap_blocks, watermark=0)
+    asked = [(5, 16), (12, 10), (2, 20), (14, 8), (7, 13)]
+    streams = [engine.stream(prompt_of(length), greedy(count)) for length, count in asked]
+    tokens: list[list[Any]] = [[next(stream)] for stream in streams]
+    for number in range(200):
+        for late, (stream, sent) in enumerate(zip(streams, tokens, strict=True)):
+            if number % (late + 1) == 0:
+                sent += itertools.islice(stream, 1)
+        engine.step()
+    for (length, count), stream, sent in zip(asked, streams, tokens, strict=True):
+        sent += stream
+        assert [token.id for token in sent] == answer(length, count)
+        assert [token.finish_reason for token in sent] == [None] * (count - 1) + ["length"]
+    counts = engine.scheduler.counts
+    assert counts.preemptions > 2 and (counts.swapped_out > 0) == (swap_blocks > 0)
+    assert (counts.recomputed > 0) == (swap_blocks < 3)
+    assert any(record.swapped for record in engine.steps) == (swap_blocks > 0)
+    assert all(record.swapped <= record.waiting for record in engine.steps)
+    assert_idle(engine)
 
 
 def test_only_auto_is_measured_and_only_where_there_is_a_choice(monkeypatch):

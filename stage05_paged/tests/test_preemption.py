@@ -73,6 +73,18 @@ def test_the_senior_is_served_first_even_if_it_was_admitted_later():
     assert plan.moves == [Move("wipe", work.table[2], work.table[2])]
 
 
+def test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_again():
+    """Prompt and answer so far in one go: then comes its next token, and none twice."""
+    scheduler, (a, b, c) = three_that_fill_the_pool()
+    ask(scheduler, 1, "late", answer=1)
+    step(scheduler)
+    assert ids(scheduler.waiting) == ["c", "late"]
+    scheduler.finish(a)
+    assert step(scheduler) == [("b", 9, 1, True), ("c", 0, 9, True)]
+    assert c.output.token_ids == [WORD.id] * 2
+    assert step(scheduler)[:2] == [("b", 10, 1, True), ("c", 9, 1, True)]
+
+
 def test_a_preempted_request_finds_its_own_blocks_which_does_not_flatter_the_rate():
     scheduler = scheduler_of(6)
     requests = [ask(scheduler, 8, id) for id in "abc"]

@@ -16,7 +16,7 @@ from stage01_forward.params import SamplingParams
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request, State
 from stage04_continuous.tests.test_scheduler import passes_until_admitted
-from stage05_paged.blocks import BlockPool
+from stage05_paged.blocks import BlockPool, Move
 from stage05_paged.scheduler import Scheduler
 
 WORD = Token(1, None, None)
@@ -117,6 +117,17 @@ def test_no_request_starves_under_a_constant_stream_of_urgent_ones(priority, pat
     """As in stage 04, to the pass."""
     scheduler = scheduler_of(40, max_sequences=1, policy="priority", patience=patience)
     assert passes_until_admitted(scheduler, priority) == priority * patience + (patience == 1)
+
+
+def test_a_request_is_admitted_with_blocks_for_what_it_has_and_not_for_what_may_come():
+    """Five prompts of 8 tokens on 10 blocks of 4, with answers of up to 16."""
+    scheduler = scheduler_of(10)
+    for id in "abcde":
+        ask(scheduler, 8, id)
+    plan = scheduler.schedule()
+    assert [(work.request.id, len(work.table)) for work in plan.work] == [(id, 2) for id in "abcde"]
+    assert all(work.table is scheduler.tables[work.request].blocks for work in plan.work)
+    assert plan.moves == [Move("wipe", block, block) for work in plan.work for block in work.table]
 
 
 def test_a_request_that_does_not_fit_waits_and_none_overtakes():
@@ -250,6 +261,19 @@ def test_without_prefix_caching_nothing_is_found_or_kept():
     run_one(scheduler, PROMPT[:12])
     assert (len(scheduler.pool.free), run_one(scheduler, PROMPT[:12])) == (20, (0, 12))
     assert scheduler.counts.hit_rate == 0.0
+
+
+def test_found_blocks_without_an_owner_are_not_counted_as_free_room_too():
+    """3 of 4 blocks are cached and found. The rest of the prompt takes two, and one is free."""
+    scheduler = scheduler_of(5)
+    run_one(scheduler, PROMPT[:12])
+    holder = ask(scheduler, 4, "h", answer=2)
+    step(scheduler)
+    waits = ask(scheduler, PROMPT[:17], answer=2)
+    assert [id for id, *_ in step(scheduler)] == ["h"]
+    assert len(scheduler.pool.match(scheduler.tables[waits].digests)) == 3
+    scheduler.finish(holder)
+    assert step(scheduler) == [("", 12, 5, True)]
 
 
 def test_a_draft_is_published_when_it_is_verified_and_not_before():
