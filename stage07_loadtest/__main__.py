@@ -24,6 +24,7 @@ from .client import HTTP_OTHER, PROTOCOL, REFUSED, Record, Target, open_session,
 from .load import Point, run_point
 from .metrics import Slo, Summary
 from .schedule import Schedule
+from .workload import Ask, Lengths
 
 MODULE = "stage07_loadtest"
 USERS = (1, 2, 4, 8, 16)
@@ -53,8 +54,8 @@ class Plan:
     bursts: tuple[tuple[int, float], ...]  # (requests, seconds from one burst to the next)
     trace: Path | None
     workload: str
-    prompt_tokens: workload.Lengths | None
-    answer_tokens: workload.Lengths | None
+    prompt_tokens: Lengths | None
+    answer_tokens: Lengths | None
     requests: int | None
     seconds: float | None
     warmup: int | None
@@ -91,10 +92,12 @@ class Plan:
         texts = [f"{name} {lengths}" for name, lengths in asked.items() if lengths]
         return ", ".join(texts if len(texts) == 2 else [self.workload, *texts])
 
-    def make(self, count: int, seed: int | str, longest: int) -> list[workload.Ask]:
+    def make(self, count: int, seed: int | str, longest: int) -> list[Ask]:
         """Requests; raises UserError as `workload.make` does."""
-        lengths = {"prompts": self.prompt_tokens, "answers": self.answer_tokens}
-        return workload.make(self.workload, count, seed, longest=longest, **lengths)
+        prompts, answers = self.prompt_tokens, self.answer_tokens
+        return workload.make(
+            self.workload, count, seed, longest=longest, prompts=prompts, answers=answers
+        )
 
     def check(self) -> None:
         """Raises UserError for an unreadable trace, for more than MOST_REQUESTS in a point, and for
@@ -302,7 +305,7 @@ def slo(text: str) -> Slo:
     return Slo(**limits)
 
 
-def lengths(text: str) -> workload.Lengths:
+def lengths(text: str) -> Lengths:
     """An argparse type: "128", "16:256" or "lognormal:64:0.8"."""
     try:
         return workload.lengths(text.strip())

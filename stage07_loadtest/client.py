@@ -151,7 +151,8 @@ async def send(
 
 def no_connection(error: OSError) -> str:
     """Why, in plain words: asyncio's own name the call and the address."""
-    plain = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+    number = error.errno or 0
+    plain = os.strerror(number) if number > 0 else error.strerror or str(error)
     return plain.lower()
 
 

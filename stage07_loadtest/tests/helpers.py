@@ -47,9 +47,9 @@ def record(
     """A success: chunks of one token, `gaps` seconds apart, the first that long after sending."""
     sent, count = intended if sent is None else sent, len(gaps)
     chunks = [sent + sum(gaps[: number + 1]) for number in range(count)]
-    fields = {"chunks": chunks, "chunk_tokens": [1] * count, "end": chunks[-1], "status": 200}
+    fields: dict[str, Any] = {"chunks": chunks, "chunk_tokens": [1] * count, "end": chunks[-1]}
     fields |= {"prompt_tokens": 8, "completion_tokens": count, "finish_reason": "length"}
-    return Record(index, intended, count, sent, **{**fields, "done": True} | more)
+    return Record(index, intended, count, sent, 200, **{**fields, "done": True} | more)
 
 
 def refused(index: int = 0, intended: float = 0.0) -> Record:
@@ -60,7 +60,12 @@ def refused(index: int = 0, intended: float = 0.0) -> Record:
 
 def broken(index: int = 0, intended: float = 0.0) -> Record:
     """A request whose connection was lost after two tokens."""
-    lost = {"completion_tokens": None, "finish_reason": None, "done": False, "failure": RESET}
+    lost: dict[str, Any] = {
+        "completion_tokens": None,
+        "finish_reason": None,
+        "done": False,
+        "failure": RESET,
+    }
     return record(index, intended, gaps=(0.5, 0.1), end=intended + 0.7, **lost)
 
 

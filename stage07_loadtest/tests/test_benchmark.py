@@ -177,7 +177,8 @@ def made(
 ) -> dict[str, Any]:
     """A point of ten requests, some of them failed, with two tokens each and `rate` tok/s."""
     failed, offered = more.get("failed", 0), more.get("offered")
-    good, kind = 10 - failed, "closed" if users else more.get("kind", "poisson")
+    good = 10 - failed
+    kind: Any = "closed" if users else more.get("kind", "poisson")
     records = [record(i, gaps=(0.5, 0.1)) for i in range(good)] + [
         refused(i) for i in range(failed)
     ]

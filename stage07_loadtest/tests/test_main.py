@@ -60,9 +60,9 @@ def test_a_short_run_against_the_real_server(capsys, tmp_path):
         assert point.completion_tokens == point.server_tokens == 300
         assert point.tokens_match is True and point.blocks_back is True
     assert [[sum(one.chunk_tokens) for one in point] for point in records] == [[50] * 6] * 3
-    for number, point in enumerate(records, 1):  # tokens by the server's usage
+    for number, sent in enumerate(records, 1):  # tokens by the server's usage
         asks = workload.make("short", 8, f"0 {number}", prompts=workload.lengths("5:11"))
-        assert [one.prompt_tokens for one in point] == [len(ask.prompt) for ask in asks[2:]]
+        assert [one.prompt_tokens for one in sent] == [len(ask.prompt) for ask in asks[2:]]
     assert "stories" in err and list(out.glob("*.svg")) and f"Written: {out}" in printed
     assert run.about["configuration"]["server"].endswith(own)
 
