@@ -93,7 +93,7 @@ def until(condition: Callable[[], object], timeout: float = 60) -> None:
         time.sleep(0.01)
 
 
-def many() -> None:
+def many(argv: list[str] | None) -> None:
     """Serve in a thread for each line of standard input: a command line and variables, as JSON.
 
     A server takes seconds to start, nearly all of them to load PyTorch: tests that neither stop
@@ -114,7 +114,4 @@ if __name__ == "__main__":
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ[FILES]),) * 2)
     program.make_engine = make_engine
-    if sys.argv[1:] == ["many"]:
-        many()
-    else:
-        cli.run(program.main)
+    cli.run(many if sys.argv[1:] == ["many"] else program.main)

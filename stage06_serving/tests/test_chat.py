@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI
 
 from stage06_serving.tests import asking
 from stage06_serving.tests.asking import PROMPT, TOKENIZER, TOKENS, chat, complete, counts, first
@@ -99,14 +99,9 @@ def test_generate(server, client):
 # ---- LangChain -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def options(server) -> dict[str, Any]:
-    server_options = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
-    return {**asking.GREEDY, **server_options, "max_tokens": 8}
-
-
-def test_langchain_s_chat_model(options, client):
-    model: Any = ChatOpenAI(**options)
+def test_langchain_s_chat_model(server, client):
+    options = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
+    model: Any = ChatOpenAI(**asking.GREEDY, **options, max_tokens=8)
     expected = chat(client).choices[0].message.content
     answer = model.invoke([("system", "Be kind."), ("human", QUESTION)])
     assert answer.content and answer.response_metadata["finish_reason"] == "length"
@@ -123,12 +118,3 @@ def test_langchain_s_chat_model(options, client):
     tool = {"name": "rain", "description": "makes rain", "parameters": {"type": "object"}}
     with pytest.raises(openai.BadRequestError, match="tools"):
         model.bind_tools([tool]).invoke(QUESTION)
-
-
-def test_langchain_s_older_client_sends_a_list_of_prompts(options, client):
-    llm = OpenAI(**options)
-    prompts = [PROMPT, QUESTION]
-    result = llm.generate(prompts)
-    texts = [generations[0].text for generations in result.generations]
-    assert texts == [first(client, prompt).text for prompt in prompts]
-    assert "".join(llm.stream(PROMPT)) == texts[0]

@@ -153,16 +153,6 @@ def test_an_abort_does_not_end_its_static_batch(tiny, tiny_model):
         assert request.output.token_ids == (tokens[:2] if request is leaves else tokens)
 
 
-def test_a_batch_of_aborted_requests_is_over(tiny):
-    engine = make("static", tiny, 2)
-    for name in "abc":
-        ask(engine, name, 5, 3)
-    engine.step()
-    engine.abort("a")
-    engine.abort("b")
-    assert finish(engine) == [{"c"}] * 3
-
-
 @pytest.mark.parametrize("kind", ALONE)
 def test_one_request_at_a_time(tiny, tiny_model, kind):
     """In order of arrival; an abort makes room for the next."""
