@@ -43,9 +43,10 @@ def test_every_pass_computes_everything_again(engine, tiny_model):
 
 
 def test_a_request_has_one_generator_and_a_whole_history(engine, tiny_model):
-    prompt, ids = [50, 2, 7], []
-    options = {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.5, "presence_penalty": 0.5}
-    params = SamplingParams(max_tokens=12, **options)
+    prompt, ids = [50, 2, 7], list[int]()
+    params = SamplingParams(
+        max_tokens=12, temperature=1.0, seed=3, repetition_penalty=1.5, presence_penalty=0.5
+    )
     generator = params.generator()
     for _ in range(12):
         logits = engine._forward(prompt + ids)[None]

@@ -132,7 +132,8 @@ def test_the_cache_refuses_more_than_it_holds(tiny_model, cache):
     cache.extend(4)
     grouped = KVCache(Config(5, 9, 8, 1, n_head=4, n_kv_head=2))
     grouped.extend(2)
-    assert grouped.extend(3).mask.shape == (2 * 3, 5)  # a row for each query head of a group
+    mask = grouped.extend(3).mask
+    assert mask is not None and mask.shape == (2 * 3, 5)  # a row for each query head of a group
     config = tiny_model.config
     assert KVCache(config, capacity=10).bytes == 10 * config.kv_bytes_per_token(torch.float32)
     for wrong in (0, -1, 65):
