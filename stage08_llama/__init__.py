@@ -6,5 +6,9 @@ offers them to the engines of stages 01 to 05, the server and the load test, whi
 unchanged.
 """
 
+from shared import openmp
+
 QUESTION: str = "What is in the models of today that GPT-2 has not, and what does it buy?"
 FIRST_FILE: str = "numpy_llama.py"
+
+openmp.choose()  # before PyTorch is loaded
