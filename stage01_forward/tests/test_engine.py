@@ -43,9 +43,9 @@ def test_every_pass_computes_everything_again(engine, tiny_model):
 
 
 def test_a_request_has_one_generator_and_a_whole_history(engine, tiny_model):
-    prompt, ids = [50, 2, 7], list[int]()
+    prompt, ids = list(range(0, 101, 3)), list[int]()  # a third of all tokens is penalized
     params = SamplingParams(
-        max_tokens=12, temperature=1.0, seed=3, repetition_penalty=1.5, presence_penalty=0.5
+        max_tokens=12, temperature=1.0, seed=3, repetition_penalty=9.0, presence_penalty=0.5
     )
     generator = params.generator()
     for _ in range(12):
