@@ -305,10 +305,7 @@ EXHIBITS = (
             "versions"
         ),
         tests=(
-            (
-                "tests/test_contract.py::TestSlots::"
-                "test_tokens_through_the_model_are_those_of_the_records"
-            ),
+            ("tests/test_contract.py::TestSlots::test_the_whole_record_of_a_small_crowd"),
             "tests/test_contract.py::TestSlots::test_the_whole_record_of_a_small_crowd",
         ),
     ),
@@ -397,9 +394,7 @@ EXHIBITS = (
             "MinivLLM, issue 75 and pull request 85; argued about, where it is right, in "
             "nano-vllm, issues 30, 91, 150 and 240"
         ),
-        tests=(
-            "tests/test_blocks.py::test_a_table_that_shrinks_gives_back_what_its_tokens_do_not_need",
-        ),
+        tests=("tests/test_engine.py::test_the_whole_memory_of_a_small_crowd",),
     ),
     Exhibit(
         number=13,
@@ -482,7 +477,7 @@ EXHIBITS = (
         tests=(
             (
                 "tests/test_preemption.py::"
-                "test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_again"
+                "test_without_chunks_a_recompute_longer_than_the_budget_still_runs"
             ),
         ),
     ),
@@ -569,7 +564,7 @@ EXHIBITS = (
         seen="SuStackx0/llm-serving-engine, the preemption of its scheduler",
         tests=(
             "tests/test_preemption.py::"
-            "test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_again",
+            "test_without_chunks_a_recompute_longer_than_the_budget_still_runs",
             "tests/test_preemption.py::test_the_most_junior_gives_its_memory_back",
         ),
     ),
@@ -599,7 +594,6 @@ EXHIBITS = (
         ),
         seen="hardly any engine tests it",
         tests=(
-            "tests/test_engine.py::test_fork_of_a_fork",
             (
                 "tests/test_preemption.py::"
                 "test_a_copy_comes_from_the_parents_last_block_and_waits_for_one_of_its_own"
@@ -636,12 +630,7 @@ EXHIBITS = (
             "preempted."
         ),
         seen="mini-sglang, pull requests 81 and 97",
-        tests=(
-            (
-                "tests/test_scheduler.py::"
-                "test_a_request_is_admitted_with_blocks_for_what_it_has_and_not_for_what_may_come"
-            ),
-        ),
+        tests=("tests/test_scheduler.py::test_the_watermark_stays_free_beside_others",),
     ),
     Exhibit(
         number=21,

@@ -210,7 +210,7 @@ def test_a_visit(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert visit("hint", "9") == (0, exhibit.hint)
     status, out = visit("check", "09")
     assert status == 1 and out.startswith("The bug is still there: ")
-    assert "test_tokens_through_the_model" in out
+    assert "test_the_whole_record" in out
     mine.write(planting.place(exhibit), "x = 1\ndef (:\n")
     with pytest.raises(UserError, match="syntax error in line 2"):
         main(["check", "09"])
