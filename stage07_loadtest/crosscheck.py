@@ -1,9 +1,11 @@
 """Do other load tests measure the same? `python -m stage07_loadtest.crosscheck` loads the mock and
-our server by this stage and by guidellm in turn, the same load each, in several rounds.
+our server by this stage, by guidellm and by vLLM's `bench serve` in turn, the same load each, in
+several rounds.
 
-guidellm is installed into an environment of its own in the cache folder, at a pinned version; what
-this project has installed already, such as PyTorch, is used from there. It sends texts as prompts,
-so the server has a tokenizer: the embedded model.
+The two are installed into an environment of their own in the cache folder, at pinned versions; what
+this project has installed already, such as PyTorch, is used from there. vLLM's wheel is built for
+another PyTorch and for GPUs, so it comes without its dependencies but for those that its client
+imports. They send texts as prompts, so the server has a tokenizer: the embedded model.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from tqdm import tqdm
 
@@ -36,8 +39,18 @@ from .load import run_point
 from .workload import Lengths, make
 
 KIND = "stage07_crosscheck"
-OURS, THEIRS = "stage07", "guidellm"
-REQUIREMENT = "guidellm==0.8.1"
+OURS, GUIDELLM, VLLM = "stage07", "guidellm", "vllm"
+INSTALLED = (  # arguments of pip, one run each
+    ("guidellm==0.8.1",),
+    ("--no-deps", "vllm==0.33.0"),
+    (
+        *("blake3==1.0.11", "cachetools==8.0.1", "cbor2==6.2.1", "cloudpickle==3.1.2"),
+        *("depyf==0.20.0", "einops==0.8.2", "gguf==0.19.0", "ijson==3.6.0", "msgspec==0.22.0"),
+        *("openai-harmony==0.0.8", "orjson==3.13.0", "partial-json-parser", "pillow==13.0.0"),
+        *("py-cpuinfo==9.0.0", "pybase64==1.5.1", "sentencepiece==0.2.3", "setproctitle==1.3.8"),
+        *("llguidance==1.9.1", "watchfiles==1.3.0", "xgrammar==0.2.8"),
+    ),
+)
 TOKENIZER = paths.ROOT / "shared" / "stories" / "model"
 PERCENTILES = (50, 90, 99)
 CLOSE = {50: 0.05, 90: 0.1, 99: 0.1}  # agreement: relative difference, or NEAR
@@ -69,27 +82,31 @@ Figures = dict[str, Any]  # latency -> percentile -> seconds; "rate": output tok
 
 
 def environment() -> Path:
-    """The Python that has guidellm, installed at the first call. Raises UserError."""
-    folder = measure.cache_folder() / "crosscheck" / REQUIREMENT
+    """The Python that has both, installed at the first call. Raises UserError."""
+    folder = measure.cache_folder() / "crosscheck" / "tools"
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    done = folder / "installed"
-    if done.exists():
+    done = folder / "installed.json"
+    if done.exists() and json.loads(done.read_text()) == json.loads(json.dumps(INSTALLED)):
         return python
-    print(f"Installing {REQUIREMENT} into {folder} ...", file=sys.stderr, flush=True)
+    print(f"Installing guidellm and vLLM's client into {folder} ...", file=sys.stderr, flush=True)
     venv.create(folder, with_pip=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = folder / ("Lib" if os.name == "nt" else f"lib/{version}") / "site-packages"
     own = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (site / "project.pth").write_text("\n".join(sorted(own)) + "\n", encoding="utf-8")
-    command = [str(python), "-m", "pip", "install", "-q", REQUIREMENT]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode:
-        raise UserError(
-            f"{REQUIREMENT} cannot be installed ({last_line(ended.stderr)}): "
-            f"try {' '.join(command)}"
-        )
-    done.touch()
+    for packages in INSTALLED:
+        called([str(python), "-m", "pip", "install", "-q", *packages])
+    done.write_text(json.dumps(INSTALLED))
     return python
+
+
+def called(command: list[str]) -> None:
+    """Run a program. Raises UserError with its last line if it fails."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if ended.returncode:
+        problem = last_line(ended.stderr or ended.stdout)
+        raise UserError(f"This failed ({problem}): {' '.join(command)}")
 
 
 def last_line(text: str) -> str:
@@ -114,35 +131,61 @@ def ours(url: str, plan: Plan, seed: int) -> Figures:
     }
 
 
-def theirs(url: str, plan: Plan, seed: int) -> Figures:
-    """Raises UserError if guidellm fails, or requests of it do."""
-    data = f"prompt_tokens={plan.prompt},output_tokens={plan.answer}"
+def guidellm(url: str, plan: Plan, seed: int) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         options = {
             "backend": f"kind=openai_http,target={url},request_format=/v1/completions",
             "profile": f"kind=concurrent,streams={plan.users}",
             "constraint": f"kind=max_requests,count={plan.requests}",
-            "data": f"kind=synthetic_text,{data}",
+            "data": f"kind=synthetic_text,prompt_tokens={plan.prompt},output_tokens={plan.answer}",
             "tokenizer": f"kind=huggingface_auto,model={TOKENIZER}",
             "seed": f"kind=static,value={seed}",
             "output": f"kind=json,path={out}",
         }
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
-        ended = subprocess.run(
-            [environment(), "-m", "guidellm", "run", *words, "--disable-console"],
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-        )
-        if ended.returncode or not out.exists():
-            raise UserError(f"guidellm failed: {last_line(ended.stderr or ended.stdout)}")
+        called([str(environment()), "-m", "guidellm", "run", *words, "--disable-console"])
         (benchmark,) = json.loads(out.read_text(encoding="utf-8"))["benchmarks"]
     return read(benchmark, plan)
 
 
+def vllm(url: str, plan: Plan, seed: int) -> Figures:
+    with urlopen(f"{url}/v1/models") as answer:
+        model = json.load(answer)["data"][0]["id"]
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            **{"backend": "openai", "base-url": url, "endpoint": "/v1/completions"},
+            **{"model": model, "tokenizer": TOKENIZER, "dataset-name": "random", "seed": seed},
+            **{"random-input-len": plan.prompt, "random-output-len": plan.answer},
+            **{"num-prompts": plan.requests, "max-concurrency": plan.users},
+            **{"num-warmups": plan.users, "result-dir": folder, "result-filename": "out.json"},
+            **{"percentile-metrics": "ttft,tpot,e2el", "metric-percentiles": "50,90,99"},
+        }
+        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        module = "vllm.entrypoints.cli.main"
+        flags = ["--ignore-eos", "--save-result"]
+        called([str(environment()), "-m", module, "bench", "serve", *words, *flags])
+        found = json.loads((Path(folder) / "out.json").read_text(encoding="utf-8"))
+    return read_vllm(found, plan)
+
+
+def read_vllm(found: Mapping[str, Any], plan: Plan) -> Figures:
+    """The figures of a result of vLLM's. Raises UserError if requests failed."""
+    if missing := plan.requests - found["completed"]:
+        raise UserError(f"{missing} requests of vLLM failed: run it again.")
+    names = {"TTFT": "ttft", "TPOT": "tpot", "E2E": "e2el"}
+    return {
+        **{
+            name: {f"p{p}": found[f"p{p}_{key}_ms"] / 1e3 for p in PERCENTILES}
+            for name, key in names.items()
+        },
+        "rate": found["output_throughput"],
+        "prompt": found["total_input_tokens"] / plan.requests,
+    }
+
+
 def read(benchmark: Mapping[str, Any], plan: Plan) -> Figures:
-    """The figures of one of guidellm's benchmarks, of the requests that succeeded."""
+    """The figures of one of guidellm's benchmarks. Raises UserError if requests failed."""
     good = {
         name: found["successful"]
         for name, found in benchmark["metrics"].items()
@@ -161,70 +204,68 @@ def read(benchmark: Mapping[str, Any], plan: Plan) -> Figures:
 
 
 def run(plan: Plan) -> dict[str, Any]:
-    """Every round loads both servers by both tools, in turn first."""
+    """Every round loads both servers by all tools, another one first."""
     environment()
-    tools: dict[str, Callable[[str, Plan, int], Figures]] = {OURS: ours, THEIRS: theirs}
+    tools: dict[str, Callable[[str, Plan, int], Figures]]
+    tools = {OURS: ours, GUIDELLM: guidellm, VLLM: vllm}
     known = ("--ttft", str(plan.ttft), "--itl", str(plan.itl))
     found: list[dict[str, Any]] = []
     with mock.process(*known) as mocked, own_server(["--device", "cpu"], quiet=True) as server:
         urls = {"mock": mocked, "our server": server.url}
         with tqdm(total=plan.rounds * len(urls) * len(tools), unit="run") as bar:
             for number in range(plan.rounds):
-                order = list(tools) if number % 2 == 0 else list(reversed(tools))
+                first = number % len(tools)
+                order = [*tools][first:] + [*tools][:first]
                 for name, url in urls.items():
                     for tool in order:
                         bar.set_postfix_str(f"{tool}, {name}")
                         figures = tools[tool](url, plan, number)
                         found.append({"server": name, "tool": tool, **figures})
                         bar.update()
-    return {"runs": found, "requirement": REQUIREMENT}
+    return {"runs": found, "installed": INSTALLED}
 
 
 def compared(results: Results) -> list[dict[str, str]]:
-    """Medians of the rounds, and how far apart they are."""
+    """Medians of the rounds, and how far the others are from ours."""
     rows = []
     for server in dict.fromkeys(one["server"] for one in results["runs"]):
-        by_tool = {
-            tool: [one for one in results["runs"] if (one["server"], one["tool"]) == (server, tool)]
-            for tool in (OURS, THEIRS)
-        }
-        for name in LATENCIES:
-            for percent in PERCENTILES:
-                mine, other = (
-                    median(one[name][f"p{percent}"] for one in runs) for runs in by_tool.values()
-                )
-                close = math.isclose(mine, other, rel_tol=CLOSE[percent], abs_tol=NEAR)
+        runs = [one for one in results["runs"] if one["server"] == server]
+        by_tool = {tool: [r for r in runs if r["tool"] == tool] for tool in (OURS, GUIDELLM, VLLM)}
+        for name in (*LATENCIES, "rate"):
+            for percent in PERCENTILES if name in LATENCIES else (50,):
+                values = {
+                    tool: median(
+                        r[name][f"p{percent}"] if name in LATENCIES else r[name] for r in of
+                    )
+                    for tool, of in by_tool.items()
+                }
+                unit, near = (1e3, NEAR) if name in LATENCIES else (1.0, 0.0)
+                mine = values[OURS]
+                agree = [
+                    math.isclose(mine, values[tool], rel_tol=CLOSE[percent], abs_tol=near)
+                    for tool in (GUIDELLM, VLLM)
+                ]
+                figure = f"{name} p{percent}, ms" if name in LATENCIES else "output tok/s"
                 rows.append(
                     {
                         "server": server,
-                        "figure": f"{name} p{percent}, ms",
-                        OURS: f"{mine * 1e3:,.1f}",
-                        THEIRS: f"{other * 1e3:,.1f}",
-                        "difference": f"{other / mine - 1:+.1%}",
-                        "agree": "yes" if close else "no",
+                        "figure": figure,
+                        **{tool: f"{value * unit:,.1f}" for tool, value in values.items()},
+                        "difference": ", ".join(
+                            f"{values[tool] / mine - 1:+.1%}" for tool in (GUIDELLM, VLLM)
+                        ),
+                        "agree": ", ".join("yes" if close else "no" for close in agree),
                     }
                 )
-        mine, other = (median(one["rate"] for one in runs) for runs in by_tool.values())
-        rows.append(
-            {
-                "server": server,
-                "figure": "output tok/s",
-                OURS: f"{mine:,.1f}",
-                THEIRS: f"{other:,.1f}",
-                "difference": f"{other / mine - 1:+.1%}",
-                "agree": "yes" if math.isclose(mine, other, rel_tol=CLOSE[50]) else "no",
-            }
-        )
     return rows
 
 
 def headline(results: Results) -> str:
-    rows = compared(results)
-    agree = sum(row["agree"] == "yes" for row in rows)
-    return f"{OURS} and {THEIRS} agree in {agree} of {len(rows)} figures"
+    agree = ", ".join(row["agree"] for row in compared(results)).split(", ")
+    return f"other load tests agree with {OURS} in {agree.count('yes')} of {len(agree)} figures"
 
 
-ABOUT = "Loads the mock and our server by this stage and by guidellm, and compares the figures."
+ABOUT = "Loads the mock and our server by this stage, guidellm and vLLM, and compares the figures."
 TABLES = tables({}, "", crosscheck=compared)
 BENCHMARK = Benchmark(KIND, ABOUT, FULL, QUICK, run, TABLES, {}, headline)
 

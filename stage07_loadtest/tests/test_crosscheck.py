@@ -1,4 +1,4 @@
-"""The cross-check reads guidellm's figures in their units, and compares medians of the rounds."""
+"""The cross-check reads the others' figures in their units, and compares medians of the rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.bench.rows import Results
 from shared.bench.tests.tools import LIMITS
 from shared.errors import UserError
 from stage07_loadtest import crosscheck
-from stage07_loadtest.crosscheck import OURS, THEIRS
+from stage07_loadtest.crosscheck import GUIDELLM, OURS, VLLM
 from stage07_loadtest.tests.helpers import mocked
 
 PLAN = replace(crosscheck.FULL, users=2, requests=6, prompt=5, answer=4)
@@ -40,6 +40,12 @@ def test_its_figures_are_read_in_seconds_and_none_may_be_missing() -> None:
     assert (found["rate"], found["prompt"]) == (170.0, 32.0)
     with pytest.raises(UserError, match="1 requests of guidellm failed"):
         crosscheck.read(benchmark(5), PLAN)
+    vllm = {"completed": 6, "output_throughput": 170.0, "total_input_tokens": 192}
+    vllm |= {f"p{p}_{key}_ms": 100.0 for p in (50, 90, 99) for key in ("ttft", "tpot", "e2el")}
+    found = crosscheck.read_vllm(vllm, PLAN)
+    assert (found["rate"], found["prompt"], found["E2E"]["p90"]) == (170.0, 32.0, 0.1)
+    with pytest.raises(UserError, match="2 requests of vLLM failed"):
+        crosscheck.read_vllm(vllm | {"completed": 4}, PLAN)
 
 
 def test_ours_has_the_same_figures_of_the_same_load() -> None:
@@ -50,20 +56,20 @@ def test_ours_has_the_same_figures_of_the_same_load() -> None:
     assert 0.02 <= found["TTFT"]["p50"] <= found["TTFT"]["p99"] <= found["E2E"]["p99"]
 
 
-def test_both_tools_are_compared_by_the_medians_of_their_rounds() -> None:
+def test_all_tools_are_compared_by_the_medians_of_their_rounds() -> None:
     runs = [
         {"server": "mock", "tool": tool, "rate": rate, "prompt": 32}
         | dict.fromkeys(("TTFT", "TPOT", "E2E"), times)
         for tool, rate, times in (
             *((OURS, 100.0, LOW), (OURS, 999.0, HIGH), (OURS, 100.0, LOW)),
-            *((THEIRS, 90.0, HIGH),) * 3,
+            *((GUIDELLM, 90.0, HIGH), (VLLM, 100.0, LOW)) * 3,
         )
     ]
     content = measure.content("x", {}, {"runs": runs}, LIMITS)
     rows = crosscheck.compared(Results(content))
-    cells = [[row[name] for name in (OURS, THEIRS, "difference", "agree")] for row in rows]
+    cells = [[row[name] for name in (OURS, GUIDELLM, VLLM, "difference", "agree")] for row in rows]
     assert cells[:3] == cells[3:6] == cells[6:9]
-    assert cells[0] == ["100.0", "110.0", "+10.0%", "no"]
-    assert [cell[3] for cell in cells[:3]] == ["no", "yes", "yes"]  # 10 %, 5 %, 1.3 %
-    assert cells[9] == ["100.0", "90.0", "-10.0%", "no"]
-    assert crosscheck.headline(Results(content)) == "stage07 and guidellm agree in 6 of 10 figures"
+    assert cells[0] == ["100.0", "110.0", "100.0", "+10.0%, +0.0%", "no, yes"]
+    assert [cell[4] for cell in cells[1:3]] == ["yes, yes"] * 2  # 5 %, 1.3 %
+    assert cells[9] == ["100.0", "90.0", "100.0", "-10.0%, +0.0%", "no, yes"]
+    assert "in 16 of 20 figures" in crosscheck.headline(Results(content))
