@@ -66,9 +66,10 @@ class OwnTemplate:
 def own_template(loaded: Loaded) -> OwnTemplate | None:
     """The template of a loaded model, if its folder has one. Raises UserError if it is invalid."""
     tokenizer = loaded.tokenizer
-    if not hasattr(tokenizer, "encode_chat"):  # no tokenizer.json: no control tokens
+    control = getattr(tokenizer, "control", None)
+    if control is None:  # no tokenizer.json: no control tokens
         return None
-    template = chat_template.load(loaded.folder, tokenizer.control)
+    template = chat_template.load(loaded.folder, control)
     return None if template is None else OwnTemplate(template, tokenizer)
 
 

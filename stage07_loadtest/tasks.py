@@ -115,7 +115,7 @@ TASKS = (
         ),
         tests=(
             "tests/test_metrics.py::test_littles_law_holds_for_a_load_that_is_not_steady",
-            "tests/test_ruler.py::test_littles_law_holds_until_requests_are_missing_from_the_records",
+            "tests/test_ruler.py::test_littles_law_fails_when_records_lack_requests",
             "tests/test_metrics.py::test_samples_that_came_late_weigh_no_more_than_their_time",
             "tests/test_metrics.py::test_littles_law_is_not_judged_by_few_samples",
         ),

@@ -42,7 +42,7 @@ TASKS = (
         ),
         tests=(
             "tests/test_layers.py::test_a_stretched_context_slows_the_slow_pairs",
-            "tests/test_config.py::test_llama_3_2_keeps_blends_and_stretches_the_pairs_that_it_should",
+            "tests/test_config.py::test_llama_3_2_keeps_blends_and_stretches_pairs",
         ),
     ),
     Task(

@@ -100,8 +100,9 @@ def test_generate(server, client):
 
 
 def test_langchain_s_chat_model(server, client):
-    options = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
-    model: Any = ChatOpenAI(**asking.GREEDY, **options, max_tokens=8)
+    options: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "none"}
+    options |= {"max_retries": 0, "max_tokens": 8, **asking.GREEDY}
+    model: Any = ChatOpenAI(**options)
     expected = chat(client).choices[0].message.content
     answer = model.invoke([("system", "Be kind."), ("human", QUESTION)])
     assert answer.content and answer.response_metadata["finish_reason"] == "length"

@@ -239,7 +239,7 @@ def test_a_failure_without_running_requests_ends_all(tiny, kind):
 
 def test_a_failed_pass_is_in_the_status_until_its_requests_end(tiny):
     """/metrics shows the requests that a pass admitted though the pass raised."""
-    engine = make("continuous", tiny)
+    engine: Any = make("continuous", tiny)
     requests = [ask(engine, name, 5, 30) for name in "abcd"]
     engine.engine.runner.run = Failing(engine.engine.runner.run, {1})
     with pytest.raises(RuntimeError):

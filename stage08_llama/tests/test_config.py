@@ -88,7 +88,7 @@ def test_presets_are_the_published_models():
     assert sizes == published and all(config.name == name for name, config in PRESETS.items())
 
 
-def test_llama_3_2_keeps_blends_and_stretches_the_pairs_that_it_should():
+def test_llama_3_2_keeps_blends_and_stretches_pairs():
     published = PRESETS["meta-llama/Llama-3.2-1B"]
     ratio = frequencies(Rope(5e5), 64) / frequencies(published.rope, 64)
     assert (ratio[:15] == 1).all() and (ratio[18:] == 32).all()
