@@ -240,7 +240,7 @@ def test_a_bad_prompt_is_an_error_of_its_own(call):
 def test_a_prompt_that_never_fits_is_refused_with_all_its_samples(call):
     options = ("--block-size", "4", "--kv-memory", "10KiB", "--samples", "2", "--temperature", "1")
     status, out, err = call(["hello", "a" * 20], *options, "--max-tokens", "9")
-    assert status == 2 and list(answers(out)) == [1, 2]
+    assert status == 2 and sorted(answers(out)) == [1, 2]  # as they end
     assert len(re.findall("error: prompt [34]: .* takes 7 blocks of 4 tokens", err)) == 2
 
 

@@ -296,7 +296,7 @@ def test_a_template_from_a_file(tmp_path):
 def test_a_file_that_is_not_a_template_is_refused(tmp_path, text):
     path = tmp_path / "chat.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match="choose simple, none, or a JSON file"):
+    with pytest.raises(UserError, match="choose auto, simple, none, or a JSON file"):
         load_template(str(path))
     path.write_bytes(b"\xff\xfe\x00")
     for name in (str(path), str(tmp_path), str(tmp_path / "absent"), "a\0b"):
