@@ -171,12 +171,13 @@ def memory_table(results: Results) -> list[dict[str, str]]:
     for row in results.groups("real"):
         config = PRESETS[row["model"]]
         context = config.n_positions * config.kv_bytes_per_token(torch.bfloat16)
-        predicted = config.parameter_count * 2
+        weights = config.parameter_count * 2
         lines.append(
             {
                 "model": row["model"],
-                "weights, GB": f"{predicted / 1e9:.2f}",
-                "cache of a whole context, reserved, GB": f"{context / 1e9:.2f}",
+                "weights, GB": f"{weights / 1e9:.2f}",
+                "cache of a whole context, GB": f"{context / 1e9:.2f}",
+                "predicted, GB": f"{(weights + context) / 1e9:.2f}",
                 "peak over a tiny model's, GB": f"{row['bytes'] / 1e9:.2f}",
             }
         )
