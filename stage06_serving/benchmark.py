@@ -688,12 +688,12 @@ def http_chart(results: Results) -> Figure:
         [row["streams"] for row in own],
         {
             "server": [100 * one.median for one in found],
-            "if nobody waits": [100 * most for _, most in forecast],
+            "if no request waits": [100 * most for _, most in forecast],
             "if the engine waits": [100 * least for least, _ in forecast],
             aim: [100 * AIM for _ in own],
         },
         spread={"server": [(100 * one.low, 100 * one.high) for one in found]},
-        dashed=("if nobody waits", "if the engine waits", aim),
+        dashed=("if no request waits", "if the engine waits", aim),
         log_x=True,
     )
 

@@ -209,11 +209,13 @@ TABLES = rows.tables(
     """
     heads: dtype | rows | context | repeated, ms | grouped, ms | gain (predicted)
       | cache, repeated and grouped, MB | same tokens
+    few < in_float32: rows | context | repeated, ms | grouped, ms | gain (predicted)
     pieces: dtype | tokens | LayerNorm, us | RMSNorm, us | rotation of q, us
       | a matrix of the MLP, us
     whole < wholes: model | dtype | prompt | answer | tok/s | limit, tok/s | same tokens
     """,
     wholes=lambda results: results.rows("whole"),
+    in_float32=lambda results: results.groups("heads", dtype="float32"),
     published=models_table,
     memory=memory_table,
 )
