@@ -33,6 +33,7 @@ class Chat:
 
     def ask(self, text: str) -> Iterator[str]:
         """The answer to `text`, piece by piece. A stopped answer stays as far as it came."""
+        before = len(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:
             ids = self.tokenizer.encode_chat(self.template.render(self.messages))
@@ -44,7 +45,7 @@ class Chat:
                 answer["content"] += piece
                 yield piece
         except UserError:
-            self.messages.pop()
+            del self.messages[before:]
             raise
 
     def regenerate(self) -> Iterator[str]:

@@ -57,7 +57,6 @@ COMMON = {
     "eos_token_id",
     "head_dim",
     "hidden_act",
-    "max_window_layers",
     "model_type",
     "num_key_value_heads",
     "rms_norm_eps",
@@ -208,7 +207,7 @@ def _read(
         layer_norm_epsilon=fields.number("rms_norm_eps", 1e-6),
         eos_ids=end_ids(values, sizes["vocab_size"], source),
         name=name,
-        rope=_rope(fields, head_dim, sizes["n_positions"]),
+        rope=_rope(fields, sizes["n_positions"]),
         tied=fields.flag("tie_word_embeddings"),
     )
     return fields, config
@@ -232,7 +231,7 @@ ROPE_OPTIONS = {
 }
 
 
-def _rope(fields: Fields, head_dim: int, context: int) -> Rope:
+def _rope(fields: Fields, context: int) -> Rope:
     """Rotary positions, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4).
     A theta in the dictionary wins."""
     source = fields.source
@@ -263,16 +262,16 @@ def _rope(fields: Fields, head_dim: int, context: int) -> Rope:
         return replace(rope, low_factor=low, high_factor=high)
     if kind != "yarn":
         return rope
-    mscale, whole = inner.get("mscale"), inner.get("mscale_all_dim")
-    scale = inner.get("attention_factor")
-    if scale is None and mscale and whole:
-        scale = yarn_scale(factor, mscale) / yarn_scale(factor, whole)
+    scale = yarn_scale(factor)
+    if inner.get("mscale") and inner.get("mscale_all_dim"):
+        scale = yarn_scale(factor, inner.number("mscale"))
+        scale /= yarn_scale(factor, inner.number("mscale_all_dim"))
     return replace(
         rope,
         slow=inner.number("beta_slow", 1.0),
         fast=inner.number("beta_fast", 32.0),
         truncate=inner.flag("truncate", True),
-        scale=yarn_scale(factor) if scale is None else float(scale),
+        scale=inner.number("attention_factor", scale),
     )
 
 
@@ -324,7 +323,7 @@ def _qwen_window(fields: Fields, config: LlamaConfig) -> LlamaConfig:
     if isinstance(kinds, list):
         windowed = "sliding_attention" in kinds
     else:
-        windowed = fields.get("max_window_layers", 28) < config.n_layer
+        windowed = fields.number("max_window_layers", 28, least=-1) < config.n_layer
     return _within(config, fields.get("sliding_window"), fields.source) if windowed else config
 
 

@@ -13,7 +13,7 @@ from stage01_forward import families
 from stage08_llama.config import READERS
 from stage08_llama.family import PRESETS
 from stage08_llama.rope import Rope, frequencies, rotate, rotation
-from stage08_llama.tests.folders import LLAMA3, SIZES, rope, save
+from stage08_llama.tests.folders import LLAMA3, QWEN_WINDOW, SIZES, rope, save
 
 BASE = SIZES | {"model_type": "llama"}
 SCALED = rope("llama3", **LLAMA3)["rope_parameters"]
@@ -30,7 +30,14 @@ REFUSED = [
     ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "the option factor"),
     ({"rope_parameters": SCALED | {"low_freq_factor": 4.0}}, "low_freq_factor to 4.0"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of rotary positions"),
+    ({"rope_parameters": rope("yarn")["rope_parameters"] | {"attention_factor": "1"}}, "not '1'"),
+    ({"rope_parameters": rope("yarn", mscale="1", mscale_all_dim=1)["rope_parameters"]}, "mscale"),
     ({"rope_theta": -1}, "rope_theta in"),
+    ({"max_window_layers": 2}, "the option max_window_layers"),
+    (
+        {"model_type": "qwen2", **QWEN_WINDOW, "max_window_layers": "2"},
+        "max_window_layers in config.json must be a number",
+    ),
     ({"num_key_value_heads": 4}, "multiple of num_key_value_heads, which is 4, not 6"),
     ({"hidden_size": 50}, "hidden_size in config.json must be a multiple"),
     ({"head_dim": 7}, "head_dim in config.json is 7"),
