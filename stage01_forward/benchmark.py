@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
-from shared import charts, cli, measure
+from shared import cli, measure
 from shared.bench import kit, rows
 from shared.bench.kit import Case, Group, Subject
-from shared.bench.rows import Results, Row, ms, over
+from shared.bench.rows import Results, Row, chosen, gain, ms, seconds
 from shared.peers import transformers_model
 from shared.roofline import forward_cost
 
@@ -46,7 +45,6 @@ FULL = Sizes()
 QUICK = kit.quick(FULL)
 
 
-@torch.inference_mode()
 def last_logits(model: GPT2, ids: list[int]) -> torch.Tensor:
     hidden = model(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend)
     return model.logits(hidden[-1])
@@ -73,32 +71,31 @@ def forward(subject: Subject, plan: Sizes) -> Iterator[Group]:
     for length in plan.lengths:
         (ids,) = subject.prompts([length], "forward")
         difference = prove_logits(subject.model, reference, ids)
-        variants = {
+        ways = {
             OURS: partial(last_logits, subject.model, ids),
             PLAIN: partial(last_logits, plain, ids),
             PEER: partial(peer, torch.tensor([ids]), use_cache=False, logits_to_keep=1),
         }
         with torch.inference_mode():
-            seconds = measure.alternate(variants, plan.repeats)
-        yield {**subject.about, "context": length, "difference": difference, "seconds": seconds}
+            taken = measure.alternate(ways, plan.repeats)
+        yield {"context": length, "difference": difference, "seconds": taken}
 
 
-@torch.inference_mode()
-def attention(subject: Subject, plan: Sizes) -> list[Group]:
+def attention(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """Attention alone, one layer: written out and fused."""
-    heads, size = subject.config.n_head, subject.config.n_embd // subject.config.n_head
-    found = []
+    heads, size = subject.config.n_head, subject.config.head_dim
     for length in plan.attention:
         generator = torch.Generator().manual_seed(length)
-        q, k, v = torch.randn(3, heads, length, size, generator=generator).to(subject.dtype)
-        ways = {"explicit": explicit_attention, "fused": fused_attention}
-        variants = {name: partial(way, q, k, v) for name, way in ways.items()}
-        difference = float((variants["explicit"]() - variants["fused"]()).abs().max())
-        seconds = measure.alternate(variants, plan.repeats, warmup=2)
+        qkv = torch.randn(3, heads, length, size, generator=generator).to(subject.dtype)
+        ways = {
+            "explicit": partial(explicit_attention, *qkv),
+            "fused": partial(fused_attention, *qkv),
+        }
+        difference = float((ways["explicit"]() - ways["fused"]()).abs().max())
         scores = heads * length * length * subject.dtype.itemsize
-        about = {**subject.about, "context": length, "bytes": scores, "difference": difference}
-        found.append({**about, "seconds": seconds})
-    return found
+        with torch.inference_mode():
+            taken = measure.alternate(ways, plan.repeats, warmup=2)
+        yield {"context": length, "bytes": scores, "difference": difference, "seconds": taken}
 
 
 def generation(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -133,13 +130,13 @@ COLUMNS: dict[str, rows.Column] = {
     "limit, ms": lambda row: f"{limit(row) * 1e3:.1f}",
     "share of it": lambda row: f"{limit(row) / row.of(OURS).median:.0%}",
     "plain layers, ms": ms(PLAIN),
-    "over transformers": over(PEER, OURS),
-    "over plain layers": over(PLAIN, OURS),
+    "over transformers": gain(PEER, variant=OURS),
+    "over plain layers": gain(PLAIN, variant=OURS),
     "scores kept, MB": lambda row: f"{row['bytes'] / 1e6:.2f}",
     "explicit, ms": ms("explicit", 3),
     "fused, ms": ms("fused", 3),
-    "gain": over("explicit", "fused"),
-    "transformers without cache, tok/s": rows.rate(PEER),
+    "gain": gain("explicit", variant="fused"),
+    "transformers without cache, tok/s": lambda row: row.of(PEER).rate.show(),
     "same tokens": lambda row: row.of(PEER).proof,
 }
 TABLES = rows.tables(
@@ -152,34 +149,30 @@ TABLES = rows.tables(
     generation: model | dtype | ours, tok/s | transformers without cache, tok/s
       | over transformers | same tokens
     """,
-    profile=rows.operators(),
+    profile=rows.operators,
 )
-
-
-LOG: dict[str, Any] = {"log_x": True, "log_y": True}
-
-
-def curves(results: Results, case: str, names: dict[str, str]) -> tuple[list[int], Any]:
-    """Tokens, and a line of ms for each name of a variant, in float32."""
-    found = results.groups(case, dtype="float32")
-    lines = {name: [row.of(key).median * 1e3 for row in found] for name, key in names.items()}
-    return [row["context"] for row in found], lines
-
-
-def forward_chart(results: Results) -> Figure:
-    names = {"transformers": PEER, "plain layers": PLAIN, "packed layers": OURS}
-    tokens, series = curves(results, "forward", names)
-    bound = "machine's limit"
-    series[bound] = [limit(row) * 1e3 for row in results.groups("forward", dtype="float32")]
-    title = "Eight tokens in one pass cost less than two passes of one token"
-    x = "tokens in the pass (GPT-2 124M shape, float32)"
-    return charts.lines(title, x, "milliseconds", tokens, series, dashed=(bound,), **LOG)
-
-
-def attention_chart(results: Results) -> Figure:
-    title, x = "Attention without storing the scores", "tokens (one layer, 12 heads of 64, float32)"
-    drawn = curves(results, "attention", {"explicit": "explicit", "fused": "fused"})
-    return charts.lines(title, x, "milliseconds", *drawn, **LOG)
+CHARTS = {
+    "forward": rows.lines(
+        "Eight tokens in one pass cost less than two passes of one token",
+        ("tokens in the pass (GPT-2 124M shape, float32)", "milliseconds"),
+        chosen("forward", dtype="float32"),
+        "context",
+        {"transformers": seconds(PEER, 1e3), "plain layers": seconds(PLAIN, 1e3)}
+        | {"packed layers": seconds(OURS, 1e3), "machine's limit": lambda row: limit(row) * 1e3},
+        dashed=("machine's limit",),
+        log_x=True,
+        log_y=True,
+    ),
+    "attention": rows.lines(
+        "Attention without storing the scores",
+        ("tokens (one layer, 12 heads of 64, float32)", "milliseconds"),
+        chosen("attention", dtype="float32"),
+        "context",
+        {name: seconds(name, 1e3) for name in ("explicit", "fused")},
+        log_x=True,
+        log_y=True,
+    ),
+}
 
 
 def headline(results: Results) -> str:
@@ -194,7 +187,6 @@ ABOUT = "Measures the forward pass and the naive engine on this CPU, after provi
 WORK = kit.cases(
     Case(forward), Case(attention), Case(generation, models=None), Case(profile, dtypes=1)
 )
-CHARTS = {"forward": forward_chart, "attention": attention_chart}
 BENCHMARK = kit.Benchmark("stage01_forward", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 

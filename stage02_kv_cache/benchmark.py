@@ -172,7 +172,7 @@ def memory_table(results: Results) -> str:
 COLUMNS: dict[str, rows.Column] = {
     "new tokens": "tokens",
     "prompt": lambda row: row.lengths[0][0],
-    "gain (predicted)": rows.over(NAIVE, CACHED, predicted),
+    "gain (predicted)": rows.gain(NAIVE, predicted, CACHED),
     "same tokens": lambda row: row.of(CACHED).proof,
 }
 GROWTH = "model | new tokens | naive, tok/s | cached, tok/s | gain (predicted) | same tokens"
@@ -185,13 +185,13 @@ DRAW = rows.tables(
     prompts: {PROMPTS}
     null: {PROMPTS}
     prefill < peers: dtype | prompt | {rows.PREFILL}
-    decode < decoding: dtype | {rows.DECODE}
+    decode < decoders: dtype | {rows.DECODE}
     """,
     growth=partial(counted, dtype="float32"),
     growth_bfloat16=partial(counted, dtype="bfloat16"),
-    decoding=rows.decoding,
+    decoders=lambda results: [r for r in results.rows("peers") if r.tokens > 1],
     memory=memory_table,
-    profile=rows.operators(),
+    profile=rows.operators,
 )
 
 

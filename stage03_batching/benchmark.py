@@ -208,7 +208,7 @@ COLUMNS: dict[str, rows.Column] = {
     "cache, MB (formula)": lambda row: f"{row['bytes'] / 1e6:,.1f} ({held(row) / 1e6:,.1f})",
     "one after the other (stage 02), ms": ms(SINGLE),
     "as a batch, ms": ms(BATCH),
-    "gain (predicted)": rows.over(SINGLE, BATCH, predicted),
+    "gain (predicted)": rows.gain(SINGLE, predicted, BATCH),
     "same tokens": lambda row: row.of(BATCH).proof,
     "rows": lambda row: f"{row.requests}, {row['case']}",
     "tokens computed (wasted)": wasted,
@@ -233,7 +233,7 @@ DRAW = rows.tables(
     """,
     win=lambda results: [row for row in results.groups("single") if row.requests > 1],
     null=lambda results: [row for row in results.groups("single") if row.requests == 1],
-    profile=rows.operators(),
+    profile=rows.operators,
 )
 
 

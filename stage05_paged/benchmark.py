@@ -655,7 +655,7 @@ TABLES = rows.tables(
     few_pairs=few_pairs,
     prefix=lambda results: results.rows("prefix"),
     parts=parts_lines,
-    profile=lambda results: rows.operators()(results).split("\n\n")[-1],
+    profile=lambda results: rows.operators(results).split("\n\n")[-1],
 )
 
 

@@ -190,7 +190,7 @@ COLUMNS: dict[str, rows.Column] = {
     "context": "context:,",
     "repeated, ms": rows.ms(REPEATED),
     "grouped, ms": rows.ms(GROUPED),
-    "gain (predicted)": rows.over(REPEATED, GROUPED, least),
+    "gain (predicted)": rows.gain(REPEATED, least, GROUPED),
     "cache, repeated and grouped, MB": lambda row: (
         f"{row.of(REPEATED)['bytes'] / 1e6:,.1f}, {row.of(GROUPED)['bytes'] / 1e6:,.1f}"
     ),

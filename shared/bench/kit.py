@@ -38,7 +38,7 @@ from stage01_forward.model import GPT2
 from stage01_forward.params import SamplingParams
 
 from . import rows
-from .rows import Results, is_peer
+from .rows import Draw, Picture, Results
 
 Group = dict[str, Any]
 SUBJECTS = ("models", "dtypes", "subjects")  # of a plan
@@ -112,10 +112,9 @@ def shape(name: str) -> Checkpoint:
 def server_options(model: str, dtype: str, contexts: int, **more: object) -> list[str]:
     """The command line of our server for a benchmark's model, with memory for `contexts` whole
     contexts: `max_queue=9` is --max-queue 9."""
-    config = checkpoint.PRESETS[model]
+    config, threads = checkpoint.PRESETS[model], torch.get_num_threads()
     memory = contexts * config.n_positions * config.kv_bytes_per_token(getattr(torch, dtype))
-    given = {"model": model, "dtype": dtype, "kv_memory": memory} | more
-    given["threads"] = torch.get_num_threads()
+    given = {"model": model, "dtype": dtype, "kv_memory": memory, "threads": threads} | more
     words = [w for name, value in given.items() for w in (f"--{name.replace('_', '-')}", value)]
     return [*map(str, words), *([] if model == "stories" else ["--random-weights"])]
 
@@ -251,9 +250,10 @@ class Runs:
     def answers(self) -> list[list[int]]:
         return [output.token_ids for output in self.outputs[-1]]
 
-    def fields(self, subject: Subject, peer: bool) -> dict[str, Any]:
-        """What is kept of the last run, every run's answers being proved."""
-        if peer:
+    def fields(self, subject: Subject) -> dict[str, Any]:
+        """What is kept of the last run, every run's answers being proved. "busy": places of passes
+        that computed for a request."""
+        if isinstance(self.engine, Peer):
             busy = sum(map(len, self.answers))
             return {"passes": self.engine.count_passes(), "busy": busy}
         rows = [step.rows for step in self.steps[-1]]
@@ -273,26 +273,19 @@ def compare(
 ) -> tuple[Group, dict[str, Runs]]:
     """One workload by several engines in turn, every answer of ours proved.
 
-    "busy": places of passes that computed for a request. "same": answers equal to those of the
-    engine `like`, by default the first. Raises AssertionError for a wrong token.
+    "same": answers equal to those of the engine `like`, by default the first. Raises AssertionError
+    for a wrong token.
     """
     prompts = subject.prompts([prompt for prompt, _ in lengths], name)
     counts = [count for _, count in lengths]
     runs = {name: Runs(engine, prompts, counts) for name, engine in engines.items()}
     seconds = measure.alternate(runs, repeats, warmup=0)
-    kept = {name: each.fields(subject, is_peer(name)) for name, each in runs.items()}
+    kept = {name: each.fields(subject) for name, each in runs.items()}
     same = runs[like or next(iter(runs))].answers
-    group = {
-        **subject.about,
-        **fields,
-        "lengths": packed(lengths),
-        "seconds": seconds,
-        **{
-            key: {name: own[key] for name, own in kept.items() if key in own}
-            for key in ("passes", "busy", "rows", "bytes", "proof")
-        },
-        "same": {name: sum(map(list.__eq__, each.answers, same)) for name, each in runs.items()},
-    }
+    keys = ("passes", "busy", "rows", "bytes", "proof")
+    group = {**fields, "lengths": packed(lengths), "seconds": seconds}
+    group |= {key: {name: own[key] for name, own in kept.items() if key in own} for key in keys}
+    group["same"] = {n: sum(map(list.__eq__, each.answers, same)) for n, each in runs.items()}
     return group, runs
 
 
@@ -312,7 +305,7 @@ def profiled(
 ) -> Group:
     """Where the time of one run goes."""
     operators = profiling.profile(run, rows=most, dtype=subject.dtype, warmup=warmup)
-    return {**subject.about, "title": title, "operators": operators}
+    return {"title": title, "operators": operators}
 
 
 # ---- a benchmark --------------------------------------------------------------------------------
@@ -321,7 +314,7 @@ def profiled(
 @dataclass(frozen=True)
 class Case:
     """Measures groups of results, named like the function, of a subject: the plan's first `models`
-    models and `dtypes` dtypes; None: all."""
+    models and `dtypes` dtypes; None: all. What is known about the subject is put before each."""
 
     run: Callable[[Subject, Any], Iterable[Group]]
     models: int | None = 1
@@ -342,7 +335,7 @@ def cases(*listed: Case) -> Callable[[Any], dict[str, Any]]:
                 for case, name in names.items():
                     bar.set_postfix_str(f"{name}, {model}, {dtype}")
                     if place < (case.models or 99) and at < (case.dtypes or 99):
-                        results[name] += case.run(subject, plan)
+                        results[name] += [subject.about | one for one in case.run(subject, plan)]
                     bar.update()
         return results
 
@@ -358,8 +351,8 @@ class Benchmark:
     full: Any
     quick: Any
     work: Callable[[Any], dict[str, Any]]  # measures a plan
-    draw: Mapping[str, Callable[[Results], str]]
-    pictures: Mapping[str, Callable[[Results], Figure]]
+    draw: Mapping[str, Draw]
+    pictures: Mapping[str, Picture]
     line: Callable[[Results], str]
     module: str = ""  # "": that of the stage
     options: Mapping[str, Any] = field(default_factory=dict)  # more of them: name -> of argparse

@@ -14,14 +14,17 @@ columns.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
-from shared import measure
+from shared import charts, measure
 from shared.config import Config
 from shared.measure import Summary, summarize
 from shared.roofline import Cost, forward_cost
@@ -194,10 +197,8 @@ def fill(row: Any, column: Column) -> str:
 
 def implied(row: Any, heading: str) -> Column:
     """The column of a heading that is not declared."""
-    if isinstance(row, Mapping):
-        return heading
     variant, _, unit = heading.partition(", ")
-    return {"ms": ms(variant), "tok/s": rate(variant)}.get(unit, heading)
+    return UNITS[unit](variant) if unit in UNITS and isinstance(row, Row) else heading
 
 
 def table(
@@ -214,15 +215,17 @@ def table(
     ]
     right = [all(map(NUMBER.fullmatch, column)) for column in zip(*cells, strict=True)]
     marks = ["--:" if number else "---" for number in right] or ["---"] * len(names)
-    lines = [
-        f"| {header} |",
-        f"|{'|'.join(marks)}|",
-        *(f"| {' | '.join(line)} |" for line in cells),
-    ]
-    return "\n".join(lines)
+    lines = [f"| {' | '.join(line)} |" for line in cells]
+    return "\n".join([f"| {header} |", f"|{'|'.join(marks)}|", *lines])
 
 
 Draw = Callable[[Results], str]
+Source = str | Callable[[Results], Any]  # a case, or what gives rows
+
+
+def chosen(case: str, **where: Any) -> Callable[[Results], list[Row]]:
+    """A source: the groups of a case whose fields have the given values."""
+    return lambda results: results.groups(case, **where)
 
 
 def tables(columns: Mapping[str, Column], declared: str, **sources: Any) -> dict[str, Draw]:
@@ -256,15 +259,18 @@ def tables(columns: Mapping[str, Column], declared: str, **sources: Any) -> dict
     return drawn | {name: draw(how, "") for name, how in sources.items() if name not in used}
 
 
-def gain(over: str, predicted: Callable[[Row], float] | None = None) -> Callable[[Row], str]:
-    """How many times as fast as the variant `over`; in brackets, by the predicted seconds."""
+def gain(
+    base: str, predicted: Callable[[Row], float] | None = None, variant: str = ""
+) -> Callable[[Row], str]:
+    """How many times as fast as the variant `base` a row is, or `variant` of its group; in
+    brackets, by the predicted seconds."""
 
     def text(row: Row) -> str:
-        base = row.of(over)
-        measured = f"{base.median / row.median:.2f}x"
-        if predicted is None or is_peer(row.variant):
+        slow, fast = row.of(base), row.of(variant or row.variant)
+        measured = f"{slow.median / fast.median:.2f}x"
+        if predicted is None or is_peer(fast.variant):
             return measured
-        return f"{measured} ({predicted(base) / predicted(row):.2f}x)"
+        return f"{measured} ({predicted(slow) / predicted(fast):.2f}x)"
 
     return text
 
@@ -273,16 +279,23 @@ def ms(variant: str, digits: int = 1) -> Callable[[Row], str]:
     return lambda row: milliseconds(row.of(variant)["seconds"], digits)
 
 
-def rate(variant: str) -> Callable[[Row], str]:
-    return lambda row: row.of(variant).rate.show()
+# Headings that need no declaration: "naive, ms" is the variant "naive" in ms.
+UNITS: dict[str, Callable[[str], Column]] = {
+    "ms": ms,
+    "us": lambda variant: lambda row: f"{row.of(variant).median * 1e6:,.0f}",
+    "tok/s": lambda variant: lambda row: row.of(variant).rate.show(),
+}
 
 
-def over(
-    base: str, variant: str, predicted: Callable[[Row], float] | None = None
-) -> Callable[[Row], str]:
-    """`gain` in a table with a line a group."""
-    text = gain(base, predicted)
-    return lambda row: text(row.of(variant))
+def limits_of(least: Callable[[Row], float]) -> dict[str, Column]:
+    """Columns with the machine's limit, by the least seconds of an engine's passes."""
+    return {
+        "limit, tok/s": lambda row: f"{row.tokens / least(row):,.1f}",
+        "seconds, limit": lambda row: (
+            summarize(row["seconds"]).show(2)
+            + ("" if is_peer(row.variant) else f", {least(row):.2f}")
+        ),
+    }
 
 
 def whole(key: str) -> Callable[[Mapping[str, Any]], str]:
@@ -290,47 +303,38 @@ def whole(key: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: "" if row[key] is None else f"{row[key]:,.0f}"
 
 
-def speeds(prefill: bool) -> tuple[Callable[[Row], float], Callable[[Row], float]]:
-    """Bytes and operations per second, of the prefill or of the decode steps."""
-
-    def each(amount: str) -> Callable[[Row], float]:
-        def speed(row: Row) -> float:
-            first, step = row.costs
-            if prefill:
-                return float(getattr(first, amount)) / median(row["first"])
-            return float(getattr(step, amount)) * row.decode / row.requests
-
-        return speed
-
-    return each("bytes"), each("flops")
+def prefilling(row: Row) -> float:
+    """Operations per second of the prefill."""
+    return row.costs[0].flops / median(row["first"])
 
 
-(_, PREFILL_FLOPS), (DECODE_BYTES, DECODE_FLOPS) = speeds(True), speeds(False)
+def decoding(row: Row, amount: str) -> float:
+    """Bytes or flops per second of the decode steps."""
+    return float(getattr(row.costs[1], amount)) * row.decode / row.requests
+
+
 PREFILL = (
     "engine | prefill, ms | prefill, tok/s | prefill GFLOP/s | of peak in prefill | ours over it"
 )
 DECODE = "engine | decode, tok/s | GB/s | of bandwidth | of peak | ours over it in decode"
 
 
-def decoding(results: Results) -> Iterable[Row]:
-    """Of the case "peers", what decodes."""
-    return [row for row in results.rows("peers") if row.tokens > row.requests]
-
-
 COLUMNS: dict[str, Column] = {
     "prefill, ms": lambda row: milliseconds(row["first"], 0),
     "prefill, tok/s": "prefill:,.0f",
-    "prefill GFLOP/s": lambda row: f"{PREFILL_FLOPS(row) / 1e9:,.0f}",
-    "of peak in prefill": lambda row: f"{PREFILL_FLOPS(row) / row.peak:.0%}",
+    "prefill GFLOP/s": lambda row: f"{prefilling(row) / 1e9:,.0f}",
+    "of peak in prefill": lambda row: f"{prefilling(row) / row.peak:.0%}",
     "ours over it": lambda row: f"{row.of('ours').prefill / row.prefill:.2f}x",
     "decode, tok/s": "decode:,.1f",
-    "GB/s": lambda row: f"{DECODE_BYTES(row) / 1e9:.1f}",
-    "of bandwidth": lambda row: f"{DECODE_BYTES(row) / row.bandwidth:.0%}",
-    "of peak": lambda row: f"{DECODE_FLOPS(row) / row.peak:.0%}",
+    "GB/s": lambda row: f"{decoding(row, 'bytes') / 1e9:.1f}",
+    "of bandwidth": lambda row: f"{decoding(row, 'bytes') / row.bandwidth:.0%}",
+    "of peak": lambda row: f"{decoding(row, 'flops') / row.peak:.0%}",
     "ours over it in decode": lambda row: f"{row.of('ours').decode / row.decode:.2f}x",
     "engine": "variant",
+    "prompt": lambda row: row.lengths[0][0],
+    "answer": lambda row: row.lengths[0][1],
+    "context": "context:,",
     "tok/s": lambda row: row.rate.show(),
-    "seconds": lambda row: summarize(row["seconds"]).show(2),
     "cache, MB": lambda row: f"{row['bytes'] / 1e6:,.0f}",
     "same tokens": "proof",
     "share of time": "share:.0%",
@@ -342,17 +346,13 @@ COLUMNS: dict[str, Column] = {
 OPERATORS = "share of time | operator | rows x in -> out | kind | weights, GB/s | GFLOP/s"
 
 
-def operators(case: str = "profile", most: int = 6) -> Draw:
+def operators(results: Results, case: str = "profile", most: int = 6) -> str:
     """Where the time went, for each group of a case: its title, and its dominant operators."""
-
-    def draw(results: Results) -> str:
-        texts = []
-        for group in results.groups(case):
-            title = [f"{group['title']}:"] if group["title"] else []
-            texts += [*title, table(group["operators"][:most], OPERATORS, COLUMNS)]
-        return "\n\n".join(texts)
-
-    return draw
+    texts = []
+    for group in results.groups(case):
+        title = [f"{group['title']}:"] if group["title"] else []
+        texts += [*title, table(group["operators"][:most], OPERATORS, COLUMNS)]
+    return "\n\n".join(texts)
 
 
 def limits(results: Results) -> str:
@@ -368,3 +368,60 @@ def limits(results: Results) -> str:
         "multiplies matrices at": ", ".join(rates),
     }
     return table([cells])
+
+
+# ---- charts -------------------------------------------------------------------------------------
+
+Number = str | Callable[[Any], float | Summary]  # a key of the row, or a function of it
+Picture = Callable[[Results], Figure]
+
+
+def seconds(variant: str, unit: float = 1.0) -> Callable[[Any], float]:
+    """The median of a variant, in 1/`unit` seconds: 1e3 for ms."""
+    return lambda row: float(row.of(variant).median * unit)
+
+
+def chart(
+    draw: Callable[..., Figure],
+    title: str | Callable[[list[Any]], str],
+    labels: Sequence[str],
+    source: Source,
+    at: Column,
+    series: Mapping[str, Number],
+    dashed: Sequence[str] = (),
+    **options: Any,
+) -> Picture:
+    """A chart of the rows of `source`, by `charts.lines` or `charts.bars`.
+
+    at: where a row stands: a number, or the name of a group of bars. series: name -> what is drawn
+    of each row; a Summary with its range. A name with a field of the row in it, such as
+    "limit, {dtype}", is a series for each of the field's values. dashed: see `charts.lines`.
+    """
+
+    def picture(results: Results) -> Figure:
+        found = list(source(results) if callable(source) else results.groups(source))
+        places = [row[at] if isinstance(at, str) else at(row) for row in found]
+        drawn: dict[str, dict[Any, Any]] = {}  # series -> place -> value
+        broken = set()
+        for row, place in zip(found, places, strict=True):
+            for template, number in series.items():
+                name = template.format_map(row)
+                drawn.setdefault(name, {})[place] = (
+                    row[number] if isinstance(number, str) else number(row)
+                )
+                broken |= {name} if template in dashed else set()
+        values, spread = {}, {}
+        places = list(dict.fromkeys(places))
+        for name, found_at in drawn.items():
+            every = [found_at.get(place, math.nan) for place in places]
+            values[name] = [one.median if isinstance(one, Summary) else one for one in every]
+            if any(isinstance(one, Summary) for one in every):
+                spread[name] = [(one.low, one.high) for one in every]
+        more = options | ({"dashed": broken} if broken else {})
+        words = title if isinstance(title, str) else title(found)
+        return draw(words, *labels, places, values, spread=spread, **more)
+
+    return picture
+
+
+lines, bars = partial(chart, charts.lines), partial(chart, charts.bars)

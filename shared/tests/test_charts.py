@@ -48,7 +48,12 @@ def some_roofline() -> Figure:
     return charts.roofline("Batches climb", "numbers are batches", 37.0, peaks, points)
 
 
-CHARTS: list[Callable[[], Figure]] = [some_lines, some_bars, some_roofline]
+def some_bands() -> Figure:
+    drawn = {f"band {n}": ([[0, 2], [n, 30 - n], [1, 1]], n) for n in range(1, 6)}
+    return charts.bands("Slots are handed on", "pass", "rows", drawn)
+
+
+CHARTS: list[Callable[[], Figure]] = [some_lines, some_bars, some_roofline, some_bands]
 
 
 def texts(figure: Figure) -> list[Text]:

@@ -3,6 +3,7 @@ measured."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -218,6 +219,32 @@ def test_tables_are_declared_by_name_source_and_headings() -> None:
         "four": "| x | y |\n|--:|---|\n| 1 | z |",
         "five": "text",
     }
+
+
+def test_charts_are_declared_by_source_place_and_series() -> None:
+    groups = [{"dtype": "a", "n": 2, "t": 5.0}, {"dtype": "a", "n": 1, "t": 6.0}]
+    groups.append({"dtype": "b", "n": 2, "t": 7.0})
+    about = {"configuration": {}, "limits": vars(LIMITS), "results": {"case": groups}}
+    series: dict[str, rows.Number] = {
+        "limit, {dtype}": "t",
+        "both": lambda row: measure.Summary(row["t"], 0.0, 9.0),
+    }
+    drawn: dict[str, Any] = {}
+
+    def draw(*given: Any, **more: Any) -> Any:
+        drawn.update(more, given=given)
+
+    title = lambda found: f"{len(found)} rows"  # noqa: E731
+    picture = rows.chart(
+        draw, title, ("x", "y"), "case", "n", series, dashed=("limit, {dtype}",), log_x=True
+    )
+    picture(rows.Results(about))
+    *words, places, values = drawn.pop("given")
+    assert words == ["3 rows", "x", "y"] and places == [2, 1]
+    assert values.pop("limit, b") == [7.0, pytest.approx(math.nan, nan_ok=True)]
+    assert values == {"limit, a": [5.0, 6.0], "both": [7.0, 6.0]}
+    spread = {"both": [(0.0, 9.0)] * 2}
+    assert drawn == {"spread": spread, "dashed": {"limit, a", "limit, b"}, "log_x": True}
 
 
 def test_lengths_are_packed_and_percentiles_are_measured_values() -> None:
