@@ -8,27 +8,22 @@ had (slots times passes), the share that computed for a request which was still 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
 from shared import charts, cli, measure
 from shared.bench import kit, rows
-from shared.bench.forecast import pass_cost, simulate, static_costs
+from shared.bench.forecast import CONTINUOUS as OURS
+from shared.bench.forecast import SINGLE, STATIC, costs, least, pass_cost, simulate
 from shared.bench.kit import Case, Group, Lengths, Subject
 from shared.bench.rows import Results, Row, is_peer, median, percentile
-from shared.measure import summarize
 from shared.peers import PAGE, TransformersContinuous
-from shared.roofline import Cost
-from stage01_forward.generation import Output
 from stage02_kv_cache.engine import Engine as SingleEngine
 from stage03_batching.engine import Engine as StaticEngine
 
@@ -39,7 +34,6 @@ from .request import Request
 from .runner import Runner
 from .scheduler import Scheduler
 
-SINGLE, STATIC, OURS = "stage 02, one request", "stage 03, static", "stage 04, continuous"
 WHOLE = "whole"  # a prompt that is not cut into chunks
 
 
@@ -119,9 +113,7 @@ def equal(subject: Subject, plan: Sizes) -> Iterator[Group]:
         lengths, budget = [plan.equal] * slots, slots * plan.equal[0]
         kinds, repeats = ("sdpa", "eager"), plan.equal_repeats
         group, runs = side_by_side(subject, kinds, lengths, slots, budget, repeats)
-        decode = [
-            [step for step in steps if step.decode_tokens == slots] for steps in runs[OURS].steps
-        ]
+        decode = [[one for one in run if one.decode_tokens == slots] for run in runs[OURS].steps]
         yield group | {
             "step": [[step.seconds for step in steps] for steps in decode],
             "bookkeeping": [[step.bookkeeping_seconds for step in steps] for steps in decode],
@@ -130,10 +122,8 @@ def equal(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
 def win(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """Answers of very different lengths; and what the slots did, for the charts."""
-    kinds, (slots, steps) = ("sdpa",), plan.gantt
-    group, runs = side_by_side(
-        subject, kinds, workload(plan), plan.slots, plan.budget, plan.repeats
-    )
+    lengths, (slots, steps) = workload(plan), plan.gantt
+    group, runs = side_by_side(subject, ("sdpa",), lengths, plan.slots, plan.budget, plan.repeats)
     bars = timeline.bars(runs[OURS].steps[-1][:steps])
     drawn = [list(asdict(bar).values()) for bar in bars if bar.slot < slots]
     yield group | {"gantt": {"slots": slots, "steps": steps, "bars": drawn}}
@@ -141,61 +131,45 @@ def win(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
 def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """A single request on the engines of three stages, with the slots of the winning case."""
-    scheduler, slots = Scheduler(plan.slots, plan.budget), plan.slots
+    about: dict[str, Any] = {"slots": plan.slots, "budget": plan.budget}
     most = min(plan.prompts[1] + plan.answers[1], subject.config.n_positions)
     engines = {
         SINGLE: SingleEngine(subject.model),
-        STATIC: StaticEngine(subject.model, max_batch=slots),
-        OURS: Engine(runner(subject, slots, most), scheduler),
+        STATIC: StaticEngine(subject.model, max_batch=plan.slots),
+        OURS: Engine(runner(subject, plan.slots, most), Scheduler(plan.slots, plan.budget)),
     }
-    about: dict[str, Any] = {"slots": plan.slots, "budget": plan.budget}
     yield kit.compare(subject, engines, [plan.single], plan.single_repeats, "single", **about)[0]
 
 
-class Arrival:
-    """A long prompt arrives while its neighbours decode: what it does to them, at every call.
+def arrive(subject: Subject, plan: Sizes, engine: Engine) -> Group:
+    """A long prompt arrives while its neighbours decode: seconds between their tokens before and
+    after that, and until its own first token.
 
-    The neighbours get a token each in every pass, so one list of gaps between their tokens holds
-    for all of them.
+    The neighbours get a token each in every pass, so one list of gaps holds for all of them.
     """
-
-    def __init__(self, subject: Subject, plan: Sizes, engine: Engine) -> None:
-        self.plan, self.engine = plan, engine
-        self.prompts = subject.prompts([plan.neighbours_prompt] * plan.neighbours, "neighbour")
-        (self.long_prompt,) = subject.prompts([plan.long_prompt], "long")
-        self.before: list[list[float]] = []  # a run -> gaps before the long prompt arrives
-        self.after: list[list[float]] = []
-        self.first: list[float] = []  # a run -> seconds from its arrival to its first token
-        self.outputs: list[Output] = []
-
-    def __call__(self) -> None:
-        sampling = kit.greedy(1 + self.plan.before + self.plan.after)
-        neighbours = [self.engine.add(Request(prompt, sampling)) for prompt in self.prompts]
-        while not all(request.output.token_ids for request in neighbours):
-            self.engine.step()
-        self.before.append(self._gaps(self.plan.before))
-        newcomer = self.engine.add(Request(self.long_prompt, kit.greedy(self.plan.long_answer)))
-        self.after.append(self._gaps(self.plan.after, newcomer))
-        if any(request.output.finish_reason is None for request in neighbours):
-            raise AssertionError("a neighbour went without a token in some pass")
-        for _ in self.engine.run():
-            pass
-        self.outputs = [request.output for request in [*neighbours, newcomer]]
-
-    def _gaps(self, count: int, newcomer: Request | None = None) -> list[float]:
-        """Seconds of each of `count` steps."""
-        times = [time.perf_counter()]
-        for _ in range(count):
-            silent = newcomer is not None and not newcomer.output.token_ids
-            self.engine.step()
-            times.append(time.perf_counter())
-            if silent and newcomer is not None and newcomer.output.token_ids:
-                self.first.append(times[-1] - times[0])
-        return np.diff(times).tolist()
+    prompts = subject.prompts([plan.neighbours_prompt] * plan.neighbours, "neighbour")
+    (long_prompt,) = subject.prompts([plan.long_prompt], "long")
+    sampling = kit.greedy(1 + plan.before + plan.after)
+    neighbours = [engine.add(Request(prompt, sampling)) for prompt in prompts]
+    while not all(request.output.token_ids for request in neighbours):
+        engine.step()
+    before = [measure.seconds(engine.step) for _ in range(plan.before)]
+    newcomer = engine.add(Request(long_prompt, kit.greedy(plan.long_answer)))
+    after, first = [], 0.0
+    for _ in range(plan.after):
+        silent = not newcomer.output.token_ids
+        after.append(measure.seconds(engine.step))
+        first += after[-1] if silent else 0.0
+    if any(request.output.finish_reason is None for request in neighbours):
+        raise AssertionError("a neighbour went without a token in some pass")
+    for _ in engine.run():
+        pass
+    proof = subject.prove(request.output for request in [*neighbours, newcomer])
+    return {"before": before, "after": after, "seconds": first, "proof": proof}
 
 
 def chunk_scheduler(plan: Mapping[str, Any], chunk: str) -> Scheduler:
-    """Runs the long prompt in chunks of so many tokens, or whole; the budget has room for it
+    """Runs the long prompt in chunks of this many tokens, or whole; the budget has room for it
     all."""
     slots, budget = plan["neighbours"] + 1, plan["neighbours"] + plan["long_prompt"]
     if chunk == WHOLE:
@@ -204,58 +178,53 @@ def chunk_scheduler(plan: Mapping[str, Any], chunk: str) -> Scheduler:
 
 
 def chunking(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    names = [*map(str, plan.chunks), WHOLE]
     own = plan.neighbours_prompt + 1 + plan.before + plan.after
     most = max(plan.long_prompt + plan.long_answer, own)
     shared = runner(subject, plan.neighbours + 1, most)
-    engines = {name: Engine(shared, chunk_scheduler(asdict(plan), name)) for name in names}
-    runs = {name: Arrival(subject, plan, engine) for name, engine in engines.items()}
-    measure.alternate(runs, plan.chunk_repeats)
-    often = plan.chunk_repeats  # the runs before them warmed up
-    yield {
-        **subject.about,
-        **{key: getattr(plan, key) for key in ("neighbours", "neighbours_prompt")},
-        **{key: getattr(plan, key) for key in ("long_prompt", "long_answer")},
-        "before": {name: run.before[-often:] for name, run in runs.items()},
-        "after": {name: run.after[-often:] for name, run in runs.items()},
-        "seconds": {name: run.first[-often:] for name, run in runs.items()},
-        "proof": [subject.prove(run.outputs) for run in runs.values()][-1],
+    ways = {
+        name: partial(arrive, subject, plan, Engine(shared, chunk_scheduler(asdict(plan), name)))
+        for name in (*map(str, plan.chunks), WHOLE)
     }
+    yield kit.by_variant(measure.turns(ways, plan.chunk_repeats))
 
 
-# ---- predictions --------------------------------------------------------------------------------
-
-
-def costs(row: Row) -> list[Cost]:
-    """Of the passes that the engine of a row must make."""
-    if row.variant == OURS:
-        passes = simulate(Scheduler(row["slots"], row["budget"]), row.lengths).passes
-        return [pass_cost(row.config, row.kind, parts) for parts in passes]
-    size = 1 if row.variant == SINGLE else row["slots"]
-    return static_costs(row.config, row.kind, row.lengths, size)
-
-
-def least(row: Row) -> float:
-    return row.least(costs(row))
+# ---- tables and charts --------------------------------------------------------------------------
 
 
 def arrival(row: Row) -> tuple[float, float]:
     """Least seconds of the longest pass that the long prompt causes, and to its first token."""
-    count, before = row["neighbours"], len(row["before"][0])
-    crowd = [(0, row["neighbours_prompt"], 1 + before + len(row["after"][0]))] * count
-    newcomer = (1 + before, row["long_prompt"], row["long_answer"])
-    watch = simulate(chunk_scheduler(row.group, row.variant), [*crowd, newcomer])
-    seconds = []
-    for parts in watch.passes:
-        own = [part for part in parts if part.request == count]
-        if own:
-            seconds.append(row.least([pass_cost(row.config, row.kind, parts)]))
-            if own[0].samples:
-                break
+    plan = row.results.plan
+    count, before, long_prompt = (plan[key] for key in ("neighbours", "before", "long_prompt"))
+    crowd = [(0, plan["neighbours_prompt"], 1 + before + plan["after"])] * count
+    newcomer = (1 + before, long_prompt, plan["long_answer"])
+    passes = simulate(chunk_scheduler(plan, row.variant), [*crowd, newcomer]).passes
+    seconds = [
+        row.least([pass_cost(row.config, row.kind, parts)])
+        for parts in passes
+        if any(part.request == count and part.cached < long_prompt for part in parts)
+    ]
     return max(seconds), sum(seconds)
 
 
-# ---- tables and charts --------------------------------------------------------------------------
+def chunked(results: Results, **where: str) -> list[Row]:
+    """The neighbours alone, and beside a long prompt by its chunks."""
+    found = results.groups("chunking", **where)
+    return [row for group in found for row in (group, *group.variants)]
+
+
+def chunk_name(row: Row) -> str:
+    names = {"": "no long prompt", WHOLE: WHOLE}
+    return names.get(row.variant, f"chunks of {row.variant}")
+
+
+def gap(share: float) -> Callable[[Row], float]:
+    """A percentile of the milliseconds between a neighbour's tokens, in all runs."""
+
+    def value(row: Row) -> float:
+        runs = row["after"] if row.variant else sum(row["before"].values(), [])
+        return 1e3 * percentile([seconds for run in runs for seconds in run], share)
+
+    return value
 
 
 def occupancy(row: Row) -> float:
@@ -266,42 +235,6 @@ def cache(row: Row) -> str:
     pages = math.ceil(row.get("slot_tokens", 0) / PAGE) * PAGE * row["slots"]
     held = pages * row.config.kv_bytes_per_token(row.kind) if is_peer(row.variant) else row["bytes"]
     return f"{held / 1e6:,.0f}"
-
-
-def gaps(row: Row) -> dict[str, list[float]]:
-    """Seconds between a neighbour's tokens in all runs: without a long prompt, and by its
-    chunks."""
-    calm = [gap for runs in row.group["before"].values() for gaps in runs for gap in gaps]
-    found = {"no long prompt": calm}
-    for own in row.variants:
-        found[chunk_name(own)] = [gap for gaps in own["after"] for gap in gaps]
-    return found
-
-
-def chunk_name(row: Row) -> str:
-    return WHOLE if row.variant == WHOLE else f"chunks of {row.variant}"
-
-
-def chunk_rows(results: Results) -> Iterator[dict[str, str]]:
-    for row in results.groups("chunking"):
-        own = {chunk_name(variant): variant for variant in row.variants}
-        for name, some in gaps(row).items():
-            spread = [percentile(some, 0.5), percentile(some, 0.99), max(some)]
-            longest = first = ""
-            if variant := own.get(name):
-                most, limit = arrival(variant)
-                longest = f" ({most * 1e3:,.1f})"
-                first = f"{rows.milliseconds(variant['seconds'], 0)}, {limit * 1e3:,.0f}"
-            p50, p99, top = (f"{value * 1e3:,.1f}" for value in spread)
-            yield {
-                "dtype": row["dtype"],
-                "long prompt": name,
-                "ITL p50, ms": p50,
-                "p99, ms": p99,
-                "max, ms (limit)": top + longest,
-                "its first token, limit, ms": first,
-                "tokens proved": row.proof if variant else "",
-            }
 
 
 def share_of_step(row: Row) -> str:
@@ -319,17 +252,10 @@ def passes(row: Row) -> str:
     return done if is_peer(row.variant) else f"{done} ({len(costs(row)):,})"
 
 
-def seconds(row: Row) -> str:
-    taken = summarize(row["seconds"]).show(2)
-    return taken if is_peer(row.variant) else f"{taken}, {least(row):.2f}"
-
-
-COLUMNS: dict[str, rows.Column] = {
+COLUMNS = rows.limits_of(least) | {
     "slots in use": lambda row: f"{occupancy(row):.0%}",
     "passes": passes,
     "passes (predicted)": passes,
-    "seconds, limit": seconds,
-    "limit, tok/s": lambda row: f"{row.tokens / least(row):,.1f}",
     "cache, MB": cache,
     "over stage 03 (predicted)": rows.gain(STATIC, least),
     "over stage 02 (predicted)": rows.gain(SINGLE, least),
@@ -339,15 +265,19 @@ COLUMNS: dict[str, rows.Column] = {
     "scheduler, sampling, postprocessing p50, ms": flat_ms("bookkeeping", 2),
     "share p50": share_of_step,
     "passes with all rows": lambda row: sum(map(len, row["step"])),
+    "long prompt": chunk_name,
+    "ITL p50, ms": lambda row: f"{gap(0.5)(row):,.1f}",
+    "p99, ms": lambda row: f"{gap(0.99)(row):,.1f}",
+    "max, ms (limit)": lambda row: (
+        f"{gap(1)(row):,.1f}" + (f" ({arrival(row)[0] * 1e3:,.1f})" if row.variant else "")
+    ),
+    "its first token, limit, ms": lambda row: (
+        f"{rows.milliseconds(row['seconds'], 0)}, {arrival(row)[1] * 1e3:,.0f}"
+        if row.variant
+        else ""
+    ),
+    "tokens proved": lambda row: row.proof if row.variant else "",
 }
-
-
-def without(case: str, *names: str) -> Callable[[Results], list[Row]]:
-    """All rows of a case but those of some engines."""
-    hidden = lambda row: any(row.variant.startswith(name) for name in names)  # noqa: E731
-    return lambda results: [row for row in results.rows(case) if not hidden(row)]
-
-
 TABLES = rows.tables(
     COLUMNS,
     """
@@ -359,13 +289,15 @@ TABLES = rows.tables(
     peers: dtype | slots | engine | tok/s | slots in use | passes | stage 04 over it | same tokens
     lose < single: dtype | engine | tok/s | limit, tok/s | slots in use | cache, MB
       | over stage 02 (predicted) | same tokens
+    chunking: dtype | long prompt | ITL p50, ms | p99, ms | max, ms (limit)
+      | its first token, limit, ms | tokens proved
     overhead: dtype | slots | passes with all rows | step p50, ms
       | scheduler, sampling, postprocessing p50, ms | share p50
     """,
-    null=without("equal", "transformers"),
-    peers=without("equal", STATIC),
-    chunking=chunk_rows,
-    overhead=lambda results: results.groups("equal"),
+    null=lambda results: [row for row in results.rows("equal") if not is_peer(row.variant)],
+    peers=lambda results: [row for row in results.rows("equal") if row.variant != STATIC],
+    chunking=chunked,
+    overhead=rows.chosen("equal"),
 )
 
 
@@ -379,39 +311,11 @@ def gantt_chart(results: Results) -> Figure:
 def occupancy_chart(results: Results) -> Figure:
     """All places of all passes; those in use are dark."""
     (group,) = results.groups("win")
-    slots = group["slots"]
-    gap = slots * 0.45
-    title = "Places that compute for a request, and places that do not"
-    figure, axes = charts.new_figure(title, "forward pass", "rows in use")
-    with matplotlib.rc_context(charts.style()):
-        ticks: dict[float, str] = {}
-        for number, row in enumerate((group.of(OURS), group.of(STATIC))):
-            floor, count = number * (slots + gap), row["passes"]
-            values = [floor + used for used, _ in row["rows"]]
-            edges = [0, *accumulate(times for _, times in row["rows"])]
-            axes.fill_between([0, count], floor, floor + slots, facecolor=charts.FAINT, linewidth=0)
-            look = {"step": "post", "facecolor": charts.COLOURS[number], "linewidth": 0}
-            axes.fill_between(edges, floor, [*values, values[-1]], **look)
-            words = f"{row.variant}: {count:,} passes, {occupancy(row):.0%} of the places in use"
-            axes.annotate(words, (0, floor + slots), (0, 4), textcoords="offset points", fontsize=9)
-            ticks |= {floor: "0", floor + slots: str(slots)}
-        axes.set_yticks(list(ticks), list(ticks.values()))
-        axes.set_xlim(left=0)
-        axes.set_ylim(0, 2 * (slots + gap))
-        axes.grid(False, axis="y")
-    return figure
-
-
-def chunking_chart(results: Results) -> Figure:
-    row = results.groups("chunking")[0]
-    found = {name: [gap * 1e3 for gap in some] for name, some in gaps(row).items()}
-    shown = {"p50": lambda some: percentile(some, 0.5), "p99": lambda some: percentile(some, 0.99)}
-    series = {
-        name: [of(some) for some in found.values()] for name, of in (shown | {"max": max}).items()
-    }
-    title = "In chunks, a long prompt holds its neighbours up less"
-    where = f"prompt of {row['long_prompt']} (GPT-2 124M shape, {row['dtype']})"
-    return charts.bars(title, f"milliseconds between tokens, {where}", list(found), series)
+    title, drawn = "Places that compute for a request, and places that do not", {}
+    for row in (group.of(OURS), group.of(STATIC)):
+        share = f"{row['passes']:,} passes, {occupancy(row):.0%} of the places in use"
+        drawn[f"{row.variant}: {share}"] = (row["rows"], row["slots"])
+    return charts.bands(title, "forward pass", "rows in use", drawn)
 
 
 def headline(results: Results) -> str:
@@ -426,7 +330,20 @@ def headline(results: Results) -> str:
 
 ABOUT = "Measures continuous batches on this CPU, beside static ones and those of transformers."
 WORK = kit.cases(Case(equal), Case(win, dtypes=1), Case(single), Case(chunking))
-CHARTS = {"gantt": gantt_chart, "occupancy": occupancy_chart, "chunking": chunking_chart}
+CHARTS = {
+    "gantt": gantt_chart,
+    "occupancy": occupancy_chart,
+    "chunking": rows.bars(
+        lambda found: (
+            f"In chunks, a prompt of {found[0].results.plan['long_prompt']} tokens holds its "
+            "neighbours up less"
+        ),
+        ("milliseconds between tokens (GPT-2 124M shape, float32)",),
+        partial(chunked, dtype="float32"),
+        chunk_name,
+        {"p50": gap(0.5), "p99": gap(0.99), "max": gap(1)},
+    ),
+}
 BENCHMARK = kit.Benchmark("stage04_continuous", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 

@@ -14,9 +14,12 @@ from shared.roofline import Cost, forward_cost
 from stage04_continuous.engine import Engine
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
+from stage04_continuous.scheduler import Scheduler
 
 from .kit import Lengths, greedy
+from .rows import Row
 
+SINGLE, STATIC, CONTINUOUS = "stage 02, one request", "stage 03, static", "stage 04, continuous"
 EXAMPLE = replace(PRESETS["tiny"], n_positions=2**20)  # nothing of it but its size is used
 
 
@@ -43,9 +46,24 @@ def static_costs(config: Config, kind: torch.dtype, lengths: Lengths, size: int 
     return costs
 
 
+def costs(row: Row) -> list[Cost]:
+    """Of the passes that the engine of a row makes: SINGLE, STATIC with the row's "slots", or
+    CONTINUOUS with its "budget" too."""
+    if row.variant == CONTINUOUS:
+        passes = simulate(Scheduler(row["slots"], row["budget"]), row.lengths).passes
+        return [pass_cost(row.config, row.kind, parts) for parts in passes]
+    size = row["slots"] if row.variant == STATIC else 1
+    return static_costs(row.config, row.kind, row.lengths, size)
+
+
+def least(row: Row) -> float:
+    """Seconds of all those passes, by the machine's limits."""
+    return row.least(costs(row))
+
+
 @dataclass(frozen=True)
 class Part:
-    """What a pass computes of a request (by its number): `count` tokens after `cached`."""
+    """What a pass computes of a request (by its first token): `count` tokens after `cached`."""
 
     request: int
     cached: int
@@ -78,30 +96,27 @@ class Idle:
 
 
 class Watch:
-    """Notes what each pass would compute, and what `reserved` returns during it."""
+    """Notes what each pass computes, and what `reserved` returns during it."""
 
     def __init__(self, scheduler: Any, reserved: Callable[[], int]) -> None:
         self.scheduler, self.reserved = scheduler, reserved
-        self.numbers: dict[int, int] = {}  # of requests, by their identity
         self.passes: list[list[Part]] = []
         self.memory = [0, 0]  # tokens reserved and used, added up over the passes
 
     def before(self, plan: Plan) -> None:
-        self.passes.append(
-            [
-                Part(
-                    self.numbers.get(id(work.request), -1), work.start, work.count, bool(work.rows)
-                )
-                for work in plan.work
-            ]
-        )
-        self.memory[0] += self.reserved()
-        self.memory[1] += sum(request.computed for request in self.scheduler.running)
-        self.memory[1] += sum(work.count for work in plan.work)
+        if plan:
+            self.passes.append(
+                [
+                    Part(one.request.prompt_ids[0], one.start, one.count, bool(one.rows))
+                    for one in plan.work
+                ]
+            )
+            self.memory[0] += self.reserved()
+            self.memory[1] += sum(request.computed for request in self.scheduler.running)
+            self.memory[1] += sum(one.count for one in plan.work)
 
     def after(self, plan: Plan) -> None:
-        if not plan:
-            self.passes.pop()
+        """The pass has been noted."""
 
 
 def simulate(
@@ -111,19 +126,17 @@ def simulate(
 ) -> Watch:
     """The passes that `scheduler` plans of requests, by the real engine without a model.
 
-    arrivals: (step, tokens of prompt, tokens of answer), or without the step: all at the start. No
-    two requests begin alike.
+    arrivals: (step, tokens of prompt, tokens of answer), or without the step: all at the start. All
+    tokens of a prompt are the request's number.
     """
     watch = Watch(scheduler, reserved)
-    config = replace(EXAMPLE, vocab_size=len(arrivals) + 1)
-    engine = Engine(Idle(config), scheduler, observers=[watch])
-    late = []
-    for number, arrival in enumerate(arrivals):
-        *step, prompt, answer = arrival
-        request = Request([number] * prompt, greedy(answer))
-        watch.numbers[id(request)] = number
-        late.append((step[0] if step else 0, number, request))
-    late.sort(key=lambda entry: entry[:2])
+    runner = Idle(replace(EXAMPLE, vocab_size=len(arrivals) + 1))
+    engine = Engine(runner, scheduler, observers=[watch])
+    late = [
+        (sum(step), number, Request([number] * prompt, greedy(answer)))
+        for number, (*step, prompt, answer) in enumerate(arrivals)
+    ]
+    late.sort(key=lambda arrival: arrival[:2])
     steps = 0
     while late or engine.requests:
         while late and late[0][0] <= steps:

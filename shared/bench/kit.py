@@ -224,9 +224,15 @@ def peers(subject: Subject) -> dict[str, Peer]:
 
 
 def by_variant(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Group:
-    """Each key of some runs as a mapping by variant: its value in every run."""
+    """Each key of some runs as a mapping by variant: its value in every run; the proof of the
+    last."""
     keys = next(iter(found.values()))[0]
-    return {key: {name: [run[key] for run in runs] for name, runs in found.items()} for key in keys}
+    group = {
+        key: {name: [run[key] for run in runs] for name, runs in found.items()} for key in keys
+    }
+    if "proof" in keys:
+        group["proof"] = {name: proofs[-1] for name, proofs in group["proof"].items()}
+    return group
 
 
 class Runs:

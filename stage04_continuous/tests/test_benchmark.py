@@ -83,7 +83,8 @@ def test_every_answer_was_proved_and_is_the_same_in_all_engines(results: Results
         assert list(row["seconds"]) == [SINGLE, STATIC, OURS] and set(row["passes"].values()) == {3}
     for row in results.groups("chunking"):
         neighbours = TINY.neighbours * (1 + TINY.before + TINY.after)
-        assert row["proof"]["tokens"] == neighbours + TINY.long_answer
+        proved = {name: proof["tokens"] for name, proof in row["proof"].items()}
+        assert proved == dict.fromkeys(row["seconds"], neighbours + TINY.long_answer)
 
 
 def test_both_caches_have_room_for_as_much(results: Results) -> None:
