@@ -1,11 +1,33 @@
 """The tour of all stages: `python -m shared.tour`.
 
 The one door from the ground floor of `shared` to the floor above, so that the first command of the
-README stays short. Nothing else on the ground floor imports `course`, `bench` or a stage.
+README stays short. Nothing else on the ground floor imports `course`, `bench` or a stage. The
+options are here and not in course/tour.py, which imports PyTorch: a wrong one is reported at once.
 """
 
+from __future__ import annotations
+
 from . import cli
-from .course.tour import main
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.Parser(
+        "shared.tour",
+        "Runs all stages on the same prompts, checks that their tokens agree, and shows how fast "
+        "each of them is. On a slow or busy machine it takes fewer and shorter stories, to end "
+        "within two minutes.",
+        "  python -m shared.tour\n"
+        "  python -m shared.tour --model gpt2 --max-tokens 32\n"
+        "  python -m shared.tour --dtype float64 --threads 1",
+    )
+    cli.add_max_tokens(parser, default=128)
+    cli.add_model_options(parser)
+    options = parser.parse_args(argv)
+    print(f"All stages, one workload. Loading {options.model} ...", flush=True)
+    from .course import tour
+
+    return tour.run(options)
+
 
 if __name__ == "__main__":
     cli.run(main)

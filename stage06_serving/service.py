@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from shared.cli import Loaded
 from shared.errors import UserError
 from stage01_forward.generation import Logprobs, Token
-from stage01_forward.perplexity import prompt_logprobs
+from stage01_forward.scoring import prompt_logprobs
 
 from .async_engine import AsyncEngine, Ticket, TooMany
 from .chat import NO_TEMPLATE, ChatTemplate, OwnTemplate

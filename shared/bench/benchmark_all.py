@@ -16,13 +16,16 @@ import time
 from tqdm import tqdm
 
 from .. import cli, paths
-from . import report
 
 
 def commands(quick: bool, device: str) -> list[list[str]]:
     """What is run, in order, as words behind `python`."""
     found = (
-        [["-m", f"{name}.benchmark"] for name in report.benchmarks() if name in paths.discover()]
+        [
+            ["-m", f"{name}.benchmark"]
+            for name in paths.discover()
+            if (paths.ROOT / name / "benchmark.py").exists()
+        ]
         if device == "cpu"
         else []
     )

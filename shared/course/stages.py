@@ -18,10 +18,14 @@ from typing import Any
 from .. import paths
 
 
+def names() -> list[str]:
+    """The stages that have an engine, in reading order."""
+    return [name for name in paths.discover() if (paths.ROOT / name / "make.py").exists()]
+
+
 def engines() -> dict[str, Callable[..., Any]]:
-    """`make` of every stage that has an engine, in reading order."""
-    names = [name for name in paths.discover() if (paths.ROOT / name / "make.py").exists()]
-    return {name: importlib.import_module(f"{name}.make").make for name in names}
+    """`make` of each of them."""
+    return {name: importlib.import_module(f"{name}.make").make for name in names()}
 
 
 def answer(

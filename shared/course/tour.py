@@ -357,20 +357,7 @@ def visit(loaded: cli.Loaded, engines: dict[str, Any], options: argparse.Namespa
     return 1 if differ else 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(
-        "shared.tour",
-        "Runs all stages on the same prompts, checks that their tokens agree, and shows how fast "
-        "each of them is. On a slow or busy machine it takes fewer and shorter stories, to end "
-        "within two minutes.",
-        "  python -m shared.tour\n"
-        "  python -m shared.tour --model gpt2 --max-tokens 32\n"
-        "  python -m shared.tour --dtype float64 --threads 1",
-    )
-    cli.add_max_tokens(parser, default=128)
-    cli.add_model_options(parser)
-    options = parser.parse_args(argv)
-    print(f"All stages, one workload. Loading {options.model} ...", flush=True)
+def run(options: argparse.Namespace) -> int:
+    """Load the model of the options and visit all stages; returns the exit status."""
     options.serve = {SERVER, LOAD} <= set(paths.discover())
-    loaded = cli.load_model_from(options, stages.families())
-    return visit(loaded, stages.engines(), options)
+    return visit(cli.load_model_from(options, stages.families()), stages.engines(), options)

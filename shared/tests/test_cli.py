@@ -238,6 +238,13 @@ stage06_serving --port {port}
 stage07_loadtest --rates -1
 stage07_loadtest --trace no-such-file
 stage07_loadtest --out README.md
+shared.tour --max-tokens 0
+shared.course.profile stage02_kv_cache hi --trace no-such-folder/trace.json
+shared.course.profile stage02_kv_cache hi --trace trace.txt
+shared.course.exercise start stage99
+shared.course.museum.__main__ plant 99
+shared.bench.benchmark_all --fast
+stage01_forward.perplexity no-such-file
 """
 EARLY = """
 import importlib, sys
@@ -259,6 +266,24 @@ def test_options_are_checked_before_pytorch_is_imported():
         done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
     assert done.stderr == "" and done.stdout.count("\n") == len(lines), done
     assert {line.split()[0] for line in done.stdout.splitlines()} == {"False"}, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("-S -m shared.tour", 1, "The package [a-z]+ is not installed for .*requirements.txt"),
+        ("-S -m stage06_serving --port 0", 1, "The package [a-z]+ is not installed for "),
+        ("-S -m stage02_kv_cache.benchmark --quick", 1, "The package [a-z]+ is not installed"),
+        ("-S -m stage02_kv_cache.benchmark --fast", 2, "Unrecognized arguments: --fast"),
+        ("-S -m shared.bench.report --quick", 2, "Unrecognized arguments: --quick"),
+    ],
+)
+def test_programs_are_checked_before_their_imports(words, status, told):
+    """-S: without the installed packages."""
+    command = [sys.executable, *words.split()]
+    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1), done
+    assert re.match(f"error: {told}", done.stderr)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there Ctrl-C would reach this process too")

@@ -15,9 +15,10 @@ from shared.course.testing import random_checkpoint
 from shared.errors import UserError
 from shared.parity import random_prompt
 from shared.peers import transformers_model
-from stage01_forward import perplexity as module
+from stage01_forward import scoring as module
 from stage01_forward.model import GPT2, load_model
-from stage01_forward.perplexity import main, perplexity, prompt_logprobs
+from stage01_forward.perplexity import main
+from stage01_forward.scoring import perplexity, prompt_logprobs
 
 CONFIG = Config(vocab_size=61, n_positions=24, n_embd=16, n_layer=2, n_head=2, name="small")
 WINDOW = CONFIG.n_positions

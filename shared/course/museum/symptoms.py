@@ -17,9 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-
-from shared import checkpoint
 from shared.course import stages
 from shared.tokenizer import AnyTokenizer, load_tokenizer
 
@@ -42,6 +39,8 @@ def load(module: str) -> Any:
 @functools.cache
 def stories() -> tuple[Any, AnyTokenizer]:
     """The embedded model and its tokenizer."""
+    from shared import checkpoint  # PyTorch takes seconds: not for the texts of the exhibits
+
     weights = checkpoint.load("stories")
     return stages.load_model(weights), load_tokenizer(weights.folder)
 
@@ -121,7 +120,7 @@ def a_batch_by_hand() -> None:
 
     def plain(q: Any, keys: Any, values: Any, mask: Any) -> Any:
         scores = q @ keys.mT / math.sqrt(q.shape[-1])
-        scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+        scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
         return scores.softmax(-1) @ values
 
     load("stage03_batching.cache").masked_attention = plain

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shared import cli, paths
+from shared import tour as door
 from shared.bench import staircase
 from shared.checkpoint import Checkpoint, Config
 from shared.course import stages, tour
@@ -74,7 +75,7 @@ def test_all_stages_the_server_and_the_load_agree(
     text = json.dumps({"model_type": "gpt2", **FIELDS})
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     model = ["--model", str(tmp_path), "--random-weights", "--dtype", "float64"]
-    assert tour.main([*model, "--max-tokens", "16"]) == 0
+    assert door.main([*model, "--max-tokens", "16"]) == 0
     out = capsys.readouterr().out
     rows = re.findall(r"^(stage\d\d_\w+) +[\d,]+ +[\d.]+x +[\d.]+ s +[█#]+ *$", out, re.MULTILINE)
     assert rows == [*stages.engines(), tour.SERVER, tour.LOAD]

@@ -1,0 +1,46 @@
+"""What every `python -m` command does before its own imports, which take seconds with PyTorch's.
+
+`shared/__init__.py` calls `begin` while Python looks the command up. So something is on the screen
+at once, Ctrl-C and a package that is not installed end without a traceback, and the options of a
+program that needs PyTorch for its first line are checked before that is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+from types import TracebackType
+
+from .paths import ROOT
+
+INSTALL = "python3 -m venv .venv && .venv/bin/python -m pip install -r requirements.txt"
+# Programs without other options than this one, by the end of their module's name.
+FLAGS = {"benchmark": "--quick", "crosscheck": "--quick", "report": "--check"}
+
+
+def begin() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of imports; until cli.run
+    sys.excepthook = explain
+    if sys.stderr is not None and sys.stderr.isatty():
+        print("[starting ...]", file=sys.stderr, flush=True)
+    flag = FLAGS.get(sys.orig_argv[-len(sys.argv)].rpartition(".")[2])
+    if flag and (wrong := [word for word in sys.argv[1:] if word not in (flag, "-h", "--help")]):
+        words = f"Unrecognized arguments: {' '.join(wrong)}; --help lists every option."
+        print(f"error: {words}", file=sys.stderr)
+        sys.exit(2)
+
+
+def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """For sys.excepthook: a package that is not installed is one sentence, not a traceback."""
+    name = getattr(error, "name", None) or ""
+    ours = "." in name or (ROOT / name).exists() or (ROOT / f"{name}.py").exists()
+    if not isinstance(error, ModuleNotFoundError) or ours or importlib.util.find_spec(name):
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(
+        f"error: The package {name} is not installed for {sys.executable}: run the command with "
+        f".venv/bin/python (Windows: .venv\\Scripts\\python), after `{INSTALL}`.",
+        file=sys.stderr,
+    )
