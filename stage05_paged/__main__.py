@@ -7,7 +7,7 @@ import sys
 from array import array
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -285,6 +285,9 @@ class Film:
         self.frames: list[array[int]] = []
         self.seen = 0
         self.room = max(1, MOST_CELLS // scheduler.pool.count)
+        from shared import charts
+
+        self.marks = blockmap.Marks(len(charts.COLOURS))
 
     def before(self, plan: Plan) -> None:
         """The map is taken after the step."""
@@ -293,7 +296,8 @@ class Film:
         """Add the current map, if there is room for one more."""
         self.seen += 1
         if self.seen <= self.room:
-            self.frames.append(array("i", blockmap.blockmap(self.scheduler)))
+            states = self.marks.of(blockmap.blockmap(self.scheduler))
+            self.frames.append(array("i", states))
 
     def write(self, path: Path) -> None:
         """Draw the picture. Raises UserError if the file cannot be written."""
@@ -312,6 +316,10 @@ class Show(live.Show):
     """A run that shows what blocks and sequences do."""
 
     peak = 0  # most blocks owned in a step
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.marks = blockmap.Marks()
 
     def add(
         self, answers: list[live.Answer], params: list[SamplingParams], priority: int
@@ -353,7 +361,9 @@ class Show(live.Show):
             f"{scheduler.pool.count} blocks in use; so far {self.rate()}"
         )
         room = max(2, height - 6)  # for map and sequences
-        blocks = blockmap.lines(blockmap.blockmap(scheduler), width, max(1, room // 2))
+        taking_part = [request.arrival for request in self.taking_part()]
+        states = self.marks.of(blockmap.blockmap(scheduler), taking_part)
+        blocks = blockmap.lines(states, width, max(1, room // 2))
         room -= len(blocks)
         sequences = self.sequences(width)
         shown = len(sequences) if len(sequences) <= room else max(0, room - 1)
@@ -372,15 +382,22 @@ class Show(live.Show):
         empty = min(room, scheduler.max_sequences) - len(sequences)
         return lines + [Text()] * empty + self.queues(width, self.waiting())
 
+    def taking_part(self) -> list[Request]:
+        """The requests that run or took part in the last step, by arrival."""
+        names = {record.request_id for record in self.engine.steps[-1].sequences}
+        names |= {request.id for request in self.engine.scheduler.running}
+        return sorted((self.requests[name] for name in names), key=attrgetter("arrival"))
+
     def sequences(self, width: int) -> list[Text]:
-        """A line for each request that runs or took part in the last step, by arrival."""
+        """A line for each of them."""
         scheduler = self.engine.scheduler
         states = {request.id: ("no room in budget", "yellow") for request in scheduler.running}
         for record in self.engine.steps[-1].sequences:
             states[record.request_id] = live.state(record)
         lines = []
-        for request in sorted((self.requests[id] for id in states), key=attrgetter("arrival")):
-            mark = blockmap.mark(request.arrival), blockmap.look(request.arrival)
+        for request in self.taking_part():
+            number = self.marks.numbers[request.arrival]
+            mark = blockmap.mark(number), blockmap.look(number)
             table, answer = scheduler.tables.get(request), self.answers[int(request.id) - 1]
             blocks = str(len(table.blocks)) if table else "-"
             cells = mark, request.id, states[request.id], str(answer.tokens), blocks

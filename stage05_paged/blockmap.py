@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,35 @@ def blockmap(scheduler: Scheduler) -> list[int]:
         for block in table.blocks:
             states[block] = request.arrival if pool.references[block] == 1 else SHARED
     return states
+
+
+class Marks:
+    """Numbers for `mark` and `look`, so that no two sequences at a time share letter and colour.
+
+    That holds for as many at a time as there are pairs of them. Each takes the next number that
+    none of the others has; a preempted one keeps its own until another takes it.
+    """
+
+    def __init__(self, colours: int = len(COLOURS)) -> None:
+        self.pairs = len(LETTERS) * colours
+        self.numbers: dict[int, int] = {}  # by arrival
+        self._turn = 0
+
+    def of(self, states: Iterable[int], more: Iterable[int] = ()) -> list[int]:
+        """The states with numbers in place of arrivals. `more`: arrivals that are shown too."""
+        states = list(states)
+        shown = {*more, *(state for state in states if state >= 0)}
+        taken = {self.numbers[arrival] for arrival in shown & self.numbers.keys()}
+        for arrival in sorted(shown - self.numbers.keys()):
+            while self._turn in taken and len(taken) < self.pairs:
+                self._turn = (self._turn + 1) % self.pairs
+            for gone in [own for own, number in self.numbers.items() if number == self._turn]:
+                if gone not in shown:
+                    del self.numbers[gone]
+            self.numbers[arrival] = self._turn
+            taken.add(self._turn)
+            self._turn = (self._turn + 1) % self.pairs
+        return [self.numbers.get(state, state) for state in states]
 
 
 def mark(state: int) -> str:

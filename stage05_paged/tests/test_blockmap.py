@@ -74,6 +74,12 @@ def test_no_letter_and_colour_repeat_and_letters_are_enough():
     pairs = len(maps.LETTERS) * len(maps.COLOURS)
     assert len({(mark(state), look(state)) for state in range(7, 7 + pairs)}) == pairs
     assert "reverse" not in look(SHARED) + look(CACHED) + look(FREE)
+    marks = maps.Marks()
+    for state in range(1, 3 * pairs):  # beside two that stay
+        numbers = marks.of([0, FREE, state, pairs], [state + 1])
+        shown = [(mark(number), look(number)) for number in (*numbers, marks.numbers[state + 1])]
+        assert len(set(shown)) == len({0, FREE, state, pairs, state + 1}), state
+        assert shown[:2] == [(mark(0), look(0)), (mark(FREE), look(FREE))]
 
 
 # ---- the terminal -------------------------------------------------------------------------------

@@ -363,6 +363,23 @@ def test_colours_follow_the_scheme(page):
     assert len(set(shown)) == 4
 
 
+def test_no_two_sequences_that_run_look_alike(page, served):
+    """Two that run though 259 came and went between them: their blocks, and a free one."""
+    running = [["sequence-1", 0], ["sequence-261", 260]]
+    shown = {"running": running, "map": [[0, 1], [260, 1], [-1, 62]]}
+    frame = json.dumps(f"data: {json.dumps(next(frames(served.url)) | shown)}\n\n")
+    source = f"""const ask = fetch; window.fetch = (path, options) =>
+        path === "/live" ? Promise.resolve(new Response({frame})) : ask(path, options);"""
+    name = "ScriptToEvaluateOnNewDocument"
+    command = page.browser.execute_cdp_cmd
+    script = command(f"Page.add{name}", {"source": source})
+    page.browser.refresh()
+    page.until(lambda: page.blocks()[OWNED] == 2, "the map is there")
+    command(f"Page.remove{name}", script)
+    block = "document.getElementById('map').getContext('2d').getImageData(32 * n, 0, 32, 32).data"
+    assert len(set(page.run(f"return [0, 1, 2].map(n => {block}.join())"))) == 3
+
+
 def test_reduced_motion_means_no_animation(page):
     """A picture now and then, and none in the browser's animation frames."""
     page.media(prefers_reduced_motion="reduce")
