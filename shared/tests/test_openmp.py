@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 
 from shared import openmp, paths
+from shared.course import waiting
 
 
 def run(code: str, **given: str) -> str:
@@ -99,3 +100,20 @@ def test_pytorch_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmp, "_choice", "")
     found: dict[str, str] = {}
     assert "loaded before" in openmp.choose(found) and not found
+
+
+@pytest.mark.parametrize(("slow", "status"), [(1.0, 0), (9.0, 1)])
+def test_the_cost_of_waiting_is_judged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slow: float, status: int
+) -> None:
+    """With programs that only pretend to compute."""
+    code = "import os, sys; print('so', flush=True)\nfor _ in sys.stdin:\n    "
+    code += f"print(0.002 if 'GOMP_SPINCOUNT' in os.environ else 0.002 * {slow}, flush=True)"
+    monkeypatch.setattr(waiting, "PROGRAM", code)
+    monkeypatch.setattr(waiting, "SECONDS", 0.0)
+    monkeypatch.setattr(waiting, "MOST", {0: 1.02, 1: 2.0})
+    assert waiting.main([]) == status
+    alone, beside = capsys.readouterr().out.splitlines()
+    share = f"{2 * slow:.2f} ms a token, {slow:.2f} of its share (at most 1.02); spinning 1.00"
+    assert alone == f"beside 0 busy programs: {share}; it waits so"
+    assert beside.startswith("beside 1 busy programs: ")
