@@ -7,6 +7,7 @@ import asyncio
 import gc
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -202,20 +203,20 @@ def serve(settings: Settings, template: ChatTemplate | None, listening: socket.s
         print(plan(settings, engine.status, model, address), file=sys.stderr, flush=True)
 
     sys.setswitchinterval(SWITCH)
-    server = Server(configure(app), app, settings.grace, loaded)
+    server = Server(configure(app, app.state.statuses), app, settings.grace, loaded)
     asyncio.run(server.serve(sockets=[listening]))
     if made.done():
         made.result()  # raises the error that ended the server before it was ready
 
 
-def configure(app: FastAPI) -> uvicorn.Config:
-    """How uvicorn serves `app`: with our limits, and our log."""
+def configure(app: FastAPI, statuses: Counter[int] | None = None) -> uvicorn.Config:
+    """How uvicorn serves `app`: with our limits, and our log. statuses: counts what is refused."""
     return uvicorn.Config(
         app,
         log_config=None,
         log_level="warning",
         access_log=False,
-        http=partial(Connection, Door(most_connections())),  # type: ignore[arg-type]
+        http=partial(Connection, Door(most_connections(), statuses)),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         server_header=False,

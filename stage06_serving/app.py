@@ -260,7 +260,7 @@ def create_app(
         redirect_slashes=False,  # a redirect would name the host that the client chose
     )
     state: Any = app.state
-    state.engine = None
+    state.engine, state.statuses = None, statuses
     app.add_middleware(
         Guard, keys=settings.keys, hosts=settings.hosts, statuses=statuses, state=state
     )

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
+from collections import Counter
 from http import HTTPStatus
 from typing import Any
 
@@ -33,12 +35,16 @@ SAFE = (  # with every answer: no other site may frame the page, or take an answ
 )
 
 
+log = logging.getLogger("staircase.requests")
+
+
 class Door:
     """Lets in at most `most` connections. When all are taken, the one that has waited longest for
     its request makes room for a new one."""
 
-    def __init__(self, most: int = MOST_CONNECTIONS) -> None:
+    def __init__(self, most: int = MOST_CONNECTIONS, statuses: Counter[int] | None = None) -> None:
         self.most = most
+        self.statuses = Counter[int]() if statuses is None else statuses  # of all answers
         self.waiting: dict[Connection, None] = {}  # those without a whole request, the oldest first
 
 
@@ -127,10 +133,16 @@ class Connection(H11Protocol):
 
     def refuse(self, status: int, message: str) -> None:
         """Answer with an error, unless an answer has begun, and close."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        began = self.cycle is not None and not self.cycle.response_complete
+        if began:
             self.cycle.disconnected = True  # the application has nothing more to say
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            if began:
+                self.scope["refused"] = status  # the guard counts it
+            else:
+                self.door.statuses[status] += 1
+                log.info("- %s - - %s", (self.client or ("-",))[0], status)
             body = json.dumps(error_body(status, message)).encode()
             headers = [(b"content-type", b"application/json"), (b"connection", b"close"), *SAFE]
             headers.append((b"content-length", str(len(body)).encode()))

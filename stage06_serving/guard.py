@@ -18,7 +18,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .connection import SAFE
+from .connection import SAFE, log
 from .errors import ApiError
 from .service import tenant
 
@@ -30,8 +30,6 @@ GONE = 499  # the status of a client that left before its answer
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][:/?#@\\\s]+)(:[0-9]*)?")
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 LONGEST_PATH = 200  # characters, in the log
-
-log = logging.getLogger("staircase.requests")
 
 
 class Guard:
@@ -86,6 +84,7 @@ class Guard:
             if body is not None:
                 await self.app(scope, _replay(body, receive), answer)
         finally:
+            status = scope.get("refused", status)  # by the connection
             self.statuses[status] += 1
             if log.isEnabledFor(logging.INFO):
                 client, path = scope["client"] or ("-",), scope["path"][:LONGEST_PATH]

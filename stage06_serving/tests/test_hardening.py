@@ -8,6 +8,7 @@ import contextlib
 import logging
 import re
 import time
+from collections import Counter
 from contextlib import ExitStack
 
 import h11
@@ -281,8 +282,12 @@ def test_answers_are_counted_by_status(hard):
     before = counts()
     for path, headers in (("/v1/models", {}), ("/nothing", BEARER), ("/v1/models", BEARER)):
         get(hard, path, headers=headers)
-    after = counts()
-    assert {one: after[one] - before[one] for one in (200, 401, 404)} == {200: 2, 401: 1, 404: 1}
+    exchange(hard, b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n")
+    head = f"POST /generate HTTP/1.1\r\nHost: a.localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    head += "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    exchange(hard, head.encode() + b"1\r\na\r\n" * 1000)  # refused by the connection, too
+    more = Counter(counts()) - Counter(before)
+    assert more == {200: 2, 401: 1, 404: 1, 413: 1, 431: 1}
 
 
 def test_keys_are_not_for_the_list_of_processes(hard, tmp_path, capsys, monkeypatch):
