@@ -83,6 +83,7 @@ TASKS = (
         tests=(
             "tests/test_scheduler.py::test_a_long_prompt_goes_in_chunks_and_samples_after_the_last",
             "tests/test_scheduler.py::test_decodes_go_first_and_prompts_share_the_rest",
+            "tests/test_scheduler.py::test_a_decode_overtakes_a_prompt_that_was_admitted_before_it",
             "tests/test_scheduler.py::"
             "test_without_chunks_a_prompt_runs_whole_and_none_overtakes_it",
             "tests/test_scheduler.py::"

@@ -119,6 +119,8 @@ TASKS = (
             "tests/test_preemption.py::"
             "test_the_senior_is_served_first_even_if_it_was_admitted_later",
             "tests/test_preemption.py::"
+            "test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_again",
+            "tests/test_preemption.py::"
             "test_without_chunks_a_recompute_longer_than_the_budget_still_runs",
             "tests/test_preemption.py::"
             "test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_was",
@@ -156,6 +158,8 @@ TASKS = (
         tests=(
             "tests/test_engine.py::test_the_whole_memory_of_a_small_crowd",
             "tests/test_scheduler.py::test_a_request_that_does_not_fit_waits_and_none_overtakes",
+            "tests/test_scheduler.py::"
+            "test_found_blocks_without_an_owner_are_not_counted_as_free_room_too",
             "tests/test_scheduler.py::test_the_watermark_stays_free_beside_others",
             "tests/test_scheduler.py::test_a_common_beginning_is_found",
             "tests/test_scheduler.py::test_without_chunks_a_prompt_over_the_budget_is_refused",

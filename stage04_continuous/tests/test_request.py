@@ -51,10 +51,13 @@ def test_remaining_is_what_there_is_less_what_is_computed():
 
 
 @pytest.mark.parametrize("answer", [[], [4], [4, 5, 6]], ids=str)
-def test_tokens_across_the_border_of_prompt_and_answer(answer):
-    request, whole = answered([1, 2, 3], answer), [1, 2, 3, *answer]
+@pytest.mark.parametrize("drafts", [[], [7, 8]], ids=str)
+def test_tokens_across_the_border_of_prompt_and_answer(answer, drafts):
+    request, whole = answered([1, 2, 3], answer), [1, 2, 3, *answer, *drafts]
+    request.drafts = drafts
     for start, end in itertools.combinations_with_replacement(range(len(whole) + 1), 2):
         assert request.tokens(start, end - start) == whole[start:end]
+    assert request.output.token_ids == answer
 
 
 def test_the_prompt_is_a_copy_and_requests_alike_are_still_two():

@@ -69,6 +69,9 @@ def test_a_slow_reader_delays_no_other(engine, expected):
         assert len(stalled.fresh) == 40 == stalled.generated
         parts = [[token.id for token in tokens] async for _, tokens in running.tokens([stalled])]
         assert parts == [expected(slow, 40)]  # all of it at once
+        (pair,) = running.submit([quick], [tools.words(2), tools.words(50)])  # one ends early
+        read = [ticket async for ticket, tokens in running.tokens(pair) for _ in tokens]
+        assert [read.count(ticket) for ticket in pair] == [2, 50]
 
     run(made, script)
     assert is_empty(made)

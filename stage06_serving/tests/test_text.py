@@ -24,7 +24,7 @@ REAL = Tokenizer.from_folder(STORIES)
 # Tokens of one, two and three letters, so that stop strings begin and end anywhere in them.
 WORDS = ["a", "b", "c", "é", "ab", "ba", "aa", "abc", "cab", "bcé", "\n", "a\n"]
 CODES = {word.encode(): number for number, word in enumerate(WORDS)} | {b"\xc3": 12, b"\xa9": 13}
-LETTERS = Tokenizer(CODES, {"<end>": 14}, 14)
+LETTERS = Tokenizer(CODES | {b"a\xc3": 14}, {"<end>": 15}, 15)
 PIECES = ["Once upon a time", " fox", "中文，", "한국어", "ñandú", "👩‍👩‍👧", "🇸🇪"]
 PIECES += "日é…\u2028𝒳ไ😀\n "
 
@@ -47,6 +47,7 @@ def pieces_of(
     for token_id in ids:
         pieces.append(stream.push(token_id))
         if stream.stop is not None:
+            assert stream.flush() == ""  # nothing follows
             return pieces, stream.stop
     pieces.append(stream.flush())
     return pieces, stream.stop
@@ -137,6 +138,7 @@ def test_nothing_of_a_stop_string_leaks_and_no_more_is_held_back_than_needed(ids
         # The first to be complete wins, and of two the longer.
         ([2, 0, 1], ["b", "ab", "cab"], ["", "", ""], "cab"),
         ([8, 7], ["abab", "a"], ["c"], "a"),
+        ([0, 14], ["aa"], ["", ""], "aa"),  # and a part of a character
     ],
 )
 def test_stop_strings_by_hand(ids, stops, shown, stop):

@@ -9,7 +9,7 @@ from typing import Any
 
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.params import SamplingParams
-from stage06_serving.async_engine import AsyncEngine, Broken, EngineDead, Ticket
+from stage06_serving.async_engine import CLOSING, DEAD, AsyncEngine, Broken, EngineDead, Ticket
 from stage06_serving.status import AnyEngine
 
 HANG = 60.0  # seconds: nothing here takes a tenth of that
@@ -98,5 +98,6 @@ async def error_of(running: AsyncEngine, ticket: Ticket) -> str | None:
     try:
         await said(running, ticket)
     except (Broken, EngineDead) as error:
+        assert isinstance(error, EngineDead) == (str(error) in (CLOSING, DEAD))
         return str(error)
     return None
