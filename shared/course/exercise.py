@@ -70,8 +70,8 @@ def start(options: argparse.Namespace) -> None:
     _list_tasks(stage)
     print(
         f"\nRead a task with `{mine.command('hint', stage, 1)}`, write it, and test it with\n"
-        f"`python -m pytest {stage} --mine -k task1`; without -k, all of the stage's tests run that"
-        " can see your copy."
+        f"`python -m pytest {stage} --mine -k task1`. Without -k, all of the stage's tests run\n"
+        "that can see your copy."
     )
 
 

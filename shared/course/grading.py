@@ -382,9 +382,13 @@ def _verdict(
     failed = {name: why for name, why in outcomes.items() if why}
     if not failed:
         return ""
+    tests_failed: dict[str, list[str]] = {}  # whatever their cases
+    for name, why in failed.items():
+        test = _plain(name.partition("/")[2].partition("[")[0], 300)
+        tests_failed.setdefault(test, []).append(_plain(why.strip().partition("\n")[0], 300))
     shown = [
-        f"{_plain(name.partition('/')[2], 300)}\n    {_plain(why, 300)}"
-        for name, why in list(failed.items())[:5]
+        f"{test} - {first}" + (f" (and {len(rest)} more cases)" if rest else "")
+        for test, (first, *rest) in list(tests_failed.items())[:10]
     ]
     return f"{len(failed)} of {len(outcomes)} tests failed:\n" + "\n".join(shown) + printed
 

@@ -173,8 +173,9 @@ def reset(stage: str, task: Task | None = None) -> Path:
         try:
             new = {task.file: emptied(read(target / task.file), stage, task)}
         except (OSError, SyntaxError, LookupError) as error:
+            why = str(error).replace("<unknown>, ", "")
             raise UserError(
-                f"This task alone cannot be emptied in {task.file} ({error}): repair the file, or "
+                f"This task alone cannot be emptied in {task.file} ({why}): repair the file, or "
                 f"reset the whole stage with `{command('reset', stage)}`."
             ) from None
     kept = backup(stage)

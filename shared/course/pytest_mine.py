@@ -8,6 +8,7 @@ tasks: if it passes there, another task is the cause, and is named.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -136,6 +137,11 @@ class _Mine:
         if report.failed:
             self.failed.setdefault(report.nodeid, _why(report))
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file of the student's that cannot be imported: the error would not be shown."""
+        if report.failed:
+            self.failed.setdefault(report.nodeid, _why(report))
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(
         self, item: pytest.Function, nextitem: pytest.Item | None
@@ -188,11 +194,14 @@ class _Mine:
             mine.record(stage, results)
 
 
-def _why(report: pytest.TestReport) -> str:
+def _why(report: pytest.TestReport | pytest.CollectReport) -> str:
     """The error of a failed test in one line, with its place unless the task is still open."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is None:
-        return (str(report.longrepr).strip().splitlines() or ["failed"])[-1]
+        text = str(report.longrepr)
+        *_, (file, line) = [("", ""), *re.findall(r'([^/\\"\s]+\.py)"?(?:, line |:)(\d+)', text)]
+        error = (text.strip().splitlines() or ["failed"])[-1].removeprefix("E").strip()
+        return f"{file}:{line}: {error}" if file else error
     error, _, message = str(crash.message).partition("\n")[0].partition(": ")
     if error == "NotImplementedError" and "shared.course.exercise hint" in message:
         return f"still to write: {message}"

@@ -231,6 +231,8 @@ def test_a_student_starts_fails_writes_and_passes(
     mine.write(path, mine.read(path).replace(first, "start = self.length"))
     serving = at("serving")
     mine.start("stage06_serving")
+    broken = at("broken")
+    mine.write(mine.start(STAGE) / "engine.py", "x = 1\ndef (:\n")
 
     runs = pytest_mine(
         (fresh, [STAGE, "-k", "task1 or task3 or task4 or interpolated"]),
@@ -238,6 +240,7 @@ def test_a_student_starts_fails_writes_and_passes(
         (spoilt, [STAGE, "-k", "task1 or task2"]),
         (serving, ["stage06_serving/tests/test_text.py", "-k", "streams_equal or overlap"]),
         (tmp_path / "none", [STAGE]),
+        (broken, [STAGE]),
     )
     (statuses, outputs) = zip(*runs, strict=True)
     assert (*statuses[:3], statuses[4]) == (1, 0, 1, 4)
@@ -256,6 +259,7 @@ def test_a_student_starts_fails_writes_and_passes(
     assert "1 failed, 1 skipped" in outputs[3], outputs[3]
     assert "it starts a process, and that would run the reference" in outputs[3]
     assert "python -m shared.course.exercise start stage02" in outputs[4]
+    assert " - engine.py:2: SyntaxError: invalid syntax" in outputs[5], outputs[5]
 
     at("fresh")
     status = say("status", "2")

@@ -346,6 +346,10 @@ GOOD = {TEST: "", CANARY: "assert [1] == [2]"}
         ({"tests": GOOD | {CANARY: ""}}, "cannot pass was reported as passed"),
         ({"tests": GOOD | {TEST: "AssertionError"}}, "1 of 1 tests failed"),
         ({"tests": GOOD | {f"{TEST}[2]": "skipped"}}, "1 of 2 tests failed"),
+        (
+            {"tests": {f"{TEST}[{n}]": f"{n} < 3\nmore" for n in (1, 2)} | {CANARY: "x"}},
+            f"2 of 2 tests failed:\n{TEST.partition('/')[2]} - 1 < 3 (and 1 more cases)",
+        ),
         ({"tests": GOOD, "error": "no import"}, "no import"),
         ({"tests": {TEST: "\x1b[31m" + "long " * 1000, CANARY: "x"}}, "1 of 1 tests failed"),
     ],
