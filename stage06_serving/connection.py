@@ -139,7 +139,8 @@ class Connection(H11Protocol):
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if began:
-                self.scope["refused"] = status  # the guard counts it
+                told: dict[str, Any] = self.scope  # type: ignore[assignment]
+                told["refused"] = status  # the guard counts it
             else:
                 self.door.statuses[status] += 1
                 log.info("- %s - - %s", (self.client or ("-",))[0], status)

@@ -45,9 +45,14 @@ for _ in sys.stdin:
 def program(code: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
     """A Python program that ends with the block."""
     clean = {name: text for name, text in os.environ.items() if name not in openmp.VARIABLES}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=paths.ROOT, env=clean | environ, text=True, **pipes) as own:
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=paths.ROOT,
+        env=clean | environ,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as own:
         yield own
         own.kill()
 
