@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ALL = sys.maxsize  # a sliding window that hides nothing
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 # Options that change the arithmetic, with the one value that our model implements.
 FIXED_OPTIONS = {
@@ -47,6 +49,7 @@ class Config:
     eos_ids: tuple[int, ...] = ()  # each of these tokens ends a text
     tied: bool = True  # the output layer is the embedding again
     name: str = ""
+    windows: tuple[int, ...] = ()  # tokens that a query of each layer sees; empty: all before it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n_kv_head", self.n_kv_head or self.n_head)

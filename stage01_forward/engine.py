@@ -69,5 +69,5 @@ class Engine:
         """Logits (V,) for the token after `ids` (T,)."""
         tokens = torch.tensor(ids, device=self.model.device)  # (T,)
         positions = torch.arange(len(ids), device=self.model.device)
-        hidden = self.model(tokens, positions, Recompute().attend)  # (T,) -> (T, C)
+        hidden = self.model(tokens, positions, Recompute(self.config).attend)  # (T,) -> (T, C)
         return self.model.logits(hidden[-1])  # (C,) -> (V,)

@@ -48,7 +48,7 @@ def perplexity(
         start = 0 if judged == 0 else judged + stride - window
         end = min(start + window, len(ids) - 1)
         positions = torch.arange(end - start, device=model.device)  # (T,)
-        hidden = model(tokens[start:end], positions, Recompute().attend)  # (T, C)
+        hidden = model(tokens[start:end], positions, Recompute(model.config).attend)  # (T, C)
         parts = hidden[judged - start :].split(ROWS), tokens[judged + 1 : end + 1].split(ROWS)
         for rows, targets in zip(*parts, strict=True):
             logits = model.logits(rows)  # (R, C) -> (R, V)
@@ -71,7 +71,7 @@ def prompt_logprobs(model: GPT2, ids: Sequence[int], top: int) -> list[Logprobs 
     """
     tokens = torch.tensor(ids, device=model.device)  # (T,)
     positions = torch.arange(len(ids), device=model.device)
-    hidden = model(tokens, positions, Recompute().attend)  # (T, C)
+    hidden = model(tokens, positions, Recompute(model.config).attend)  # (T, C)
     logits = model.logits(hidden[:-1]).float()  # (T - 1, V): the last one predicts no prompt token
     logprobs = logits.log_softmax(-1).cpu()
     scores: list[Logprobs | None] = [None]

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.config import Config
+from shared.config import ALL, Config
 from shared.errors import UserError
+from shared.windows import by_layer, sees
 
 
 class KVCache:
@@ -38,6 +39,7 @@ class KVCache:
         shape = (config.n_layer, 2, config.n_kv_head, self.capacity, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.group = config.n_head // config.n_kv_head  # query heads that share a head of keys
+        self.windows = config.windows  # none in GPT-2: every query sees all before it
         self.length = 0
 
     @property
@@ -58,7 +60,10 @@ class KVCache:
                 f"cannot add {count} tokens: {self.length} of {self.capacity} slots are taken"
             )
         start, self.length = self.length, self.length + count
-        return CachedAttention(self.kv, start, self.length, self.group)
+        return by_layer(
+            self.windows,
+            lambda window: CachedAttention(self.kv, start, self.length, self.group, window),
+        )
 
 
 class CachedAttention:
@@ -67,7 +72,7 @@ class CachedAttention:
     What is the same in every layer (the slots, the mask) is computed here, once a pass.
     """
 
-    def __init__(self, kv: Tensor, start: int, end: int, group: int = 1) -> None:
+    def __init__(self, kv: Tensor, start: int, end: int, group: int = 1, window: int = ALL) -> None:
         self.new = kv[:, :, :, start:end]  # (layers, 2, H_kv, T, D): where this pass writes
         self.seen = kv[:, :, :, :end]  # (layers, 2, H_kv, end, D): what it reads, in place
         self.positions = torch.arange(start, end, device=kv.device)  # (T,)
@@ -79,6 +84,8 @@ class CachedAttention:
         if not self.square and end - start > 1:
             columns = torch.arange(end, device=kv.device)
             self.mask = columns <= self.positions.repeat(group)[:, None]  # (group * T, end)
+        if end > window:
+            self.square, self.mask = False, sees(self.positions.repeat(group), end, window)
         # A CPU's fused kernel is slow for one row of bfloat16: widening the cache to float32 on the
         # way is faster, copy included, and twice as fast from 500 tokens on.
         self.widen = end - start == 1 and kv.device.type == "cpu" and kv.dtype == torch.bfloat16

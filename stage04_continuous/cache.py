@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.config import Config
+from shared.config import ALL, Config
 from shared.errors import UserError
+from shared.windows import by_layer, sees
 from stage03_batching.attention import masked_attention
 
 from .plan import Wipe
@@ -43,7 +44,7 @@ class SlotCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.slots = slots
+        self.slots, self.windows = slots, config.windows
         self.slot_tokens = config.n_positions if slot_tokens is None else slot_tokens
         if not 1 < self.slot_tokens <= config.n_positions:
             raise UserError(
@@ -80,7 +81,7 @@ class SlotCache:
                     f"no place for {count} tokens at {start} in slot {slot}: "
                     f"{self.slots} x {self.slot_tokens}"
                 )
-        return PackedAttention(self.kv, shares)
+        return by_layer(self.windows, lambda window: PackedAttention(self.kv, shares, window))
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ class PackedAttention:
     (where to write, what to read, what is visible) is worked out here, once a pass.
     """
 
-    def __init__(self, kv: Tensor, shares: Sequence[Share]) -> None:
-        self.kv = kv
+    def __init__(self, kv: Tensor, shares: Sequence[Share], window: int = ALL) -> None:
+        self.kv, self.window = kv, window
         self.order, ranked = ordered(shares, key=lambda share: (share[2], share[0]))
         counts = torch.tensor([count for _, _, count in ranked])
         slots = torch.tensor([slot for slot, _, _ in ranked]).repeat_interleave(counts)
@@ -146,6 +147,9 @@ class PackedAttention:
         mask = None
         if not causal and (count > 1 or min(ends) < end):
             mask = torch.arange(end) <= positions.view(len(run), 1, count, 1)  # (B, 1, T, end)
+            mask = mask.to(self.kv.device)
+        if end > self.window:
+            causal, mask = False, sees(positions.view(len(run), 1, count), end, self.window)
             mask = mask.to(self.kv.device)
         return Group(rows, slice(first, first + len(run)), end, count, mask, causal)
 

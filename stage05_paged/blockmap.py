@@ -55,7 +55,7 @@ def blockmap(scheduler: Scheduler) -> list[int]:
     for block in pool.cached:
         states[block] = CACHED
     for request, table in scheduler.tables.items():
-        for block in table.blocks:
+        for block in table.held:
             states[block] = request.arrival if pool.references[block] == 1 else SHARED
     return states
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 from shared.errors import UserError
 
+NOWHERE = -1  # in a table: a block that was given back because no query sees it any more (stage 08)
+
 
 @dataclass(frozen=True)
 class Move:
@@ -139,6 +141,7 @@ def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
 @dataclass
 class BlockTable:
     """The blocks of one sequence: position p is in blocks[p // block_size], at p % block_size.
+    Behind a sliding window, blocks are NOWHERE.
 
     digests: of its full blocks, as far as computed; they survive when the blocks are taken away.
     salt: the parent of the first digest. Sequences with different salts, such as those of different
@@ -165,8 +168,23 @@ class BlockTable:
     def adopt(self, blocks: Iterable[int]) -> None:
         """Append blocks that matched or that another table holds, and share them."""
         for block in blocks:
-            self.pool.share(block)
+            if block != NOWHERE:
+                self.pool.share(block)
             self.blocks.append(block)
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks, without those given back behind a window."""
+        return [block for block in self.blocks if block != NOWHERE]
+
+    def pass_by(self, count: int) -> None:
+        """Give back the first `count` blocks, which no query will see again. Their places in the
+        table stay, so that addresses hold."""
+        for index in range(count - 1, -1, -1):
+            if self.blocks[index] == NOWHERE:
+                break  # and all before it
+            self.pool.give_back(self.blocks[index])
+            self.blocks[index] = NOWHERE
 
     def replace(self, position: int) -> tuple[int, int]:
         """Copy-on-write: put a new block in place of the shared one at `position`.
@@ -198,7 +216,14 @@ class BlockTable:
         The last first because the end of a cached chain must be evicted before its beginning,
         without which no digest reaches it.
         """
-        for block in reversed(self.blocks):
+        held, found = self.held, self.pool.found
+        if not trusted:  # nor are those given back behind a window
+            passed = self.digests[: len(self.blocks) - len(held)]
+            again = [found[digest] for digest in passed if digest in found]
+            for block in again:
+                self.pool.share(block)
+            held = again + held
+        for block in reversed(held):
             if not trusted:
                 self.pool.forget(block)
             self.pool.give_back(block)

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.config import Config
+from shared.config import ALL, Config
+from shared.windows import by_layer
 from stage03_batching.attention import masked_attention
 from stage04_continuous.cache import CALL, ordered
 
-from .blocks import Move
+from .blocks import NOWHERE, Move
 
 Share = tuple[list[int], int, int]  # blocks, first position, number of tokens that a pass computes
 
@@ -44,7 +45,7 @@ class PagedCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.blocks, self.block_size = blocks, block_size
+        self.blocks, self.block_size, self.windows = blocks, block_size, config.windows
         # Heads first: all blocks of one head are then a table of rows, which one operator gathers
         # in any order.
         heads, width = config.n_kv_head, config.head_dim
@@ -93,7 +94,7 @@ class PagedCache:
                     f"no place for {count} tokens at {start} in {len(blocks)} blocks of "
                     f"{self.block_size}"
                 )
-        return PagedAttention(self.kv, shares)
+        return by_layer(self.windows, lambda window: PagedAttention(self.kv, shares, window))
 
 
 def batches(moves: Sequence[Move]) -> list[tuple[str, list[Move]]]:
@@ -152,15 +153,17 @@ class PagedAttention:
     in every layer (where to write, what to gather, what is visible) is worked out once a pass.
     """
 
-    def __init__(self, kv: Tensor, shares: Sequence[Share]) -> None:
-        self.kv = kv
+    def __init__(self, kv: Tensor, shares: Sequence[Share], window: int = ALL) -> None:
+        self.kv, self.window = kv, window
         self.order, ranked = ordered(shares, key=lambda share: (share[2], share[1]))
         size, width = kv.shape[4], max(len(blocks) for blocks, _, _ in ranked)
-        # A table shorter than the widest is padded with its own first block. A mask hides what is
+        # A table shorter than the widest is padded with its own last block. A mask hides what is
         # read there; but a NaN would come through, and it must not be a neighbour's.
         tables = torch.tensor(
-            [blocks + blocks[:1] * (width - len(blocks)) for blocks, _, _ in ranked]
+            [blocks + blocks[-1:] * (width - len(blocks)) for blocks, _, _ in ranked]
         )  # (sequences, width)
+        if window < ALL:  # blocks behind a window are given back, and may be a neighbour's too
+            tables = torch.where(tables == NOWHERE, tables[:, -1:], tables)
         starts = torch.tensor([start for _, start, _ in ranked])
         counts = torch.tensor([count for _, _, count in ranked])
         owners = torch.arange(len(ranked)).repeat_interleave(counts)  # (N,), as the next two
@@ -173,21 +176,25 @@ class PagedAttention:
         for run in runs(ranked):
             count = run[0][2]
             rows = slice(row, row + len(run) * count)
-            if run[0][1] == 0:
+            if run[0][1] == 0 and count <= window:
                 self.prompts.append((rows, count))
             else:
                 used = -(-(max(start for _, start, _ in run) + count) // size)
-                blocks = tables[sequence : sequence + len(run), :used]
-                self._add_tiles(rows, count, blocks, positions[rows])
+                first = max(0, min(start for _, start, _ in run) - window + 1) // size
+                blocks = tables[sequence : sequence + len(run), first:used]
+                self._add_tiles(rows, count, blocks, positions[rows] - first * size)
             row, sequence = rows.stop, sequence + len(run)
         self.slots, self.positions = slots.to(kv.device), positions.to(kv.device)
 
     def _add_tiles(self, rows: slice, new: int, tables: Tensor, positions: Tensor) -> None:
         """Cut a run of B sequences with `tables` (B, W) into tiles of about TILE bytes: as many
-        sequences with all their heads as fit, or one sequence with as many heads as fit."""
+        sequences with all their heads as fit, or one sequence with as many heads as fit. Positions
+        count from the beginning of the tables."""
         _, _, heads, blocks, size, width = self.kv.shape
         columns = torch.arange(tables.shape[1] * size)
         seen = columns <= positions.view(-1, 1, new, 1)  # (B, 1, T, W * block_size)
+        if len(columns) > self.window:
+            seen &= columns > positions.view(-1, 1, new, 1) - self.window
         lines = torch.arange(2 * heads).view(2, 1, heads, 1) * blocks + tables[:, None]
         # lines: (2, B, H, W)
         head_bytes = 2 * len(columns) * width * self.kv.itemsize  # of one sequence

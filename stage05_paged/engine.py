@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shared.config import ALL
 from stage04_continuous.engine import Engine
 from stage04_continuous.plan import Observer
 from stage04_continuous.records import STEPS_KEPT
@@ -59,7 +60,8 @@ def make(
     runner = Runner(model, cache)
     if swap_pool and options.get("preemption", "auto") == "auto" and "cheaper" not in options:
         options["cheaper"] = measure_cost(runner, pool, swap_pool, dtype).cheaper
-    options = {"longest": config.n_positions, **options}
+    widest = max(config.windows, default=ALL)
+    options = {"longest": config.n_positions, "window": widest, **options}
     scheduler = Scheduler(pool, swap_pool=swap_pool, **options)
     if sanitize:
         observers = [*observers, Sanitizer(scheduler, cache)]

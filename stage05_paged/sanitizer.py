@@ -18,7 +18,7 @@ from torch import Tensor
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request, State
 
-from .blocks import BlockPool, chain
+from .blocks import NOWHERE, BlockPool, chain
 from .cache import PagedCache
 from .scheduler import Scheduler
 
@@ -72,6 +72,8 @@ class Sanitizer:
                     None,
                     [work.request],
                 )
+            if NOWHERE in work.table[self.scheduler.behind(work.start) :]:
+                self._fail("a block in its window was given back", None, [work.request])
             for block in work.table[work.start // size : -(-end // size)]:
                 if block in writers:
                     self._fail("it has two writers", block, [writers[block], work.request])
@@ -84,17 +86,17 @@ class Sanitizer:
     def after(self, plan: Plan) -> None:
         """After the step: every rule of memory holds. Raises SanitizerError."""
         scheduler, pool = self.scheduler, self.scheduler.pool
-        tables = {request: table.blocks for request, table in scheduler.tables.items()}
+        tables = {request: table.held for request, table in scheduler.tables.items()}
         self._whole(pool, tables, "")
         if scheduler.swap_pool:
             self._whole(scheduler.swap_pool, scheduler.swapped, "swap ")
         for request in scheduler.swapped:
             if request.state is not State.WAITING:
                 self._fail("swapped out, but not waiting", None, [request])
-        for request, blocks in tables.items():
-            running = request.state is State.RUNNING
-            if blocks and not running:
-                self._fail("held by a request that does not run", blocks[0], [request])
+        for request, table in scheduler.tables.items():
+            running, blocks = request.state is State.RUNNING, table.blocks
+            if table.held and not running:
+                self._fail("held by a request that does not run", table.held[0], [request])
             if running and request.computed > len(blocks) * pool.block_size:
                 self._fail(f"{request.computed} tokens in {len(blocks)} blocks", None, [request])
             self._names(request, blocks, request.computed)
@@ -135,7 +137,7 @@ class Sanitizer:
         pool, digest = self.scheduler.pool, hashlib.sha256(request.salt).digest()
         for index, block in enumerate(blocks[: computed // pool.block_size]):
             digest = chain(digest, request.tokens(index * pool.block_size, pool.block_size))
-            if pool.digests[block] not in (None, digest):
+            if block != NOWHERE and pool.digests[block] not in (None, digest):
                 self._fail("found under tokens that it does not hold", block, [request])
 
     def _contents(self) -> None:

@@ -14,12 +14,13 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shared.config import ALL
 from shared.errors import UserError
 from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request, State
 from stage04_continuous.scheduler import POLICIES
 
-from .blocks import BlockPool, BlockTable, Move
+from .blocks import NOWHERE, BlockPool, BlockTable, Move
 
 PREEMPTIONS = ("auto", "recompute", "swap")
 
@@ -57,6 +58,7 @@ class Scheduler:
         "auto" does what `cheaper` returns for the number of computed tokens. Without room to swap,
         they are dropped.
     longest: most tokens that a sequence may have: the model's context.
+    window: most tokens that a query sees in any layer; blocks wholly behind it are given back.
     Raises UserError for settings that cannot work.
     """
 
@@ -75,6 +77,7 @@ class Scheduler:
         swap_pool: BlockPool | None = None,
         cheaper: Callable[[int], str] = lambda tokens: "recompute",
         longest: int = sys.maxsize,
+        window: int = ALL,
     ) -> None:
         if max_sequences < 1:
             raise UserError(f"There must be at least 1 sequence at a time, not {max_sequences}.")
@@ -112,7 +115,7 @@ class Scheduler:
         self.token_budget, self.policy, self.patience = token_budget, policy, patience
         self.chunked, self.max_chunk = chunked, token_budget if max_chunk is None else max_chunk
         self.prefix_caching, self.preemption = prefix_caching, preemption
-        self.cheaper, self.longest = cheaper, longest
+        self.cheaper, self.longest, self.window = cheaper, longest, window
         self.watermark = math.ceil(watermark * pool.count)  # in blocks
         self.tables: dict[Request, BlockTable] = {}  # of all requests that wait or run
         self.swapped: dict[Request, list[int]] = {}  # waiting requests -> blocks of the swap pool
@@ -178,6 +181,9 @@ class Scheduler:
             work.request.computed += work.count
             if self.prefix_caching:
                 self._publish(work)
+            if self.window < ALL:
+                certain = min(work.request.computed, work.request.verified)
+                self.tables[work.request].pass_by(self.behind(certain))
 
     def _publish(self, work: Work) -> None:
         table, size, request = self.tables[work.request], self.pool.block_size, work.request
@@ -186,6 +192,10 @@ class Scheduler:
         table.digest(request.tokens(digested, max(0, end - digested)))
         for index in range(work.start // size, end // size):
             self.pool.publish(table.blocks[index], table.digests[index])
+
+    def behind(self, tokens: int) -> int:
+        """Number of blocks that a query after `tokens` tokens does not see, nor any later one."""
+        return max(0, tokens - self.window + 1) // self.pool.block_size
 
     @property
     def unfinished(self) -> int:
@@ -245,8 +255,10 @@ class Scheduler:
         else:
             blocks = self._lookup(request, known)
             computed = max(request.computed, len(blocks) * size)
+        behind = self.behind(computed)
+        blocks[:behind] = [NOWHERE] * behind
         copied = inherited and known % size > 0  # the next write would hit the parent's last block
-        unused = sum(self.pool.references[block] == 0 for block in blocks)  # available until now
+        unused = sum(self.pool.references[block] == 0 for block in blocks[behind:])  # until now
         needed = self.pool.blocks_for(request.token_count) - len(blocks) + unused + copied
         if needed + (self.watermark if self.running else 0) > self.pool.available:
             return False
@@ -266,7 +278,9 @@ class Scheduler:
         self._grow(plan, request)
         if request in self.swapped:
             self.counts.swapped_in += 1
-        for index, block in enumerate(self.swapped.pop(request, ())):
+        swapped = self.swapped.pop(request, [])  # its last blocks: none behind a window
+        first = self.pool.blocks_for(request.computed) - len(swapped)
+        for index, block in enumerate(swapped, first):
             if index >= len(blocks):
                 plan.moves.append(Move("in", block, table.blocks[index]))
             self._swap_pool.give_back(block)
@@ -274,17 +288,19 @@ class Scheduler:
         return True
 
     def _parents_blocks(self, request: Request, known: int) -> list[int]:
-        """The parent's blocks with the first `known` tokens of `request`, if it runs and has
-        computed them."""
+        """The parent's blocks with the first `known` tokens of `request`, if it runs, has computed
+        them, and still has those that `request` will see."""
         parent = request.parent
         if parent is None or parent.state is not State.RUNNING or parent.computed < known:
             return []
         if parent.tokens(0, known) != request.tokens(0, known):
             return []
-        return self.tables[parent].blocks[: self.pool.blocks_for(known)]
+        blocks = self.tables[parent].blocks[: self.pool.blocks_for(known)]
+        return [] if NOWHERE in blocks[self.behind(known) :] else blocks
 
     def _lookup(self, request: Request, known: int) -> list[int]:
-        """The cached blocks with the first tokens of `request`, at most `known` of them."""
+        """The cached blocks with the first tokens of `request`, at most `known` of them. All from
+        the first block on must be found, even those behind a window, which are not adopted."""
         if not self.prefix_caching:
             return []
         table, size = self.tables[request], self.pool.block_size
@@ -295,10 +311,12 @@ class Scheduler:
 
     def _preempt(self, plan: Plan, request: Request) -> None:
         """Take the blocks of a running request and make it wait again. Its answer so far stays."""
-        table, used = self.tables[request], self.pool.blocks_for(request.computed)
-        if self._swaps(request, used):
-            blocks = [self._swap_pool.take() for _ in range(used)]
-            plan.moves += [Move("out", *pair) for pair in zip(table.blocks, blocks, strict=False)]
+        table = self.tables[request]
+        behind, used = self.behind(request.computed), self.pool.blocks_for(request.computed)
+        if self._swaps(request, used - behind):
+            blocks = [self._swap_pool.take() for _ in range(used - behind)]
+            pairs = zip(table.blocks[behind:], blocks, strict=False)
+            plan.moves += [Move("out", *pair) for pair in pairs]
             self.swapped[request] = blocks
             self.counts.swapped_out += 1
         else:

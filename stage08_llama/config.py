@@ -7,11 +7,11 @@ does not implement, is refused by name: a silent default would give a model that
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shared.config import Config, Reader, end_ids
+from shared.config import ALL, Config, Reader, end_ids
 from shared.errors import UserError
 
 from .rope import KINDS, Rope, yarn_scale
@@ -66,16 +66,14 @@ COMMON = {
     "tie_word_embeddings",
 }
 BIASES = {"attention_bias", "mlp_bias"}
+LAYERS = ("full_attention", "sliding_attention")
 WINDOWS = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}
 
 
 @dataclass(frozen=True)
 class LlamaConfig(Config):
     """The shape of a model of the Llama family. Fields have GPT-2's names where it has them:
-    `layer_norm_epsilon` is rms_norm_eps, `n_inner` is intermediate_size.
-
-    `n_positions` ends at the sliding window, if a layer has one: up to there it hides nothing.
-    """
+    `layer_norm_epsilon` is rms_norm_eps, `n_inner` is intermediate_size."""
 
     n_inner: int = 0
     rope: Rope = field(default_factory=Rope)
@@ -275,13 +273,12 @@ def _rope(fields: Fields, context: int) -> Rope:
     )
 
 
-def _within(config: LlamaConfig, window: object, source: str) -> LlamaConfig:
-    """The config up to its sliding window, in which every token sees all before it."""
-    if type(window) is not int or window < 1:
-        raise UserError(
-            f"sliding_window in {source} must be a whole number of at least 1, not {window!r}."
-        )
-    return replace(config, n_positions=min(config.n_positions, window))
+def _windowed(config: LlamaConfig, fields: Fields, layers: Sequence[bool]) -> LlamaConfig:
+    """The config with sliding_window in `layers`, unless it hides nothing there."""
+    window = fields.size("sliding_window")
+    if not any(layers) or window >= config.n_positions:
+        return config
+    return replace(config, windows=tuple(window if here else ALL for here in layers))
 
 
 # ---- one reader a model_type --------------------------------------------------------------------
@@ -297,8 +294,9 @@ def llama(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
 def mistral(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Mistral: every layer has the window, if there is one."""
     fields, config = _read(values, name, source, {"sliding_window"}, 8)
-    window = fields.get("sliding_window")
-    return config if window is None else _within(config, window, source)
+    if fields.get("sliding_window") is None:
+        return config
+    return _windowed(config, fields, [True] * config.n_layer)
 
 
 def qwen2(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
@@ -316,15 +314,18 @@ def qwen3(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
 
 
 def _qwen_window(fields: Fields, config: LlamaConfig) -> LlamaConfig:
-    """The window of Qwen, which counts only if it is switched on and reaches a layer."""
+    """The window of Qwen, which counts only if it is switched on, and in some layers."""
     if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
         return config
     kinds = fields.get("layer_types")
-    if isinstance(kinds, list):
-        windowed = "sliding_attention" in kinds
-    else:
-        windowed = fields.number("max_window_layers", 28, least=-1) < config.n_layer
-    return _within(config, fields.get("sliding_window"), fields.source) if windowed else config
+    if kinds is None:
+        first = fields.number("max_window_layers", 28, least=-1)
+        return _windowed(config, fields, [layer >= first for layer in range(config.n_layer)])
+    wrong = not isinstance(kinds, list) or any(kind not in LAYERS for kind in kinds)
+    if wrong or len(kinds) != config.n_layer:
+        wanted = f"a list of {config.n_layer}, each {' or '.join(LAYERS)},"
+        raise fields.refuse("layer_types", kinds, wanted)
+    return _windowed(config, fields, [kind == "sliding_attention" for kind in kinds])
 
 
 READERS: dict[str, Reader] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}

@@ -151,7 +151,7 @@ def prove_answer(model: GPT2, prompt: list[int], answer: list[int]) -> dict[str,
     """
     ids = torch.tensor([*prompt, *answer[:-1]], device=model.device)
     places, taken = torch.arange(len(ids), device=ids.device), ids.new_tensor(answer)
-    hidden = model(ids, places, Recompute().attend)[len(prompt) - 1 :]  # (answer, C)
+    hidden = model(ids, places, Recompute(model.config).attend)[len(prompt) - 1 :]  # (answer, C)
     return together(
         prove(model.logits(some).float(), own, model.dtype)
         for some, own in zip(hidden.split(128), taken.split(128), strict=True)

@@ -43,7 +43,7 @@ def rope(kind: str, **options: Any) -> dict[str, Any]:
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 64}
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 KINDS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama, tied": (LlamaConfig, {"tie_word_embeddings": True}),
@@ -71,12 +71,18 @@ KINDS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         rope("yarn", mscale=0.7, mscale_all_dim=1.2, beta_fast=8.0, beta_slow=2.0),
     ),
     "mistral": (MistralConfig, {"sliding_window": None}),
-    "mistral, window": (MistralConfig, {"sliding_window": 64, "tie_word_embeddings": True}),
+    "mistral, window": (MistralConfig, {"sliding_window": 7, "tie_word_embeddings": True}),
+    "mistral, narrow window": (MistralConfig, {"sliding_window": 2}),
     "mistral, head_dim": (MistralConfig, {"sliding_window": None, "head_dim": 12}),
     "qwen2": (Qwen2Config, {}),
     "qwen2, tied": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen2, window off": (Qwen2Config, {"sliding_window": 8, "use_sliding_window": False}),
     "qwen2, window": (Qwen2Config, QWEN_WINDOW | {"max_window_layers": 1}),
+    "qwen2, one layer": (
+        Qwen2Config,
+        QWEN_WINDOW | {"layer_types": [*["full_attention"] * 2, "sliding_attention"]},
+    ),
+    "qwen3, window": (Qwen3Config, QWEN_WINDOW | {"max_window_layers": 0, "head_dim": 10}),
     "qwen3": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3, bias": (Qwen3Config, {"head_dim": 10, "attention_bias": True}),
     "qwen3, yarn": (Qwen3Config, rope("yarn") | {"head_dim": 16}),

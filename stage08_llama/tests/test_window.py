@@ -1,0 +1,111 @@
+"""Sliding windows in blocks: what no query sees any more is given back, while addresses hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shared.config import ALL
+from stage04_continuous.tests import oracle
+from stage04_continuous.tests.oracle import answer, ask, assert_answered, finish
+from stage05_paged.blockmap import blockmap
+from stage05_paged.blocks import NOWHERE
+from stage05_paged.fork import fork
+from stage05_paged.sanitizer import SanitizerError
+from stage05_paged.tests.engines import assert_idle, engine_of, evict, preempt
+
+from .test_contract import GROUPED
+
+WINDOW, SIZE = 9, 4
+MOST = (WINDOW - 2) // SIZE + 2  # blocks that WINDOW tokens in a row may touch
+
+
+@pytest.fixture(autouse=True)
+def windowed():
+    with oracle.shape(replace(GROUPED, windows=(WINDOW, WINDOW - 4))):
+        yield
+
+
+def test_memory_of_a_long_answer_is_that_of_its_window():
+    """With a pool for hardly more than one context, neighbours use what is given back."""
+    engine = engine_of(blocks=18, size=SIZE, max_chunk=5)
+    requests = [ask(engine, 20, 44), ask(engine, 3, 60)]
+    while requests[0].output.token_ids == []:
+        engine.step()
+    while engine.requests:
+        engine.step()
+        held = [table.held for table in engine.scheduler.tables.values()]
+        assert all(len(blocks) <= MOST for blocks in held)
+        assert engine.steps[-1].owned_blocks <= 2 * MOST
+        assert len([state for state in blockmap(engine.scheduler) if state >= 0]) == sum(
+            map(len, held)
+        )
+    assert_answered(*requests)
+    assert_idle(engine)
+
+
+def test_mixed_layers_give_nothing_back():
+    with oracle.shape(replace(GROUPED, windows=(ALL, WINDOW))):
+        engine = engine_of(size=SIZE)
+        request = ask(engine, 20, 30)
+        while len(request.output.token_ids) < 29:
+            engine.step()
+        table = engine.scheduler.tables[request]
+        assert NOWHERE not in table.blocks and len(table.blocks) == 12
+        finish(engine)
+        assert_answered(request)
+
+
+def test_a_hit_shares_the_window_alone_and_needs_the_chain_to_be_found():
+    engine = engine_of(size=SIZE)
+    first = ask(engine, 30, 12)
+    finish(engine)
+    for hit, held in ((28, MOST), (16, 6)):
+        again = ask(engine, 30, 12)
+        before = engine.scheduler.counts.hit_tokens
+        engine.step()
+        assert engine.scheduler.counts.hit_tokens - before == hit
+        assert engine.steps[-1].sequences[0].blocks == held
+        finish(engine)
+        assert_answered(first, again)
+        evict(engine, 1)  # the fifth block, behind the window of the sixth
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("swap_blocks", [0, 8])
+def test_preemption_behind_the_window(swap_blocks):
+    """Only the blocks that are held are swapped, and they come back to their addresses."""
+    engine = engine_of(size=SIZE, swap_blocks=swap_blocks, prefix_caching=False)
+    request = ask(engine, 20, 30)
+    for _ in range(12):
+        engine.step()
+    preempt(engine, request)
+    assert len(engine.scheduler.swapped.get(request, [])) == (MOST if swap_blocks else 0)
+    engine.step()
+    assert (engine.steps[-1].prefill_tokens == 0) == bool(swap_blocks)
+    finish(engine)
+    assert_answered(request)
+    assert_idle(engine)
+
+
+def test_a_fork_of_a_parent_that_has_moved_on_computes_what_is_gone():
+    engine = engine_of(2, size=SIZE, prefix_caching=False)
+    parent, other = ask(engine, 20, 40), ask(engine, 5, 20)
+    for _ in range(4):
+        engine.step()
+    child = fork(engine, parent.id)  # waits for the other's place
+    given = len(child.output.token_ids)
+    finish(engine)
+    assert_answered(parent, other)
+    assert_answered(child, given=given)
+    assert child.output.token_ids == answer(20, 40)
+
+
+def test_the_sanitizer_names_a_block_that_is_given_back_too_soon():
+    engine = engine_of(size=SIZE)
+    request = ask(engine, 20, 30)
+    engine.step()
+    engine.scheduler.tables[request].pass_by(4)
+    with pytest.raises(SanitizerError, match="in its window was given back"):
+        engine.step()
