@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +26,28 @@ WHOLE = {"tokens": 64, "near_ties": 0, "widest_gap": 0.0}
 later_stages = pytest.mark.parametrize("stage", list(ENGINES)[1:])
 
 
+@pytest.fixture(scope="module", params=["gpt2", "Qwen/Qwen3-0.6B"])
+def family(request, tiny_model):
+    """`tiny_model`, and one as small with query heads that share keys."""
+    if request.param == "gpt2":
+        return tiny_model
+    sizes: dict[str, Any] = {
+        "vocab_size": 101,
+        "n_positions": 64,
+        "n_embd": 24,
+        "n_layer": 3,
+        "n_inner": 40,
+    }
+    sizes |= {"n_head": 6, "n_kv_head": 2, "head_dim": 8, "eos_ids": ()}
+    shape = replace(stages.families().presets()[request.param], **sizes)
+    return stages.load_model(random_checkpoint(shape, spread=16.0), dtype=torch.float64)
+
+
 @pytest.mark.parametrize("scenario", NAMES)
 @later_stages
-def test_every_scenario_in_float64(stage, scenario, tiny_model):
-    oracle = stages.oracle(tiny_model)
-    proof = parity.prove(ENGINES[stage](tiny_model), oracle, PARAMS, [scenario])
+def test_every_scenario_in_float64(stage, scenario, family):
+    oracle = stages.oracle(family)
+    proof = parity.prove(ENGINES[stage](family), oracle, PARAMS, [scenario])
     assert proof.tokens > 0 and proof.near_ties == []
 
 

@@ -15,7 +15,7 @@ import torch
 
 from shared.errors import UserError
 from shared.parity import prove
-from stage01_forward.model import load_model
+from stage01_forward.families import load_model
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 

@@ -6,6 +6,8 @@ In float64, where tokens must be equal and their log-probabilities nearly so.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,8 +18,8 @@ from shared.config import Config
 from shared.course.testing import random_checkpoint
 from shared.parity import random_prompt
 from stage01_forward.engine import Engine as Naive
+from stage01_forward.families import load_model
 from stage01_forward.generation import Output
-from stage01_forward.model import load_model
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 
@@ -27,12 +29,25 @@ DRAWN = SamplingParams(
 )
 PENALIZED = replace(DRAWN, presence_penalty=0.3, frequency_penalty=0.2)
 IDS = itertools.count()
+SHAPES = [CONFIG]  # the last is that of `the_model`
 
 
 @cache
+def _model(config: Config, dtype: torch.dtype) -> Any:
+    return load_model(random_checkpoint(config, spread=24), dtype=dtype)
+
+
 def the_model(dtype: torch.dtype = torch.float64) -> Any:
     """Weights so wide that an answer has many tokens: a model that repeats one proves nothing."""
-    return load_model(random_checkpoint(CONFIG, spread=24), dtype=dtype)
+    return _model(SHAPES[-1], dtype)
+
+
+@contextmanager
+def shape(config: Config) -> Iterator[None]:
+    """`the_model` of another family, with CONFIG's vocabulary, context and name."""
+    SHAPES.append(config)
+    yield
+    SHAPES.pop()
 
 
 class Oracle:

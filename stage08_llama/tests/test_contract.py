@@ -1,0 +1,54 @@
+"""The contract of engines with a Llama: query heads that share keys, wider than C / H, without and
+with a sliding window. Stage 01, whose logits are those of transformers, is its oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shared.course.testing import random_checkpoint
+from stage04_continuous.tests import oracle
+from stage04_continuous.tests import test_contract as slots
+from stage04_continuous.tests.lives import live
+from stage05_paged.tests import test_contract as paged
+from stage06_serving.tests import test_engines as served
+from stage08_llama.config import LlamaConfig
+
+GROUPED = LlamaConfig(101, 64, 24, 2, 6, 2, 8, n_inner=40, qk_norm=True, name="wide")
+SHAPES = {"grouped": GROUPED, "window": replace(GROUPED, windows=(9, 9))}
+
+
+@pytest.fixture(scope="module", autouse=True, params=SHAPES)
+def shape(request):
+    with oracle.shape(SHAPES[request.param]):
+        yield SHAPES[request.param]
+
+
+@pytest.fixture(scope="module")
+def tiny(shape):
+    return random_checkpoint(replace(shape, name="tiny"), spread=16)
+
+
+class TestSlots(slots.TestSlots):
+    pass
+
+
+class TestPaged(paged.TestPaged):
+    pass
+
+
+class TestStatic(served.TestStatic):
+    """Stage 03, behind the server's adapter."""
+
+
+class TestSequential(served.TestSequential):
+    """Stage 02, as well."""
+
+
+def test_lives_of_fifty_calls(shape):
+    seen = live(paged.PagedLife, 40 if shape.windows else 10)
+    assert not shape.windows or not [event for event in paged.EVENTS if not seen[event]]
+
+
+test_the_answers_are_worth_comparing = slots.test_the_answers_are_worth_comparing
