@@ -44,6 +44,8 @@ class JsonTokenizer:
         }
         self.control = frozenset(added.values())
         to_bytes = _to_bytes(decoder, source)
+        # Sentencepiece puts a space before a text, which its decoder takes away.
+        self._strips = any(step.get("type") in ("Metaspace", "Strip") for step in _steps(decoder))
         self._tokens = {
             token_id: added[token_id].encode() if token_id in added else to_bytes(token)
             for token, token_id in encoder.get_vocab(with_added_tokens=True).items()
@@ -73,6 +75,11 @@ class JsonTokenizer:
         encoder.encode_special_tokens = False
         return encoder
 
+    @cached_property
+    def _before(self) -> list[int]:
+        """What `encode` puts before a text."""
+        return self.encode("")
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with those that the model expects around it, such as a first BOS."""
         return self._encoder.encode(well_formed(text)).ids
@@ -96,8 +103,12 @@ class JsonTokenizer:
             yield number_of(token_id) if token is None else token
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
+        """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
+        ids = list(ids)
+        first = len(self._before) if ids[: len(self._before)] == self._before else 0
+        parts = self.decode_bytes(ids[:first]), self.decode_bytes(ids[first:])
+        before, text = (part.decode("utf-8", "replace") for part in parts)
+        return before + (text.removeprefix(" ") if self._strips else text)
 
     def unused(self, rows: int) -> list[int]:
         """The ids below `rows`, those of the model, that are no token."""

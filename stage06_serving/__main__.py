@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from shared import cli
+from shared.config import Config
 from shared.errors import UserError
 from stage05_paged.memory import default_memory, free_memory, make_pool, parse_memory, size
 
@@ -129,7 +130,7 @@ def make_earlier(
     stage: str, settings: Settings, loaded: cli.Loaded, rows: int, budget: int
 ) -> AnyEngine:
     """The engine of a stage before 05, or transformers, for at most `rows` requests at a time."""
-    from shared.peers import transformers_model
+    from shared.peers import transformers_folder, transformers_model
     from stage01_forward import families
     from stage04_continuous.make import make as make_slots
 
@@ -137,7 +138,16 @@ def make_earlier(
 
     if not stage:
         weights = families.load(settings.model, random_weights=settings.random_weights)
-        model = transformers_model(weights, loaded.dtype).to(loaded.device)
+        if type(weights.config) is Config:
+            model = transformers_model(weights, loaded.dtype)
+        elif weights.folder is None or settings.random_weights:
+            raise UserError(
+                "--engine transformers takes random weights for GPT-2 alone: give a folder with "
+                "weights."
+            )
+        else:
+            model = transformers_folder(weights.folder, loaded.dtype)
+        model = model.to(loaded.device)
         return Batches(Transformers(model, loaded.config), 1, RECORDS)
     if stage == "stage04_continuous":
         budget = max(budget, rows)

@@ -89,4 +89,44 @@ TASKS = (
         ),
         tests=("tests/test_layers.py::test_repeated_heads_are_an_oracle_of_every_engine",),
     ),
+    Task(
+        number=6,
+        file="config.py",
+        functions=("qwen2", "qwen3", "_qwen_window"),
+        title="read a config.json",
+        text="The config of a Qwen2 and of a Qwen3, from the fields of its config.json. _read does "
+        "what is common to all families. A Qwen2 has biases of q, k and v, which no option names. "
+        "A Qwen3 norms queries and keys; its attention_bias is for q, k, v and o; its heads have "
+        "128 channels where head_dim is not given. _qwen_window finds the layers with a window.",
+        points=20,
+        hints=(
+            "Each option that a reader knows must be named in its call of _read, or the file is "
+            "refused: WINDOWS for both, attention_bias for a Qwen3. Files without "
+            "num_key_value_heads have 32. dataclasses.replace changes fields of a config.",
+            "There is no window unless use_sliding_window is true and sliding_window is given. "
+            "layer_types, a list with one of LAYERS for each layer, decides where it is given; "
+            "else layers from max_window_layers on have it, 28 where that is not given.",
+            "_windowed(config, fields, layers) takes a list of bools. fields.refuse(name, value, "
+            "wanted) makes the error for a list that is wrong.",
+        ),
+        tests=("tests/test_config.py::test_a_qwen_is_read_from_its_options",),
+    ),
+    Task(
+        number=7,
+        file="chatml.py",
+        functions=("render",),
+        title="a chat template",
+        text="ChatML by hand: <|im_start|>, the role, a line end, the content without space around "
+        "it, <|im_end|> and a line end, for each message; then the beginning of an answer, if "
+        "`start`. In pieces: a word of `control` in a role or a content is a piece of its own that "
+        "is text; all else is the template's.",
+        points=20,
+        hints=(
+            "re.split with a group in brackets keeps what it splits at: every second part is a "
+            "control word.",
+            "Of two control words that begin alike the longer one must come first in the pattern.",
+            "itertools.groupby joins neighbours of one kind. Drop empty pieces before.",
+        ),
+        tests=("tests/test_chat.py::test_chatml_by_hand_is_the_template",),
+    ),
 )

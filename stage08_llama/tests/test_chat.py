@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import json
+import random
+from itertools import groupby
 
 import pytest
 
@@ -14,9 +16,13 @@ from shared.tests.test_chat_template import CHATML
 from shared.tests.test_json_tokenizer import qwen
 from stage01_forward import families
 from stage01_forward.params import SamplingParams
+from stage04_continuous.request import Request
 from stage05_paged.make import make
+from stage06_serving.__main__ import make_engine
+from stage06_serving.settings import parse
 from stage08_llama.__main__ import main
 from stage08_llama.chat import Chat
+from stage08_llama.chatml import render
 from stage08_llama.tests.folders import save
 
 END = "<|im_end|>"
@@ -112,6 +118,11 @@ def test_rows_without_a_token_are_never_sampled(loaded):
     assert len(set(output.token_ids)) > 100 and not set(output.token_ids) & set(unused)
 
 
+def test_every_end_id_ends_an_answer(loaded):
+    ends = loaded.tokenizer.encode_chat([(f"{END}<|endoftext|>", True)])
+    assert set(loaded.config.eos_ids) == set(ends) and len(ends) == 2
+
+
 def test_the_command_line(folder, capsys):
     assert main(["the fox", "--model", str(folder), "--max-tokens", "5"]) == 0
     out, err = capsys.readouterr()
@@ -120,3 +131,33 @@ def test_the_command_line(folder, capsys):
         main(["hello", "--chat"])
     with pytest.raises(UserError, match="has no chat template"):
         main(["--chat", "--model", "stories"])
+
+
+def test_chatml_by_hand_is_the_template(folder, loaded):
+    """On random conversations, in whose texts and roles control tokens are text."""
+    control, rng = loaded.tokenizer.control, random.Random(0)
+    template, words = load_template(folder, control), [*"ab \n", *control, "<|im_", "im_end|>"]
+    assert template is not None
+    for _ in range(300):
+        messages = [
+            {key: "".join(rng.choices(words, k=rng.randint(0, 9))) for key in ("role", "content")}
+            for _ in range(rng.randint(1, 3))
+        ]
+        start = rng.random() < 0.5
+        kinds = groupby(template.render(messages, start), key=lambda piece: piece[1])
+        want = [("".join(text for text, _ in group), kind) for kind, group in kinds]
+        assert render(messages, control, start) == want
+
+
+def test_the_server_runs_transformers_on_the_same_folder(folder, loaded):
+    served, _ = make_engine(
+        parse(["--model", str(folder), "--engine", "transformers", "--dtype", "float64"])
+    )
+    params = SamplingParams(max_tokens=20)
+    (want,) = make(loaded.model, contexts=1).generate([[5, 6, 7]], params)
+    request = served.add(Request([5, 6, 7], params))
+    while request.output.finish_reason is None:
+        served.step()
+    assert request.output.token_ids == want.token_ids
+    with pytest.raises(UserError, match="random weights for GPT-2 alone"):
+        make_engine(parse(["--model", str(folder), "--engine", "transformers", "--random-weights"]))

@@ -8,14 +8,17 @@ import math
 import pytest
 import torch
 
+from shared.config import ALL
 from shared.errors import UserError
 from stage01_forward import families
 from stage08_llama.config import READERS
 from stage08_llama.family import PRESETS
 from stage08_llama.rope import Rope, frequencies, rotate, rotation
-from stage08_llama.tests.folders import LLAMA3, QWEN_WINDOW, SIZES, rope, save
+from stage08_llama.tests.folders import LLAMA3, SIZES, rope, save
 
 BASE = SIZES | {"model_type": "llama"}
+WINDOW = {"use_sliding_window": True, "sliding_window": 9}
+KINDS = ["full_attention", "sliding_attention"]
 SCALED = rope("llama3", **LLAMA3)["rope_parameters"]
 REFUSED = [
     ({"quantization_config": {"bits": 4}}, "the option quantization_config"),
@@ -34,10 +37,9 @@ REFUSED = [
     ({"rope_parameters": rope("yarn", mscale="1", mscale_all_dim=1)["rope_parameters"]}, "mscale"),
     ({"rope_theta": -1}, "rope_theta in"),
     ({"max_window_layers": 2}, "the option max_window_layers"),
-    (
-        {"model_type": "qwen2", **QWEN_WINDOW, "max_window_layers": "2"},
-        "max_window_layers in config.json must be a number",
-    ),
+    ({"model_type": "qwen2", **WINDOW, "max_window_layers": "2"}, "max_window_layers in config"),
+    ({"model_type": "qwen2", **WINDOW, "layer_types": KINDS}, "a list of 3, each full_attention"),
+    ({"model_type": "qwen2", **WINDOW, "layer_types": ["x"] * 3}, "layer_types to ['x', 'x', 'x']"),
     ({"num_key_value_heads": 4}, "multiple of num_key_value_heads, which is 4, not 6"),
     ({"hidden_size": 50}, "hidden_size in config.json must be a multiple"),
     ({"head_dim": 7}, "head_dim in config.json is 7"),
@@ -57,6 +59,33 @@ def test_what_is_not_implemented_is_refused_by_name(fields, words):
         READERS[fields["model_type"]](fields, "m", "config.json")
     message = str(error.value)
     assert words in message and "\n" not in message and message.endswith(".")
+
+
+QWEN = [  # fields of config.json, and what the reader makes of them
+    ({}, {"qkv_bias": True, "o_bias": False, "qk_norm": False, "head_dim": 8, "windows": ()}),
+    ({"num_key_value_heads": None, "num_attention_heads": 64, "head_dim": 2}, {"n_kv_head": 32}),
+    (WINDOW | {"use_sliding_window": False, "max_window_layers": 0}, {"windows": ()}),
+    (WINDOW | {"max_window_layers": 1}, {"windows": (ALL, 9, 9), "n_positions": 96}),
+    (WINDOW | {"max_window_layers": 3}, {"windows": ()}),  # and 28, where it is not given
+    (WINDOW, {"windows": ()}),
+    (WINDOW | {"max_window_layers": 0, "sliding_window": 96}, {"windows": ()}),  # hides nothing
+    (
+        WINDOW | {"max_window_layers": 0, "layer_types": ["full_attention", *KINDS[1:] * 2]},
+        {"windows": (ALL, 9, 9)},
+    ),
+    ({"model_type": "qwen3"}, {"qkv_bias": False, "o_bias": False, "qk_norm": True}),
+    ({"model_type": "qwen3"}, {"head_dim": 128, "n_embd": 48, "n_head": 6}),
+    ({"model_type": "qwen3", "head_dim": 20, "attention_bias": True}, {"head_dim": 20}),
+    ({"model_type": "qwen3", "attention_bias": True}, {"qkv_bias": True, "o_bias": True}),
+    ({"model_type": "qwen3", **WINDOW, "max_window_layers": 2}, {"windows": (ALL, ALL, 9)}),
+]
+
+
+@pytest.mark.parametrize("fields, wanted", QWEN)
+def test_a_qwen_is_read_from_its_options(fields, wanted):
+    fields = SIZES | {"model_type": "qwen2"} | fields
+    config = READERS[fields["model_type"]](fields, "m", "config.json")
+    assert {name: getattr(config, name) for name in wanted} == wanted
 
 
 def test_folders_that_are_refused(tmp_path):

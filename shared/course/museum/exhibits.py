@@ -870,4 +870,131 @@ EXHIBITS = (
         seen="SuStackx0/llm-serving-engine, the table of its README",
         tests=("tests/test_ruler.py::test_pitfall_two_sides_that_say_different_numbers_of_tokens",),
     ),
+    Exhibit(
+        number=31,
+        stage="stage08_llama",
+        file="rope.py",
+        title="converted weights of a Llama say something else from the second token on",
+        old="first, second = x.chunk(2, dim=-1)",
+        new="first, second = x[..., ::2], x[..., 1::2]",
+        symptom=symptoms.a_page_and_a_model,
+        hint="The first place is right. Which angle has position 0, and which have the others?",
+        bug="rotary positions pair neighbouring channels, and the weights are for pairs half apart",
+        story=(
+            "There are two conventions. Meta's files turn channels 2i and 2i + 1 together; those "
+            "of Hugging Face turn i and i + D / 2, and a converter permutes the rows of the "
+            "queries' and keys' weights so that both give the same scores. Read with the wrong "
+            "one, every shape fits and the first token is right, because position 0 turns "
+            "nothing; then the text dissolves. It came back when models got fewer heads of keys "
+            "than of queries: the permutation of the keys' rows was done with the number of query "
+            "heads."
+        ),
+        seen="llama.cpp, issue 3364; transformers, pull request 31788",
+        tests=("tests/test_layers.py::test_a_pair_turns_as_a_complex_number",),
+    ),
+    Exhibit(
+        number=32,
+        stage="stage08_llama",
+        file="model.py",
+        title="one model of the family answers well, and another, read the same way, at random",
+        old='state.setdefault("lm_head.weight", state["embed_tokens.weight"])',
+        new='state["lm_head.weight"] = state["embed_tokens.weight"]',
+        symptom=symptoms.a_page_and_a_model,
+        hint="The hidden states are the page's. What turns them into scores of tokens?",
+        bug="the output layer is the embedding even where the file has one of its own",
+        story=(
+            "In small models the output layer is the embedding again, which saves a quarter of "
+            "the weights; in larger ones it has weights of its own. A loader written for the "
+            "first kind ties them always. Nothing is missing then, one tensor is only never read, "
+            "and both have the same shape. The other way round is as bad: a head that is absent "
+            "and stays random. Checking every tensor's name catches the second and not the first."
+        ),
+        seen="mlx-examples, pull request 564",
+        tests=("tests/test_transformers.py::test_logits_are_those_of_transformers",),
+    ),
+    Exhibit(
+        number=33,
+        stage="stage08_llama",
+        file="rope.py",
+        title="short prompts are answered well, and long ones lose the order of their words",
+        old="positions[..., None, None].float() * frequencies",
+        new="positions[..., None, None].bfloat16() * frequencies",
+        symptom=symptoms.far_positions,
+        hint="What is the first whole number that bfloat16 does not have?",
+        bug="the angles are computed from positions in bfloat16, which cannot count past 256",
+        story=(
+            "bfloat16 has eight bits of precision: behind 256 it has every second whole number, "
+            "behind 512 every fourth. A model whose weights are cast to it, buffers and all, "
+            "computes its angles there too, and then neighbours have the same position. Scores "
+            "at the beginning of a text are right, so short tests pass, and with long texts the "
+            "model is a little worse and no error tells why. Nothing in the forward pass names "
+            "the dtype: one cast of the whole model, far away, decides it."
+        ),
+        seen="transformers, pull request 29285; vLLM, pull request 863",
+        tests=("tests/test_config.py::test_rotation_keeps_lengths_and_sees_distances_alone",),
+    ),
+    Exhibit(
+        number=34,
+        stage="stage08_llama",
+        file="rope.py",
+        title="Llama 3.2 is right on every prompt of the tests and useless with a book",
+        old='if rope.kind in ("default", "dynamic"):',
+        new='if rope.kind in ("default", "dynamic", "llama3"):',
+        symptom=symptoms.a_stretched_context,
+        hint="Which pairs turn at all within a short prompt?",
+        bug="the rule that stretches the context of Llama 3.1 and 3.2 is ignored",
+        story=(
+            "Llama 3.1 came with a new entry of config.json, and loaders that did not know it "
+            "ignored it. The stretched pairs are the slow ones, which hardly move in a few "
+            "hundred tokens, so all short prompts looked right, and were not quite: perplexity "
+            "was a little worse. Long ones fell apart. Two of the most used projects shipped it "
+            "in the first days. An option that a reader does not know must be refused, not "
+            "skipped."
+        ),
+        seen="llama.cpp, pull request 8676; unsloth, issue 6197",
+        tests=(
+            "tests/test_config.py::test_llama_3_2_keeps_blends_and_stretches_pairs",
+            "tests/test_layers.py::test_a_stretched_context_slows_the_slow_pairs",
+        ),
+    ),
+    Exhibit(
+        number=35,
+        stage="stage08_llama",
+        file="config.py",
+        title="the loader refuses a good model: its matrices have the wrong shape",
+        old='head_dim = fields.size("head_dim", width // heads)',
+        new="head_dim = width // heads",
+        symptom=symptoms.two_configs,
+        hint="How wide is a head? Two options could tell, and they need not agree.",
+        bug="a head is taken for C / H channels wide, and head_dim is not read",
+        story=(
+            "For years a head was C / H channels wide, and code divides where it should read. "
+            "Mistral Nemo has 32 heads of 128 in a stream of 5,120, and Qwen3-0.6B 16 heads of "
+            "128 in one of 1,024. Here the loader notices, because shapes are checked. Where the "
+            "projection is reshaped to whatever fits, the heads are cut at the wrong places, and "
+            "the scale of the scores is wrong too."
+        ),
+        seen="candle, issue 2358; mistral.rs, issue 643",
+        tests=("tests/test_config.py::test_a_qwen_is_read_from_its_options",),
+    ),
+    Exhibit(
+        number=36,
+        stage="stage08_llama",
+        file="config.py",
+        title="a Qwen forgets what was said more than some thousand tokens ago",
+        old='if not fields.flag("use_sliding_window") or fields',
+        new='if "sliding_window" not in fields.values or fields',
+        symptom=symptoms.two_configs,
+        hint="The file has a number for the window. Does it also say that there is one?",
+        bug="the sliding window is used although use_sliding_window is false",
+        story=(
+            "Qwen2's config.json has sliding_window and max_window_layers, as Mistral's has the "
+            "first, and a third option that switches both off. A reader that was written for "
+            "Mistral takes the number and never asks for the switch. Up to the window all is "
+            "well; behind it the model does not see the beginning any more, and invents one. No "
+            "error, and no test of ordinary length comes near."
+        ),
+        seen="lorax, issue 532",
+        tests=("tests/test_config.py::test_a_qwen_is_read_from_its_options",),
+    ),
 )

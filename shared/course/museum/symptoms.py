@@ -514,3 +514,57 @@ def who_says_less() -> None:
     failures = summary.failures or "none"
     say(f"{summary.succeeded} of {summary.requests} succeeded; failures: {failures}")
     say(f"tokens counted: {summary.completion_tokens}")
+
+
+# ---- stage 08 ----
+
+
+def a_page_and_a_model() -> None:
+    """Stage 08 runs a small model with random weights on a text of 12 tokens: on the page of NumPy,
+    and in PyTorch. A line has the likeliest next token at each place."""
+    config = load("stage08_llama.config").LlamaConfig(211, 64, 48, 3, 6, 2, tied=False, n_inner=80)
+    drawn = checkpoint.random_tensors(config).items()
+    weights = {name: tensor * (12 if tensor.ndim == 2 else 1) for name, tensor in drawn}
+    ids = list(range(2, 14))
+    arrays = {name: tensor.numpy() for name, tensor in weights.items()}
+    page = load("stage08_llama.numpy_llama").llama(ids, arrays, 3, 6, 2, epsilon=1e-5)
+    loaded = checkpoint.Checkpoint(config, weights)
+    model = load("stage08_llama.model").load_model(loaded)
+    attend = load("stage01_forward.attention").Recompute().attend
+    logits = model.logits(model(torch.tensor(ids), torch.arange(len(ids)), attend))
+    say(f"the page:  {page.argmax(-1).tolist()}")
+    say(f"the model: {logits.argmax(-1).tolist()}")
+
+
+def far_positions() -> None:
+    """Stage 08 turns one query and one key, which stand two places apart, and multiplies them: at
+    the beginning of a text, and ever further from it."""
+    rope = load("stage08_llama.rope")
+    q, k = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0))
+    turns = rope.frequencies(rope.Rope(), 64)
+    for place in (2, 100, 255, 1001, 10_003, 30_001):
+        cos, sin = rope.rotation(torch.tensor([place, place - 2]), turns)
+        score = (rope.rotate(q, cos[0], sin[0]) * rope.rotate(k, cos[1], sin[1])).sum()
+        say(f"places {place:,} and {place - 2:,}: score {score:.2f}")
+
+
+def a_stretched_context() -> None:
+    """Stage 08 makes the angles of Llama-3.2-1B, which was trained on texts of 8,192 tokens and is
+    for 131,072. A line has the tokens in which a pair of channels turns once."""
+    config = load("stage08_llama.family").PRESETS["meta-llama/Llama-3.2-1B"]
+    turns = load("stage08_llama.rope").frequencies(config.rope, config.head_dim)
+    for pair in (0, 8, 16, 24, 31):
+        say(f"pair {pair}: {2 * math.pi / turns[pair]:,.0f} tokens")
+
+
+def two_configs() -> None:
+    """Stage 08 reads the config.json of Qwen3-0.6B, and of a Qwen2 whose file mentions a window."""
+    readers = load("stage08_llama.config").READERS
+    shape = {"vocab_size": 151936, "max_position_embeddings": 32768, "intermediate_size": 3072}
+    shape |= {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
+    shape |= {"num_key_value_heads": 8, "sliding_window": 4096, "max_window_layers": 4}
+    for kind, own in (("qwen3", {"head_dim": 128}), ("qwen2", {"use_sliding_window": False})):
+        config = readers[kind](shape | own, kind, "config.json")
+        queries = config.shapes()["layers.0.self_attn.q_proj.weight"]
+        seen = min(config.windows, default=config.n_positions)
+        say(f"{kind}: the matrix of the queries is {queries}; a query sees {seen:,} tokens")
