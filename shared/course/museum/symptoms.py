@@ -522,6 +522,7 @@ def who_says_less() -> None:
 def a_page_and_a_model() -> None:
     """Stage 08 runs a small model with random weights on a text of 12 tokens: on the page of NumPy,
     and in PyTorch. A line has the likeliest next token at each place."""
+    torch, checkpoint = load("torch"), load("shared.checkpoint")
     config = load("stage08_llama.config").LlamaConfig(211, 64, 48, 3, 6, 2, tied=False, n_inner=80)
     drawn = checkpoint.random_tensors(config).items()
     weights = {name: tensor * (12 if tensor.ndim == 2 else 1) for name, tensor in drawn}
@@ -539,7 +540,7 @@ def a_page_and_a_model() -> None:
 def far_positions() -> None:
     """Stage 08 turns one query and one key, which stand two places apart, and multiplies them: at
     the beginning of a text, and ever further from it."""
-    rope = load("stage08_llama.rope")
+    torch, rope = load("torch"), load("stage08_llama.rope")
     q, k = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0))
     turns = rope.frequencies(rope.Rope(), 64)
     for place in (2, 100, 255, 1001, 10_003, 30_001):
