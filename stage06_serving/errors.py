@@ -69,9 +69,8 @@ def validation_message(errors: list[Any]) -> tuple[str, str | None]:
     reason = first.get("ctx", {}).get("error")
     if isinstance(reason, WrongField):
         field = reason.field
-    if first.get("type") == "json_invalid":
-        message = "The body is not JSON: send a JSON object with Content-Type: application/json."
-        return message, None
+    if field is None and first.get("type") in ("json_invalid", "model_attributes_type"):
+        return "The body is not a JSON object: send one, as application/json.", None
     what = f"'{field[:64]}'" if field else "The body"
     if any(error.get("type") == NOT_UNICODE for error in errors):
         return f"{what}: it has half of a surrogate pair: send whole characters.", field

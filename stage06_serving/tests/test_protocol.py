@@ -244,8 +244,9 @@ def test_the_message_names_the_field_and_what_to_send():
     for kind, fields, field, words in cases:
         message, found = validation_message(refused(kind, **fields))
         assert found == field and words in message
-    bad = [{"type": "json_invalid", "loc": ("body", 1), "msg": "..."}]
-    assert validation_message(bad)[0].startswith("The body is not JSON")
+    for name in ("json_invalid", "model_attributes_type"):
+        bad = [{"type": name, "loc": ("body", 1), "msg": "..."}]
+        assert validation_message(bad)[0].startswith("The body is not a JSON object")
     assert validation_message([])[0]
 
 
