@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx2
@@ -56,13 +58,39 @@ def get(server: OwnServer, path: str, **options: Any) -> httpx2.Response:
     return httpx2.get(server.url + path, trust_env=False, verify=False, timeout=60, **options)
 
 
+def events(text: str) -> list[Any]:
+    """The data of a stream, to its end: [DONE] must be last."""
+    *lines, done, end = text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def first_frame(server: OwnServer) -> dict[str, Any]:
+    """The state of a server as a page shows it."""
+    with httpx2.stream("GET", f"{server.url}/live", trust_env=False, timeout=60) as live:
+        line = next(line for line in live.iter_lines() if line)
+    return json.loads(line.removeprefix("data: "))
+
+
+def ended(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Of a server's metrics: sequences that have ended, by reason."""
+    name = 'vllm:request_success_total{finished_reason="%s"}'
+    return {reason: numbers[name % reason] for reason in ("stop", "length", "abort", "error")}
+
+
+@contextlib.contextmanager
+def connected(server: Any, data: bytes) -> Iterator[socket.socket]:
+    """A client that sends `data` and leaves at the end of the block."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        with contextlib.suppress(ConnectionError):  # it may be closed already
+            connection.sendall(data)
+        yield connection
+
+
 def exchange(server: Any, data: bytes) -> bytes:
     """The answer to these bytes, once the server has closed. Fails if it never does."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-        received = bytearray()
-        with contextlib.suppress(ConnectionError):  # it has closed already
-            client.sendall(data)
-        with contextlib.suppress(ConnectionError):
-            while more := client.recv(2**16):
-                received += more
-        return bytes(received)
+    received = bytearray()
+    with connected(server, data) as client, contextlib.suppress(ConnectionError):
+        while more := client.recv(2**16):
+            received += more
+    return bytes(received)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -24,7 +26,6 @@ from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make as make_paged
 from stage06_serving.engines import Paged
 from stage06_serving.settings import PREFIX
-from stage06_serving.tests.crowd import HANG, post
 from stage06_serving.tests.faulty_server import MODULE, VARIABLE, Fault
 from stage06_serving.tests.tools import Failing, Gate, alone, words
 
@@ -32,8 +33,18 @@ ALWAYS = ("--sanitize", "--linear", "plain")
 FEW_BLOCKS = ("--kv-memory", "8MiB")  # the sanitizer checks all blocks after every step
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
-Serve = Callable[..., AbstractContextManager["Running"]]
 House = Callable[..., "Running"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test may be a coroutine: it has an event loop of its own."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    names = inspect.signature(test).parameters
+    asyncio.run(test(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 class Running(OwnServer):
@@ -70,9 +81,12 @@ def serving(
             server.process.kill()
 
 
-def read_metrics(url: str) -> dict[str, float]:
+def read_metrics(url: str, key: str = "") -> dict[str, float]:
     """The server's metrics by name and labels, without the label of the model."""
-    text = httpx2.get(f"{url}/metrics", trust_env=False, timeout=60, verify=False).text
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    text = httpx2.get(
+        f"{url}/metrics", headers=headers, trust_env=False, timeout=60, verify=False
+    ).text
     values = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -91,12 +105,6 @@ def until_idle(url: str, timeout: float = 60) -> dict[str, float]:
         assert time.monotonic() < deadline, f"not idle after {timeout:g} s: {busy}"
         time.sleep(0.02)
     return values
-
-
-@pytest.fixture(scope="session")
-def serve() -> Serve:
-    """`with serve(*arguments, env=..., module=...) as running`: a server while the block lasts."""
-    return serving
 
 
 @pytest.fixture(scope="session")
@@ -146,15 +154,21 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="session")
-def metrics():
-    """metrics(url): the server's metrics."""
-    return read_metrics
+def slowly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variable by which each pass of a server takes 10 ms longer."""
+    fault = Fault(tmp_path_factory.mktemp("pace") / "fault")
+    fault.plant("0.01")
+    return {VARIABLE: str(fault.file)}
 
 
-@pytest.fixture(scope="session")
-def wait_idle():
-    """wait_idle(url, timeout=60): the server's metrics once it is idle."""
-    return until_idle
+def checkpoint(folder: Path, tensors: dict[str, Any] | None = None, **fields: Any) -> Path:
+    """A checkpoint folder with bytes for tokens, these fields, and random weights by default."""
+    make_folder(folder)
+    fields = {**FIELDS, **fields}
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    tensors = tensors or random_checkpoint(Config.from_dict(fields), spread=16.0).tensors
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -163,12 +177,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     256 is end-of-text, and the ids up to 299 have no token. Most random answers are not UTF-8.
     """
-    folder = make_folder(tmp_path_factory.mktemp("serving") / "tiny")
-    fields = FIELDS | {"n_positions": 256}
-    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    tensors = random_checkpoint(Config.from_dict(fields), spread=16.0).tensors
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return checkpoint(tmp_path_factory.mktemp("serving") / "tiny", n_positions=256)
 
 
 @pytest.fixture
@@ -210,86 +219,3 @@ def failing(engine):
 def expected(tiny_model):
     """expected(prompt, count): the tokens of stage 01."""
     return lambda prompt, count: alone(tiny_model, prompt, words(count))
-
-
-# ---- servers with planted faults ----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def faults():
-    """All that a module has planted."""
-    return []
-
-
-@pytest.fixture(autouse=True)
-def mended(faults):
-    yield
-    for fault in faults:
-        fault.mend()
-
-
-@pytest.fixture(scope="module")
-def new_fault(tmp_path_factory, faults):
-    """new_fault(): a fault, and the variable by which a server finds it."""
-
-    def new():
-        faults.append(Fault(tmp_path_factory.mktemp("faults") / "fault"))
-        return faults[-1], {VARIABLE: str(faults[-1].file)}
-
-    return new
-
-
-@pytest.fixture(scope="module")
-def lodge(house, tiny_folder, new_fault):
-    """lodge(options): a server that shares its process, and its fault. It must not be stopped."""
-
-    def lodge(options):
-        fault, env = new_fault()
-        return house("--model", str(tiny_folder), *options.split(), env=env), fault
-
-    return lodge
-
-
-@pytest.fixture
-def start(serve, tiny_folder, new_fault):
-    """start(options): the same in a process of its own, which ends with the test."""
-    with ExitStack() as stack:
-
-        def start(options):
-            fault, env = new_fault()
-            arguments = ("--model", str(tiny_folder), *options.split())
-            return stack.enter_context(serve(*arguments, env=env, module=MODULE)), fault
-
-        yield start
-
-
-@pytest.fixture(scope="module")
-def few(lodge):
-    """Two run and three wait."""
-    return lodge("--max-sequences 2 --max-queue 3")
-
-
-@pytest.fixture(scope="module")
-def many(lodge):
-    """Room for a crowd."""
-    return lodge("--max-sequences 24 --max-queue 300 --kv-memory 1MiB")
-
-
-@pytest.fixture(scope="module")
-def hasty(lodge):
-    """A request has one second."""
-    return lodge("--request-timeout 1 --max-sequences 4")
-
-
-@pytest.fixture(scope="module")
-def http():
-    limits = httpx2.Limits(max_connections=None)
-    with httpx2.Client(trust_env=False, timeout=HANG, limits=limits) as client:
-        yield client
-
-
-@pytest.fixture
-def at_once(http):
-    """at_once(running, body): the future of an answer."""
-    with ThreadPoolExecutor(64) as pool:
-        yield lambda running, body: pool.submit(post, http, running, body)

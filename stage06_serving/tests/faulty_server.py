@@ -29,9 +29,8 @@ MODULE = "stage06_serving.tests.faulty_server"
 
 @dataclass(frozen=True)
 class Fault:
-    """The fault in `file`: "once" and "always" raise in the pass, "exit" ends the thread, "block"
-    waits for another fault, "loading" does so before the model is loaded, and a number makes every
-    pass longer by that many seconds."""
+    """The fault in `file`: "loading" waits before the model is loaded, "once" raises in the next
+    pass, and a number makes every pass longer by that many seconds."""
 
     file: Path
 
@@ -59,14 +58,10 @@ class Faulty:
     fault: Fault
 
     def __call__(self, *arguments: Any) -> Any:
-        while (fault := self.fault.read()) == "block":
-            time.sleep(0.005)
+        fault = self.fault.read()
         if fault == "once":
             self.fault.mend()
-        if fault in ("once", "always"):
             raise RuntimeError("a planted fault")
-        if fault == "exit":
-            raise SystemExit
         if fault:
             time.sleep(float(fault))
         return self.forward(*arguments)

@@ -90,8 +90,7 @@ def test_an_address_without_a_server(address):
         list(small.stream(address, {"prompt": PROMPT}))
 
 
-def test_a_key_is_sent(house, tiny_folder):
-    locked = house("--model", str(tiny_folder), "--kv-memory", "64KiB", "--api-key", "first-key")
+def test_a_key_is_sent(locked):
     body = {"prompt": "a", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     *_, last = small.stream(locked.url, body, "first-key")
     assert last["choices"][0]["finish_reason"] == "length"

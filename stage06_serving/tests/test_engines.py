@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import httpx2
-import openai
 import pytest
 import torch
 
@@ -19,7 +18,6 @@ from shared.errors import UserError
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import Output
 from stage01_forward.model import load_model
-from stage01_forward.params import SamplingParams
 from stage04_continuous.make import make as make_slots
 from stage04_continuous.request import Request, State
 from stage04_continuous.tests.oracle import CONFIG, the_model
@@ -30,8 +28,11 @@ from stage05_paged.make import make as make_paged
 from stage06_serving import __main__ as stage
 from stage06_serving.engines import Batches, OneByOne, Paged, Slots, Static, Transformers
 from stage06_serving.live import look
+from stage06_serving.protocol import CompletionBody
 from stage06_serving.settings import parse
 from stage06_serving.status import AnyEngine
+from stage06_serving.tests.asking import events, first_frame, post
+from stage06_serving.tests.conftest import Running, read_metrics
 from stage06_serving.tests.tools import Failing, alone, is_empty, prompt_of, words
 
 KINDS = ("continuous", "static", "sequential", "transformers")
@@ -285,97 +286,67 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def naive(model: str) -> Naive:
-    return Naive(load_model(load(model), dtype=torch.float64))
-
-
-def answer_of(engine: Naive, prompt: list[int], fields: dict[str, Any]) -> Output:
-    """The answer of stage 01 to the fields of a body."""
-    bias = {int(token): value for token, value in fields.get("logit_bias", {}).items()}
-    stops = tuple(fields.get("stop_token_ids", ()))
-    options = fields | {"logit_bias": bias, "stop_token_ids": stops}
-    return engine.generate([prompt], SamplingParams(**options))[0]
-
-
-def crowd_of(vocabulary: int, count: int, longest: int) -> list[tuple[list[int], dict[str, Any]]]:
-    """Prompts as ids, many of them with a common beginning, and options of all kinds."""
+def crowd_of(count: int) -> list[dict[str, Any]]:
+    """Bodies with prompts as ids, many of them with a common beginning, and options of all kinds;
+    every other one for a stream."""
     rng = random.Random("parity")
-    beginning = [rng.randrange(vocabulary) for _ in range(longest // 2)]
+    beginning = [rng.randrange(300) for _ in range(30)]
     made = []
     for number in range(count):
-        own = [rng.randrange(vocabulary) for _ in range(rng.randint(1, longest // 2))]
+        own = [rng.randrange(300) for _ in range(rng.randint(1, 30))]
         fields = OPTIONS[number % len(OPTIONS)] | {"max_tokens": rng.randint(4, 30), "seed": number}
-        made.append((beginning + own if number % 2 else own, fields))
+        fields |= {"return_token_ids": True, "stream": number % 2 == 1}
+        made.append(fields | {"prompt": beginning + own if number % 2 else own})
     return made
 
 
-def crowd(url: str, model: str, made: list[Any]) -> list[tuple[list[int], str]]:
-    """Tokens and finish reasons of all requests, sent at once, every other one as a stream."""
-
-    async def ask(client: Any, number: int) -> tuple[list[int], str]:
-        prompt, fields = made[number]
-        extra = fields | {"return_token_ids": True}
-        options = {"model": model, "prompt": prompt, "extra_body": extra}
-        if number % 2 == 0:
-            choice = (await client.completions.create(**options)).choices[0]
-            return choice.token_ids, choice.finish_reason
-        stream = await client.completions.create(**options, stream=True)
-        choices = [chunk.choices[0] async for chunk in stream]
-        tokens = [token for choice in choices for token in choice.token_ids]
-        return tokens, choices[-1].finish_reason
-
-    async def ask_all() -> list[tuple[list[int], str]]:
-        options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 60}
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", **options) as client:
-            return await asyncio.gather(*(ask(client, number) for number in range(len(made))))
-
-    return asyncio.run(ask_all())
+def answer_of(running: Running, body: dict[str, Any]) -> tuple[list[int], str]:
+    """Tokens and finish reason."""
+    answer = post(running, json=body)
+    assert answer.status_code == 200, answer.text
+    chunks = events(answer.text) if body["stream"] else [answer.json()]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    tokens = [token for choice in choices for token in choice["token_ids"]]
+    return tokens, choices[-1]["finish_reason"]
 
 
-def assert_parity(engine: Naive, url: str, model: str, made: list[Any]) -> list[Any]:
-    """A crowd gets the answers of stage 01; its answers."""
-    answers = crowd(url, model, made)
-    for answer, (prompt, fields) in zip(answers, made, strict=True):
-        expected = answer_of(engine, prompt, fields)
-        assert answer == (expected.token_ids, expected.finish_reason), fields
+def expected_of(engine: Naive, body: dict[str, Any]) -> Output:
+    """The answer of stage 01 to a body."""
+    params = CompletionBody(**body).params(body["max_tokens"], None, 0)
+    return engine.generate([body["prompt"]], params)[0]
+
+
+def assert_parity(folder: Path, running: Running, count: int) -> list[tuple[list[int], str]]:
+    """A crowd gets the answers of stage 01, and so do samples of one prompt; the answers."""
+    engine, bodies = Naive(load_model(load(str(folder)), dtype=torch.float64)), crowd_of(count)
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(partial(answer_of, running), bodies))
+    for answer, body in zip(answers, bodies, strict=True):
+        expected = expected_of(engine, body)
+        assert answer == (expected.token_ids, expected.finish_reason), body
+    body = {"prompt": [5, 6, 7, 8] * 6, "max_tokens": 10, "temperature": 1}
+    samples = {"n": 3, "seed": 40, "return_token_ids": True, "echo": True, "logprobs": 1}
+    choices = post(running, json=body | samples).json()["choices"]
+    for seed, choice in enumerate(choices, 40):
+        assert choice["token_ids"] == expected_of(engine, body | {"seed": seed}).token_ids
+        scores = choice["logprobs"]["token_logprobs"]
+        assert scores[:24] == [None, *choices[0]["logprobs"]["token_logprobs"][1:24]]
     return answers
 
 
-def assert_samples(engine: Naive, url: str, model: str, prompt: list[int], **fields: Any) -> Any:
-    """Three samples of one prompt have the tokens of stage 01 for their seeds; the answer."""
-    extra = {"return_token_ids": True, "seed": 40, "n": 3, "max_tokens": 10, **fields}
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        answer: Any = client.completions.create(model=model, prompt=prompt, extra_body=extra)
-    for number, choice in enumerate(answer.choices):
-        options = {"temperature": 1, "seed": 40 + number, "max_tokens": 10}
-        assert choice.token_ids == answer_of(engine, prompt, options).token_ids
-    return answer
-
-
 @pytest.mark.parametrize("preemption", ["recompute", pytest.param("swap", marks=pytest.mark.slow)])
-def test_a_crowd_with_little_memory(house, metrics, tiny_folder, preemption):
+def test_a_crowd_with_little_memory(house, tiny_folder, preemption):
     """Memory for 2 whole contexts, and 8 sequences: prompts share blocks, and requests lose
     them."""
-    folder = str(tiny_folder)
     options = ("--dtype", "float64", "--block-size", "4", "--kv-memory", "72KiB")
     swap = ("--swap-memory", "1MiB") if preemption == "swap" else ()
     limits = ("--max-sequences", "8", "--token-budget", "48")
-    running = house("--model", folder, *options, "--preemption", preemption, *swap, *limits)
-    answers = assert_parity(naive(folder), running.url, "tiny", crowd_of(300, 45, 60))
-    numbers = metrics(running.url)
+    options += ("--preemption", preemption, *swap, *limits)
+    running = house("--model", str(tiny_folder), *options)
+    answers = assert_parity(tiny_folder, running, 45)
+    numbers = read_metrics(running.url)
     assert numbers["vllm:num_preemptions_total"] > 0 and numbers["vllm:prefix_cache_hits_total"] > 0
     assert {reason for _, reason in answers} == {"stop", "length"}
-
-
-def test_the_embedded_model(house):
-    """Samples of one prompt, which share its blocks, are those of single requests with their
-    seeds."""
-    engine = naive("stories")
-    running = house("--dtype", "float64", "--kv-memory", "6MiB", "--max-sequences", "6")
-    made = crowd_of(load("stories").config.vocab_size, 9, 40)
-    made = [(prompt, fields | {"max_tokens": 10}) for prompt, fields in made]
-    assert_parity(engine, running.url, "stories", made)
-    assert_samples(engine, running.url, "stories", [5, 6, 7, 8, 9, 10] * 4)
 
 
 CONTEXT = 64 * 1024  # bytes of one whole context of the tiny folder's model in float32
@@ -409,28 +380,13 @@ def test_options_for_blocks_are_refused(tiny_folder, kind, option):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_server_with_it(house, wait_idle, tiny_folder, kind):
-    """A crowd gets the tokens of stage 01; samples, an echo, and the page's frames work too."""
-    oracle = naive(str(tiny_folder))
+def test_a_server_with_it(house, tiny_folder, kind):
     options = ("--dtype", "float64", "--kv-memory", str(8 * CONTEXT), "--max-sequences", "6")
     running = house("--model", str(tiny_folder), "--engine", kind, *options, "--no-sanitize")
     rows = 1 if kind in ALONE else 4  # contexts
     start = running.stderr()
     assert f"\n  engine  {kind}\n" in start and f" in {rows} blocks of 256 tokens" in start
-    requests, prompt = crowd_of(300, 14, 60), [5, 6, 7, 8]
-    answers = assert_parity(oracle, running.url, "tiny", requests)
-    scored = {"echo": True, "logprobs": 1}
-    samples = assert_samples(oracle, running.url, "tiny", prompt, **scored).choices
-    first = samples[0].logprobs.token_logprobs
-    assert all(each.logprobs.token_logprobs[:4] == [None, *first[1:4]] for each in samples)
-    numbers = wait_idle(running.url)
-    with httpx2.stream("GET", f"{running.url}/live", timeout=60, trust_env=False) as live:
-        frame = json.loads(next(each for each in live.iter_lines() if each).removeprefix("data: "))
-    generated = [tokens for tokens, _ in answers] + [each.token_ids for each in samples]
-    assert numbers["vllm:generation_tokens_total"] == sum(map(len, generated))
-    prompts = sum(len(ids) for ids, _ in requests) + 3 * len(prompt)
-    assert numbers["vllm:prompt_tokens_total"] == prompts
-    assert frame["map"] == [[FREE, rows]] and frame["running"] == [] and frame["waiting"] == 0
-    assert (frame["blocks"], frame["block_size"]) == (rows, 256)
-    assert frame["step"] == frame["steps"][-1]["number"] > 10
+    assert_parity(tiny_folder, running, 14)
+    frame = first_frame(running)
+    assert (frame["map"], frame["blocks"], frame["block_size"]) == ([[FREE, rows]], rows, 256)
     assert max(len(step["rows"]) for step in frame["steps"]) <= rows

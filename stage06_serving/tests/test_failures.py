@@ -14,15 +14,15 @@ from stage06_serving.tests.tools import (
     error_of,
     is_empty,
     prompt_of,
-    run,
     said,
+    started,
     submit,
     until,
     words,
 )
 
 
-def test_a_defect_in_adding_ends_all_samples_and_nothing_else(engine, expected):
+async def test_a_defect_in_adding_ends_all_samples_and_nothing_else(engine, expected):
     """The tickets of requests that the engine does not know end too, and their places are free."""
     made, prompt, added = engine(), prompt_of(4), []
     add = made.add
@@ -34,75 +34,52 @@ def test_a_defect_in_adding_ends_all_samples_and_nothing_else(engine, expected):
         return add(request)
 
     made.add = broken
-
-    async def script(running):
+    async with started(made) as running:
         (group,) = running.submit([prompt], [words(50)] * 3)
         assert [await error_of(running, ticket) for ticket in group] == [BROKEN] * 3
         assert not running.in_flight
-        return await said(running, submit(running, prompt, 5))
-
-    assert run(made, script) == expected(prompt, 5)
-    assert is_empty(made) and len(made.steps) < 40
+        assert await said(running, submit(running, prompt, 5)) == expected(prompt, 5)
+    assert len(made.steps) < 40
 
 
-def test_a_failing_step_ends_only_its_requests(failing, expected):
+async def test_a_failing_step_ends_only_its_requests(failing, expected):
     """Two run when it fails, and two wait: these get their tokens, and so does a later request."""
-    made = failing({3}, max_sequences=2)
     prompts = [prompt_of(4 + i, i) for i in range(5)]
-
-    async def script(running):
+    async with started(failing({3}, max_sequences=2)) as running:
         tickets = [submit(running, prompt, 12) for prompt in prompts[:4]]
         assert [await error_of(running, ticket) for ticket in tickets[:2]] == [BROKEN] * 2
         assert [ticket.reason for ticket in tickets[:2]] == ["error"] * 2
-        for ticket, prompt in zip(tickets[2:], prompts[2:4], strict=True):
+        tickets.append(submit(running, prompts[4], 12))
+        for ticket, prompt in zip(tickets[2:], prompts[2:], strict=True):
             assert await said(running, ticket) == expected(prompt, 12)
         assert running.alive
-        return await said(running, submit(running, prompts[4], 12))
-
-    assert run(made, script) == expected(prompts[4], 12)
-    assert is_empty(made)
 
 
-def test_only_failures_in_a_row_count(failing, expected):
+async def test_only_failures_in_a_row_count(failing, expected):
     made = failing({1, 2, 4, 5, 7, 8})
-
-    async def script(running):
+    async with started(made) as running:
         for _ in range(3):
             assert await error_of(running, submit(running, prompt_of(4), 4)) == BROKEN
             # Until the probe has found that steps work.
             await until(lambda: made.engine.runner.run.count in (3, 6, 9) and is_empty(made))
-        return await said(running, submit(running, prompt_of(4), 4))
-
-    assert run(made, script) == expected(prompt_of(4), 4)
+        assert await said(running, submit(running, prompt_of(4), 4)) == expected(prompt_of(4), 4)
 
 
 @pytest.mark.parametrize(("which", "lives"), [({1}, True), ({1, 2, 3}, False)])
-def test_the_probe_finds_out_when_no_request_is_left(failing, which, lives):
+async def test_the_probe_finds_out_when_no_request_is_left(failing, which, lives):
     """One request fails, and no other comes: a broken engine must not seem well for that."""
     made = failing(which)
-
-    async def script(running):
+    async with started(made) as running:
         assert await error_of(running, submit(running, prompt_of(4), 4)) == BROKEN
         await until(lambda: not running.alive or made.steps and is_empty(made))
-        return running.alive
-
-    assert run(made, script) is lives
+        assert running.alive is lives
 
 
-# pytest takes SystemExit in a thread for an accident.
-dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-
-
-@dies
-@pytest.mark.parametrize(
-    "error", [RuntimeError("always"), SystemExit()], ids=["always", "the thread ends"]
-)
-def test_nothing_waits_for_a_dead_engine(failing, error):
+@pytest.mark.parametrize("error", [RuntimeError(), SystemExit()], ids=["always", "thread ends"])
+async def test_nothing_waits_for_a_dead_engine(failing, error):
     """Running and waiting requests and calls are all answered."""
-    made = failing(range(2, 1000), error, max_sequences=1)
     ended: list[str] = []
-
-    async def script(running):
+    async with started(failing(range(2, 1000), error, max_sequences=1)) as running:
         running.listeners.append(
             lambda step, spoke, over: ended.extend(ticket.id for ticket in over)
         )
@@ -117,16 +94,12 @@ def test_nothing_waits_for_a_dead_engine(failing, error):
             await running.call(lambda _: None)
         await running.drain(HANG)
 
-    run(made, script)
 
-
-@dies
-def test_a_command_in_the_queue_of_a_dying_thread_is_answered(engine):
+async def test_a_command_in_the_queue_of_a_dying_thread_is_answered(engine):
     made = engine()
     runner = made.engine.runner
     gate = runner.run = Gate(Failing(runner.run, {2}, SystemExit()))
-
-    async def script(running):
+    async with started(made) as running:
         ticket = submit(running, prompt_of(4), 10)
         gate.allow(1)
         await until(lambda: gate.count == 2)  # the thread is in the pass that ends it
@@ -136,5 +109,3 @@ def test_a_command_in_the_queue_of_a_dying_thread_is_answered(engine):
         with pytest.raises(EngineDead):
             await asked
         assert await error_of(running, ticket) == DEAD
-
-    run(made, script)

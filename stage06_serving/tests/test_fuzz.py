@@ -15,11 +15,9 @@ PLAIN, STREAM = "application/json", "text/event-stream; charset=utf-8"
 @pytest.mark.parametrize(
     "status, kind, content, seconds, problem",
     [
-        (200, PLAIN, b"{}", 0.1, None),
         (400, PLAIN, ERROR, 0.1, None),
         (200, STREAM, b'data: {"a": 1}\n\ndata: [DONE]\n\n', 0.1, None),
         (500, PLAIN, ERROR, 0.1, "status 500"),
-        (503, PLAIN, ERROR, 0.1, "status 503"),
         (200, PLAIN, b"{}", 5.1, "no answer within 5 s"),
         (0, "", b"", 0.1, "no answer within 5 s"),
         (422, PLAIN, b'{"detail": []}', 0.1, "status 422 without an error object"),

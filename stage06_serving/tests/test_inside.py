@@ -1,13 +1,12 @@
-"""The application in the process of its tests, without a socket: for tests of a student's copy.
-
-All of it is tested from outside as well, against real servers; but these are processes of their own
-and run the reference.
+"""The application in the process of its tests, without a socket: clients that leave, answers that
+are late, passes that fail. A student's copy is tested like this, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -16,54 +15,111 @@ from shared.course.museum.inside import Asking, Inside
 from stage06_serving import sse
 from stage06_serving.live import MOST_WATCHERS
 from stage06_serving.service import Service
-from stage06_serving.tests.tools import Failing
+from stage06_serving.tests.tools import Failing, Gate, until
 
+PATH = "/v1/completions"
 LONG = {"prompt": "Once upon a time", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
 SHORT = {"prompt": "Once upon a time", "max_tokens": 3, "temperature": 0}
+SCORED = SHORT | {"max_tokens": 0, "echo": True, "logprobs": 1}  # the prompt alone
 
 
 async def idle(inside: Inside) -> None:
-    """Until no block is owned."""
-    while inside.engine.requests or inside.engine.scheduler.pool.owned:
-        await asyncio.sleep(0.005)
+    """Until no block is owned, and long before the end of a LONG answer."""
+    await until(lambda: not (inside.engine.requests or inside.engine.scheduler.pool.owned))
+    assert len(inside.engine.steps) < 900
 
 
-def test_an_answer_is_a_stream_only_where_one_was_asked_for():
-    async def script(inside: Inside) -> None:
-        for path in ("/v1/completions", "/generate"):
+async def numbers(inside: Inside, *names: str) -> list[float]:
+    """Metrics with these names."""
+    text = (await inside.ask("/metrics")).body.decode()
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines())
+    return [float(lines[f'vllm:{name}{{model_name="stories"}}']) for name in names]
+
+
+async def blocked(inside: Inside) -> tuple[Gate, Asking]:
+    """A request whose pass waits at this gate."""
+    runner = inside.engine.runner
+    gate = runner.run = Gate(runner.run)
+    asking = inside.begin(PATH, SHORT)
+    await until(lambda: gate.count)
+    return gate, asking
+
+
+async def test_an_answer_is_a_stream_only_where_one_was_asked_for():
+    async with Inside.serving() as inside:
+        for path in (PATH, "/generate"):
             for fields in ({}, {"stream": False}, {"stream": None}):
                 answer = await inside.ask(path, SHORT | fields)
                 assert answer.headers["content-type"] == "application/json"
                 assert answer.json()["usage"]
             answer = await inside.ask(path, SHORT | {"stream": True})
             assert answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.headers["cache-control"] == "no-cache"
             assert list(answer.events())[-1] == "[DONE]"
 
-    Inside.run(script)
+
+# ---- clients that leave, and time
 
 
-def test_a_client_that_leaves_before_its_answer_ends_it():
-    async def script(inside: Inside) -> None:
-        asking = inside.begin("/v1/completions", LONG)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_its_answer_ends_it(stream):
+    """The first in the middle of it, the second in the queue: it is never served."""
+    async with Inside.serving(max_sequences=1) as inside:
+        clients = [inside.begin(PATH, LONG | {"stream": stream}) for _ in range(2)]
         await inside.passes(5)
-        asking.leave()
-        await asking.answer()
+        assert await numbers(inside, "num_requests_running", "num_requests_waiting") == [1, 1]
+        assert 0 < (await numbers(inside, "kv_cache_usage_perc"))[0] < 1
+        for asking in reversed(clients):
+            asking.leave()
+            await asking.answer()
         await idle(inside)
-        assert len(inside.engine.steps) < 900
+        served = {each.request_id for step in inside.engine.steps for each in step.sequences}
+        assert len(served) == 1
 
-    Inside.run(script)
 
-
-def test_a_late_answer_ends_in_the_engine_too():
-    async def script(inside: Inside) -> None:
-        assert (await inside.ask("/v1/completions", LONG)).status == 504
+@pytest.mark.parametrize("fields", [{}, {"n": 3, "temperature": 1}, {"stream": True}])
+async def test_a_late_answer_ends_in_the_engine_too(fields):
+    async with Inside.serving(request_timeout=0.1) as inside:
+        answer = await inside.ask(PATH, LONG | fields)
+        if "stream" in fields:  # it must not just end
+            *_, error, done = answer.events()
+            assert (error["error"]["code"], done) == (504, "[DONE]")
+        else:
+            assert (answer.status, answer.headers["x-should-retry"]) == (504, "false")
         await idle(inside)
-        assert len(inside.engine.steps) < 900
-
-    Inside.run(script, request_timeout=0.1)
 
 
-def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
+@pytest.mark.parametrize("tokens", [0, 1000])
+async def test_a_late_echo_is_answered_504(tokens):
+    """The prompt is scored before an answer begins, and the time for it counts."""
+    async with Inside.serving(request_timeout=0.1) as inside:
+        gate, beside = await blocked(inside)
+        body = LONG | SCORED | {"max_tokens": tokens, "stream": True}
+        late, waiting = await inside.ask(PATH, body), await beside.answer()
+        assert late.status == waiting.status == 504
+        assert late.headers["x-should-retry"] == "false"
+        gate.allow()
+        await idle(inside)
+
+
+async def test_the_loop_answers_while_the_engine_computes():
+    """/health, and refusals: prompts that are scored take places of sequences, too."""
+    async with Inside.serving(max_sequences=2, max_queue=3) as inside:
+        gate, running = await blocked(inside)
+        bodies = [SCORED | {"stream": number % 2 == 0} for number in range(7)]
+        clients = [running, *(inside.begin(PATH, body) for body in bodies)]
+        await until(lambda: sum(client.heard.status is not None for client in clients) == 3)
+        for body in (SCORED, SHORT):
+            refused = await inside.ask(PATH, body)
+            assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert (await inside.ask("/health")).json() == {"status": "ok"}
+        assert await numbers(inside, "admission_rejections_total") == [5]
+        gate.allow()
+        statuses = [(await client.answer()).status for client in clients]
+        assert sorted(statuses, key=str) == [200] * 5 + [503] * 3
+
+
+async def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
     """Catches a deadline that is only checked between two tokens."""
 
     async def full(asking: Asking, message: dict[str, Any]) -> None:
@@ -74,22 +130,22 @@ def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
     monkeypatch.setattr(Asking, "_send", full)
     monkeypatch.setattr(sse, "STALLED", 0.1)
 
-    async def script(inside: Inside) -> None:
+    async with Inside.serving(request_timeout=0.1) as inside:
         async with asyncio.timeout(30):
-            await inside.ask("/v1/completions", LONG | {"stream": True})
+            await inside.ask(PATH, LONG | {"stream": True})
         await idle(inside)
 
-    Inside.run(script, request_timeout=0.1)
+
+# ---- the page
 
 
-def test_the_number_of_watching_pages_is_limited():
+async def test_the_number_of_watching_pages_is_limited():
     """100 clients at /live kept the loop busy."""
+    async with Inside.serving() as inside:
 
-    async def script(inside: Inside) -> None:
         async def watch() -> Asking:
             page = inside.begin("/live")
-            while page.heard.status is None:
-                await asyncio.sleep(0.005)
+            await until(lambda: page.heard.status)
             return page
 
         watching = [await watch() for _ in range(MOST_WATCHERS)]
@@ -104,45 +160,73 @@ def test_the_number_of_watching_pages_is_limited():
             page.leave()
             await page.answer()
 
-    Inside.run(script)
+
+async def test_the_first_frame_is_true_though_no_page_was_open():
+    """Blocks that stay in the prefix cache are on the map, and earlier steps are in it."""
+
+    async def watch() -> tuple[Asking, dict[str, Any]]:
+        page = inside.begin("/live")
+        await until(lambda: page.heard.body)
+        return page, next(page.heard.events())
+
+    def seen() -> list[int]:
+        return [step["number"] for frame in early.heard.events() for step in frame["steps"]]
+
+    async with Inside.serving(kv_memory="1MiB") as inside:
+        early, first = await watch()
+        await inside.ask(PATH, LONG | {"max_tokens": 40})
+        await idle(inside)
+        late, frame = await watch()
+        await until(lambda: len(seen()) >= 40)
+        assert seen() == [*range(1, 41)] and first["step"] == 0  # each step once
+        states = [state for state, _ in frame["map"]]
+        cached, free = (sum(n for one, n in frame["map"] if one == state) for state in (-2, -1))
+        assert cached >= 40 // 16 and cached + free == frame["blocks"]
+        assert states == [state for state, _ in groupby(states)]  # runs
+        assert frame["running"] == [] and frame["waiting"] == 0 and frame["alive"]
+        rows = [step["rows"][0][1:] for step in frame["steps"]]
+        assert len(rows) == 40 == frame["step"] and (rows[0], rows[-1]) == ([4, 0], [0, 1])
+        for page in (early, late):
+            page.leave()
+            await page.answer()
 
 
-def test_a_server_whose_engine_is_dead_can_be_stopped():
-    async def script(inside: Inside) -> None:
+# ---- failures
+
+
+async def test_a_dead_engine_is_reported_and_can_be_stopped():
+    """A supervisor looks at /health: only a restart helps."""
+    async with Inside.serving() as inside:  # which gives up after a while
         inside.engine.runner.run = Failing(inside.engine.runner.run, {1}, SystemExit())
-        assert (await inside.ask("/v1/completions", SHORT)).status == 503
+        assert (await inside.ask(PATH, SHORT)).status == 503
+        for body in (SHORT, SHORT | {"stream": True}, SCORED):
+            answer = await inside.ask(PATH, body)
+            assert answer.status == 503 and "restart" in answer.json()["error"]["message"]
         assert (await inside.ask("/health")).status == 503
 
-    Inside.run(script)  # which gives up after a while
 
-
-def test_a_stream_that_fails_has_an_error_event():
+@pytest.mark.parametrize(("fault", "status"), [(None, 500), (SystemExit(), 503)])
+async def test_a_stream_that_fails_has_an_error_event(fault, status):
     """The official client takes a stream that just ends for a whole answer."""
-
-    async def script(inside: Inside) -> list[Any]:
-        inside.engine.runner.run = Failing(inside.engine.runner.run, {5})
-        return list((await inside.ask("/v1/completions", LONG | {"stream": True})).events())
-
-    *chunks, error, done = Inside.run(script)
-    assert done == "[DONE]" and error["error"]["code"] == 500
+    async with Inside.serving() as inside:
+        inside.engine.runner.run = Failing(inside.engine.runner.run, {5}, fault)
+        answer = await inside.ask(PATH, LONG | {"stream": True})
+    *chunks, error, done = answer.events()
+    assert done == "[DONE]" and error["error"]["code"] == status and error["error"]["message"]
     assert chunks and all("choices" in each for each in chunks)
 
 
-def test_the_text_of_an_unexpected_error_is_not_sent(monkeypatch):
+async def test_the_text_of_an_unexpected_error_is_not_sent(monkeypatch):
     monkeypatch.setattr(Service, "score", Failing(None, {1}))
-
-    async def script(inside: Inside) -> None:
-        scored = SHORT | {"max_tokens": 0, "echo": True, "logprobs": 1}
-        asking = inside.begin("/v1/completions", scored)
+    async with Inside.serving() as inside:
+        asking = inside.begin(PATH, SCORED)
         with pytest.raises(RuntimeError):  # the framework raises it again, for the log
             await asking.answer()
         heard = asking.heard
         assert heard.status == 500 and b"planted" not in heard.body and b"its log" in heard.body
 
-    Inside.run(script)
 
-
-def test_only_the_engines_thread_touches_scheduler_pool_and_cache():
+async def test_only_the_engines_thread_touches_scheduler_pool_and_cache():
     """Metrics, page and admission read statuses and settings. Every other access is noted here."""
     touched: list[str] = []
 
@@ -157,31 +241,25 @@ def test_only_the_engines_thread_touches_scheduler_pool_and_cache():
 
         thing.__class__ = Guarded
 
-    async def script(inside: Inside) -> None:
+    async with Inside.serving(kv_memory="4MiB") as inside:
         runner, scheduler = inside.engine.runner, inside.engine.scheduler
         for thing in (runner.cache, scheduler.pool, scheduler, runner, inside.engine):
             guard(thing)
-        stream = inside.begin("/v1/completions", LONG | {"max_tokens": 600})
+        stream = inside.begin(PATH, LONG | {"max_tokens": 600})
         page = inside.begin("/live")
-        while b'"running":[["sequence-1",0]' not in page.heard.body:
-            await asyncio.sleep(0.001)
-        numbers = (await inside.ask("/metrics")).body.decode()
-        assert 'vllm:num_requests_running{model_name="stories"} 1.0' in numbers
+        await until(lambda: b'"running":[["sequence-1",0]' in page.heard.body)
         sampled = {"n": 2, "temperature": 1, "echo": True, "logprobs": 2, "stream": True}
-        scored, long = {"max_tokens": 0, "echo": True, "logprobs": 1}, {"prompt": "a " * 300}
-        for fields in (sampled, scored, long, {"max_tokens": 10**6}, {"stop": "e"}):
-            status = (await inside.ask("/v1/completions", SHORT | fields)).status
+        long = {"prompt": "a " * 300}
+        for fields in (sampled, SCORED, long, {"max_tokens": 10**6}, {"stop": "e"}):
+            status = (await inside.ask(PATH, SHORT | fields)).status
             assert status == (400 if fields == {"max_tokens": 10**6} else 200)
         for path in ("/metrics", "/health", "/v1/models", "/version", "/"):
             assert (await inside.ask(path)).status == 200
         stream.leave()
         await stream.answer()
-        while b'"running":[]' not in page.heard.body.splitlines()[-2]:
-            await asyncio.sleep(0.01)
+        await until(lambda: b'"running":[]' in page.heard.body.splitlines()[-2])
         page.leave()
         await page.answer()
         assert not touched, touched
         assert inside.engine and scheduler.running == []  # the guards work:
         assert touched == ["Scheduler.running"]
-
-    Inside.run(script, kv_memory="4MiB")

@@ -1,13 +1,13 @@
-"""The metrics: exact after a scripted run, under vLLM's names, and with fixed labels."""
+"""The metrics: exact after a scripted run, under vLLM's names, and with fixed labels. The gauges:
+test_inside."""
 
 from __future__ import annotations
 
-import httpx2
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from stage06_serving.tests.crowd import ended
-from stage06_serving.tests.faulty_server import until
+from stage06_serving.tests.asking import ended, get, post
+from stage06_serving.tests.conftest import until_idle
+from stage06_serving.tests.faulty_server import VARIABLE, Fault
 
 # The families that vLLM's dashboards ask for.
 GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
@@ -20,31 +20,17 @@ REASONS = {"stop", "length", "abort", "error"}
 IDS = list(range(10, 50))  # 40 tokens: two whole blocks and a half
 
 
-def families(url):
-    text = httpx2.get(f"{url}/metrics", trust_env=False, timeout=60).text
-    return list(text_string_to_metric_families(text))
-
-
 def complete(running, prompt=IDS, status=200, **fields):
     body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, **fields}
-    answer = httpx2.post(f"{running.url}/v1/completions", json=body, trust_env=False, timeout=60)
+    answer = post(running, json=body)
     assert answer.status_code == status, answer.text
     return answer.json()
 
 
-def success(numbers):
-    return {reason: ended(numbers, reason) for reason in REASONS}
-
-
-@pytest.fixture(scope="module")
-def faulty(lodge):
-    """A server on the tiny model that accepts three sequences, and its fault."""
-    return lodge("--max-sequences 2 --max-queue 1")
-
-
-def test_the_counters_are_exact(faulty, wait_idle):
-    running, fault = faulty
-    before = wait_idle(running.url)
+def test_the_counters_are_exact(house, tiny_folder, tmp_path):
+    fault = Fault(tmp_path / "fault")
+    running = house("--model", str(tiny_folder), env={VARIABLE: str(fault.file)})
+    before = until_idle(running.url)
     names = [name for name in before if name.startswith("vllm:") and "_created" not in name]
     assert names and not any(before[name] for name in names)
     complete(running, max_tokens=8)
@@ -58,9 +44,11 @@ def test_the_counters_are_exact(faulty, wait_idle):
     complete(running, [3, 4], max_tokens=-1, status=400)
     complete(running, [3, 400], status=400)
     fault.plant("once")
-    complete(running, [5, 6, 7], max_tokens=4, status=500)
-    numbers = wait_idle(running.url)
-    assert success(numbers) == {"length": 5, "stop": 1, "abort": 0, "error": 1}
+    failed = complete(running, [5, 6, 7], max_tokens=4, status=500)
+    assert "planted" not in str(failed) and "a planted fault" in running.stderr()
+    assert get(running, "/health").status_code == 200
+    numbers = until_idle(running.url)
+    assert ended(numbers) == {"length": 5, "stop": 1, "abort": 0, "error": 1}
     answers = [8, 1, 5, 5, 6, 1]  # tokens; the answer that failed has none
     # The probe after the fault is not counted.
     computed = (40 + 7) + 8 + (3 + 1 + 2 * 4) + (2 + 5) + 2
@@ -85,52 +73,26 @@ def test_the_counters_are_exact(faulty, wait_idle):
         assert numbers[f"vllm:{name}"] == value, name
 
 
-def test_the_gauges_count_requests_in_flight(faulty, metrics, wait_idle):
-    running, fault = faulty
-    before = wait_idle(running.url)
-    fault.plant("block")
-    with httpx2.Client(base_url=running.url, trust_env=False, timeout=30) as client:
-        body = {"prompt": "a" * 33, "temperature": 0, "ignore_eos": True, "stream": True}
-        requests = [client.build_request("POST", "/generate", json=body) for _ in range(3)]
-        opened = [client.send(request, stream=True) for request in requests]
-        until(lambda: metrics(running.url)["vllm:kv_cache_usage_perc"])
-        running_now, waiting, usage = (metrics(running.url)[f"vllm:{name}"] for name in GAUGES)
-        assert running_now >= 1  # a request that arrived during the pass waits for the next
-        assert running_now + waiting == 3 and 0 < usage < 1
-        complete(running, status=503)
-        fault.mend()
-        assert all(response.read().endswith(b"data: [DONE]\n\n") for response in opened)
-    after, rejections = wait_idle(running.url), "vllm:admission_rejections_total"
-    assert after[rejections] - before[rejections] == 1
-    assert success(after)["length"] - success(before)["length"] == 3
-
-
-def test_the_names_are_those_of_vllm(server):
-    kinds = {"gauge": GAUGES, "counter": COUNTERS.split(), "histogram": HISTOGRAMS.split()}
-    expected = {f"vllm:{name}": kind for kind, names in kinds.items() for name in names}
-    served = {family.name: family.type for family in families(server.url)}
-    assert expected.items() <= served.items()
-    answer = httpx2.get(f"{server.url}/metrics", trust_env=False, timeout=60)
-    kind = answer.headers["content-type"]
-    assert kind.startswith("text/plain") and "version=" in kind
-    assert all(family.documentation for family in families(server.url))
-
-
-def test_nothing_that_a_client_sends_becomes_a_label(server):
+def test_the_names_are_those_of_vllm_and_nothing_of_a_client_becomes_a_label(server):
     """A client could fill the memory with new series, and read what others have asked."""
     word = "a-word-of-the-client"
     fields = {"max_tokens": 2, "user": word, "stop": word, word: word}
-    options = {"base_url": server.url, "headers": {"User-Agent": word}}
-    with httpx2.Client(**options, trust_env=False, timeout=30) as client:
-        for path, body, status in (
-            (f"/v1/completions?{word}", {"prompt": word, **fields}, 200),
-            ("/v1/completions", {"prompt": word, "model": word}, 404),
-            (f"/{word}", {}, 404),
-        ):
-            assert client.post(path, json=body).status_code == status
-        assert word not in client.get("/metrics").text
+    for path, body, status in (
+        (f"/v1/completions?{word}", {"prompt": word, **fields}, 200),
+        ("/v1/completions", {"prompt": word, "model": word}, 404),
+        (f"/{word}", {}, 404),
+    ):
+        assert post(server, path, json=body, headers={"User-Agent": word}).status_code == status
+    answer = get(server, "/metrics")
+    kind = answer.headers["content-type"]
+    assert kind.startswith("text/plain") and "version=" in kind and word not in answer.text
+    families = list(text_string_to_metric_families(answer.text))
+    kinds = {"gauge": GAUGES, "counter": COUNTERS.split(), "histogram": HISTOGRAMS.split()}
+    expected = {f"vllm:{name}": kind for kind, names in kinds.items() for name in names}
+    assert expected.items() <= {family.name: family.type for family in families}.items()
     labels: dict[str, set[str]] = {}
-    for family in families(server.url):
+    for family in families:
+        assert family.documentation
         for sample in family.samples:
             for name, value in sample.labels.items():
                 labels.setdefault(name, set()).add(value)

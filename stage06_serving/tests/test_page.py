@@ -1,4 +1,4 @@
-"""The page and its frames, in headless Chromium against a real server.
+"""The page in headless Chromium, against a real server. Its frames: test_inside.
 
 The server's model is made by hand and repeats one text: markup, which must stay text.
 """
@@ -9,15 +9,12 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from itertools import groupby
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import torch
-from safetensors.torch import save_file
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
@@ -25,10 +22,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from shared.checkpoint import Config, random_tensors
-from shared.course.testing import FIELDS, make_folder
-from stage06_serving.tests.asking import post
-from stage06_serving.tests.conftest import until_idle
-from stage06_serving.tests.faulty_server import MODULE, VARIABLE, Fault
+from shared.course.testing import FIELDS
+from stage06_serving.tests.asking import first_frame, post
+from stage06_serving.tests.conftest import checkpoint, serving, until_idle
+from stage06_serving.tests.faulty_server import MODULE
 
 SAID = (
     "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'> & "
@@ -37,7 +34,6 @@ SAID = (
 BYTES = SAID.encode()
 POSITIONS = 1024
 FEW_BLOCKS = ("--kv-memory", "1MiB")  # 128: the sanitizer checks all of them after every step
-PACE = "0.01"  # seconds more for each pass of a model that is as small as this one
 OWNED, SHARED, CACHED, FREE = range(4)  # in the text below the map
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -46,9 +42,8 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 @pytest.fixture(scope="module")
 def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that repeats SAID: its layers do nothing, each position leads to one byte."""
-    folder = make_folder(tmp_path_factory.mktemp("page") / "reciter")
-    fields = FIELDS | {"n_positions": POSITIONS, "n_embd": 64, "n_layer": 1}
-    shapes = random_tensors(Config.from_dict(fields))
+    fields = {"n_positions": POSITIONS, "n_embd": 64, "n_layer": 1}
+    shapes = random_tensors(Config.from_dict(FIELDS | fields))
     tensors = {name: torch.zeros_like(tensor) for name, tensor in shapes.items()}
     letters = sorted(set(BYTES))
     tensors["ln_f.weight"] += 1
@@ -56,17 +51,7 @@ def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors["wte.weight"][byte, dimension] = 5.0
     for position in range(POSITIONS):
         tensors["wpe.weight"][position, letters.index(BYTES[position % len(BYTES)])] = 1000.0
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def slowly(tmp_path_factory):
-    """The variable that makes a server slow."""
-    fault = Fault(tmp_path_factory.mktemp("pace") / "fault")
-    fault.plant(PACE)
-    return {VARIABLE: str(fault.file)}
+    return checkpoint(tmp_path_factory.mktemp("page") / "reciter", tensors, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -169,50 +154,13 @@ def page(browser, served):
     assert page.errors() == []
 
 
-def expected(tokens: int) -> str:
-    """The model's answer to a prompt of one byte."""
-    return (BYTES * (tokens // len(BYTES) + 1))[:tokens].decode("utf-8", "replace")
-
-
-def frames(url: str) -> Iterator[dict[str, Any]]:
-    """The frames of /live, for as long as a test may take."""
-    deadline = time.monotonic() + 60
-    with httpx2.stream("GET", f"{url}/live", timeout=60, trust_env=False) as answer:
-        for line in answer.iter_lines():
-            assert time.monotonic() < deadline, "the expected frame does not come"
-            if line.startswith("data: "):
-                yield json.loads(line[6:])
-
-
-# ---- the frames
-
-
-def test_the_first_frame_is_true_though_no_page_was_open(served):
-    """Blocks that stay in the prefix cache are on the map, and earlier steps are in it."""
-    watching = frames(served.url)
-    first = next(watching)
-    body = {"prompt": "a", "max_tokens": 40}
-    assert post(served, "/v1/completions", json=body).status_code == 200
-    until_idle(served.url)
-    frame = next(frames(served.url))
-    seen: list[int] = []
-    while len(seen) < 40:  # each step comes once to a page that is open
-        seen += [step["number"] for step in next(watching)["steps"]]
-    assert seen == list(range(first["step"] + 1, first["step"] + 41))
-    states = [state for state, _ in frame["map"]]
-    cached, free = (sum(count for one, count in frame["map"] if one == state) for state in (-2, -1))
-    assert cached >= 40 // 16 and cached + free == frame["blocks"]
-    assert states == [state for state, _ in groupby(states)]  # runs
-    assert frame["running"] == [] and frame["waiting"] == 0 and frame["alive"]
-    assert frame["step"] == first["step"] + 40 == frame["steps"][-1]["number"]
-    rows = [step["rows"][0][1:] for step in frame["steps"]]
-    assert (rows[-40], rows[-1]) == ([1, 0], [0, 1])  # prefill, then decode
-
-
-# ---- in the browser
+def expected(tokens: int, length: int = 1) -> str:
+    """The model's answer to a prompt of `length` bytes."""
+    return (BYTES * 4)[length - 1 :][:tokens].decode("utf-8", "replace")
 
 
 def test_text_streams_in_while_the_pictures_move(page):
+    """Markup in an answer or a prompt is text."""
     idle = page.blocks()
     assert idle[OWNED] == idle[SHARED] == 0
     seen: list[tuple[Any, ...]] = []
@@ -221,12 +169,16 @@ def test_text_streams_in_while_the_pictures_move(page):
         pictures = page.picture("map"), page.picture("timeline")
         seen.append(("".join(page.texts()), page.blocks()[OWNED], *pictures))
 
-    page.ask(look, max_tokens="160")
+    prompt = "<img src=x onerror='window.harmed = 3'>"
+    whole = expected(160, len(prompt))
+    page.ask(look, prompt=prompt, max_tokens="160")
     texts, owned, maps, timelines = (set(values) for values in zip(*seen, strict=True))
     assert min(map(len, (texts, owned, maps, timelines))) > 4 and max(owned) > 4
-    assert all(expected(160).startswith(text) for text in texts)
-    assert page.texts() == [expected(160)]
-    assert page["status"].text == "Done: 1 tokens in, 160 out."
+    assert all(whole.startswith(text) for text in texts) and page.texts() == [whole]
+    assert "<script>" in page["answers"].text and prompt in page["answers"].text
+    assert page.run("return document.querySelectorAll('#answers script, #answers img').length") == 0
+    assert page.run("return window.harmed") is None
+    assert page["status"].text == f"Done: {len(prompt)} tokens in, 160 out."
     assert "finish reason: length" in page["answers"].text
     assert page["start"].is_displayed() and not page["stop"].is_displayed()
     page.until(lambda: page["running"].text == "0", "nothing runs")
@@ -235,34 +187,24 @@ def test_text_streams_in_while_the_pictures_move(page):
     assert sum(after) == sum(idle)
 
 
-def test_markup_in_an_answer_or_a_prompt_is_text(page):
-    prompt = "<img src=x onerror='window.harmed = 3'>"
-    page.ask(prompt=prompt, max_tokens="80")
-    assert "<script>" in page["answers"].text and prompt in page["answers"].text
-    assert page.run("return document.querySelectorAll('#answers script, #answers img').length") == 0
-    assert page.run("return window.harmed") is None
-
-
 def test_samples_are_several_answers_below_the_prompt_that_they_share(page):
     page.start(prompt="x" * 65, max_tokens="120", temperature="0.7", samples="3")
     page.until(lambda: page.blocks()[SHARED] >= 4, "the prompt's blocks are shared")
     assert page["running"].text == "3"
     page.until(lambda: page["status"].text.startswith("Done"), "the answers are done")
-    assert page.texts() == [(BYTES * 3)[64 : 64 + 120].decode("utf-8", "replace")] * 3
+    assert page.texts() == [expected(120, 65)] * 3
     assert page["answers"].text.count("x" * 65) == 1 and "Answer 3 of 3" in page["answers"].text
 
 
 def test_a_click_on_a_prompt_starts_it(page):
     """Times of tokens are shown while a sequence runs; the line of token rates moves."""
-    for button in page["prompts"].find_elements(By.TAG_NAME, "button"):
-        page.until(lambda: page["running"].text == "0", "nothing runs")
-        assert page["ttft"].text == page["itl"].text == "–"
-        before = page.picture("rates")
-        button.click()
-        page.until(lambda: page["itl"].text.endswith(" ms"), "the time between tokens")
-        page.until(lambda: page["status"].text.startswith("Done"), "the answer is done")
-        assert page["prompt"].get_property("value") == button.text
-        assert page["answers"].text.startswith(button.text) and page.picture("rates") != before
+    page.until(lambda: page["ttft"].text == page["itl"].text == "–", "no times without tokens")
+    before, button = page.picture("rates"), page["prompts"].find_element(By.TAG_NAME, "button")
+    button.click()
+    page.until(lambda: page["itl"].text.endswith(" ms"), "the time between tokens")
+    page.until(lambda: page["status"].text.startswith("Done"), "the answer is done")
+    assert page["prompt"].get_property("value") == button.text
+    assert page["answers"].text.startswith(button.text) and page.picture("rates") != before
     assert not page["rates-words"].text.endswith("at most 0")
 
 
@@ -296,8 +238,16 @@ def test_stop_ends_the_request_and_its_blocks_are_released(page, served):
     assert page.texts() == [expected(20)]
 
 
-def test_the_keyboard_is_enough(page):
-    """Through all fields by Tab, Ctrl+Enter starts, Escape stops; the focus is visible."""
+def test_the_keyboard_is_enough_and_everything_has_a_name(page):
+    """Through all fields by Tab, Ctrl+Enter starts, Escape stops; the focus is visible. Fields have
+    labels, the pictures texts, and changes are announced."""
+    fields = "[...document.querySelectorAll('textarea, input')]"
+    assert page.run(f"return {fields}.filter(each => !each.labels.length).length") == 0
+    for name in ("map", "timeline", "rates"):
+        assert page[name].get_attribute("role") == "img" and page[name].accessible_name
+    assert page["answers"].get_attribute("aria-live") == "polite"
+    roles = {"error": "alert", "status": "status", "link": "status"}
+    assert {name: page[name].get_attribute("role") for name in roles} == roles
 
     def press(*keys):
         ActionChains(page.browser).send_keys(*keys).perform()
@@ -325,17 +275,6 @@ def test_the_keyboard_is_enough(page):
     press(Keys.ENTER)
     page.stopped()
     assert focused() == "start"
-
-
-def test_everything_has_a_name(page):
-    """Fields have labels, the pictures texts, and changes are announced."""
-    fields = "[...document.querySelectorAll('textarea, input')]"
-    assert page.run(f"return {fields}.filter(each => !each.labels.length).length") == 0
-    for name in ("map", "timeline", "rates"):
-        assert page[name].get_attribute("role") == "img" and page[name].accessible_name
-    assert page["answers"].get_attribute("aria-live") == "polite"
-    roles = {"error": "alert", "status": "status", "link": "status"}
-    assert {name: page[name].get_attribute("role") for name in roles} == roles
 
 
 def test_a_phone_needs_no_horizontal_scrolling(page):
@@ -367,7 +306,7 @@ def test_no_two_sequences_that_run_look_alike(page, served):
     """Two that run though 259 came and went between them: their blocks, and a free one."""
     running = [["sequence-1", 0], ["sequence-261", 260]]
     shown = {"running": running, "map": [[0, 1], [260, 1], [-1, 62]]}
-    frame = json.dumps(f"data: {json.dumps(next(frames(served.url)) | shown)}\n\n")
+    frame = json.dumps(f"data: {json.dumps(first_frame(served) | shown)}\n\n")
     source = f"""const ask = fetch; window.fetch = (path, options) =>
         path === "/live" ? Promise.resolve(new Response({frame})) : ask(path, options);"""
     name = "ScriptToEvaluateOnNewDocument"
@@ -460,9 +399,9 @@ def test_a_key_is_asked_for_and_large_pools_are_drawn(browser, house, reciter):
     browser.get("about:blank")
 
 
-def test_the_page_reports_a_lost_server_and_finds_it_again(browser, serve, house, reciter, slowly):
+def test_the_page_reports_a_lost_server_and_finds_it_again(browser, house, reciter, slowly):
     options = ("--model", str(reciter), *FEW_BLOCKS)
-    with serve(*options, "--grace", "0", env=slowly, module=MODULE) as running:
+    with serving(*options, "--grace", "0", env=slowly, module=MODULE) as running:
         page = Page(browser, running.url)
         page.link("Live")
         page.start(prompt="x", max_tokens="900", temperature="0")

@@ -129,9 +129,6 @@ def test_half_a_surrogate_pair_is_refused_and_named(kind, field, value):
     """JSON can express it and UTF-8 cannot: it has no tokens, and no answer can repeat it."""
     message, found = validation_message(refused(kind, **{"prompt": "a", field: value}))
     assert found == field and f"'{field}'" in message and "half of a surrogate pair" in message
-    whole = json.loads(r'{"prompt": "\ud83d\ude00", "stop": ["\ud83d\ude00"]}')
-    body = CompletionBody.model_validate(whole)
-    assert (body.prompts, body.stops) == (["\N{GRINNING FACE}"], ["\N{GRINNING FACE}"])
 
 
 # ---- no work without end
@@ -161,6 +158,7 @@ def test_lists_are_bounded():
     for kind, name, values in (
         (CompletionBody, "prompt", (["a"] * 1025, [[5]] * 1025)),
         *((kind, "n", (17, 2**62)) for kind in (CompletionBody, ChatBody)),
+        (ChatBody, "messages", (USER * 1001,)),
         (CompletionBody, "stop", (["a"] * 5, "a" * 257, ["a" * 257], "", [""])),
     ):
         for value in values:
@@ -171,12 +169,6 @@ def test_lists_are_bounded():
 
 
 # ---- meaning
-
-
-def test_prompts_of_every_form():
-    for prompt in (["a"], [[5, 6]], ["a", "b"], [[5], [6, 7]]):
-        assert completion(prompt=prompt).prompts == prompt
-        assert completion(prompt=prompt[0]).prompts == prompt[:1]
 
 
 def test_the_defaults_are_openais():
@@ -230,20 +222,7 @@ def test_an_error_is_small_whatever_its_message(status, text, times):
         assert ApiError(status, message, param).body() == body
 
 
-def test_the_message_names_the_field_and_what_to_send():
-    options = {"prompt": "a", "stream_options": {"include_usage": True}}
-    cases: list[Any] = [
-        (CompletionBody, {}, "prompt", ""),
-        (CompletionBody, {"prompt": 5}, "prompt", "at most 1024"),
-        *(
-            (kind, {"prompt": ["a"]}, "prompt", "valid string")
-            for kind in (GenerateBody, TokenizeBody)
-        ),
-        (CompletionBody, options, "stream_options", "needs 'stream': true"),
-    ]
-    for kind, fields, field, words in cases:
-        message, found = validation_message(refused(kind, **fields))
-        assert found == field and words in message
+def test_a_body_that_is_no_object_is_called_so():
     for name in ("json_invalid", "model_attributes_type"):
         bad = [{"type": name, "loc": ("body", 1), "msg": "..."}]
         assert validation_message(bad)[0].startswith("The body is not a JSON object")
@@ -264,11 +243,8 @@ def test_the_simple_template():
 @pytest.mark.parametrize("text", ["{content}", "{{ 7 * 7 }}", "{0.__class__}", "%s %(a)s", "${x}"])
 def test_a_message_is_never_a_template(text):
     """CVE-2025-61620, CVE-2026-5760: a client's text was run as a template."""
-    assert (
-        SIMPLE.prompt([protocol.Message(role="user", content=text)]) == f"User: {text}\nAssistant:"
-    )
-    other = SIMPLE.prompt([protocol.Message(role=text, content="x")])
-    assert other == f"{text.capitalize()}: x\nAssistant:"
+    messages = [protocol.Message(role=role, content=text) for role in ("user", text)]
+    assert SIMPLE.prompt(messages) == f"User: {text}\n{text.capitalize()}: {text}\nAssistant:"
 
 
 def test_a_template_from_a_file(tmp_path):
@@ -280,20 +256,12 @@ def test_a_template_from_a_file(tmp_path):
     assert load_template("simple") is SIMPLE and load_template("none") is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "{", "[]", "5", "{}"),
-        *(
-            f'{{"roles": {roles}, "start": {start}, "stops": {stops}}}'
-            for roles, start, stops in (
-                *(('{"user": "no content"}', '""', "[]"), ('{"user": 5}', '""', "[]")),
-                *(("[]", '""', "[]"), ("{}", "5", "[]")),
-                *(("{}", '""', stops) for stops in ('[""]', "[5]", '"abc"', "5")),
-            )
-        ),
-    ],
-)
+INVALID: list[dict[str, Any]] = [{"roles": {"user": "no content"}}, {"roles": {"user": 5}}]
+INVALID += [{"roles": []}, {"start": 5}, *({"stops": stops} for stops in ([""], [5], "abc", 5))]
+TEMPLATES = [json.dumps({"roles": {}, "start": "", "stops": []} | wrong) for wrong in INVALID]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", "{}", *TEMPLATES])
 def test_a_file_that_is_not_a_template_is_refused(tmp_path, text):
     path = tmp_path / "chat.json"
     path.write_text(text, encoding="utf-8")

@@ -1,79 +1,45 @@
-"""Clients that leave, stall and come in crowds, and too little time: what must be left of a server.
+"""A real server: two hundred clients that leave, and what happens from its start to its end.
 
-Real processes and sockets. Failing passes and the end of the server: test_faults.
+Clients that leave, late answers and failures one by one: test_inside.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import random
+import signal
 import socket
 import struct
-import time
 from contextlib import ExitStack
 
-import pytest
+import httpx2
 
-from stage06_serving.tests.crowd import (
-    HANG,
-    IDS,
-    LONG,
-    PASS,
-    SCORED,
-    SHORT,
-    connected,
-    error_of,
-    in_flight,
-    post,
-    post_bytes,
-    since,
-    text_of,
-)
-from stage06_serving.tests.faulty_server import until
+from shared.server import python
+from stage06_serving.tests.asking import ended, events, post
+from stage06_serving.tests.conftest import environment, until_idle
+from stage06_serving.tests.faulty_server import MODULE, VARIABLE, Fault, until
+from stage06_serving.tests.tools import HANG
 
-# ---- clients that leave
-
-
-@pytest.mark.parametrize("streams", [True, False], ids=["stream", "no stream"])
-def test_the_blocks_of_a_client_that_leaves_are_released(few, http, metrics, wait_idle, streams):
-    running, fault = few
-    before = wait_idle(running.url)
-    fault.plant(PASS)
-    with connected(running, post_bytes(LONG | {"stream": streams})):
-        until(lambda: since(before, metrics(running.url))["tokens"] >= 3)
-    counts = since(before, wait_idle(running.url))
-    assert (counts["abort"], counts["length"]) == (1, 0) and counts["tokens"] < 100
-    fault.mend()
-    assert post(http, running).status_code == 200
-
-
-def test_a_client_that_leaves_the_queue_is_never_served(few, http, metrics, wait_idle):
-    running, fault = few
-    before = wait_idle(running.url)
-    fault.plant("block")
-    with ExitStack() as stack:
-        for number in range(5):
-            data = post_bytes(SHORT | {"stream": number % 2 == 0})
-            stack.enter_context(connected(running, data))
-        until(lambda: in_flight(metrics(running.url)) == 5)
-    time.sleep(0.3)  # the engine is blocked, so nothing shows when the server has noticed
-    fault.mend()
-    counts = since(before, wait_idle(running.url))
-    assert counts["abort"] == 5 and counts["tokens"] <= 2  # of the pass that had begun
-    assert post(http, running).status_code == 200
-
-
+LONG = {"prompt": "abcd", "temperature": 0, "ignore_eos": True, "max_tokens": 200}
+SHORT = LONG | {"max_tokens": 8}
 PHASES = ("connected", "header", "body", "sent", "queue", "decode", "last")
+
+
+def post_bytes(body, path="/v1/completions"):
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 async def leave(port, phase, streams, chance):
     """Connect, go as far as `phase`, and leave: with an orderly end, or with a reset."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = (SHORT if phase == "last" else LONG) | {"stream": streams, "prompt": "abcd"}
+    body = (SHORT if phase == "last" else LONG) | {"stream": streams}
     data = post_bytes(body, chance.choice(["/v1/completions", "/generate"]))
     cut = {"connected": 0, "header": data.index(b"\r\n\r\n") // 2, "body": len(data) - 5}
     writer.write(data[: cut.get(phase, len(data))])
-    await writer.drain()
     if phase == "queue":
         await asyncio.sleep(chance.random() * 0.2)
     if phase == "decode" and streams:
@@ -89,11 +55,12 @@ async def leave(port, phase, streams, chance):
     writer.close()
 
 
-def test_a_storm_of_clients_that_leave(many, http, wait_idle):
-    """Two hundred, streaming and not, each gone at another moment. All is released."""
-    running, _ = many
-    expected = text_of(post(http, running))
-    before, log = wait_idle(running.url), running.stderr()
+def test_a_storm_of_clients_that_leave(house, tiny_folder):
+    """Streaming and not, each gone at another moment. All is released."""
+    options = "--max-sequences 24 --max-queue 300 --kv-memory 1MiB"
+    running = house("--model", str(tiny_folder), *options.split())
+    expected = post(running, json=SHORT).json()["choices"]
+    before, log = ended(until_idle(running.url)), running.stderr()
     chance = random.Random(0)
     clients = [(PHASES[number % 7], number // 7 % 2 == 0) for number in range(200)]
 
@@ -106,137 +73,63 @@ def test_a_storm_of_clients_that_leave(many, http, wait_idle):
             await asyncio.gather(*(one(*client) for client in clients))
 
     asyncio.run(storm())
-    counts = since(before, wait_idle(running.url))
-    assert counts["abort"] >= clients.count(("decode", True)) and counts["error"] == 0
-    assert counts["length"] >= clients.count(("last", True)) + clients.count(("last", False))
-    assert text_of(post(http, running)) == expected
+    after = ended(until_idle(running.url))
+    assert after["abort"] - before["abort"] >= clients.count(("decode", True))
+    last = clients.count(("last", True)) + clients.count(("last", False))
+    assert after["length"] - before["length"] >= last and after["error"] == 0
+    assert post(running, json=SHORT).json()["choices"] == expected
     assert "Traceback" not in running.stderr().removeprefix(log), running.stderr()
 
 
-# ---- overload
+def test_loading_draining_and_hurrying(tmp_path, tiny_folder):
+    """/health: the process works. /ready: it takes requests. The first signal lets answers end,
+    the second ends them; slow bodies and open pages delay nothing, and no traceback is logged."""
+    fault = Fault(tmp_path / "fault")
+    fault.plant("loading")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = f"-m {MODULE} --port {port} --linear plain --grace 3600 --model {tiny_folder}"
+    variables = environment({VARIABLE: str(fault.file)})
+    with ExitStack() as stack:
+        running = stack.enter_context(python(arguments.split(), variables))
+        running.url = url = f"http://127.0.0.1:{port}"
+        http = stack.enter_context(httpx2.Client(base_url=url, trust_env=False, timeout=HANG))
 
+        def answers(path, status):
+            with contextlib.suppress(httpx2.TransportError):
+                answer = http.get(path)
+                return answer.status_code == status and answer.json()
 
-def test_exactly_the_surplus_is_refused(few, at_once, metrics, wait_idle):
-    """Five have a place. The others are refused while the engine is blocked: without waiting."""
-    running, fault = few
-    before = wait_idle(running.url)
-    fault.plant("block")
-    answers = [at_once(running, SHORT | {"stream": number % 2 == 0}) for number in range(12)]
-    until(lambda: sum(answer.done() for answer in answers) == 7)
-    for answer in [answer.result() for answer in answers if answer.done()]:
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-        assert error_of(answer)["type"] == "ServiceUnavailableError"
-    assert in_flight(metrics(running.url)) == 5
-    fault.mend()
-    assert sum(answer.result().status_code == 200 for answer in answers) == 5
-    counts = since(before, wait_idle(running.url))
-    assert (counts["rejected"], counts["length"]) == (7, 5)
+        def ask(**fields):
+            body = LONG | {"stream": True, **fields}
+            asked = http.stream("POST", "/v1/completions", json=body)
+            return filter(None, stack.enter_context(asked).iter_lines())
 
+        def read(lines):
+            return events("\n\n".join([*lines, ""]))
 
-def test_each_sample_takes_a_place_and_releases_it(few, http, at_once, metrics, wait_idle):
-    running, fault = few
-    before = wait_idle(running.url)
-    drawn = SHORT | {"temperature": 1, "seed": 1}
-    for _ in range(2):  # the second time all places are free again
-        fault.plant("block")
-        accepted = [at_once(running, drawn | {"n": 3})]
-        until(lambda: in_flight(metrics(running.url)) == 3)
-        for more in ({"n": 3}, {"prompt": [IDS] * 3}):  # prompts count, too
-            assert post(http, running, drawn | more).status_code == 503
-        accepted.append(at_once(running, SHORT | {"prompt": [IDS] * 2}))
-        until(lambda: in_flight(metrics(running.url)) == 5)
-        assert post(http, running).status_code == 503
-        fault.mend()
-        assert [len(text_of(answer.result())) for answer in accepted] == [3, 2]
-        wait_idle(running.url)
-        assert post(http, running, SHORT | {"prompt": [300]}).status_code == 400
-        fault.plant("once")
-        assert post(http, running, drawn | {"n": 5}).status_code == 500
-        wait_idle(running.url)
-    assert since(before, wait_idle(running.url))["length"] >= 10
-
-
-def test_a_scored_prompt_takes_a_place_too(few, http, at_once, metrics, wait_idle):
-    """`echo` without tokens is work for the engine, though no sequence."""
-    running, fault = few
-    before = wait_idle(running.url)
-    fault.plant("block")
-    answers = [at_once(running, SHORT)]
-    until(lambda: in_flight(metrics(running.url)) == 1)
-    answers += [at_once(running, SCORED | {"stream": number % 2 == 0}) for number in range(7)]
-    until(lambda: sum(answer.done() for answer in answers) == 3)
-    assert post(http, running, SCORED).status_code == post(http, running).status_code == 503
-    fault.mend()
-    assert sorted(answer.result().status_code for answer in answers) == [200] * 5 + [503] * 3
-
-    assert since(before, wait_idle(running.url))["length"] == 1  # what was scored is no sequence
-
-
-def test_a_reader_that_stalls_delays_no_other(many, http, at_once, wait_idle):
-    """It requests megabytes and does not read them. Its answer is computed, and kept for it."""
-    running, _ = many
-    expected = text_of(post(http, running))
-    body = LONG | {"max_tokens": 190, "prompt": [[index] for index in range(12)]}
-    with socket.socket() as stalled:
-        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        stalled.connect(("127.0.0.1", running.port))
-        stalled.settimeout(HANG)
-        stalled.sendall(post_bytes(body | {"logprobs": 20, "stream": True}))
-        answers = [at_once(running, SHORT) for _ in range(8)]
-        assert [text_of(answer.result()) for answer in answers] == [expected] * 8
-        wait_idle(running.url)
-        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
-        received = bytearray()
-        while not received.endswith(b"0\r\n\r\n"):
-            received += stalled.recv(2**16)
-    assert len(received) > 2**20 and received.count(b"data: [DONE]") == 1
-    assert sum(b'"finish_reason":"length"' in line for line in received.splitlines()) == 12
-
-
-def test_health_answers_while_the_engine_computes(few, http, at_once, metrics):
-    running, fault = few
-    fault.plant("block")
-    answer = at_once(running, SHORT)
-    until(lambda: in_flight(metrics(running.url)) == 1)
-    for _ in range(20):
-        assert http.get(f"{running.url}/health").json() == {"status": "ok"}
-    assert http.post(f"{running.url}/tokenize", json={"prompt": "abc"}).json()["count"] == 3
-    assert not answer.done()
-    fault.mend()
-    assert answer.result().status_code == 200
-
-
-# ---- time
-
-
-@pytest.mark.parametrize("pace", [PASS, "block"], ids=["slow", "stuck"])
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_late_request_is_aborted_and_answered_504(hasty, http, wait_idle, pace, n):
-    running, fault = hasty
-    before = wait_idle(running.url)
-    fault.plant(pace)
-    answer = post(http, running, LONG | {"n": n, "temperature": 1})
-    assert answer.status_code == 504 and error_of(answer)["type"] == "TimeoutError"
-    assert answer.headers["x-should-retry"] == "false"  # a retry makes it worse
-    if pace == "block":
-        fault.mend()
-    counts = since(before, wait_idle(running.url))
-    assert counts["abort"] == n and counts["tokens"] < 100 * n
-    fault.mend()
-    assert post(http, running).status_code == 200
-
-
-@pytest.mark.parametrize("tokens", [0, 5])
-def test_a_late_echo_is_answered_504(hasty, http, at_once, metrics, wait_idle, tokens):
-    """The prompt is scored before an answer begins, and the time for it counts."""
-    running, fault = hasty
-    before = wait_idle(running.url)
-    fault.plant("block")
-    beside = at_once(running, SHORT)
-    until(lambda: in_flight(metrics(running.url)) == 1)
-    answer = post(http, running, SCORED | {"max_tokens": tokens, "stream": True})
-    assert answer.status_code == 504 and error_of(answer)["type"] == "TimeoutError"
-    assert answer.headers["x-should-retry"] == "false" and beside.result().status_code == 504
-    fault.mend()
-    assert since(before, wait_idle(running.url))["abort"] == (2 if tokens else 1)
-    assert post(http, running, SCORED).status_code == 200
+        until(lambda: answers("/ready", 503))
+        assert answers("/health", 200) == {"status": "loading"}
+        early = post(running, json=SHORT)
+        assert early.headers["retry-after"] and "loaded" in early.json()["error"]["message"]
+        fault.plant("0.05")  # seconds more for each pass: 200 tokens take ten seconds
+        until(lambda: answers("/ready", 200) == {"status": "ok"})
+        slow = [socket.create_connection(("127.0.0.1", port), timeout=HANG) for _ in range(3)]
+        for each in slow:
+            stack.enter_context(each).sendall(post_bytes(SHORT)[:-3])
+        assert stack.enter_context(http.stream("GET", "/live")).status_code == 200
+        ends, lasts = ask(max_tokens=20), ask()
+        begun = [next(ends) for _ in range(3)]
+        running.process.terminate()
+        until(lambda: answers("/health", 200) == {"status": "draining"})
+        for refused in (post(running, json=SHORT), http.get("/ready")):
+            assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert read([*begun, *ends])[-1]["choices"][0]["finish_reason"] == "length"
+        running.process.terminate()
+        *chunks, last = read(lasts)
+        assert last["error"]["code"] == 503 and "shutting down" in last["error"]["message"]
+        assert 6 <= len(chunks) < 200 and not any("error" in chunk for chunk in chunks)
+        assert [each.recv(2**16).split(b" ")[1] for each in slow] == [b"503"] * 3
+        assert running.process.wait(HANG) == -signal.SIGTERM
+        log = running.stderr()
+    assert "Traceback" not in log and "ERROR" not in log, log

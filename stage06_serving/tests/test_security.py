@@ -7,7 +7,6 @@ import json
 import pickle
 import secrets
 import shutil
-import socket
 from pathlib import Path
 
 import psutil
@@ -16,14 +15,11 @@ from fastapi import FastAPI
 
 from shared.errors import UserError
 from stage06_serving.__main__ import make_engine
-from stage06_serving.app import failure
 from stage06_serving.guard import LARGEST_BODY, Guard
-from stage06_serving.protocol import MOST_MESSAGES, MOST_PROMPTS, MOST_SAMPLES
 from stage06_serving.settings import Settings
 from stage06_serving.tests.asking import PROMPT, exchange, get, post
+from stage06_serving.tests.conftest import read_metrics
 
-CHAT = "/v1/chat/completions"
-PATHS = ("/v1/completions", CHAT, "/generate", "/tokenize", "/detokenize")
 LARGEST_ERROR = 2048  # bytes
 JSON = {"Content-Type": "application/json"}
 WORD = "a-word-of-the-client"
@@ -47,15 +43,7 @@ def status_of(server, target, *headers, method="GET", host="localhost"):
     return int(exchange(server, text + b"\r\n\r\n").split(b" ")[1])
 
 
-# ---- sizes --------------------------------------------------------------------------------------
-
-
-def test_lists_are_bounded_and_counted(server):
-    refused(post(server, json={"prompt": [[5]] * 100_000}))
-    full = {"prompt": ["a"] * MOST_PROMPTS, "n": MOST_SAMPLES, "temperature": 1}
-    assert "16384" in refused(post(server, json=full))
-    messages = [{"role": "user", "content": "a"}] * (MOST_MESSAGES + 1)
-    refused(post(server, CHAT, json={"messages": messages}))
+# ---- bodies -------------------------------------------------------------------------------------
 
 
 def test_bodies_have_a_limit(server):
@@ -68,28 +56,13 @@ def test_bodies_have_a_limit(server):
     assert psutil.Process(server.process.pid).memory_info().rss - before < 16 * 2**20
 
 
-def test_an_error_does_not_repeat_the_request(server):
-    for field in ({"prompt": [WORD, 5]}, {"prompt": {WORD: WORD}}, {"n": WORD}):
-        assert WORD not in refused(post(server, json={"prompt": PROMPT, **field}))
-    refused(post(server, json={"prompt": PROMPT, "model": "😀" * 100_000}), 404)
-    refused(get(server, "/" + "x" * 8000), 404)
-    error = failure(ValueError(WORD))  # of a defect: only the log shows it
-    assert error.status == 500 and WORD not in json.dumps(error.body())
-
-
-# ---- JSON ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "body",
     [
         *(b"", b"{", b"null", b"[]", b"5", b'"a"', b"\xff\xfe", b"\x00", b'{"prompt": "a",}'),
         *(b'["x"' + b',"x"' * 200_000 + b"]", b'{"prompt": [true' + b",true" * 150_000 + b"]}"),
         b'{"prompt": "a", "logit_bias": {"' + "😀".encode() * 100_000 + b'": 1}}',
-        *(
-            rb'{"prompt": "a \ud83d b", "echo": true, "logprobs": 2}',
-            rb'{"prompt": "a", "n": "\ud83d"}',
-        ),
+        *(rb'{"prompt": "a \ud83d b", "echo": true}', rb'{"prompt": "a", "n": "\ud83d"}'),
         *(b"[" * 100_000, b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000),
         b'{"prompt":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
         b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
@@ -104,17 +77,10 @@ def test_unreadable_bodies_are_refused(server, body):
     refused(post(server, content=body, headers=JSON))
 
 
-@pytest.mark.parametrize(("field", "status"), [("model", 404), ("user", 200)])
-def test_half_a_surrogate_pair_breaks_nothing(server, field, status):
-    """JSON has it and UTF-8 does not: an answer that repeated it was a 500."""
-    body = rb'{"prompt": "a", "max_tokens": 2, "%s": "\ud83d"}' % field.encode()
-    answer = post(server, content=body, headers=JSON)
-    assert answer.status_code == status and (status == 200 or refused(answer, status))
-
-
 # ---- HTTP ---------------------------------------------------------------------------------------
 
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+POST += b"Content-Type: application/json\r\n"
 BODY = b'{"prompt": "a", "max_tokens": 1}'
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
@@ -130,20 +96,16 @@ CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
         CHUNKED + b"-1\r\n" + BODY,
         POST + b"Content-Length : 32\r\n\r\n" + BODY,
         b"\x16\x03\x01\x02\x00" + bytes(64),
+        CHUNKED[:-2] + b"Content-Length: 4\r\n\r\n20\r\n" + BODY + b"\r\n0\r\n\r\n",
     ],
 )
-def test_a_message_with_two_lengths_is_refused(server, data):
+def test_a_message_with_two_lengths_is_refused_or_read_once(server, data):
     """CVE-2025-43859: if the server and the proxy before it disagree on the end of a body, the rest
     becomes another request."""
     answer = exchange(server, data)
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
-
-
-def test_a_chunked_body_with_a_length_is_read_once(server):
-    """h11 reads the chunks, as the standard has it; the rest is no second request."""
-    head = POST + b"Connection: close\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
-    answer = exchange(server, head + b"20\r\n" + BODY + b"\r\n0\r\n\r\n")
-    assert answer.count(b"HTTP/1.1 ") == 1 and answer.split(b" ")[1] in (b"200", b"400")
+    both = b"chunked\r\nContent-Length" in data  # h11 reads the chunks, as the standard has it
+    assert answer[:10] in ((b"HTTP/1.1 2", b"HTTP/1.1 4") if both else (b"HTTP/1.1 4", b""))
+    assert answer.count(b"HTTP/1.1 ") <= 1
 
 
 def test_only_json_is_read_and_no_origin_is_allowed(server):
@@ -158,9 +120,6 @@ def test_only_json_is_read_and_no_origin_is_allowed(server):
 
 
 # ---- keys ---------------------------------------------------------------------------------------
-
-KEY = "Authorization: Bearer first-key"
-
 
 HOSTS = ("x/health?", "127.0.0.1/health#", "x/health/../", "", "a@b/?")
 SPELLINGS = (
@@ -198,11 +157,10 @@ def test_a_key_opens_everything_and_nothing_else_does(locked):
 def test_keys_are_compared_in_constant_time(monkeypatch):
     """CVE-2025-59425: `==` ends at the first letter that differs, and its time shows where."""
     compared: list[tuple[bytes, bytes]] = []
-    real = secrets.compare_digest
 
     def compare(digest, known):
         compared.append((digest, known))
-        return real(digest, known)
+        return digest == known
 
     monkeypatch.setattr(secrets, "compare_digest", compare)
     keys = ("first", "second", "third")
@@ -219,9 +177,7 @@ def test_keys_do_not_share_a_prefix(locked):
     """CVE-2025-46570: the time to the first token showed whether another client sent the same."""
 
     def hits() -> float:
-        text = get(locked, "/metrics", headers={"Authorization": "Bearer first-key"}).text
-        name = "vllm:prefix_cache_hits_total"
-        return float(next(line for line in text.splitlines() if line.startswith(name)).split()[-1])
+        return read_metrics(locked.url, "first-key")["vllm:prefix_cache_hits_total"]
 
     found = [hits()]
     for key in ("first-key", "first-key", "second-key", "second-key"):
@@ -235,21 +191,6 @@ def test_keys_do_not_share_a_prefix(locked):
 # ---- programs and addresses ---------------------------------------------------------------------
 
 
-def test_no_address_of_a_client_is_opened(server):
-    """CVE-2026-22773 and its like: the server fetched the address in a request."""
-    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
-        elsewhere.settimeout(0.3)
-        url = f"http://127.0.0.1:{elsewhere.getsockname()[1]}/x.png"
-        for kind in ("image_url", "input_audio"):
-            part = {"type": kind, kind: {"url": url, "data": url}}
-            message = {"role": "user", "content": [part]}
-            refused(post(server, CHAT, json={"messages": [message]}))
-        message = {"role": "user", "content": url}
-        assert post(server, CHAT, json={"messages": [message], "max_tokens": 1}).status_code == 200
-        with pytest.raises(TimeoutError):
-            elsewhere.accept()
-
-
 class Opened(str):
     """A pickle that opens the file with this name when it is read."""
 
@@ -257,29 +198,22 @@ class Opened(str):
         return (open, (str(self), "w"))
 
 
-@pytest.fixture
-def folder(tiny_folder, tmp_path):
-    """A copy of the tiny checkpoint; no program in it may create the file `opened` beside it."""
-    yield shutil.copytree(tiny_folder, tmp_path / "model")
-    assert not (tmp_path / "opened").exists()
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.safetensors"])
-def test_no_pickle_is_read(folder, tmp_path, name):
-    """CVE-2025-32434, CVE-2026-24747, CVE-2025-24357: weights in a pickle are a program."""
-    (folder / "model.safetensors").unlink()
-    (folder / name).write_bytes(pickle.dumps(Opened(tmp_path / "opened")))
-    with pytest.raises(UserError, match="safetensors"):
-        make_engine(Settings(model=str(folder)))
-
-
-def test_no_code_of_a_model_is_run(folder, tmp_path):
-    """CVE-2026-22807: the folder named a Python file, which was run without asking."""
+def test_no_program_that_comes_with_a_model_is_run(tiny_folder, tmp_path):
+    """CVE-2026-22807: its config named a Python file. CVE-2025-32434, CVE-2026-24747,
+    CVE-2025-24357: weights in a pickle are a program."""
+    folder, opened = shutil.copytree(tiny_folder, tmp_path / "model"), tmp_path / "opened"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (folder / "code.py").write_text(f"open({str(tmp_path / 'opened')!r}, 'w')", encoding="utf-8")
-    make_engine(Settings(model=str(folder), kv_memory="1MiB", linear="plain"))
+    (folder / "code.py").write_text(f"open({str(opened)!r}, 'w')", encoding="utf-8")
+    settings = Settings(model=str(folder), kv_memory="1MiB", linear="plain")
+    make_engine(settings)
+    for name in ("model.safetensors", "pytorch_model.bin", "model.pt"):
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        (folder / name).write_bytes(pickle.dumps(Opened(opened)))
+        with pytest.raises(UserError, match="safetensors"):
+            make_engine(settings)
+    assert not opened.exists()
 
 
 def test_one_process_listens_on_one_address(server):

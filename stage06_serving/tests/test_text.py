@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-import httpx2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +16,7 @@ from hypothesis import strategies as st
 from shared.checkpoint import STORIES
 from shared.tokenizer import AnyTokenizer, Tokenizer
 from stage06_serving.service import Service
+from stage06_serving.tests.asking import events, post
 from stage06_serving.text import TextStream, overlap
 
 REAL = Tokenizer.from_folder(STORIES)
@@ -174,23 +173,17 @@ def test_long_texts_are_tokenized_and_joined_off_the_loop(monkeypatch):
     """A megabyte into tokens, and these into text again, took the event loop two seconds."""
     on_loop: list[bool] = []
 
-    class Watched(Tokenizer):
-        def encode(self, text: str) -> list[int]:
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
             on_loop.append(threading.current_thread() is threading.main_thread())
-            return super().encode(text)
+            return method(*arguments)
 
-        def decode(self, ids: Iterable[int]) -> str:
-            on_loop.append(threading.current_thread() is threading.main_thread())
-            return super().decode(ids)
+        return call
 
-    loaded: Any = SimpleNamespace(tokenizer=Watched.from_folder(STORIES))
-    service = Service(cast(Any, None), loaded, "", None, 1.0)
+    tokenizer = SimpleNamespace(encode=watched(REAL.encode), decode=watched(REAL.decode))
+    service = Service(cast(Any, None), cast(Any, SimpleNamespace(tokenizer=tokenizer)), "", None, 1)
     monkeypatch.setattr("stage06_serving.service.LONG_TEXT", 20)
-    for text, expected in (
-        ("once", (1, 1)),
-        ("once upon a time " * 2, (0, 1)),
-        ("a " * 80, (0, 0)),
-    ):
+    for text, expected in ("once", (1, 1)), ("once upon a time " * 2, (0, 1)), ("a " * 80, (0, 0)):
         on_loop.clear()
         ids = asyncio.run(service.encode(text))
         assert ids == REAL.encode(text)
@@ -208,27 +201,24 @@ def test_streams_equal_whole_answers(house, tiny_folder):
     bias = {str(byte): 5.0 for byte in {*"😀日é中 ok\n".encode()}}
     fields = {"max_tokens": 9, "temperature": 1, "logit_bias": bias, "return_token_ids": True}
     options = ("--dtype", "float64", "--kv-memory", "1MiB", "--no-sanitize")
-    url = house("--model", str(tiny_folder), *options).url
+    running = house("--model", str(tiny_folder), *options)
     broken = stops = 0
-    with httpx2.Client(base_url=url, timeout=60, trust_env=False) as client:
-        for number, text in enumerate(mixed_texts(40)):
-            body: dict[str, Any] = {**fields, "prompt": f"Say {text}", "seed": number}
-            whole = client.post("/v1/completions", json=body).json()["choices"][0]
-            decoded = tokenizer.decode(id for id in whole["token_ids"] if id != 256)
-            assert whole["text"] == decoded  # so a U+FFFD in it is one of the full decode
-            broken += "\ufffd" in decoded
-            if number % 2 and len(decoded) > 4:
-                stop, stops = decoded[3:5], stops + 1
-                body["stop"] = [stop, "never"]
-                whole = client.post("/v1/completions", json=body).json()["choices"][0]
-                assert whole["text"] == decoded[: decoded.index(stop)]
-                assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", stop)
-            answer = client.post("/v1/completions", json=body | {"stream": True})
-            *lines, done, _ = answer.text.split("\n\n")
-            assert done == "data: [DONE]"
-            choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
-            assert "".join(choice["text"] for choice in choices) == whole["text"]
-            assert [id for choice in choices for id in choice["token_ids"]] == whole["token_ids"]
-            reasons = [choice["finish_reason"] for choice in choices]
-            assert reasons == [None] * (len(choices) - 1) + [whole["finish_reason"]]
+    for number, text in enumerate(mixed_texts(40)):
+        body: dict[str, Any] = {**fields, "prompt": f"Say {text}", "seed": number}
+        whole = post(running, json=body).json()["choices"][0]
+        decoded = tokenizer.decode(id for id in whole["token_ids"] if id != 256)
+        assert whole["text"] == decoded  # so a U+FFFD in it is one of the full decode
+        broken += "\ufffd" in decoded
+        if number % 2 and len(decoded) > 4:
+            stop, stops = decoded[3:5], stops + 1
+            body["stop"] = [stop, "never"]
+            whole = post(running, json=body).json()["choices"][0]
+            assert whole["text"] == decoded[: decoded.index(stop)]
+            assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", stop)
+        chunks = events(post(running, json=body | {"stream": True}).text)
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert "".join(choice["text"] for choice in choices) == whole["text"]
+        assert [id for choice in choices for id in choice["token_ids"]] == whole["token_ids"]
+        reasons = [choice["finish_reason"] for choice in choices]
+        assert reasons == [None] * (len(choices) - 1) + [whole["finish_reason"]]
     assert broken > 12 and stops > 8  # otherwise it shows nothing

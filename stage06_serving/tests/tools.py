@@ -1,10 +1,11 @@
-"""Helpers for tests of engines: prompts, gates and faults before a pass, scripts for a loop."""
+"""Helpers for tests of engines: prompts, gates and faults before a pass, engines on a thread."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from stage01_forward.engine import Engine as Naive
@@ -64,19 +65,17 @@ def is_empty(engine: AnyEngine) -> bool:
     return not (status.running or status.waiting or status.owned)
 
 
-def run(engine: AnyEngine, script: Callable[[AsyncEngine], Any], max_queue: int = 64) -> Any:
-    """What `script` returns, with `engine` on its thread; afterwards the thread has ended."""
-
-    async def main() -> Any:
-        running = AsyncEngine(engine, max_queue)
-        running.start()
-        try:
-            async with asyncio.timeout(HANG):
-                return await script(running)
-        finally:
-            await running.stop()
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def started(engine: AnyEngine, max_queue: int = 64) -> AsyncIterator[AsyncEngine]:
+    """`engine` on its thread, which then ends. Unless it has died, nothing may be left in it."""
+    running = AsyncEngine(engine, max_queue)
+    running.start()
+    try:
+        async with asyncio.timeout(HANG):
+            yield running
+    finally:
+        await running.stop()
+    assert is_empty(engine) or not running.alive
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,21 +92,28 @@ class Inside:
         self.app, self.engine = app, engine
 
     @staticmethod
-    def run(script: Callable[[Inside], Awaitable[Any]], **settings: Any) -> Any:
-        """Run `script` while the server is up, and return its result. settings: the server's."""
+    @asynccontextmanager
+    async def serving(**settings: Any) -> AsyncIterator[Inside]:
+        """The server, up while the block lasts. settings: the server's."""
         modules = ("app", "__main__", "async_engine", "settings")
         app_module, program, async_engine, options = (
             importlib.import_module(f"stage06_serving.{name}") for name in modules
         )
+        thread = async_engine.EngineThread()
+        wanted = options.Settings(**{"linear": "plain", "kv_memory": "32MiB", **settings})
+        made = thread.run(lambda: program.make_engine(wanted))
+        engine, _ = made.result()
+        app = app_module.create_app(made, wanted, None, thread)
+        async with asyncio.timeout(HANG), app.router.lifespan_context(app):
+            yield Inside(app, engine.engine)
+
+    @staticmethod
+    def run(script: Callable[[Inside], Awaitable[Any]], **settings: Any) -> Any:
+        """Run `script` while the server is up, and return its result. settings: the server's."""
 
         async def main() -> Any:
-            thread = async_engine.EngineThread()
-            wanted = options.Settings(**{"linear": "plain", "kv_memory": "32MiB", **settings})
-            made = thread.run(lambda: program.make_engine(wanted))
-            engine, _ = made.result()
-            app = app_module.create_app(made, wanted, None, thread)
-            async with asyncio.timeout(HANG), app.router.lifespan_context(app):
-                return await script(Inside(app, engine.engine))
+            async with Inside.serving(**settings) as inside:
+                return await script(inside)
 
         return asyncio.run(main())
 
