@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ async def test_the_tokens_are_those_of_the_first_stage(gated, expected):
 async def test_samples_of_a_prompt_share_its_blocks(gated, tiny_model):
     """All of them are read at once, and each token belongs to its ticket."""
     made, gate = gated()
-    options = {"max_tokens": 6, "temperature": 1, "ignore_eos": True}
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 1, "ignore_eos": True}
     sampling = [SamplingParams(seed=seed, **options) for seed in range(3)]
     prompt = prompt_of(10)
     async with started(made) as running:
@@ -229,7 +230,7 @@ async def test_a_call_is_made_on_the_thread_between_two_steps(gated, expected):
 
 async def test_requests_that_outlast_the_grace_end_with_an_error(gated):
     made, gate = gated(max_sequences=1)
-    ended: list[tuple[str, str]] = []
+    ended: list[tuple[str, str | None]] = []
     async with started(made) as running:
         running.listeners.append(
             lambda step, spoke, over: ended.extend((ticket.id, ticket.reason) for ticket in over)

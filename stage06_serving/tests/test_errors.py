@@ -12,7 +12,8 @@ from stage06_serving.tests.asking import CHAT, PROMPT, TOKENIZER, chat, complete
 
 JSON = {"content-type": "application/json"}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}
-USER, TEXT = {"role": "user", "content": "a"}, {"type": "text"}
+USER: dict[str, Any] = {"role": "user", "content": "a"}
+CONTENTS: list[Any] = [5, [{}], [{"type": "text"}]]
 EMPTY: list[Any] = ["", " \n ", [], [[]], [""], [PROMPT, ""]]  # CVE-2024-8768: it ended the engine
 
 
@@ -68,7 +69,7 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         (CHATS, {"max_tokens": 0}, "at least 1"),
         *((CHATS, {"messages": value}, "") for value in ([], "hello", ["hello"])),
         *((CHATS, {"messages": [value]}, "") for value in ({"content": "a"}, USER | {"role": ""})),
-        *((CHATS, {"messages": [USER | {"content": value}]}, "") for value in (5, [{}], [TEXT])),
+        *((CHATS, {"messages": [USER | {"content": value}]}, "") for value in CONTENTS),
         (CHATS, {"messages": [USER | {"content": [IMAGE]}]}, "no images"),  # CVE-2026-22773
         (CHATS, {"messages": [USER | {"content": "a " * 2000}]}, "context length"),
         ("/generate", {"logit_bias": {"2048": 1}}, "2047"),
