@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
 
+from .. import paths
 from ..checkpoint import PRESETS, Checkpoint, Config, random_tensors
 from ..parity import random_prompt
 from ..tokenizer import byte_alphabet
@@ -102,6 +105,14 @@ def make_folder(folder: Path, vocabulary: int = 257) -> Path:
     )
     (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
     return folder
+
+
+def python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python words` in the project's folder, without input; it has both outputs. options: of
+    `subprocess.run`."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "input": ""}
+    given = {"cwd": paths.ROOT, "encoding": "utf-8", "timeout": 600, **pipes, **options}
+    return subprocess.run([sys.executable, *map(str, words)], **given)
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 from xml.etree import ElementTree
@@ -18,9 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
 from shared import charts
-from shared.paths import ROOT
-
-X = [1, 2, 4, 8]
+from shared.course.testing import python
 
 
 def some_lines() -> Figure:
@@ -28,7 +24,7 @@ def some_lines() -> Figure:
     series |= {"third": [1, 2, 3, math.nan], "guess": [9, 18, 36, 78]}
     spread = {"first": [(9, 11), (18, 22), (38, 42), (75, 85)]}
     more: dict[str, Any] = {"spread": spread, "dashed": ["guess"], "limits": {"memory": 90.0}}
-    return charts.lines("Batches help", "batch", "tok/s", X, series, **more)
+    return charts.lines("Batches help", "batch", "tok/s", [1, 2, 4, 8], series, **more)
 
 
 def some_bars() -> Figure:
@@ -69,8 +65,7 @@ for draw in CHARTS: charts.save(draw(), Path(sys.argv[1], draw.__name__))
 
 
 def test_a_chart_has_the_same_bytes_in_another_process(tmp_path):
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    python("-c", PROGRAM, tmp_path, check=True)
     for draw in CHARTS:
         content = (tmp_path / draw.__name__).read_bytes()
         assert content == charts.render(draw())
@@ -106,15 +101,12 @@ def test_colours_are_apart_in_grey_and_for_the_colour_blind():
     levels = sorted(lab(rgb)[0] for rgb in linear)
     assert min(b - a for a, b in itertools.pairwise(levels)) > 10
     assert levels[-1] < 80  # and still show on white
+    for shapes in (charts.MARKERS, charts.LINES, charts.HATCHES):
+        assert len({str(shape) for shape in shapes}) == len(charts.COLOURS)
     for matrix in BLINDNESS.values():
         cones = np.array(matrix.split(), float).reshape(3, 3) / 1e6
         seen = [lab(cones @ rgb) for rgb in linear]
         assert min(float(np.linalg.norm(a - b)) for a, b in itertools.combinations(seen, 2)) > 25
-
-
-def test_each_series_has_a_shape_of_its_own():
-    for shapes in (charts.MARKERS, charts.LINES, charts.HATCHES):
-        assert len({str(shape) for shape in shapes}) == len(charts.COLOURS)
 
 
 @pytest.mark.parametrize("draw", CHARTS)
@@ -140,22 +132,20 @@ def test_every_series_and_limit_is_named_beside_its_marks():
     assert "20.0" in labels and not any("nan" in label for label in labels)
 
 
-PAIR = {"a": [1.0, 2.0]}
+ONE, PAIR = {"a": [1.0]}, {"a": [1.0, 2.0]}
+MISFITS: list[tuple[dict[str, list[float]], dict[str, list[tuple[float, float]]] | None]] = [
+    *(({}, None), (ONE, None), ({"a": [math.nan, math.nan]}, None)),
+    *((dict.fromkeys("abcdef", [1.0, 2.0]), None), (PAIR, {"a": [(0.0, 1.0)]})),
+    (PAIR, {"b": [(0.0, 1.0), (0.0, 1.0)]}),
+]
 
 
-@pytest.mark.parametrize(
-    ("series", "spread"),
-    [
-        *(({}, None), ({"a": [1.0]}, None), ({"a": [math.nan, math.nan]}, None)),
-        *(({name: [1.0, 2.0] for name in "abcdef"}, None), (PAIR, {"a": [(0.0, 1.0)]})),
-        (PAIR, {"b": [(0.0, 1.0), (0.0, 1.0)]}),
-    ],
-)
-def test_data_that_do_not_fit_are_refused(series, spread):
-    with pytest.raises(ValueError):
-        charts.lines("t", "x", "y", [1, 2], series, spread=spread)
-    with pytest.raises(ValueError):
-        charts.bars("t", "x", ["g", "h"], series, spread=spread)
+def test_data_that_do_not_fit_are_refused():
+    for series, spread in MISFITS:
+        with pytest.raises(ValueError):
+            charts.lines("t", "x", "y", [1, 2], series, spread=spread)
+        with pytest.raises(ValueError):
+            charts.bars("t", "x", ["g", "h"], series, spread=spread)
     with pytest.raises(ValueError, match="'b' has points and no peak"):
         charts.roofline("t", "n", 10.0, {"a": 100.0}, {"b": [(1.0, 5.0, "1")]})
     with pytest.raises(ValueError, match="one to 5"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import date
+from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -42,7 +43,7 @@ CHAT = [
 ]
 
 
-def text_of(template: FolderTemplate, messages: list[dict[str, str]], start: bool = True) -> str:
+def text_of(template: Any, messages: list[dict[str, str]], start: bool = True) -> str:
     return "".join(text for text, _ in template.render(messages, start))
 
 
@@ -67,42 +68,32 @@ def test_control_tokens_of_users_stay_text():
     assert control.count("<|im_end|>") == 1 and control.count("<|im_start|>") == 2
 
 
-@pytest.mark.parametrize(
-    "source, words",
-    [
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "over 1 s",
-        ),
-        ("{% for a in range(99999) %}{{ messages | tojson }}{% endfor %}", "1,048,576 characters"),
-        ("{{ 'a' * 9 ** 8 }}", "too long a text"),
-        ("{% set n = messages | length %}{{ 9 ** (9 ** (8 * n)) }}", "too large a result"),
-        ("{{ messages.__class__.__base__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ raise_exception('no system prompt') }}", "no system prompt"),
-        ("{{ messages[0].content + 1 }}", "TypeError"),
-    ],
-)
-def test_bad_templates_end_in_one_sentence(source, words):
-    with pytest.raises(UserError, match="chat template") as error:
+BAD_TEMPLATES = {
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "over 1 s",
+    "{% for a in range(99999) %}{{ messages | tojson }}{% endfor %}": "1,048,576 characters",
+    "{{ 'a' * 9 ** 8 }}": "too long a text",
+    "{% set n = messages | length %}{{ 9 ** (9 ** (8 * n)) }}": "too large a result",
+    **dict.fromkeys(("{{ messages.__class__.__base__ }}", "{{ messages.append(1) }}"), "unsafe"),
+    "{{ raise_exception('no system prompt') }}": "no system prompt",
+    "{{ messages[0].content + 1 }}": "TypeError",
+}
+
+
+@pytest.mark.parametrize("source", BAD_TEMPLATES)
+def test_bad_templates_end_in_one_sentence(source):
+    with pytest.raises(UserError, match=f"chat template.*{BAD_TEMPLATES[source]}"):
         FolderTemplate(source).render(CHAT)
-    assert words in str(error.value)
     assert len(text_of(FolderTemplate("{{ 'ab' * 4 }}{{ 2 ** 3 }}"), CHAT)) == 9 < MOST_CHARACTERS
 
 
 def test_what_a_folder_holds(tmp_path):
     assert load(None) is None and load(tmp_path) is None
-    config = tmp_path / "tokenizer_config.json"
-    named = [
-        {"name": "tools", "template": "T"},
-        {"name": "default", "template": "{{ bos_token }}D"},
-    ]
-    config.write_text(json.dumps({"chat_template": named, "bos_token": {"content": "<s>"}}))
-    template = load(tmp_path)
-    assert template is not None and text_of(template, CHAT) == "<s>D"
+    named = [{"name": name, "template": f"{{{{ bos_token }}}}{name}"} for name in ("T", "default")]
+    fields = {"chat_template": named, "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    assert text_of(load(tmp_path), CHAT) == "<s>default"
     (tmp_path / "chat_template.jinja").write_text("file")
-    template = load(tmp_path)
-    assert template is not None and text_of(template, CHAT) == "file"
+    assert text_of(load(tmp_path), CHAT) == "file"
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(UserError, match="invalid"):
         load(tmp_path)

@@ -5,49 +5,43 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import psutil
 import pytest
 import torch
+from huggingface_hub.errors import RepositoryNotFoundError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from shared import checkpoint
-from shared.checkpoint import PRESETS, STORIES, WEIGHTS, Config, check_vocabulary, load
+from shared.checkpoint import PRESETS, STORIES, WEIGHTS, Config, load
+from shared.course.testing import random_checkpoint
 from shared.errors import UserError
+from shared.peers import transformers_model
 from shared.tokenizer import load_tokenizer
 
 Tensors = dict[str, torch.Tensor]
-SIZES = {"vocab_size": 101, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3}
+SIZES: Any = {"vocab_size": 101, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3}
 
 
 @pytest.fixture(scope="module")
-def model() -> GPT2LMHeadModel:
-    """Random weights, none of them 0 or 1, so that a misplaced tensor shows."""
-    config = GPT2Config(**SIZES, bos_token_id=100, eos_token_id=100)
-    generator = torch.Generator().manual_seed(0)
-    model = GPT2LMHeadModel(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.5, generator=generator)
-    return model
+def model() -> Any:
+    return transformers_model(random_checkpoint(Config(**SIZES)), torch.float32)
 
 
 @pytest.fixture(scope="module")
-def expected(model: GPT2LMHeadModel) -> Tensors:
+def expected(model: Any) -> Tensors:
     return dict(model.transformer.state_dict())
 
 
 @pytest.fixture(scope="module")
-def original(model: GPT2LMHeadModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder := tmp_path_factory.mktemp("gpt2"))
     return folder
 
@@ -83,7 +77,7 @@ def test_a_folder_of_transformers(original, model, expected, tmp_path):
     before = (original / WEIGHTS).read_bytes()
     loaded = load(str(original))
     assert_same(loaded.tensors, expected)
-    assert loaded.config == Config.from_dict(SIZES | {"eos_token_id": 100}, original.name)
+    assert loaded.config == Config(**SIZES, name=original.name)
     assert loaded.config.parameter_count == model.num_parameters()
     assert loaded.folder == original
     model.save_pretrained(tmp_path, max_shard_size="12KB")
@@ -93,30 +87,24 @@ def test_a_folder_of_transformers(original, model, expected, tmp_path):
     assert (original / WEIGHTS).read_bytes() == before
 
 
-def to_openai(tensors: Tensors) -> Tensors:
-    """The names and shapes of OpenAI's release: model/h0/attn/c_attn/w of shape (1, in, out)."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        *path, last = name.removeprefix("transformer.").replace("h.", "h").split(".")
-        matrix, kind = tensor.ndim == 2, "b" if last == "bias" else "g"
-        if path in (["wte"], ["wpe"]):
-            renamed[f"model/{path[0]}"] = tensor
-        else:
-            where = "/".join(["model", *path, "w" if matrix else kind])
-            renamed[where] = tensor[None] if matrix else tensor
-    return renamed
+def to_openai(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """As in OpenAI's release: model/h0/attn/c_attn/w of shape (1, in, out)."""
+    *path, last = name.removeprefix("transformer.").replace("h.", "h").split(".")
+    if path in (["wte"], ["wpe"]):
+        return f"model/{path[0]}", tensor
+    if tensor.ndim == 2:
+        return "/".join(["model", *path, "w"]), tensor[None]
+    return "/".join(["model", *path, "b" if last == "bias" else "g"]), tensor
 
 
 MASK = torch.tril(torch.ones(1, 1, 32, 32)).to(torch.uint8)
 MASKS = {f"h.{layer}.attn.bias": MASK for layer in range(2)}  # in checkpoints of 2019
 MASKS["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
 SPELLINGS: dict[str, Callable[[Tensors], Tensors]] = {
-    "without prefix": lambda tensors: {
-        name.removeprefix("transformer."): tensor for name, tensor in tensors.items()
-    },
-    "old buffers": lambda tensors: tensors | MASKS,
-    "lm_head": lambda tensors: tensors | {"lm_head.weight": tensors["transformer.wte.weight"]},
-    "OpenAI": to_openai,
+    "without prefix": lambda ts: {name.removeprefix("transformer."): ts[name] for name in ts},
+    "old buffers": lambda ts: ts | MASKS,
+    "lm_head": lambda ts: ts | {"lm_head.weight": ts["transformer.wte.weight"]},
+    "OpenAI": lambda ts: dict(to_openai(*item) for item in ts.items()),
 }
 
 
@@ -138,7 +126,7 @@ def test_dtypes_of_the_file_are_kept_or_converted(folder, expected, dtype):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows counts mapped pages in another way")
 def test_loading_maps_the_file_and_copies_nothing(tmp_path):
-    fields: dict[str, Any] = SIZES | {"vocab_size": 60_000, "n_embd": 256, "n_head": 1}
+    fields = SIZES | {"vocab_size": 60_000, "n_embd": 256, "n_head": 1}
     save_file(checkpoint.random_tensors(Config(**fields)), tmp_path / WEIGHTS)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     before = psutil.Process().memory_info().rss
@@ -147,22 +135,18 @@ def test_loading_maps_the_file_and_copies_nothing(tmp_path):
     assert grown < 15e6 < 60e6 < sum(tensor.nbytes for tensor in loaded.tensors.values())
 
 
-def test_stories_opens_in_transformers_and_has_its_vocabulary():
+def test_stories_has_the_vocabulary_of_its_tokenizer():
     loaded = load("stories")
-    theirs = AutoModelForCausalLM.from_pretrained(STORIES).transformer.state_dict()
-    assert_same(loaded.tensors, dict(theirs))
     assert (loaded.config, loaded.folder) == (PRESETS["stories"], STORIES)
     assert (loaded.config.name, loaded.config.n_positions) == ("stories", 1024)
     tokenizer = load_tokenizer(loaded.folder)
-    check_vocabulary(tokenizer, loaded.config)
     assert tokenizer.vocab_size == loaded.config.vocab_size
     assert (tokenizer.eos_id,) == loaded.config.eos_ids
     assert sum(path.stat().st_size for path in STORIES.iterdir()) < 12e6
 
 
-def drop(*names: str) -> Callable[[Tensors], Tensors]:
-    left_out = [f"transformer.{name}" for name in names]
-    return lambda tensors: {name: tensors[name] for name in tensors if name not in left_out}
+def drop(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {old: tensors[old] for old in tensors if old != f"transformer.{name}"}
 
 
 def change(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -183,12 +167,6 @@ TENSOR_FAULTS: list[tuple[Callable[[Tensors], Tensors], str]] = [
     (add("wpe.weight", 32, 24), "hold wpe.weight under two names"),
     *((add("lm_head.weight", *shape), "differs from wte.weight") for shape in ((101, 24), (2,))),
 ]
-
-
-@pytest.mark.parametrize(("spoil", "words"), TENSOR_FAULTS, ids=[w for _, w in TENSOR_FAULTS])
-def test_each_fault_of_the_tensors_is_one_sentence(folder, spoil, words):
-    rewrite(folder, spoil)
-    assert words in refusal(lambda: load(str(folder)))
 
 
 def index(content: object) -> dict[str, Any]:
@@ -225,9 +203,14 @@ FILE_FAULTS: list[tuple[dict[str, Any], str]] = [  # None removes a file
 ]
 
 
-@pytest.mark.parametrize(("files", "words"), FILE_FAULTS, ids=[words for _, words in FILE_FAULTS])
-def test_each_fault_of_the_files_is_one_sentence(folder, files, words):
-    for name, data in files.items():
+@pytest.mark.parametrize(
+    ("spoil", "words"), [*TENSOR_FAULTS, *FILE_FAULTS], ids=lambda value: str(value)[:40]
+)
+def test_each_fault_of_a_folder_is_one_sentence(folder, spoil, words):
+    if callable(spoil):
+        rewrite(folder, spoil)
+        spoil = {}
+    for name, data in spoil.items():
         if data is None:
             (folder / name).unlink()
         else:
@@ -258,14 +241,11 @@ def test_a_damaged_file_never_gives_another_error_or_another_shape(folder, origi
     assert shapes == loaded.config.shapes()
 
 
-NAMES = ["", "gpt5", "../a/b", "/no/such/folder", "a/b/c", "nul\0", "~no-user/x", "x" * 5000]
-
-
-@pytest.mark.parametrize("name", NAMES, ids=str)
-def test_an_unknown_name_raises_with_the_known_ones(name):
-    message = refusal(lambda: load(name))
-    assert all(known in message for known in ("stories", "gpt2-medium", "owner/name"))
-    assert len(message) < 400
+def test_an_unknown_name_raises_with_the_known_ones():
+    for name in ("", "gpt5", "../a/b", "/no/such/folder", "a/b/c", "nul\0", "~no-user", "x" * 5000):
+        message = refusal(lambda: load(name))  # noqa: B023
+        assert all(known in message for known in ("stories", "gpt2-medium", "owner/name"))
+        assert len(message) < 400
 
 
 def test_a_preset_name_is_never_a_folder(folder, monkeypatch):
@@ -276,56 +256,25 @@ def test_a_preset_name_is_never_a_folder(folder, monkeypatch):
     assert load("./tiny").config.n_embd == 24
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A hub without models; a name with "broken" in it fails."""
-
-    def do_GET(self) -> None:
-        broken = "broken" in self.path
-        self.send_response(500 if broken else 404)
-        self.send_header("X-Error-Code", "" if broken else "RepoNotFound")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_GET
-
-    def log_message(self, format: str, *values: object) -> None:
-        pass
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The hub's cache, a new folder; the hub itself is a server on this machine."""
+def test_names_that_the_hub_refuses_and_no_network(monkeypatch, tmp_path):
     constants = huggingface_hub.constants
-    for variable in ("NO_PROXY", "no_proxy"):
-        monkeypatch.setenv(variable, "127.0.0.1")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        huggingface_hub.close_session()  # the next one reads the variables above
-        yield tmp_path / "cache"
-        huggingface_hub.close_session()
-        server.shutdown()
-        thread.join()
-
-
-def test_names_that_the_hub_refuses_and_no_network(hub, monkeypatch):
-    for name, words in {
-        "a/nothing": "Neither a folder nor a public model on the hub is called a/nothing",
-        "a..b/c": "Neither a folder nor a public model",  # not allowed
-        "owner/broken": "cannot be downloaded from the hub",
-    }.items():
-        assert words in refusal(lambda: load(name))  # noqa: B023
-    for setting in (("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", True)):
-        monkeypatch.setattr(huggingface_hub.constants, *setting)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    for offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         message = refusal(lambda: load("gpt2"))
         assert "gpt2 cannot be downloaded" in message and "--model stories" in message
+    neither = "Neither a folder nor a public model on the hub is called "
+    assert f"{neither}a..b/c" in refusal(lambda: load("a..b/c"))  # not allowed
+    missing = Mock(side_effect=RepositoryNotFoundError("404", response=Mock()))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", missing)
+    assert f"{neither}a/nothing" in refusal(lambda: load("a/nothing"))
 
 
-def test_a_cached_copy_needs_no_network(hub, original, expected, monkeypatch):
+def test_a_cached_copy_needs_no_network(original, expected, monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    cached = hub / "models--openai-community--gpt2"
+    cached = tmp_path / "models--openai-community--gpt2"
     shutil.copytree(original, cached / "snapshots" / "0123abc")
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0123abc", encoding="utf-8")

@@ -23,7 +23,7 @@ import torch
 
 from shared import cli, linear, paths
 from shared.course import stages
-from shared.course.testing import FIELDS, make_folder
+from shared.course.testing import FIELDS, make_folder, python
 from shared.errors import UserError
 
 MAINS = {name: importlib.import_module(f"{name}.__main__").main for name in stages.engines()}
@@ -58,21 +58,19 @@ def refuses(result: tuple[int, str, str], words: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "ids", "ids without a tokenizer"])
-def test_stages_say_the_same_and_count_it(run, folder, tmp_path, kind):
+def test_stages_say_the_same_and_count_it(run, tmp_path, kind):
+    model = make_folder(tmp_path / "model")
     if kind == "ids without a tokenizer":
-        folder = make_folder(tmp_path / "model")
-        (folder / "vocab.json").unlink()
-        (folder / "merges.txt").unlink()
+        (model / "vocab.json").unlink()
+        (model / "merges.txt").unlink()
     prompt = ["hello"] if kind == "text" else ["--prompt-ids", ",".join(map(str, b"hello"))]
-    options = ["--model", str(folder), "--dtype", "float64", "--max-tokens", "9"]
-    texts = set()
-    for main in MAINS.values():
-        status, text, err = run(main, *prompt, *options)
-        speed = r"9 tokens in \d+\.\d\d s, \d+\.\d tok/s, finish reason length"
-        machine = r"model, float64 on cpu, \d+ threads?, plain linear layers"
+    options = ["--model", str(model), "--dtype", "float64", "--max-tokens", "9"]
+    speed = r"9 tokens in \d+\.\d\d s, \d+\.\d tok/s, finish reason length"
+    machine = r"model, float64 on cpu, \d+ threads?, plain linear layers"
+    said = [run(main, *prompt, *options) for main in MAINS.values()]
+    for status, _, err in said:
         assert status == 0 and re.fullmatch(rf"\[{speed}; {machine}\]\n", err)
-        texts.add(text)
-    (text,) = texts
+    (text,) = {text for _, text, _ in said}
     if kind == "ids without a tokenizer":
         shown = [int(token) for token in text.split()]
         assert bytes(shown[:5]) == b"hello" and len(shown) == 14
@@ -91,13 +89,12 @@ def test_a_seed_repeats_and_another_does_not(run, folder, tmp_path, arguments):
 
 def test_a_long_answer_stops_where_the_context_ends_and_threads_are_set(run, folder):
     before = torch.get_num_threads()
-    try:
-        model = ("--model", str(folder), "--max-tokens", "1000000", "--threads", "3")
-        status, _, err = run(MAINS["stage02_kv_cache"], "hello", *model)
-        assert status == 0 and "[43 tokens" in err and "finish reason length" in err
-        assert torch.get_num_threads() == 3 and "3 threads" in err
-    finally:
-        torch.set_num_threads(before)
+    model = ("--model", str(folder), "--max-tokens", "1000000", "--threads", "3")
+    status, _, err = run(MAINS["stage02_kv_cache"], "hello", *model)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert status == 0 and "[43 tokens" in err and "finish reason length" in err
+    assert threads == 3 and "3 threads" in err
 
 
 COMMANDS = [
@@ -136,13 +133,12 @@ def test_help_shows_choices_and_defaults_in_words(monkeypatch, command):
 
 
 def test_defaults_are_greedy_and_float32():
-    options = cli.generation_parser("a_stage", "About.").parse_args([])
-    fields = {"max_tokens": 400, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
-    assert cli.sampling_fields(options) == fields
-    assert cli.choose_dtype(options.dtype, torch.device("cpu")) == torch.float32
-    assert (options.model, options.random_weights, options.linear) == ("stories", False, "auto")
+    options = vars(cli.generation_parser("a_stage", "About.").parse_args([]))
+    greedy = {"max_tokens": 400, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
+    others = {"model": "stories", "random_weights": False, "linear": "auto", "dtype": "auto"}
+    assert options == options | greedy | others | {"threads": None, "prompt_ids": None}
+    assert cli.choose_dtype("auto", torch.device("cpu")) == torch.float32
     assert cli.LINEAR == linear.MODES
-    assert (options.threads, options.prompt_ids) == (None, None)
 
 
 def test_text_shows_whole_characters_and_no_end_of_text(folder):
@@ -166,19 +162,15 @@ def test_prompt_from_argument_or_standard_input(monkeypatch):
         *((b"", "-", "error: .*empty"), (b"\n", None, "error: .*empty")),
         *((b"", "", "error: .*empty"), (b"caf\xe9", None, "error: .*not UTF-8")),
         *((long.encode(), None, "error: .*256 KiB"), (b"", long, "error: .*256 KiB")),
+        *((None, None, cli.PROMPT), (None, "-", "error: .*closed: give the prompt")),  # `<&-`
     ):
-        stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data)), encoding="ascii")
-        monkeypatch.setattr(sys, "stdin", stdin)
+        pipe = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data or b"")), encoding="ascii")
+        monkeypatch.setattr(sys, "stdin", None if data is None else pipe)
         try:
             got = cli.read_prompt(argparse.Namespace(prompt=argument))
         except UserError as error:
-            assert re.match(expected, f"error: {error}")
-        else:
-            assert got == expected
-    monkeypatch.setattr(sys, "stdin", None)  # closed: `<&-`
-    assert cli.read_prompt(argparse.Namespace(prompt=None)) == cli.PROMPT
-    with pytest.raises(UserError, match="closed: give the prompt"):
-        cli.read_prompt(argparse.Namespace(prompt="-"))
+            got = f"error: {error}"
+        assert re.match(expected, got) if expected.startswith("error") else got == expected
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
@@ -262,28 +254,23 @@ def test_options_are_checked_before_pytorch_is_imported():
     """That takes seconds, and so does loading a model."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         lines = WRONG.strip().format(port=taken.getsockname()[1]).split("\n")
-        command = [sys.executable, "-c", EARLY, *lines]
-        done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
+        done = python("-c", EARLY, *lines)
     assert done.stderr == "" and done.stdout.count("\n") == len(lines), done
     assert {line.split()[0] for line in done.stdout.splitlines()} == {"False"}, done.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "told"),
-    [
-        ("-S -m shared.tour", 1, "The package [a-z]+ is not installed for .*requirements.txt"),
-        ("-S -m stage06_serving --port 0", 1, "The package [a-z]+ is not installed for "),
-        ("-S -m stage02_kv_cache.benchmark --quick", 1, "The package [a-z]+ is not installed"),
-        ("-S -m stage02_kv_cache.benchmark --fast", 2, "Unrecognized arguments: --fast"),
-        ("-S -m shared.bench.report --quick", 2, "Unrecognized arguments: --quick"),
-    ],
-)
-def test_programs_are_checked_before_their_imports(words, status, told):
+def test_programs_are_checked_before_their_imports():
     """-S: without the installed packages."""
-    command = [sys.executable, *words.split()]
-    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1), done
-    assert re.match(f"error: {told}", done.stderr)
+    missing = "The package [a-z]+ is not installed for .*requirements.txt"
+    for words, status, told in (
+        *(("shared.tour", 1, missing), ("stage06_serving --port 0", 1, missing)),
+        ("stage02_kv_cache.benchmark --quick", 1, missing),
+        ("stage02_kv_cache.benchmark --fast", 2, "Unrecognized arguments: --fast"),
+        ("shared.bench.report --quick", 2, "Unrecognized arguments: --quick"),
+    ):
+        done = python("-S", "-m", *words.split())
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1), done
+        assert re.match(f"error: {told}", done.stderr)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there Ctrl-C would reach this process too")
@@ -314,19 +301,13 @@ def test_every_stage_refuses(run, folder, name, arguments, words):
     refuses(run(MAINS[name], *arguments, "--model", str(folder)), f"(?i){words}")
 
 
-def test_incomplete_folders_and_unknown_names(run, tmp_path):
-    model = str(make_folder(tmp_path / "m", 302))
-    for missing, words in {
-        "none": "302.*300",  # a vocabulary larger than the model's
-        "merges.txt": "merges.txt is missing",
-        "vocab.json": "vocab.json is missing.*--prompt-ids",
-        "model.safetensors": "model.safetensors.*--random-weights",
-        "config.json": "config.json is missing",
-    }.items():
-        (tmp_path / "m" / missing).unlink(missing_ok=True)
-        refuses(run(MAINS["stage01_forward"], "hello", "--model", model), words)
-    unknown = run(MAINS["stage01_forward"], "hello", "--model", "no-such-model")
-    refuses(unknown, "no-such-model.*stories, gpt2")
+def test_a_folder_without_its_vocabulary_and_an_unknown_name(run, tmp_path):
+    main, model = MAINS["stage01_forward"], make_folder(tmp_path / "m", 302)
+    refuses(run(main, "hello", "--model", str(model)), "302.*300")  # tokens, rows of the model
+    for name in ("vocab.json", "merges.txt"):
+        (model / name).unlink()
+    refuses(run(main, "hello", "--model", str(model)), "vocab.json is missing.*--prompt-ids")
+    refuses(run(main, "hello", "--model", "no-such-model"), "no-such-model.*stories, gpt2")
 
 
 def test_devices_that_are_absent(run, folder):
@@ -344,33 +325,26 @@ def test_a_model_that_no_memory_can_hold(run, tmp_path):
     refuses(run(MAINS["stage01_forward"], "hello", *model), "memory is not enough")
 
 
-@pytest.mark.parametrize(
-    ("raised", "status", "words"),
-    [
+def raising(error: BaseException) -> Callable[[list[str] | None], int]:
+    def main(_: list[str] | None) -> int:
+        raise error
+
+    return main
+
+
+def test_exit_status(run):
+    for error, status, words in (
         (UserError("Bad thing: do better."), 2, "error: Bad thing: do better.\n"),
         *((KeyboardInterrupt(), 130, "\n"), (MemoryError(), 2, "error: The memory is not enough")),
         (torch.OutOfMemoryError(), 2, "error: The memory is not enough"),
         (RuntimeError("DefaultCPUAllocator: you tried to allocate 9 bytes."), 2, "error: The mem"),
-    ],
-)
-def test_exit_status(run, raised, status, words):
-    def main(_: list[str] | None) -> None:
-        raise raised
-
-    code, _, err = run(main)
-    assert code == status and err.startswith(words)
-
-
-def test_a_bug_keeps_its_traceback_and_a_status_is_passed_on(run):
-    assert (run(lambda _: 1)[0], run(lambda _: None)[0]) == (1, 0)
-    bug: Any
-    for error, bug in (
-        (ZeroDivisionError, lambda _: 1 // 0),
-        (RuntimeError, lambda _: torch.ones(2) @ torch.ones(3)),
-        (FileNotFoundError, lambda _: Path("no such file").read_bytes()),
     ):
-        with pytest.raises(error):
-            cli.run(bug)
+        code, _, err = run(raising(error))
+        assert code == status and err.startswith(words)
+    assert (run(lambda _: 1)[0], run(lambda _: None)[0]) == (1, 0)
+    for bug in (ZeroDivisionError(), RuntimeError("shapes differ"), FileNotFoundError()):
+        with pytest.raises(type(bug)):  # a bug keeps its traceback
+            cli.run(raising(bug))
 
 
 def test_real_processes(folder, interruptible):

@@ -12,7 +12,7 @@ import torch
 from shared.checkpoint import PRESETS, check_vocabulary, load, random_tensors
 from shared.config import Config
 from shared.errors import UserError
-from shared.tokenizer import ByteTokenizer, Tokenizer
+from shared.tokenizer import Tokenizer
 
 SIZES = {"vocab_size": 101, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3}
 BAD: dict[str, list[tuple[Any, str]]] = {
@@ -47,7 +47,7 @@ def test_configs_that_are_accepted():
     for extra in ({}, tanh, {"n_inner": 96}, {"n_inner": None}):
         config = Config.from_dict({**SIZES, **extra}, "mine")
         assert (config.name, config.vocab_size, config.layer_norm_epsilon) == ("mine", 101, 1e-5)
-    for value, eos_ids in ((None, ()), (0, (0,)), ([1, 2], (1, 2))):
+    for value, eos_ids in ((None, ()), (0, (0,)), ([1, 2], (1, 2)), ([100, 101], (100,))):
         assert Config.from_dict({**SIZES, "eos_token_id": value}).eos_ids == eos_ids
 
 
@@ -71,7 +71,7 @@ def test_presets_are_the_published_models():
 
 
 def test_random_weights_are_those_of_the_seed_in_every_dtype():
-    first, again, other = (load("tiny", random_weights=True, seed=seed) for seed in (7, 7, 8))
+    first, other = (load("tiny", random_weights=True, seed=seed) for seed in (7, 8))
     assert (first.config, first.folder) == (PRESETS["tiny"], None)
     shapes = {name: tuple(tensor.shape) for name, tensor in first.tensors.items()}
     assert shapes == first.config.shapes()
@@ -79,8 +79,7 @@ def test_random_weights_are_those_of_the_seed_in_every_dtype():
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         converted = load("tiny", random_weights=True, seed=7, dtype=dtype).tensors
         assert list(converted) == list(first.tensors)
-        for name, tensor in again.tensors.items():
-            assert torch.equal(tensor, first.tensors[name])
+        for name, tensor in first.tensors.items():
             assert torch.equal(converted[name], tensor.to(dtype))
 
 
@@ -111,17 +110,14 @@ def test_random_weights_need_a_config_alone(tmp_path):
     assert load(str(tmp_path), random_weights=True).folder == tmp_path
 
 
-def check(words: int, eos_id: int | None, size: int, eos_ids: tuple[int, ...]) -> None:
-    """A tokenizer of 256 bytes and `words` - 256 special tokens, and a model of `size` tokens."""
-    special = {f"<{i}>": i for i in range(256, words)}
-    tokenizer = Tokenizer({bytes([i]): i for i in range(256)}, special, eos_id)
-    check_vocabulary(tokenizer, Config(size, 8, 4, 1, 1, eos_ids=eos_ids, name="m"))
-
-
 def test_vocabularies_that_fit_and_others():
+    def check(eos_id: int | None, size: int, eos_ids: tuple[int, ...]) -> None:
+        """A tokenizer of 256 bytes and 4 special tokens, and a model of `size` tokens."""
+        special = {f"<{i}>": i for i in range(256, 260)}
+        tokenizer = Tokenizer({bytes([i]): i for i in range(256)}, special, eos_id)
+        check_vocabulary(tokenizer, Config(size, 8, 4, 1, 1, eos_ids=eos_ids, name="m"))
+
     for fits in ((259, 260, (259,)), (259, 300, (0, 259)), (None, 260, (259,)), (259, 260, ())):
-        check(260, *fits)
+        check(*fits)
     with pytest.raises(UserError, match="has 260 tokens and the model m only 259"):
-        check(260, None, 259, ())
-    with pytest.raises(UserError, match="has 256 tokens and the model tiny only 101"):
-        check_vocabulary(ByteTokenizer(), PRESETS["tiny"])
+        check(None, 259, ())

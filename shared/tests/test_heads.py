@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from shared.checkpoint import check_vocabulary, load
 from shared.course import stages
+from shared.peers import transformers_greedy
 from shared.tokenizer import ByteTokenizer
 from stage01_forward.numpy_gpt2 import gpt2
 
@@ -30,18 +31,13 @@ def save(folder: Path, **options: object) -> GPT2LMHeadModel:
     return model.eval()
 
 
-def answers(folder: Path) -> list[list[int]]:
-    """The greedy answer of each stage's engine."""
-    model = stages.load_model(load(str(folder)))
-    params = stages.sampling_params()(max_tokens=40)
+def answer(folder: Path) -> list[int]:
+    """The greedy answer, the same of each stage's engine."""
+    model, params = stages.load_model(load(str(folder))), stages.sampling_params()(max_tokens=40)
     engines = [make(model) for make in stages.engines().values()]
-    return [engine.generate([PROMPT], params)[0].token_ids for engine in engines]
-
-
-def their_answer(model: GPT2LMHeadModel) -> list[int]:
-    ids = torch.tensor([PROMPT])
-    out = model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)
-    return out[0, len(PROMPT) :].tolist()
+    first, *others = [engine.generate([PROMPT], params)[0].token_ids for engine in engines]
+    assert all(other == first for other in others)
+    return first
 
 
 def test_an_end_outside_the_vocabulary_ends_nothing(tmp_path, caplog):
@@ -49,18 +45,18 @@ def test_an_end_outside_the_vocabulary_ends_nothing(tmp_path, caplog):
     model = save(tmp_path)
     assert load(str(tmp_path)).config.eos_ids == ()
     assert "50256" in caplog.text and "only 101 tokens" in caplog.text
-    assert answers(tmp_path) == [their_answer(model)] * 5
+    assert answer(tmp_path) == transformers_greedy(model, PROMPT, 40)
 
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_each_of_several_ends_ends_an_answer(tmp_path, listed):
-    free = their_answer(save(tmp_path / "free", eos_token_id=None))
+    free = transformers_greedy(save(tmp_path / "free", eos_token_id=None), PROMPT, 40)
     ends = [free[10], free[4]]
     model = save(tmp_path, eos_token_id=100)
     model.generation_config.eos_token_id = ends if listed else ends[0]
     model.generation_config.save_pretrained(tmp_path)  # it comes before config.json's
-    got = answers(tmp_path)
-    assert got == [their_answer(model)] * 5 and got[0][-1] in ends and len(got[0]) < 40
+    got = answer(tmp_path)
+    assert got == transformers_greedy(model, PROMPT, 40) and got[-1] in ends and len(got) < 40
 
 
 def test_an_end_that_the_tokenizer_does_not_share_is_the_models(tmp_path, caplog):
@@ -79,7 +75,7 @@ def test_an_output_layer_of_its_own(tmp_path, equal):
             model.lm_head.weight.copy_(model.transformer.wte.weight)
         model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
-    assert answers(tmp_path) == [their_answer(model)] * 5
+    assert answer(tmp_path) == transformers_greedy(model, PROMPT, 40)
     loaded = load(str(tmp_path))
     assert loaded.config.parameter_count == sum(p.numel() for p in model.parameters())
     weights = {name: tensor.numpy() for name, tensor in loaded.tensors.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import nn
@@ -41,11 +43,9 @@ def test_packed_is_plain_to_rounding(dtype, bias, single, gelu):
     assert not layer.state_dict()  # it cannot store the packed layout
 
 
-@pytest.mark.parametrize(
-    ("features", "count"), [(768, 8), (50257, 29), (2048, 8), (9, 9), (7, 0), (67, 0)]
-)
-def test_the_parts_of_a_row_are_equal(features, count):
-    assert linear.parts(features) == count
+def test_the_parts_of_a_row_are_equal():
+    sizes = {768: 8, 50257: 29, 2048: 8, 9: 9, 7: 0, 67: 0}
+    assert {features: linear.parts(features) for features in sizes} == sizes
 
 
 @needs_packing
@@ -66,15 +66,9 @@ def test_a_whole_packed_model_computes_the_same():
 @needs_packing
 def test_plain_layers_compete_with_the_fastest_packed_ones(monkeypatch):
     """The way for a single row is chosen first, and its weight is copied once for all ways."""
-    calls = []
-
-    def faster(*call):
-        calls.append(call[:3])
-        return True
-
-    monkeypatch.setattr(linear, "faster", faster)
+    monkeypatch.setattr(linear, "faster", faster := Mock(return_value=True))
     assert linear.optimize(load_model(random_checkpoint(SHAPES["wide"])), "auto") == "packed"
-    *ways, (plain, best, rows) = calls
+    *ways, (plain, best, rows) = [call.args[:3] for call in faster.call_args_list]
     assert rows == (1, 32) and all(isinstance(layer, nn.Linear) for _, layer in plain)
     assert {layer.single for _, layer in best} == {linear.ONE_ROW[-1]}
     copies = [
@@ -87,13 +81,6 @@ class Adapter(nn.Linear):
     """A subclass, as of LoRA or quantization, has a forward of its own."""
 
 
-class Quantized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.in_features = self.out_features = 8
-        self.weight = torch.zeros(8, 8, dtype=torch.int8)
-
-
 class Scaled(torch.Tensor):
     """A weight of another class."""
 
@@ -103,9 +90,10 @@ class Scaled(torch.Tensor):
 @torch.inference_mode()
 def test_unknown_layers_stay_as_they_are(dtype):
     """Subclasses, quantized layers, other modules, other dtypes, weights of another class."""
-    wrapped = nn.Linear(8, 8)
+    wrapped, quantized = nn.Linear(8, 8), nn.Module()
     wrapped.weight = nn.Parameter(wrapped.weight.data.as_subclass(Scaled), requires_grad=False)
-    unknown = [Adapter(8, 8), Quantized(), nn.Bilinear(8, 8, 8), nn.Linear(8, 8).double(), wrapped]
+    quantized.weight = torch.zeros(8, 8, dtype=torch.int8)
+    unknown = [Adapter(8, 8), quantized, nn.Bilinear(8, 8, 8), nn.Linear(8, 8).double(), wrapped]
     gelu = nn.GELU(approximate="tanh")
     model = nn.Sequential(*unknown, nn.Linear(8, 16).to(dtype), gelu, Adapter(16, 8), gelu)
     assert linear.optimize(model, "packed") == "packed"
@@ -128,14 +116,12 @@ def test_float64_stays_plain(tiny):
 @pytest.mark.parametrize(
     ("first", "second", "won", "pairs"),
     [
-        ([0.03], [0.02], True, 5),
-        ([0.02], [0.03], False, 5),
+        *(([0.03], [0.02], True, 5), ([0.02], [0.03], False, 5)),
         ([0.03] * 5, [0.02, 0.02, 0.09, 0.02, 0.02], True, 15),  # a fifth disturbed
         ([0.03] * 3, [0.02, 0.09, 0.02], None, 15),  # a third disturbed
         ([0.03], [0.0295], None, 15),
         ([0.03, 0.06, 0.06, 0.06], [0.02] * 4, None, 15),  # always slower, but hardly ever alone
-        ([3], [2], True, 3),  # a slow model or machine
-        ([3] * 3, [2, 9, 2], None, 3),
+        *(([3], [2], True, 3), ([3] * 3, [2, 9, 2], None, 3)),  # a slow model or machine
     ],
 )
 def test_only_a_clear_winner_counts(monkeypatch, first, second, won, pairs):
@@ -144,14 +130,13 @@ def test_only_a_clear_winner_counts(monkeypatch, first, second, won, pairs):
 
     def layer(place, times):
         def run(x):
-            now[0] += times[runs[place] % len(times)]
+            now[0] += times[(runs[place] - 1) % len(times)]
             runs[place] += 1
 
         return [(4, run)]
 
     monkeypatch.setattr(linear.time, "perf_counter", lambda: now[0])
-    layers = layer(0, [first[-1], *first[:-1]]), layer(1, [second[-1], *second[:-1]])
-    assert linear.faster(*layers, (1,), torch.float32) is won
+    assert linear.faster(layer(0, first), layer(1, second), (1,), torch.float32) is won
     assert runs == [pairs + 1] * 2
 
 

@@ -6,9 +6,9 @@ import argparse
 import io
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,10 +32,7 @@ def answer(
     return growing
 
 
-# ---- one answer ---------------------------------------------------------------------------------
-
-
-def test_a_text_grows_by_whole_characters() -> None:
+def test_a_text_grows_by_whole_characters():
     new = live.Answer(1, "ab", LOADED)
     assert (new.text(), new.tokens, new.finish_reason, new.error) == ("ab", 0, None, None)
     growing = answer(ids="c€".encode()[:2])
@@ -47,24 +44,20 @@ def test_a_text_grows_by_whole_characters() -> None:
     assert growing.text() == growing.text() == "abc€\ufffd"
 
 
-def test_errors_are_named_by_the_number_of_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
-    def encode(text: str) -> list[int]:
-        raise UserError("Too long.")
-
+def test_errors_are_named_by_the_number_of_the_prompt(capsys):
     tokenizer = ByteTokenizer()
-    tokenizer.encode = encode  # type: ignore[method-assign]
+    tokenizer.encode = Mock(side_effect=UserError("Too long."))  # type: ignore[method-assign]
     refused = live.Answer(3, "ab", replace(LOADED, tokenizer=tokenizer))
-    failed = answer(4, error="No number.", reason="error")
-    answer(5, b"c\nd", "length").print()
-    for each in (refused, failed):
+    for each in (refused, answer(4, error="No number.", reason="error")):
         assert each.finish_reason == "error"
         each.print()
+    answer(5, b"c\nd", "length").print()
     out, err = capsys.readouterr()
     assert err == "error: prompt 3: Too long.\nerror: prompt 4: No number.\n"
     assert out == "--- prompt 5 ---\nabc\nd\n\n"
 
 
-def test_summary_counts_the_reasons() -> None:
+def test_summary_counts_the_reasons():
     answers = [answer(ids=b"abcd", reason="stop"), answer(ids=b"ab", reason="length")]
     answers += [answer(ids=b"ab", reason="stop"), answer(error="No.", reason="error")]
     speed = "8 tokens in 5 steps and 2.00 s, 4.0 tok/s"
@@ -73,60 +66,41 @@ def test_summary_counts_the_reasons() -> None:
     assert "0.0 tok/s" in live.summary(answers[3:], 0, 0.0, LOADED)
 
 
-# ---- lines --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "width", "end"),
-    [
-        ("Once upon a time", 4, "time"),
-        ("Once", 10, "Once"),
-        ("Once", -3, ""),
-        ("a\nb\tc", 9, "a b c"),
-        ("a\x1b[2Jb\r", 9, "a [2Jb "),
-        ("日本語", 5, "本語"),
-        ("日本語", 4, "本語"),
-    ],
-)
-def test_the_tail_of_a_text_is_one_harmless_line(text: str, width: int, end: str) -> None:
-    assert live.tail(text, width) == end
-
-
-@pytest.mark.parametrize("width", [1, 5, 11, 30])
-def test_a_line_is_never_wider_than_the_terminal(width: int) -> None:
+def test_a_line_is_harmless_and_never_wider_than_the_terminal():
+    for text, width, end in (
+        *(("Once upon a time", 4, "time"), ("Once", 10, "Once"), ("Once", -3, "")),
+        *(("a\nb\tc", 9, "a b c"), ("a\x1b[2Jb\r", 9, "a [2Jb ")),
+        *(("日本語", 5, "本語"), ("日本語", 4, "本語")),
+    ):
+        assert live.tail(text, width) == end
     cells = ("7", 4, "bold"), ("[red]語語語語", 6, "")
-    drawn = live.line(width, *cells, text="a long, long tail of a text")
-    assert drawn.cell_len <= width and "\n" not in drawn.plain
-    assert drawn.plain.startswith("7   [red]"[:width])  # a user's text is not markup
+    for width in (1, 5, 11, 30):
+        drawn = live.line(width, *cells, text="a long, long tail of a text")
+        assert drawn.cell_len <= width and "\n" not in drawn.plain
+        assert drawn.plain.startswith("7   [red]"[:width])  # a user's text is not markup
 
 
-def test_ended_answers_give_way_first() -> None:
+def test_ended_answers_give_way_first():
     answers = [answer(n, reason="stop" if n in (1, 3) else None) for n in range(1, 7)]
     for room, left in ((9, "123456"), (6, "123456"), (5, "23456"), (4, "2456"), (1, "2"), (0, "")):
         assert "".join(str(each.number) for each in live.visible(answers, room)) == left
 
 
-@pytest.mark.parametrize("height", [1, 2, 7])
-def test_a_view_is_lower_than_the_terminal(height: int) -> None:
+def test_a_view_is_lower_than_the_terminal():
     sizes = []
 
     def draw(width: int, lines: int) -> list[Any]:
         sizes.append((width, lines))
         return [live.line(width, text=f"line {n} " * 9) for n in range(50)]
 
-    console = Console(file=io.StringIO(), force_terminal=True, width=20, height=height)
-    lines = console.render_lines(live._View(draw), pad=False)
-    assert sizes == [(20, max(1, height - 1))] and len(lines) == max(1, height - 1)
-    assert all(cell_len("".join(segment.text for segment in line)) <= 20 for line in lines)
+    for height, room in ((1, 1), (2, 1), (7, 6)):
+        console = Console(file=io.StringIO(), force_terminal=True, width=20, height=height)
+        lines = console.render_lines(live._View(draw), pad=False)
+        assert sizes.pop() == (20, room) and len(lines) == room and not sizes
+        assert all(cell_len("".join(segment.text for segment in line)) <= 20 for line in lines)
 
 
-def test_nothing_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with live.Screen(lambda width, height: [live.line(width, text="drawn")]) as screen:
-        screen.refresh()
-    assert not screen.shown and capsys.readouterr() == ("", "")
-
-
-def test_a_terminal_is_cleared_and_its_cursor_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_is_cleared_and_its_cursor_comes_back(monkeypatch, capsys):
     terminal, drawn = io.StringIO(), iter(range(9))
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -148,39 +122,32 @@ def test_a_terminal_is_cleared_and_its_cursor_comes_back(monkeypatch: pytest.Mon
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
     monkeypatch.setenv("TERM", "dumb")
     assert not live.Screen(draw).shown
-
-
-# ---- prompts from a file ------------------------------------------------------------------------
+    monkeypatch.undo()  # back to no terminal: nothing is drawn
+    with live.Screen(draw) as screen:
+        screen.refresh()
+    assert not screen.shown and capsys.readouterr() == ("", "") and next(drawn) == 4
 
 
 def read(prompts: str | None, prompt: str | None = None) -> str | list[str] | None:
     return cli.read_prompts(argparse.Namespace(prompts=prompts, prompt=prompt))
 
 
-@pytest.mark.parametrize(
-    ("data", "prompts"),
-    [
+def test_a_prompt_a_line(tmp_path):
+    file = tmp_path / "prompts.txt"
+    for data, prompts in (
         (b"one\ntwo\n", ["one", "two"]),
-        (b"one\r\ntwo", ["one", "two"]),
-        (b"one\n\n two \n\n", ["one", "", " two ", ""]),
+        (b"one\r\n\n two \n\n", ["one", "", " two ", ""]),
         ("\ufeffcafé 😀\x0c\u2028x\n".encode(), ["café 😀\x0c\u2028x"]),  # only \n ends a line
-        (b"", "is empty"),
-        (b"\n\n", "is empty"),
-        (b"caf\xe9\n", "not UTF-8"),
-        (b"\x7fELF\0\0", "not UTF-8"),
-        (b"a" * (cli.MOST_FILE_BYTES + 1), "over 4 MiB"),
-    ],
-)
-def test_a_prompt_a_line(tmp_path: Path, data: bytes, prompts: list[str] | str) -> None:
-    (file := tmp_path / "prompts.txt").write_bytes(data)
-    if isinstance(prompts, list):
+    ):
+        file.write_bytes(data)
         assert read(str(file)) == prompts
-    else:
-        with pytest.raises(UserError, match=prompts):
+    for data, error in (
+        *((b"", "is empty"), (b"\n\n", "is empty"), (b"a" * (2**22 + 1), "over 4 MiB")),
+        *((b"caf\xe9\n", "not UTF-8"), (b"\x7fELF\0\0", "not UTF-8")),
+    ):
+        file.write_bytes(data)
+        with pytest.raises(UserError, match=error):
             read(str(file))
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name in (str(tmp_path), str(tmp_path / "missing"), "nul\0", ""):
         with pytest.raises(UserError, match="cannot be read"):
             read(name)
@@ -188,7 +155,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read("file", "hello")
 
 
-def test_without_prompts_one_is_read_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_prompts_one_is_read_from_a_pipe(monkeypatch):
     for data, prompt in ((b"", None), (b"Long ago\n", "Long ago")):
         pipe = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data)))
         monkeypatch.setattr(sys, "stdin", pipe)
@@ -199,10 +166,7 @@ def test_without_prompts_one_is_read_from_a_pipe(monkeypatch: pytest.MonkeyPatch
     assert read(None) is None
 
 
-# ---- files to write -----------------------------------------------------------------------------
-
-
-def test_a_file_to_write_is_checked_first(tmp_path: Path) -> None:
+def test_a_file_to_write_is_checked_first(tmp_path):
     assert cli.output_file(str(tmp_path / "a.svg"), ".svg") == tmp_path / "a.svg"
     assert list(tmp_path.iterdir()) == []  # checked, not made
     (tmp_path / "folder.svg").mkdir()

@@ -12,22 +12,14 @@ import pytest
 
 from shared import openmp, paths
 from shared.course import waiting
+from shared.course.testing import python
 
 
 def run(code: str, **given: str) -> str:
     """What a new Python prints, with OpenMP's own report of its settings if it loads OpenMP."""
     environ = {name: text for name, text in os.environ.items() if name not in openmp.VARIABLES}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=paths.ROOT,
-        env=environ | {"OMP_DISPLAY_ENV": "VERBOSE"} | given,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout
+    environ |= {"OMP_DISPLAY_ENV": "VERBOSE"} | given
+    return python("-c", code, env=environ, stderr=subprocess.STDOUT, check=True).stdout
 
 
 @pytest.fixture
@@ -47,21 +39,21 @@ def busy() -> Iterator[None]:
     ("given", "spins", "told"),
     [({}, "0", "asleep: other programs"), ({"GOMP_SPINCOUNT": "777"}, "777", "GOMP_SPINCOUNT=777")],
 )
-def test_openmp_itself_reports_the_choice(given: dict[str, str], spins: str, told: str) -> None:
+def test_openmp_itself_reports_the_choice(given, spins, told):
     # This module of a stage imports PyTorch first of all.
     out = run("import stage01_forward.attention; print(stage01_forward.openmp.choose())", **given)
     assert f"GOMP_SPINCOUNT = '{spins}'" in out and told in out
 
 
 @pytest.mark.parametrize("package", ["shared", *paths.discover()])
-def test_every_package_chooses_before_pytorch_is_loaded(package: str) -> None:
+def test_every_package_chooses_before_pytorch_is_loaded(package):
     code = f"import sys, {package}; print('torch' in sys.modules, {package}.openmp._choice[:2])"
     assert run(code, OMP_WAIT_POLICY="PASSIVE") == "False as\n"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a terminal of this kind")
 @pytest.mark.parametrize("module", ["shared.tour", "stage04_continuous"])
-def test_a_terminal_shows_a_line_before_anything_is_loaded(module: str) -> None:
+def test_a_terminal_shows_a_line_before_anything_is_loaded(module):
     own, terminal = os.openpty()
     command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
     done = subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.DEVNULL, stderr=terminal)
@@ -76,36 +68,28 @@ def test_a_terminal_shows_a_line_before_anything_is_loaded(module: str) -> None:
     assert b" psutil\r" not in before and b" torch\r" not in before and after
 
 
-@pytest.mark.parametrize(
-    ("used", "environ", "told"),
-    [
+def test_only_a_busy_machine_changes_the_environment(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch")
+    for used, environ, told in (
         (0.1, {}, "by spinning, the fastest"),
         (None, {}, "by spinning: psutil is missing"),
         (0.9, {"OMP_WAIT_POLICY": "PASSIVE"}, "asleep: other programs used 0.9 processors"),
-    ],
-)
-def test_only_a_busy_machine_changes_the_environment(
-    monkeypatch: pytest.MonkeyPatch, used: float | None, environ: dict[str, str], told: str
-) -> None:
-    monkeypatch.setattr(openmp, "_choice", "")
-    monkeypatch.setattr(openmp, "in_use", lambda: used)
-    monkeypatch.delitem(sys.modules, "torch")
-    found: dict[str, str] = {}
-    assert openmp.choose(found).startswith(told) and found == environ
-    monkeypatch.setattr(openmp, "in_use", lambda: 2.0)
-    assert openmp.choose(found).startswith(told)  # once and for all
+    ):
+        monkeypatch.setattr(openmp, "_choice", "")
+        found: dict[str, str] = {}
+        for now in (used, 2.0):  # once and for all
+            monkeypatch.setattr(openmp, "in_use", lambda now=now: now)
+            assert openmp.choose(found).startswith(told) and found == environ
 
 
-def test_pytorch_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_came_first(monkeypatch):
     monkeypatch.setattr(openmp, "_choice", "")
     found: dict[str, str] = {}
     assert "loaded before" in openmp.choose(found) and not found
 
 
 @pytest.mark.parametrize(("slow", "status"), [(1.0, 0), (9.0, 1)])
-def test_the_cost_of_waiting_is_judged(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slow: float, status: int
-) -> None:
+def test_the_cost_of_waiting_is_judged(monkeypatch, capsys, slow, status):
     """With programs that only pretend to compute."""
     code = "import os, sys; print('so', flush=True)\nfor _ in sys.stdin:\n    "
     code += f"print(0.002 if 'GOMP_SPINCOUNT' in os.environ else 0.002 * {slow}, flush=True)"

@@ -31,13 +31,7 @@ def family(request, tiny_model):
     """`tiny_model`, and one as small with query heads that share keys."""
     if request.param == "gpt2":
         return tiny_model
-    sizes: dict[str, Any] = {
-        "vocab_size": 101,
-        "n_positions": 64,
-        "n_embd": 24,
-        "n_layer": 3,
-        "n_inner": 40,
-    }
+    sizes: Any = {"vocab_size": 101, "n_positions": 64, "n_embd": 24, "n_layer": 3, "n_inner": 40}
     sizes |= {"n_head": 6, "n_kv_head": 2, "head_dim": 8, "eos_ids": ()}
     shape = replace(stages.families().presets()[request.param], **sizes)
     return stages.load_model(random_checkpoint(shape, spread=16.0), dtype=torch.float64)
@@ -60,8 +54,8 @@ def longer():
 
 @later_stages
 def test_200_prompts_by_64_tokens_in_float64(stage, longer, prompts):
-    """The oracle would make 12,800 passes, one for each token. The rows of one pass over prompt and
-    answer are the same, so 200 passes show whether every token is the oracle's."""
+    """One pass over prompt and answer shows whether each token is the oracle's: 200 passes in place
+    of the oracle's 12,800."""
     many = prompts(longer.config, 200, 30)
     outputs = ENGINES[stage](longer).generate(many, PARAMS(max_tokens=64))
     assert [output.prompt_ids for output in outputs] == many
@@ -89,9 +83,8 @@ def test_float32_differs_only_at_near_ties(stage, tiny):
 @pytest.fixture(scope="module")
 def answer(tiny_model):
     """answer(max_tokens): the oracle's answer to one prompt."""
-    oracle = stages.oracle(tiny_model)
-    params = PARAMS(max_tokens=8, logprobs=parity.LIKELIEST)
-    return lambda count: oracle.generate([[1, 2]], replace(params, max_tokens=count))
+    oracle, likeliest = stages.oracle(tiny_model), parity.LIKELIEST
+    return lambda most: oracle.generate([[1, 2]], PARAMS(max_tokens=most, logprobs=likeliest))
 
 
 def test_one_wrong_token_and_an_early_end_are_refused(tiny_model, answer):

@@ -69,10 +69,9 @@ def test_a_slot_is_named_before_its_pronouns():
             named = []
             for template in beat:
                 known = set(sure)
-                for part in template:
-                    if isinstance(part, grammar.Slot):
-                        assert part.name in known or not part.form, f"{plot.name}: {part}"
-                        known.add(part.name)
+                for part in (part for part in template if isinstance(part, grammar.Slot)):
+                    assert part.name in known or not part.form, f"{plot.name}: {part}"
+                    known.add(part.name)
                 named.append(known)
             sure = set.intersection(*named)
 

@@ -12,7 +12,7 @@ PLACES = [("stage02_kv_cache", "cache.py"), ("stage06_serving", "protocol.py")]
 
 
 @pytest.mark.parametrize("stage", WITH_TASKS)
-def test_the_reference_and_wrong_solutions_pass_the_gate(stage: str) -> None:
+def test_the_reference_and_wrong_solutions_pass_the_gate(stage):
     for file in mine.files(stage):
         reference = mine.read(paths.ROOT / stage / file)
         assert gate.refused(reference.encode(), stage, file) == ""
@@ -24,32 +24,27 @@ def test_the_reference_and_wrong_solutions_pass_the_gate(stage: str) -> None:
 HONEST = """
 import math
 from functools import lru_cache, wraps
-from collections import defaultdict
 
 @lru_cache
 def helper(x, *, y=1):
     "A docstring with __dunders__ in it."
-    found = defaultdict(list)
-    found[x].append(getattr(y, "real", None))
+    found = {x: [getattr(y, "real", None)]}
     total = sum(value for values in found.values() for value in values)
     return type(x) is int and math.isclose(total, y), f"{x!r:>10}".strip()
 
 class Note:
     def __init__(self, text):
         super().__init__()
-        self.text = text
-        self.seen_before = {}
+        self.text, self.seen_before = text, {}
 
     @property
     def lines(self):
         return self.text.splitlines()
 
 try:
-    note = Note("a").lines[0]
-    note = copy_of = [*note]
+    note = copy_of = [*Note("a").lines[0]]
 except (ValueError, IndexError) as error:
     raise RuntimeError(str(error)) from None
-print(note, isinstance(note, list))
 """
 HOSTILE = r"""
 import _pytest.reports
@@ -117,16 +112,12 @@ def refused(code: str, stage: str, file: str) -> str:
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place[0])
-def test_what_could_reach_the_judge_is_refused(place: tuple[str, str]) -> None:
+def test_what_could_reach_the_judge_is_refused_and_plain_python_is_not(place):
     code = HOSTILE.strip() + ("" if place != PLACES[0] else "\n" + TORCH.strip())
     assert [line for line in code.split("\n") if not refused(line, *place)] == []
-    deep = "x = " + "a." * 5000 + "b"
-    assert refused(deep, *place) == "" or "nested" in refused(deep, *place)
+    deep = refused("x = " + "a." * 5000 + "b", *place)
+    assert deep == "" or "nested" in deep
     sentence = refused("\nimport sys", *place)
     assert "the import of sys" in sentence and sentence.startswith(f"{place[1]}, line ")
-
-
-def test_plain_python_is_not_refused() -> None:
-    for place in PLACES:
-        assert refused(HONEST, *place) == ""
-    assert refused("def (:", *PLACES[0]) == "" == gate.refused(b"\xff", *PLACES[0])
+    assert refused(HONEST, *place) == ""
+    assert refused("def (:", *place) == "" == gate.refused(b"\xff", *place)

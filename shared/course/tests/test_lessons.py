@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,18 +41,17 @@ def run_here(words: list[str]) -> tuple[int, str]:
     """`lessons.run`, but with our programs in this process: a new one takes longer than most do."""
     if words[:2] != [sys.executable, "-m"] or not links.OURS.match(words[2]):
         return in_a_process(words)
-    program = lessons.program(words[2])
     threads, output = torch.get_num_threads(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, open(os.devnull, encoding="utf-8") as nothing:
-        patch.setattr(sys, "stdin", nothing)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+        pytest.raises(SystemExit) as end,
+    ):
+        patch.setattr(sys, "stdin", None)
         for name, value in lessons.environment().items():
             patch.setenv(name, value)
-        with (
-            contextlib.redirect_stdout(output),
-            contextlib.redirect_stderr(output),
-            pytest.raises(SystemExit) as end,
-        ):
-            cli.run(program.main, words[3:])
+        cli.run(lessons.program(words[2]).main, words[3:])
     torch.set_num_threads(threads)
     assert isinstance(end.value.code, int)
     return end.value.code, output.getvalue()
@@ -68,9 +65,7 @@ def run_here(words: list[str]) -> tuple[int, str]:
     ],
 )
 @pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_lesson_shows_what_happens(
-    shown: Block, fresh: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lesson_shows_what_happens(shown, fresh, request, monkeypatch):
     """fresh: each command in a process of its own, as a reader runs it."""
     if not fresh:
         monkeypatch.setattr(lessons, "run", run_here)
@@ -79,18 +74,7 @@ def test_a_lesson_shows_what_happens(
     assert not problems, f"{shown}: " + "\n".join(problems)
 
 
-@pytest.mark.parametrize("path", lessons.lessons()[1:], ids=lambda path: path.parent.name)
-def test_a_lesson_is_whole(path: Path) -> None:
-    """All sections in their order, a command with its output, and the tasks of tasks.py."""
-    text = path.read_text(encoding="utf-8")
-    places = [text.find(f"\n## {section}") for section in SECTIONS]
-    assert -1 not in places and places == sorted(places), dict(zip(SECTIONS, places, strict=True))
-    assert "console" in {block.kind for block in lessons.blocks(path)}
-    assert text == lessons.with_tasks(path), "run python -m shared.course.lessons --write"
-    assert f"python -m shared.course.exercise start {path.parent.name[:7]}" in text
-
-
-def test_code_of_other_projects_is_linked_by_commit() -> None:
+def test_code_of_other_projects_is_linked_by_commit():
     """A branch moves on, and then the lesson is wrong about the file."""
     pattern = r"https://github\.com/[^/]+/[^/]+/(?:blob|tree)/([^/]+)/"
     for path in links.texts(paths.ROOT):
@@ -105,44 +89,43 @@ def names(texts: Iterable[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("path", lessons.lessons()[1:], ids=lambda path: path.parent.name)
-def test_names_in_a_lesson_exist(path: Path) -> None:
-    """Up to the exercises, which invent some; and named tests exist everywhere."""
+def test_a_lesson_is_whole_and_its_names_exist(path):
+    """All sections in their order, a command with its output, and the tasks of tasks.py. Names up
+    to the exercises, which invent some, and those of tests everywhere."""
+    text = path.read_text(encoding="utf-8")
+    places = [text.find(f"\n## {section}") for section in SECTIONS]
+    assert -1 not in places and places == sorted(places), dict(zip(SECTIONS, places, strict=True))
+    assert "console" in {block.kind for block in lessons.blocks(path)}
+    assert text == lessons.with_tasks(path), "run python -m shared.course.lessons --write"
+    assert f"python -m shared.course.exercise start {path.parent.name[:7]}" in text
     code = [place for folder in paths.ROOT.glob("s*") for place in folder.rglob("*.py")]
     known = names(place.read_text(encoding="utf-8") for place in code)
     known |= {place.stem for place in code}
-    lesson, exercises = path.read_text(encoding="utf-8").split("\n## Exercises\n")
+    lesson, exercises = text.split("\n## Exercises\n")
     prose = re.sub(r"^```.*?^```$|\]\(https?://[^)]*\)", "", lesson, flags=re.MULTILINE | re.DOTALL)
     spoken = names(re.findall(r"`([^`\n]+)`", prose))
     spoken |= {name for name in names([exercises]) if name.startswith("test_")}
     assert spoken and not spoken - known
 
 
-@pytest.mark.parametrize(
-    ("shown", "output", "match"),
-    [
-        ("the end", "the end   \n\n", True),
-        ("40 tokens in ~0.11 s, ~371.8 tok/s", "40 tokens in 0.08 s, 1,482 tok/s", True),
-        ("stage  ~1.25  ~3", "stage     11.25     3", True),
-        ("(~12 ms)", "(-3.5 ms)", True),
-        ("Once upon ... [40 tokens]", "Once upon a time. [40 tokens]", True),
-        ("a\n...\nz", "a\nb\nc\nz", True),
-        ("a\n...\nz", "a\nz", True),
-        ("...", "", True),
-        ("~/.cache [x] (y) a+b", "~/.cache [x] (y) a+b", True),  # no regular expression
-        ("the end", "the End", False),
-        ("the end", "the end\nof it", False),
-        ("~0.11 s", "fast s", False),
-        ("a ~3", "a3", False),
-        ("a ... z", "a b\nz", False),  # within a line only
-        ("a\n...\nz", "a\nb", False),
-        ("a", "", False),
-    ],
-)
-def test_what_matches(shown: str, output: str, match: bool) -> None:
-    assert lessons.matches(shown.splitlines(), output.splitlines()) == match
+def test_what_matches():
+    for shown, output in (
+        ("the end", "the end   \n\n"),
+        ("40 tokens in ~0.11 s, ~371.8 tok/s", "40 tokens in 0.08 s, 1,482 tok/s"),
+        *(("stage  ~1.25  ~3", "stage     11.25     3"), ("(~12 ms)", "(-3.5 ms)")),
+        ("Once upon ... [40 tokens]", "Once upon a time. [40 tokens]"),
+        *(("a\n...\nz", "a\nb\nc\nz"), ("a\n...\nz", "a\nz")),
+        ("~/.cache [x] (y) a+b", "~/.cache [x] (y) a+b"),  # no regular expression
+    ):
+        assert lessons.matches(shown.splitlines(), output.splitlines()), shown
+    for shown, output in (
+        *(("the end", "the End"), ("the end", "the end\nof it"), ("~0.11 s", "fast s")),
+        *(("a ~3", "a3"), ("a\n...\nz", "a\nb"), ("a ... z", "a b\nz")),  # within a line only
+    ):
+        assert not lessons.matches(shown.splitlines(), output.splitlines()), shown
 
 
-def test_commands_are_run_and_compared() -> None:
+def test_commands_are_run_and_compared():
     program = "$ python -c 'print(1); print(2.5)'"
     remark = "$ python -c 'print(\"b\")' # with a remark"
     longer = ("$ python -c \\", "    'print(1)'", "1")
@@ -154,23 +137,23 @@ def test_commands_are_run_and_compared() -> None:
     assert lessons.check(block("console", failing, "1")) == []
     (problem,) = lessons.check(block("console", failing, "2"))
     assert "with exit status 2" in problem
-    python = lessons.arguments("python -m shared.tour --threads 1")
-    assert python == [sys.executable, "-m", "shared.tour", "--threads", "1"]
     words = lessons.arguments("pytest shared -k 'a b'")
     assert words == [sys.executable, "-m", "pytest", "shared", "-k", "a b"]
 
 
-def test_blocks_that_cannot_be_checked() -> None:
-    for line in ("$ ls", "$ ", "$ python -m a | head", "$ python -m a > b", "$ rm -r python"):
-        with pytest.raises(UserError, match="show it in a block of sh"):
-            lessons.check(block("console", line))
-    with pytest.raises(UserError, match="begins with output"):
-        lessons.check(block("console", "out"))
-    with pytest.raises(UserError, match="needs a server"):
-        lessons.check(block("console", "$ curl x", words=(lessons.SERVER,)))
+def test_blocks_that_cannot_be_checked():
+    line = "show it in a block of sh"
+    for wrong, words, error in (
+        *(("$ ls", (), line), ("$ ", (), line), ("$ rm -r python", (), line)),
+        *(("$ python -m a | head", (), line), ("$ python -m a > b", (), line)),
+        ("out", (), "begins with output"),
+        ("$ curl x", (lessons.SERVER,), "needs a server"),
+    ):
+        with pytest.raises(UserError, match=error):
+            lessons.check(block("console", wrong, words=words))
 
 
-def test_the_address_of_the_server_is_put_in_and_taken_out() -> None:
+def test_the_address_of_the_server_is_put_in_and_taken_out():
     command = '$ python -c \'print("127.0.0.1:8000", len("127.0.0.1:8000"))\''
     shown = block("console", command, "127.0.0.1:8000 16", words=(lessons.SERVER,))
     assert lessons.check(shown, "127.0.0.1:123456") == []
@@ -180,7 +163,7 @@ def test_the_address_of_the_server_is_put_in_and_taken_out() -> None:
     assert "ended with status 1" in problem and "AssertionError" in problem
 
 
-def test_options_must_exist() -> None:
+def test_options_must_exist():
     for line, wrong in (
         ('python -m stage01_forward "--gone is text" --threads 1   # a --remark', ["--gone"]),
         ("python -m stage01_forward --seed 1 && python -m shared.tour --trheads", ["--trheads"]),
@@ -191,24 +174,27 @@ def test_options_must_exist() -> None:
         assert [problem.rsplit(" ", 1)[1] for problem in problems] == wrong
 
 
-def test_quotations_must_be_the_code() -> None:
+def test_quotations_must_be_the_code():
     def quotes(*lines: str) -> bool:
         return lessons.check(block("python", *lines)) == []
 
-    source = (paths.ROOT / "stage01_forward" / "engine.py").read_text(encoding="utf-8").splitlines()
-    at = next(number for number, line in enumerate(source) if "def generate" in line)
-    lines = source[at : at + 6]
+    def source(name: str) -> list[str]:
+        return (paths.ROOT / name).read_text(encoding="utf-8").splitlines()
+
+    lines = source("stage01_forward/engine.py")
+    at = next(number for number, line in enumerate(lines) if "def generate" in line)
+    lines = lines[at : at + 6]
     assert quotes(*lines) and quotes(lines[0], "...", lines[5])
     assert quotes(*(line.removeprefix("    ") for line in lines))
-    assert not quotes(lines[5], "...", lines[0])
-    assert not quotes(lines[0], lines[2])
+    assert not quotes(lines[5], "...", lines[0]) and not quotes(lines[0], lines[2])
+    assert not quotes(*lines[:3], "...", lines[2])
     assert not quotes(*lines[:5], lines[5] + "  # changed")
     assert not quotes("    " + lines[0], *lines[1:])  # another indentation
-    later = (paths.ROOT / "stage02_kv_cache" / "cache.py").read_text(encoding="utf-8").splitlines()
+    later = source("stage02_kv_cache/cache.py")
     assert not quotes(next(line for line in later if line.startswith("class ")))
 
 
-def test_the_table_of_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_table_of_tasks(monkeypatch, tmp_path):
     task = Task(1, "cache.py", ("Cache.a", "b"), "two of them", "text", 15, ("hint",), ("tests",))
     monkeypatch.setattr(mine, "tasks", lambda stage: (task,) if stage == tmp_path.name else ())
     path = tmp_path / "README.md"
@@ -223,9 +209,7 @@ def test_the_table_of_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         lessons.with_tasks(path)
 
 
-def test_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line(monkeypatch, tmp_path, capsys):
     shown = "```console{}\n$ python -c 'print(1)'\n{}\n```\n"
     text = shown.format("", 1) + "~~~text\n```\n~~~\n" + shown.format(" slow", 2)
     (tmp_path / "README.md").write_text(text, encoding="utf-8")

@@ -44,7 +44,11 @@ python3 -m shared.course.links   # [not a link](gone.md)
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A small repository without a fault."""
+    """A small repository without a fault, but in a hidden folder and a virtual environment."""
+    for name in (".hidden", "env"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "README.md").write_text("[x](gone.md)\n", encoding="utf-8")
+    (tmp_path / "env" / "pyvenv.cfg").touch()
     stage = tmp_path / "stage01_first"
     stage.mkdir()
     code = "class Class:\n    def test_in(self): ...\n\ndef test_it(): ...\n"
@@ -56,7 +60,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_text_without_fault(root: Path) -> None:
+def test_a_text_without_fault(root):
     assert links.problems(root) == []
 
 
@@ -89,7 +93,7 @@ def test_a_text_without_fault(root: Path) -> None:
         ("https://" + "npmjs" + ".com/x", "is a package registry"),
     ],
 )
-def test_each_problem_is_named(root: Path, line: str, message: str) -> None:
+def test_each_problem_is_named(root, line, message):
     (root / "README.md").write_text(f"# Title\n\n{line}\n", encoding="utf-8")
     (root / "stage01_first" / "README.md").write_text("# A lesson\n", encoding="utf-8")
     (problem,) = links.problems(root)
@@ -97,15 +101,7 @@ def test_each_problem_is_named(root: Path, line: str, message: str) -> None:
     assert problem.startswith(f"README.md, line {number}: ") and message in problem
 
 
-def test_hidden_folders_and_virtual_environments_are_left_alone(root: Path) -> None:
-    for folder in (".hidden", "env"):
-        (root / folder).mkdir()
-        (root / folder / "README.md").write_text("[x](gone.md)\n", encoding="utf-8")
-    (root / "env" / "pyvenv.cfg").write_text("")
-    assert links.problems(root) == []
-
-
-def test_anchors_are_those_of_a_code_host() -> None:
+def test_anchors_are_those_of_a_code_host():
     for heading, slug in (
         ("What `x` costs", "what-x-costs"),
         ("1. KV-cache: stage02_kv_cache!", "1-kv-cache-stage02_kv_cache"),

@@ -4,104 +4,71 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
 
 from shared import paths
 from shared.course import notebooks
+from shared.course.testing import python
 from shared.errors import UserError
 
-GOOD = (
-    "import pathlib, sys\nprint(pathlib.Path('beside.txt').read_text())",
-    "sys.executable",
-    "for i in range(3): print(i)",
-)
-BROKEN = ("before = 41", "before / 0", "print('never')")
-DEAD = ("import os\nos._exit(1)",)
-ENDLESS = ("import time\nwhile True: time.sleep(0.1)",)
+LABS = {
+    "good": (
+        "import pathlib, sys\nprint(pathlib.Path('beside.txt').read_text())",
+        "sys.executable",
+        "for i in range(3): print(i)",
+    ),
+    "broken": ("before = 41", "before / 0", "print('never')"),
+    "dead": ("import os\nos._exit(1)",),
+    "endless": ("import time\nwhile True: time.sleep(0.1)",),
+}
 
 
-def save(path: Path, cells: Sequence[str]) -> None:
-    """A notebook with a heading, these cells, and traces of an earlier run."""
-    kernel = {"display_name": "mine", "name": "mine"}
-    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": kernel, "widgets": {}})
-    old = {"metadata": {"execution": {"iopub.status.busy": "2026-01-01"}}, "execution_count": 9}
-    notebook.cells = [nbformat.v4.new_markdown_cell("# A lab")]
-    for index, source in enumerate(cells):
-        cell = nbformat.v4.new_code_cell(source, **old)
-        cell.id = f"cell-{index}"
-        notebook.cells.append(cell)
-    nbformat.write(notebook, path)
+def test_each_lab_runs_a_failure_is_named_and_outputs_are_kept(tmp_path):
+    (tmp_path / "beside.txt").write_text("found beside")
+    earlier = {"metadata": {"execution": {"iopub.status.busy": "2026"}}, "execution_count": 9}
+    for name, sources in LABS.items():
+        kernel = {"display_name": "mine", "name": "mine"}
+        lab = nbformat.v4.new_notebook(metadata={"kernelspec": kernel, "widgets": {}})
+        cells = [nbformat.v4.new_code_cell(source, **earlier) for source in sources]
+        lab.cells = [nbformat.v4.new_markdown_cell("# A lab"), *cells]
+        nbformat.write(lab, tmp_path / f"{name}.ipynb")
 
+    def run(option: str, *names: str) -> subprocess.CompletedProcess[str]:
+        labs = [tmp_path / f"{name}.ipynb" for name in names]
+        return python("-m", "shared.course.notebooks", option, *labs)
 
-def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    """The command in another process, which takes its kernels, sockets and event loops with it."""
-    return subprocess.run(
-        [sys.executable, "-m", "shared.course.notebooks", *map(str, arguments)],
-        cwd=paths.ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-    )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("labs")
-    (folder / "beside.txt").write_text("found beside")
-    for name, cells in (("good", GOOD), ("broken", BROKEN), ("dead", DEAD), ("endless", ENDLESS)):
-        save(folder / f"{name}.ipynb", cells)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def written(folder: Path) -> subprocess.CompletedProcess[str]:
-    return run("--write", *(folder / f"{name}.ipynb" for name in ("broken", "good", "dead")))
-
-
-def test_each_notebook_is_run_and_each_failure_named(
-    folder: Path, written: subprocess.CompletedProcess[str]
-) -> None:
-    assert written.returncode == 1
+    done = run("--write", "broken", "good", "dead")
     for line in (
         "broken.ipynb: cell 2 failed:",
         "ZeroDivisionError",
         "good.ipynb: 4 cells in ",  # in spite of the failure before it
         "dead.ipynb: cell 1 ended the whole process",
     ):
-        assert line in written.stdout
-    assert "\x1b[" not in written.stdout and "never" not in written.stdout
-    assert "2 failed" in written.stderr and "Traceback" not in written.stderr
+        assert line in done.stdout
+    assert "\x1b[" not in done.stdout and "never" not in done.stdout
+    assert "2 failed" in done.stderr and "Traceback" not in done.stderr and done.returncode == 1
     # A failed notebook stays as it was.
-    assert nbformat.read(folder / "broken.ipynb", as_version=4).cells[1].execution_count == 9
-    stopped = run("--limit", "1", folder / "endless.ipynb")
-    assert stopped.returncode == 1
+    assert nbformat.read(tmp_path / "broken.ipynb", as_version=4).cells[1].execution_count == 9
+    stopped = run("--limit=1", "endless")
     assert "endless.ipynb: cell 1 was still running after the limit of 1 s" in stopped.stdout
+    assert stopped.returncode == 1
 
-
-def test_outputs_are_kept_without_what_changes(
-    folder: Path, written: subprocess.CompletedProcess[str]
-) -> None:
-    notebook = nbformat.read(folder / "good.ipynb", as_version=4)
-    _, first, second, third = notebook.cells
+    lab = nbformat.read(tmp_path / "good.ipynb", as_version=4)
+    _, first, second, third = lab.cells
     assert first.outputs[0].text == "found beside\n"  # it ran in its own folder
     assert second.outputs[0].data["text/plain"] == repr(sys.executable)  # on this Python
     assert [output.text for output in third.outputs] == ["0\n1\n2\n"]
     assert [cell.execution_count for cell in (first, second, third)] == [1, 2, 3]
-    assert notebook.metadata.kernelspec.name == "python3" and "widgets" not in notebook.metadata
-    assert not any(cell.metadata for cell in notebook.cells)
-    before = (folder / "good.ipynb").read_bytes()
-    assert run("--write", folder / "good.ipynb").returncode == 0
-    assert (folder / "good.ipynb").read_bytes() == before
+    assert lab.metadata.kernelspec.name == "python3" and "widgets" not in lab.metadata
+    assert not any(cell.metadata for cell in lab.cells)
+    before = (tmp_path / "good.ipynb").read_bytes()
+    assert run("--write", "good").returncode == 0
+    assert (tmp_path / "good.ipynb").read_bytes() == before
 
 
-def test_a_missing_or_invalid_lab_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_or_invalid_lab_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "lab.ipynb"
     for content in (None, "", "{}", "not json"):
         if content is not None:
@@ -110,7 +77,7 @@ def test_a_missing_or_invalid_lab_is_refused(
             notebooks.main([str(path)])
     assert [path.parent.name for path in notebooks.labs()] == paths.discover()
     (tmp_path / "stage01_first").mkdir()
-    (tmp_path / "stage01_first" / "__init__.py").write_text("")
+    (tmp_path / "stage01_first" / "__init__.py").touch()
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     with pytest.raises(UserError, match=r"stage01_first has no lab.ipynb"):
         notebooks.main([])

@@ -4,7 +4,7 @@ from vectors."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ LAYERS, WIDTH, WORDS = PRESETS["tiny"].n_layer, PRESETS["tiny"].n_embd, PRESETS[
 
 def products(tiny: Checkpoint, stage: str, packed: bool) -> dict[str, dict[str, Any]]:
     """What a profile of `stage` says of the products, by their shape: a prompt of 5 tokens, 6 new
-    ones."""
+    ones. The packed layer may run one row as the fewest rows that it is quick with."""
     model = stages.load_model(tiny, dtype=torch.float32)
     if packed:
         linear.optimize(model, "packed")
@@ -28,66 +28,46 @@ def products(tiny: Checkpoint, stage: str, packed: bool) -> dict[str, dict[str, 
     sampling = stages.sampling_params()(max_tokens=NEW, ignore_eos=True)
     found = profiling.profile(lambda: engine.generate([PROMPT], sampling), rows=1000)
     assert sum(each["share"] for each in found) == pytest.approx(1)
-    assert [each["seconds"] for each in found] == sorted(
-        (each["seconds"] for each in found), reverse=True
-    )
-    return {each["product"]: each for each in found if each["product"]}
+    seconds = [each["seconds"] for each in found]
+    assert seconds == sorted(seconds, reverse=True)
+    named = [each for each in found if each["product"]]
+    return {re.sub(rf"^{linear.FEWEST_ROWS} x", "1 x", each["product"]): each for each in named}
 
 
 PACKED = [False, *([True] if linear.can_pack(torch.device("cpu"), torch.float32) else [])]
 
 
 @pytest.mark.parametrize("packed", PACKED)
-def test_the_naive_engine_multiplies_matrices_and_the_cached_one_vectors(
-    tiny: Checkpoint, packed: bool
-) -> None:
+def test_the_naive_engine_multiplies_matrices_and_the_cached_one_vectors(tiny, packed):
     naive = products(tiny, "stage01_forward", packed)
     every_step = naive[f"{len(PROMPT)}..{len(PROMPT) + NEW - 1} x {WIDTH} -> {4 * WIDTH}"]
     assert (every_step["kind"], every_step["calls"]) == ("matrix-matrix", LAYERS * NEW)
     cached = products(tiny, "stage02_kv_cache", packed)
     prefill = cached[f"{len(PROMPT)} x {WIDTH} -> {4 * WIDTH}"]
     assert (prefill["kind"], prefill["calls"]) == ("matrix-matrix", LAYERS)
-    decode = single_row(cached, f"{WIDTH} -> {4 * WIDTH}")
+    decode = cached[f"1 x {WIDTH} -> {4 * WIDTH}"]
     assert (decode["kind"], decode["calls"]) == ("matrix-vector", LAYERS * (NEW - 1))
     for found in (naive, cached):  # logits for one row a step, in both
-        logits = single_row(found, f"{WIDTH} -> {WORDS}")
+        logits = found[f"1 x {WIDTH} -> {WORDS}"]
         assert (logits["kind"], logits["calls"]) == ("matrix-vector", NEW)
 
 
-def single_row(found: dict[str, dict[str, Any]], shape: str) -> dict[str, Any]:
-    """The product of one row, which the packed layer may run as the fewest rows that it is quick
-    with."""
-    return next(
-        found[f"{rows} x {shape}"]
-        for rows in (1, linear.FEWEST_ROWS)
-        if f"{rows} x {shape}" in found
+def test_rates_are_bytes_and_operations_over_time_and_an_operator_is_a_line():
+    layer, x = torch.nn.Linear(64, 96), torch.randn(8, 64)
+    found = profiling.profile(
+        lambda: [layer(x).softmax(-1) for _ in range(3)], rows=5, dtype=torch.bfloat16
     )
-
-
-def test_rates_are_bytes_and_operations_over_time() -> None:
-    layer = torch.nn.Linear(64, 96)
-    x = torch.randn(8, 64)
-    every = profiling.profile(lambda: [layer(x) for _ in range(3)], dtype=torch.bfloat16)
-    found = [each for each in every if each["product"]]
-    assert [(each["product"], each["calls"]) for each in found] == [("8 x 64 -> 96", 3)]
-    each = found[0]
+    (each,) = [each for each in found if each["product"]]
+    assert (each["product"], each["calls"]) == ("8 x 64 -> 96", 3)
     assert each["gb_s"] * each["seconds"] * 1e9 == pytest.approx(3 * 64 * 96 * 2)
     assert each["gflops"] * each["seconds"] * 1e9 == pytest.approx(3 * 2 * 8 * 64 * 96)
     assert json.loads(json.dumps(found)) == found
-
-
-def test_table_has_a_line_an_operator() -> None:
-    found = profiling.profile(
-        lambda: torch.nn.Linear(64, 96)(torch.randn(8, 64)).softmax(-1), rows=5
-    )
     lines = profile.table(found).splitlines()
     assert len(lines) == 1 + len(found) == 6
     assert any("8 x 64 -> 96" in line and "matrix-matrix" in line for line in lines)
 
 
-def test_command_prints_the_operators_and_writes_a_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_prints_the_operators_and_writes_a_trace(tmp_path, capsys):
     trace = tmp_path / "decode.trace.json"
     sizes = {"vocab_size": 300, "n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 2}
     config = {"model_type": "gpt2", "activation_function": "gelu_new", **sizes}

@@ -60,16 +60,13 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def visit(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, tokens: int = 24) -> int:
-    model = stages.load_model(checkpoint, dtype=dtype)
-    device = torch.device("cpu")
+    model, device = stages.load_model(checkpoint, dtype=dtype), torch.device("cpu")
     loaded = cli.Loaded(model, ByteTokenizer(), checkpoint.config, "plain", device, dtype)
     options = argparse.Namespace(max_tokens=tokens, serve=False)
     return tour.visit(loaded, stages.engines(), options)
 
 
-def test_all_stages_the_server_and_the_load_agree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_stages_the_server_and_the_load_agree(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tour, "STORIES", (8,))
     monkeypatch.setattr(tour, "FIRST_SECONDS", 1e9)  # whatever else this machine does
     text = json.dumps({"model_type": "gpt2", **FIELDS})
@@ -85,43 +82,33 @@ def test_all_stages_the_server_and_the_load_agree(
     assert "All stages gave the same tokens." in out
 
 
-def test_a_new_stage_is_found_and_driven_without_an_edit(
-    toys, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert toys(stage97_toy={}) == ["stage01_forward", "stage97_toy"]
-    assert list(stages.engines()) == ["stage01_forward", "stage97_toy"]
-    assert "stage97_toy" in staircase.variants(staircase.Plan())
+def test_a_new_stage_is_driven_without_an_edit_and_named_if_a_token_is_wrong(toys, capsys):
+    found = toys(stage95_honest={})
+    assert found == list(stages.engines()) == ["stage01_forward", "stage95_honest"]
+    assert "stage95_honest" in staircase.variants(staircase.Plan())
     assert visit(random_checkpoint(CONFIG)) == 0
-    assert re.search(r"^stage97_toy .*[█#]", capsys.readouterr().out, re.MULTILINE)
-
-
-def test_a_stage_with_a_wrong_token_is_named(toys, capsys: pytest.CaptureFixture[str]) -> None:
-    toys(stage95_honest={}, stage96_liar={4: 1})
+    assert re.search(r"^stage95_honest .*[█#]", capsys.readouterr().out, re.MULTILINE)
+    toys(stage96_liar={4: 1})
     assert visit(random_checkpoint(CONFIG)) == 1
     out = capsys.readouterr().out
     assert "3 sequences" in out and "DIFFERENT" in out and "token 4" in out
     assert out.endswith("Not the same tokens as the first stage: stage96_liar.\n")
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype", "status"),
-    [("stage93_twin", torch.float32, 0), ("stage94_twin", torch.float64, 1)],
-)
-def test_a_near_tie_is_shown_and_forgiven_below_float64(
-    toys, capsys: pytest.CaptureFixture[str], stage: str, dtype: torch.dtype, status: int
-) -> None:
-    checkpoint = random_checkpoint(CONFIG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_near_tie_is_shown_and_forgiven_below_float64(toys, capsys, dtype):
+    checkpoint, forgiven = random_checkpoint(CONFIG), dtype == torch.float32
     words = checkpoint.tensors["wte.weight"]
     words[1::2] = words[::2]  # token n and token n ^ 1 are twins: always tied for the first place
-    toys(**{stage: {3: 1}})
-    assert visit(checkpoint, dtype, tokens=40) == status
-    assert ("3 parted at a near tie" in capsys.readouterr().out) == (status == 0)
+    toys(**{"stage93_twin" if forgiven else "stage94_twin": {3: 1}})
+    assert visit(checkpoint, dtype, tokens=40) == (0 if forgiven else 1)
+    assert ("3 parted at a near tie" in capsys.readouterr().out) == forgiven
 
 
 LOADED = cli.Loaded(None, ByteTokenizer(), CONFIG, "plain", torch.device("cpu"), torch.float32)
 
 
-def test_prompts_and_answers_are_of_unlike_lengths_and_fit_the_model() -> None:
+def test_prompts_and_answers_are_of_unlike_lengths_and_fit_the_model():
     work = tour.workload(LOADED, 16, 80)
     assert len(work.prompts) == len(work.sampling) == 16
     assert len({len(prompt) for prompt in work.prompts}) > 4
@@ -129,19 +116,17 @@ def test_prompts_and_answers_are_of_unlike_lengths_and_fit_the_model() -> None:
     assert max(map(len, work.prompts)) <= CONFIG.n_positions // 2
 
 
-@pytest.mark.parametrize(
-    ("cost", "stories", "most"),
-    [(1e-3, 32, 128), (0.01, 16, 128), (0.02, 8, 128), (0.04, 8, 64), (0.08, 8, 32), (9, 4, 16)],
-)
-def test_a_slower_machine_gets_fewer_and_shorter_stories(
-    cost: float, stories: int, most: int
-) -> None:
-    work = tour.fitting(LOADED, 128, cost)
-    assert (len(work.prompts), work.sampling[0].max_tokens) == (stories, most)
-    assert cost * work.most <= tour.FIRST_SECONDS or cost == 9  # the shortest, in any case
+def test_a_slower_machine_gets_fewer_and_shorter_stories():
+    for cost, stories, most in (
+        *((1e-3, 32, 128), (0.01, 16, 128), (0.02, 8, 128), (0.04, 8, 64), (0.08, 8, 32)),
+        (9, 4, 16),  # the shortest, in any case
+    ):
+        work = tour.fitting(LOADED, 128, cost)
+        assert (len(work.prompts), work.sampling[0].max_tokens) == (stories, most)
+        assert cost * work.most <= tour.FIRST_SECONDS or cost == 9
 
 
-def test_the_speed_is_measured_in_seconds_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_is_measured_in_seconds_a_token(monkeypatch):
     """On a slow machine for as long as allowed, and without the first tokens."""
     clock = iter([5.0, 9.0, *(10 + n / 4 for n in range(99))])
     monkeypatch.setattr(tour.time, "perf_counter", lambda: next(clock))
