@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from shared.config import Config
 from shared.course import stages
 from stage01_forward import families
 from stage01_forward.attention import Recompute
@@ -90,10 +89,3 @@ def test_older_spellings_of_rotary_positions(tmp_path):
             fields["rope_scaling"] = None if kind == "theta" else dict(scaling)
             path.write_text(json.dumps(fields))
             assert families.load(str(tmp_path)).config == want
-
-
-def test_the_cache_holds_the_heads_of_keys_alone(tmp_path):
-    save(tmp_path, "llama, one kv head")
-    config = families.load(str(tmp_path)).config
-    plain = Config(101, 96, 48, 3, 6)
-    assert config.kv_bytes_per_token(torch.float32) * 6 == plain.kv_bytes_per_token(torch.float32)

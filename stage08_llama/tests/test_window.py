@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from shared.config import ALL
+from stage01_forward.attention import Recompute
+from stage02_kv_cache.cache import KVCache
+from stage03_batching.cache import PaddedCache
 from stage04_continuous.tests import oracle
 from stage04_continuous.tests.oracle import answer, ask, assert_answered, finish
 from stage05_paged.blockmap import blockmap
@@ -45,9 +50,31 @@ def test_memory_of_a_long_answer_is_that_of_its_window():
     assert_idle(engine)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("windows", [(WINDOW, 5), (ALL, 6)], ids=str)
+@pytest.mark.parametrize("cuts", [[30, 1, 1], [4, 1, 11, 8, 1, 7]], ids=str)
+def test_passes_of_any_length_see_what_one_pass_sees(windows, cuts):
+    """Stage 02, and stage 03 with a row of padding, whose own engines run prompts whole."""
+    config = replace(GROUPED, windows=windows)
+    with oracle.shape(config):
+        model, ids = oracle.the_model(), torch.tensor(oracle.prompt_of(32))
+    want = model(ids, torch.arange(32), Recompute(config).attend)
+    one = KVCache(config, dtype=torch.float64)
+    rows = PaddedCache(config, [32, 20], 32, torch.float64)
+    padded = torch.stack([ids, torch.cat([ids[:12], ids[:20]])])  # any id may be padding
+    for start, end in itertools.pairwise([0, *itertools.accumulate(cuts)]):
+        single, several = one.extend(end - start), rows.extend(end - start)
+        got = model(ids[start:end], single.positions, single.attend)
+        torch.testing.assert_close(got, want[start:end], rtol=0, atol=1e-9)
+        got = model(padded[:, start:end], several.positions, several.attend)
+        torch.testing.assert_close(got[0], want[start:end], rtol=0, atol=1e-9)
+        real = max(0, start - 12), max(0, end - 12)
+        torch.testing.assert_close(got[1, max(0, 12 - start) :], want[slice(*real)])
+
+
 def test_mixed_layers_give_nothing_back():
     with oracle.shape(replace(GROUPED, windows=(ALL, WINDOW))):
-        engine = engine_of(size=SIZE)
+        engine = engine_of(size=SIZE, max_chunk=5)
         request = ask(engine, 20, 30)
         while len(request.output.token_ids) < 29:
             engine.step()
