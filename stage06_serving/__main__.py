@@ -244,9 +244,10 @@ def listen(host: str, port: int) -> socket.socket:
             f"--host {host} is no address of this machine: give one such as 127.0.0.1."
         ) from None
     except OSError as error:
+        why = str(error.strerror).partition(" (while")[0]
         raise UserError(
-            f"Port {port} on {host} cannot be opened ({error.strerror}): choose another --port, or "
-            "stop the program that uses it."
+            f"Port {port} on {host} cannot be opened ({why}): choose another --port, or stop the "
+            "program that uses it."
         ) from None
     # Events are small, and must not wait until the client confirms the one before (Nagle). asyncio
     # turns that off for its own sockets, and not for this one; connections inherit it.

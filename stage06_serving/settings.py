@@ -151,7 +151,8 @@ class Settings(BaseSettings):
             if file and not Path(file).read_text(encoding="utf-8").strip():
                 raise ValueError(f"{file} has no key: write one into it")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} cannot be read ({error})") from None
+            why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ValueError(f"{file} cannot be read ({why})") from None
         return file
 
     @property

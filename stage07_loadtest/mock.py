@@ -391,8 +391,9 @@ async def serving(
     try:
         listening = socket.create_server((host, port), backlog=1024)
     except OSError as error:
+        why = str(error.strerror).partition(" (while")[0]
         raise UserError(
-            f"Port {port} on {host} cannot be opened ({error.strerror}): "
+            f"Port {port} on {host} cannot be opened ({why}): "
             "choose another --port, or stop the program that uses it."
         ) from None
     mock.url = "http://{}:{}".format(*listening.getsockname()[:2])

@@ -87,7 +87,7 @@ def test_the_official_client_can_read_it() -> None:
         ("--fault refused --fault-every 2", "--fault-every"),
         ("--ttft -1", "--ttft"),
         ("--slots 0", "--slots"),
-        ("--port TAKEN", "Port .* cannot be opened .* another --port"),
+        ("--port TAKEN", r"Port \d+ on \S+ cannot be opened \([^(]+\): .* another --port"),
     ],
 )
 def test_invalid_options_are_rejected_with_a_hint(arguments: str, hint: str) -> None:
