@@ -257,6 +257,7 @@ def test_options_are_checked_before_pytorch_is_imported():
         done = python("-c", EARLY, *lines)
     assert done.stderr == "" and done.stdout.count("\n") == len(lines), done
     assert {line.split()[0] for line in done.stdout.splitlines()} == {"False"}, done.stdout
+    assert "attempting to bind" not in done.stdout
 
 
 def test_programs_are_checked_before_their_imports():
