@@ -13,7 +13,7 @@ TASKS = (
         text="Turn each pair of channels (i, i + D / 2) of x (..., H, D) by its angle, given as "
         "cosines and sines (..., 1, D / 2) in float32. Compute in float32 at least, and return the "
         "dtype of x.",
-        points=15,
+        points=10,
         hints=(
             "A pair (a, b) turned by an angle is (a cos - b sin, b cos + a sin).",
             "chunk(2, dim=-1) gives the first and the second channels of all pairs; cat puts the "
@@ -29,7 +29,7 @@ TASKS = (
         text="The angle by which one position turns each pair, (D / 2,) float32: theta^(-2i / D), "
         "stretched by the rules of the five kinds. dynamic is the default here. llama3 blends by "
         "how often a pair turns within the trained context, yarn by its place between two pairs.",
-        points=30,
+        points=20,
         hints=(
             "A pair turns trained * f / (2 pi) times within the trained context. llama3 keeps "
             "pairs that turn at least high_factor times and divides by `factor` those that turn at "
@@ -53,7 +53,7 @@ TASKS = (
         text="x (..., C) divided by its root mean square, with epsilon under the root, times the "
         "weight. The division is in float32 for every dtype, and the weight multiplies what was "
         "cast back to the dtype of x.",
-        points=15,
+        points=10,
         hints=(
             "rsqrt(mean(x^2) + epsilon), with the mean over the last axis.",
             "float() first, to(x.dtype) before the weight.",
@@ -67,7 +67,7 @@ TASKS = (
         title="queries, keys and values",
         text="x (..., C) to q (..., H, D), k and v (..., K, D): projected, cut into heads, queries "
         "and keys normed where the model has norms, then turned by `rotation`.",
-        points=20,
+        points=15,
         hints=(
             "unflatten(-1, (-1, self.head_dim)) cuts any number of heads.",
             "self.q_norm and self.k_norm do nothing where a model has none. Norm before turning.",
@@ -82,7 +82,7 @@ TASKS = (
         text="Run the model with an attend of your own, which repeats the keys and values of each "
         "head for all query heads that share it and calls the given attend: (..., K, D) becomes "
         "(..., H, D), and query head h reads what was head h // (H / K).",
-        points=20,
+        points=15,
         hints=(
             "repeat_interleave, along the axis of the heads: each head's copies are neighbours.",
             "The model has its own number of heads of keys in self.model.config.n_kv_head.",
@@ -98,7 +98,7 @@ TASKS = (
         "what is common to all families. A Qwen2 has biases of q, k and v, which no option names. "
         "A Qwen3 norms queries and keys; its attention_bias is for q, k, v and o; its heads have "
         "128 channels where head_dim is not given. _qwen_window finds the layers with a window.",
-        points=20,
+        points=15,
         hints=(
             "Each option that a reader knows must be named in its call of _read, or the file is "
             "refused: WINDOWS for both, attention_bias for a Qwen3. Files without "
@@ -120,7 +120,7 @@ TASKS = (
         "it, <|im_end|> and a line end, for each message; then the beginning of an answer, if "
         "`start`. In pieces: a word of `control` in a role or a content is a piece of its own that "
         "is text; all else is the template's.",
-        points=20,
+        points=15,
         hints=(
             "re.split with a group in brackets keeps what it splits at: every second part is a "
             "control word.",
