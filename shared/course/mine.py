@@ -416,7 +416,10 @@ def _fill(module: ModuleType, active: Overlay, path: Path) -> None:
                 continue  # the class is missing: an error where it is used
             mine = vars(owner).get(last, _missing(active.stage, task, name))
             reference = _reference(node, original, module, owner)
-            setattr(owner, last, _either(mine, reference, wanted))
+            either = _either(mine, reference, wanted)
+            setattr(owner, last, either)
+            for table in [each for each in vars(module).values() if isinstance(each, dict)]:
+                table.update({key: either for key, value in table.items() if value is mine})
 
 
 def _missing(stage: str, task: Task, name: str) -> Callable[..., Any]:

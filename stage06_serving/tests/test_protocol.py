@@ -243,8 +243,9 @@ def test_the_simple_template():
 @pytest.mark.parametrize("text", ["{content}", "{{ 7 * 7 }}", "{0.__class__}", "%s %(a)s", "${x}"])
 def test_a_message_is_never_a_template(text):
     """CVE-2025-61620, CVE-2026-5760: a client's text was run as a template."""
-    messages = [protocol.Message(role=role, content=text) for role in ("user", text)]
-    assert SIMPLE.prompt(messages) == f"User: {text}\n{text.capitalize()}: {text}\nAssistant:"
+    rows = (("user", text), (text, "x"))
+    messages = [protocol.Message(role=role, content=content) for role, content in rows]
+    assert SIMPLE.prompt(messages) == f"User: {text}\n{text.capitalize()}: x\nAssistant:"
 
 
 def test_a_template_from_a_file(tmp_path):

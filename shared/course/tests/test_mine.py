@@ -218,6 +218,8 @@ def twice(function):
 @twice
 def decorated(x):
     return f"reference {x} "
+
+TABLE = {"decorated": decorated}
 '''
 CALLS: dict[str, Callable[[Any], Any]] = {
     "Thing.size": lambda work: work.Thing().size,
@@ -225,7 +227,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "Thing.made": lambda work: work.Thing.made(x=2),
     "Thing.name": lambda work: work.Thing().name(),
     "Thing.count": lambda work: list(work.Thing().count()),
-    "decorated": lambda work: work.decorated(5),
+    "decorated": lambda work: work.TABLE["decorated"](5),
 }
 TASKS = f"""\
 from shared.task import Task
