@@ -1,4 +1,4 @@
-"""Seven stages, one workload: `python -m shared.tour`.
+"""All stages, one workload: `python -m shared.tour`.
 
 Every stage with an engine answers the same prompts, with memory for the same number of contexts;
 then the server of stage 06 answers them over HTTP, and stage 07 loads it. The answers must be the
