@@ -139,8 +139,8 @@ TASKS = (
             "tests/test_async_engine.py::test_the_tokens_are_those_of_the_first_stage",
             "tests/test_async_engine.py::test_a_slow_reader_delays_no_other",
             "tests/test_async_engine.py::test_a_deadline_ends_the_waiting",
-            "tests/test_failures.py::test_a_failing_step_ends_only_its_requests",
-            "tests/test_failures.py::test_nothing_waits_for_a_dead_engine",
+            "tests/test_async_engine.py::test_a_failing_step_ends_only_its_requests",
+            "tests/test_async_engine.py::test_nothing_waits_for_a_dead_engine",
         ),
     ),
 )

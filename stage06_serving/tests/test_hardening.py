@@ -139,8 +139,9 @@ def test_the_limit_of_descriptors_is_raised_if_it_may_be(monkeypatch):
 # ---- clients that never finish ------------------------------------------------------------------
 
 
-def in_process(script):
-    """Run `script(connect, begun)` beside a real server; a request to /wait sets `begun`."""
+@contextlib.asynccontextmanager
+async def beside():
+    """(connect, begun) of a real server in this process; a request to /wait sets `begun`."""
     app, begun, over = FastAPI(), asyncio.Event(), asyncio.Event()
     app.add_middleware(Guard)
 
@@ -153,32 +154,28 @@ def in_process(script):
         begun.set()
         await over.wait()
 
-    async def main():
-        async with asyncio.timeout(HANG), listening(app) as url, contextlib.AsyncExitStack() as all:
+    async with asyncio.timeout(HANG), listening(app) as url, contextlib.AsyncExitStack() as stack:
 
-            async def connect(data=b""):
-                port = int(url.rpartition(":")[2])
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                all.callback(writer.close)
-                writer.write(data)
-                return reader, writer
+        async def connect(data=b""):
+            port = int(url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            writer.write(data)
+            return reader, writer
 
-            all.callback(over.set)
-            await script(connect, begun)
-
-    asyncio.run(main())
+        stack.callback(over.set)
+        yield connect, begun
 
 
 GET = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-def test_headers_and_bodies_have_a_time_limit(monkeypatch):
+async def test_headers_and_bodies_have_a_time_limit(monkeypatch):
     """Before the first request of a connection, and between two."""
     monkeypatch.setattr(connection, "SLOWEST_HEADERS", 0.3)
     monkeypatch.setattr(guard, "SLOWEST_BODY", 0.3)
     slow = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-    async def script(connect, begun):
+    async with beside() as (connect, begun):
         silent, _ = await connect()
         half, _ = await connect(GET[:20])
         body, _ = await connect(slow + b"Content-Length: 9\r\n\r\n{")
@@ -190,14 +187,11 @@ def test_headers_and_bodies_have_a_time_limit(monkeypatch):
             answer = await reader.read()
             assert answer.startswith(b"HTTP/1.1 408") and b"RequestTimeoutError" in answer
 
-    in_process(script)
 
-
-def test_the_connection_that_waits_longest_makes_room(monkeypatch):
+async def test_the_connection_that_waits_longest_makes_room(monkeypatch):
     """Requests that are being answered are not interrupted."""
     monkeypatch.setattr(program, "most_connections", lambda: 2)
-
-    async def script(connect, begun):
+    async with beside() as (connect, begun):
         oldest, _ = await connect(GET[:20])
         busy, _ = await connect(GET % b"/wait")
         await begun.wait()
@@ -211,8 +205,6 @@ def test_the_connection_that_waits_longest_makes_room(monkeypatch):
         answer = await refused.read()
         assert answer.startswith(b"HTTP/1.1 503") and b"too many connections" in answer
         assert not busy.at_eof() and not third.at_eof()
-
-    in_process(script)
 
 
 # ---- pages of other sites -----------------------------------------------------------------------

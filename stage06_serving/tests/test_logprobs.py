@@ -16,7 +16,6 @@ from stage06_serving.tests.asking import (
     chat,
     complete,
     counts,
-    events,
     first,
     joined,
     post,
@@ -109,7 +108,7 @@ def bytewise(house, tiny_folder):
 
 
 def test_tokens_that_are_parts_of_a_character(bytewise, tiny_folder):
-    """Each has a name of its own, and the offset of its character, in a stream too."""
+    """Each has a name of its own, and the offset of its character."""
     prompt = [*"né 😀".encode()[:-1], 256, 0xFF]  # the last character is cut
     body = {"prompt": prompt, "max_tokens": 60, "temperature": 1, "seed": 4, "ignore_eos": True}
     body |= {"logprobs": 20, "return_token_ids": True, "echo": True}
@@ -134,10 +133,6 @@ def test_tokens_that_are_parts_of_a_character(bytewise, tiny_folder):
         assert names.setdefault(name, token) == token
     assert any(name.startswith("bytes:") for name in names)
     assert all(20 <= len(top) <= 21 for top in table["top_logprobs"][1:])
-    chunks = events(post(bytewise, json=body | {"stream": True}).text)
-    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    for name in ("tokens", "text_offset"):
-        assert sum((part[name] for part in parts), []) == table[name]
 
 
 def test_a_chat_has_the_bytes_of_parts_of_a_character(bytewise):
@@ -154,15 +149,6 @@ def test_a_chat_has_the_bytes_of_parts_of_a_character(bytewise):
     ends = [*b"<|endoftext|>"]
     data = b"".join(bytes(each["bytes"]) for each in content if each["bytes"] != ends)
     assert data.decode(errors="replace") == choice["message"]["content"]
-
-
-def test_token_ids_are_returned_on_request(client):
-    body = {"return_token_ids": True}
-    whole = first(client, logprobs=0, extra_body=body)
-    assert [TOKENIZER.decode([token]) for token in whole.token_ids] == whole.logprobs.tokens
-    chunks = complete(client, stream=True, extra_body=body)
-    ids = [token for chunk in chunks for token in chunk.choices[0].token_ids]
-    assert ids == whole.token_ids and "token_ids" not in first(client).model_dump()
 
 
 @pytest.mark.parametrize("count", [None, 0, 20])
