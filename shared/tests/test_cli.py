@@ -164,13 +164,15 @@ def test_prompt_from_argument_or_standard_input(monkeypatch):
         *((long.encode(), None, "error: .*256 KiB"), (b"", long, "error: .*256 KiB")),
         *((None, None, cli.PROMPT), (None, "-", "error: .*closed: give the prompt")),  # `<&-`
     ):
-        pipe = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data or b"")), encoding="ascii")
-        monkeypatch.setattr(sys, "stdin", None if data is None else pipe)
-        try:
-            got = cli.read_prompt(argparse.Namespace(prompt=argument))
-        except UserError as error:
-            got = f"error: {error}"
-        assert re.match(expected, got) if expected.startswith("error") else got == expected
+        for read in (cli.read_prompt, cli.read_prompts):
+            pipe = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data or b"")), encoding="ascii")
+            monkeypatch.setattr(sys, "stdin", None if data is None else pipe)
+            try:
+                got = read(argparse.Namespace(prompt=argument, prompts=None))
+            except UserError as error:
+                got = f"error: {error}"
+            got = got or cli.PROMPT  # read_prompts leaves it to the stage
+            assert re.match(expected, got) if expected.startswith("error") else got == expected
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")

@@ -24,11 +24,9 @@ CONFIG = Config(vocab_size=300, n_positions=64, n_embd=16, n_layer=1, n_head=1, 
 LOADED = cli.Loaded(None, ByteTokenizer(), CONFIG, "plain", torch.device("cpu"), torch.float32)
 
 
-def answer(
-    number: int = 1, ids: bytes = b"", reason: str | None = None, error: str | None = None
-) -> live.Answer:
+def answer(number: int = 1, ids: bytes = b"", reason: str | None = None) -> live.Answer:
     growing = live.Answer(number, "ab", LOADED)
-    growing.output = SimpleNamespace(token_ids=list(ids), finish_reason=reason, error=error)
+    growing.output = SimpleNamespace(token_ids=list(ids), finish_reason=reason, error=None)
     return growing
 
 
@@ -44,26 +42,11 @@ def test_a_text_grows_by_whole_characters():
     assert growing.text() == growing.text() == "abc€\ufffd"
 
 
-def test_errors_are_named_by_the_number_of_the_prompt(capsys):
+def test_a_prompt_that_the_tokenizer_refuses():
     tokenizer = ByteTokenizer()
     tokenizer.encode = Mock(side_effect=UserError("Too long."))  # type: ignore[method-assign]
     refused = live.Answer(3, "ab", replace(LOADED, tokenizer=tokenizer))
-    for each in (refused, answer(4, error="No number.", reason="error")):
-        assert each.finish_reason == "error"
-        each.print()
-    answer(5, b"c\nd", "length").print()
-    out, err = capsys.readouterr()
-    assert err == "error: prompt 3: Too long.\nerror: prompt 4: No number.\n"
-    assert out == "--- prompt 5 ---\nabc\nd\n\n"
-
-
-def test_summary_counts_the_reasons():
-    answers = [answer(ids=b"abcd", reason="stop"), answer(ids=b"ab", reason="length")]
-    answers += [answer(ids=b"ab", reason="stop"), answer(error="No.", reason="error")]
-    speed = "8 tokens in 5 steps and 2.00 s, 4.0 tok/s"
-    reasons = "finish reasons: 1 error, 1 length, 2 stop; "
-    assert live.summary(answers, 5, 2.0, LOADED).startswith(f"[4 prompts, {speed}, {reasons}")
-    assert "0.0 tok/s" in live.summary(answers[3:], 0, 0.0, LOADED)
+    assert (refused.error, refused.finish_reason, refused.text()) == ("Too long.", "error", "")
 
 
 def test_a_line_is_harmless_and_never_wider_than_the_terminal():
@@ -153,17 +136,6 @@ def test_a_prompt_a_line(tmp_path):
             read(name)
     with pytest.raises(UserError, match="both a prompt and --prompts"):
         read("file", "hello")
-
-
-def test_without_prompts_one_is_read_from_a_pipe(monkeypatch):
-    for data, prompt in ((b"", None), (b"Long ago\n", "Long ago")):
-        pipe = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data)))
-        monkeypatch.setattr(sys, "stdin", pipe)
-        assert read(None) == prompt
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    assert read(None) is None and read(None, "hello") == "hello"
-    monkeypatch.setattr(sys, "stdin", None)
-    assert read(None) is None
 
 
 def test_a_file_to_write_is_checked_first(tmp_path):
