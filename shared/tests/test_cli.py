@@ -168,7 +168,7 @@ def test_prompt_from_argument_or_standard_input(monkeypatch):
             pipe = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data or b"")), encoding="ascii")
             monkeypatch.setattr(sys, "stdin", None if data is None else pipe)
             try:
-                got = read(argparse.Namespace(prompt=argument, prompts=None))
+                got: Any = read(argparse.Namespace(prompt=argument, prompts=None))
             except UserError as error:
                 got = f"error: {error}"
             got = got or cli.PROMPT  # read_prompts leaves it to the stage

@@ -45,18 +45,14 @@ python3 -m shared.course.links   # [not a link](gone.md)
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A small repository without a fault, but in a hidden folder and a virtual environment."""
-    for name in (".hidden", "env"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "README.md").write_text("[x](gone.md)\n", encoding="utf-8")
-    (tmp_path / "env" / "pyvenv.cfg").touch()
-    stage = tmp_path / "stage01_first"
-    stage.mkdir()
+    files = dict.fromkeys((".hidden/README.md", "env/README.md"), "[x](gone.md)\n")
     code = "class Class:\n    def test_in(self): ...\n\ndef test_it(): ...\n"
+    files |= {"env/pyvenv.cfg": "", "README.md": GOOD, "stage01_first/code.py": code}
     lesson = "# A lesson\n\n`code.py`, [up](../README.md), `stage01_first/code.py`\n"
-    (stage / "code.py").write_text(code, encoding="utf-8")
-    (stage / "chart.svg").write_text("<svg/>\n", encoding="utf-8")
-    (stage / "README.md").write_text(lesson, encoding="utf-8")
-    (tmp_path / "README.md").write_text(GOOD, encoding="utf-8")
+    files |= {"stage01_first/chart.svg": "<svg/>\n", "stage01_first/README.md": lesson}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     return tmp_path
 
 
