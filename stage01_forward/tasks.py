@@ -42,8 +42,7 @@ TASKS = (
         ),
         tests=(
             "tests/test_engine.py::test_end_of_text_on_the_last_allowed_token_is_a_stop",
-            "tests/test_engine.py::test_stops_at_end_of_text_unless_told_to_ignore_it",
-            "tests/test_engine.py::test_stops_at_stop_token_ids",
+            "tests/test_engine.py::test_stops_at_its_ends_unless_they_are_ignored",
             "tests/test_engine.py::test_prompt_and_answer_fill_the_context_and_no_more",
         ),
     ),
@@ -132,11 +131,10 @@ TASKS = (
             "reason, and the others None.",
         ),
         tests=(
-            "tests/test_engine.py::test_every_pass_computes_everything_again",
+            "tests/test_engine.py::test_every_step_computes_everything_again",
             "tests/test_engine.py::test_a_request_has_one_generator_and_a_whole_history",
             "tests/test_engine.py::test_stream_is_generate_token_by_token",
             "tests/test_engine.py::test_one_sampling_for_all_or_one_each",
-            "tests/test_engine.py::test_logprobs_come_one_a_token_and_only_on_request",
         ),
     ),
 )

@@ -75,7 +75,6 @@ TASKS = (
         tests=(
             "tests/test_cache.py::test_one_decode_step_is_explicit_attention_over_all_keys",
             "tests/test_engine.py::test_nothing_of_the_request_before_is_visible",
-            "tests/test_engine.py::test_greedy_tokens_are_those_of_transformers",
         ),
     ),
     Task(
@@ -96,8 +95,7 @@ TASKS = (
             "in the first pass and 1 decode token in each later one.",
         ),
         tests=(
-            "tests/test_engine.py::test_one_prefill_then_one_token_a_pass",
-            "tests/test_engine.py::test_a_prompt_of_one_token_is_a_prefill_too",
+            "tests/test_engine.py::test_one_prefill_then_one_token_a_step",
             "tests/test_engine.py::test_prompt_and_answer_fill_the_context_and_no_more",
             "tests/test_engine.py::test_two_streams_at_once_are_an_error_not_a_wrong_text",
         ),

@@ -31,9 +31,13 @@ def test_stream_is_generate_token_by_token(engine):
     (output,) = engine.generate([[1, 2, 3]], params)
     assert [token.id for token in streamed] == output.token_ids
     assert [token.finish_reason for token in streamed] == [None] * 8 + ["length"]
+    assert output.logprobs == []  # unless they are requested
+    (output,) = engine.generate([[1, 2]], SamplingParams(max_tokens=4, logprobs=3))
+    for token, logprobs in zip(output.token_ids, output.logprobs, strict=True):
+        assert logprobs.top[0] == (token, pytest.approx(logprobs.token)) and len(logprobs.top) == 3
 
 
-def test_every_pass_computes_everything_again(engine, tiny_model):
+def test_every_step_computes_everything_again(engine, tiny_model):
     entered = []  # tokens that enter the model, whatever the records say
     hook = tiny_model.register_forward_pre_hook(lambda _, given: entered.append(len(given[0])))
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
@@ -57,20 +61,16 @@ def test_a_request_has_one_generator_and_a_whole_history(engine, tiny_model):
         assert output.token_ids == ids[:last]
 
 
-def test_stops_at_end_of_text_unless_told_to_ignore_it(engine, tiny_model):
-    free = engine.generate([[50, 2]], SamplingParams(max_tokens=12))[0].token_ids
-    stopping = Engine(tiny_model, eos_ids=(free[5],))
-    first = free.index(free[5])
-    (output,) = stopping.generate([[50, 2]], SamplingParams(max_tokens=12))
-    assert (output.token_ids, output.finish_reason) == (free[: first + 1], "stop")
-    (output,) = stopping.generate([[50, 2]], SamplingParams(max_tokens=12, ignore_eos=True))
-    assert (output.token_ids, output.finish_reason) == (free, "length")
+def test_stops_at_its_ends_unless_they_are_ignored(engine, tiny_model):
+    def ended(engine, **options):
+        (output,) = engine.generate([[50, 2]], SamplingParams(max_tokens=12, **options))
+        return output.token_ids, output.finish_reason
 
-
-def test_stops_at_stop_token_ids(engine):
-    free = engine.generate([[50, 2]], SamplingParams(max_tokens=12))[0].token_ids
-    (output,) = engine.generate([[50, 2]], SamplingParams(max_tokens=12, stop_token_ids=(free[4],)))
-    assert (output.token_ids, output.finish_reason) == (free[: free.index(free[4]) + 1], "stop")
+    free, reason = ended(engine)
+    first, stopping = free.index(free[5]), Engine(tiny_model, eos_ids=(free[5],))
+    assert reason == "length" and ended(stopping, ignore_eos=True) == (free, reason)
+    whole = (free[: first + 1], "stop")
+    assert ended(stopping) == ended(engine, stop_token_ids=(free[5],)) == whole
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_prompt_and_answer_fill_the_context_and_no_more(engine, length):
 
 
 def test_unfit_prompts_are_refused_before_any_work(engine):
-    says = {"empty": [], "64 tokens": [3] * 64, "shorten": [3] * 5000, "101": [101], "-1": [-1]}
-    for words, prompt in says.items():
+    refused = {"empty": [], "64 tokens": [3] * 64, "shorten": [3] * 5000, "101": [101], "-1": [-1]}
+    for words, prompt in refused.items():
         with pytest.raises(UserError, match=words):
             engine.generate([[1, 2], prompt], SamplingParams(max_tokens=2))
         with pytest.raises(UserError, match=words):
@@ -109,13 +109,3 @@ def test_one_sampling_for_all_or_one_each(engine):
     assert [len(output.token_ids) for output in outputs] == [2, 5]
     with pytest.raises(UserError, match="2 prompts and 1"):
         engine.generate([[1], [1]], [SamplingParams()])
-
-
-def test_logprobs_come_one_a_token_and_only_on_request(engine):
-    (output,) = engine.generate([[1, 2]], SamplingParams(max_tokens=4, logprobs=3))
-    assert len(output.logprobs) == 4
-    for token, logprobs in zip(output.token_ids, output.logprobs, strict=True):
-        assert logprobs.top[0] == (token, pytest.approx(logprobs.token))
-        assert len(logprobs.top) == 3
-    (output,) = engine.generate([[1, 2]], SamplingParams(max_tokens=4))
-    assert output.logprobs == []

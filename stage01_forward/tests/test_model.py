@@ -17,17 +17,14 @@ BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}
 SLOW = ("124M", torch.float64)
 
 
+@torch.inference_mode()
 def hidden_states(model, ids):
     """The residual stream before each block, and the output of the last norm."""
     states: list[torch.Tensor] = []
-    hooks = [
+    for block in model.h:
         block.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0].clone()))
-        for block in model.h
-    ]
-    states.append(model(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend))
-    for hook in hooks:
-        hook.remove()
-    return states
+    last = model(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend)
+    return [*states, last]
 
 
 @pytest.mark.parametrize(

@@ -41,19 +41,14 @@ def test_a_bad_value_is_refused_by_name_and_the_edges_are_allowed(name):
         SamplingParams(**{name: value})
 
 
-def test_check_vocabulary():
-    options: Any
-    for options in ({"logit_bias": {100: 1.0}}, {"stop_token_ids": (3, 100)}, {"top_k": 101}):
-        params = SamplingParams(**options)
+def test_ids_and_counts_must_fit_the_vocabulary():
+    bad: Any = {"logit_bias": {100: 1.0}, "stop_token_ids": (3, 100), "top_k": 101, "logprobs": 101}
+    for name, value in bad.items():
+        params = SamplingParams(**{name: value})
         params.check_vocabulary(101)
-        with pytest.raises(UserError, match=rf"{next(iter(options))} .* for this model.*\.$"):
+        with pytest.raises(UserError, match=rf"{name} .* for this model.*\.$"):
             params.check_vocabulary(100)
-    SamplingParams(logprobs=101).check_vocabulary(101)
-    with pytest.raises(UserError, match="logprobs .* for this model"):
-        SamplingParams(logprobs=101).check_vocabulary(100)
-
-
-def test_min_tokens_needs_a_token_that_does_not_end_the_text():
+    # min_tokens needs a token that does not end the text.
     params = SamplingParams(min_tokens=1, stop_token_ids=(0, 1))
     params.check_vocabulary(5, eos_ids=(2, 3))
     params.check_vocabulary(5, eos_ids=())

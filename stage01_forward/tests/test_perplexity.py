@@ -62,11 +62,9 @@ def test_prompt_logprobs_are_those_of_every_position(models):
     first, *rest = prompt_logprobs(models[0], ids, top=2)
     logprobs = models[1](torch.tensor([ids])).logits[0].log_softmax(-1)
     assert first is None
-    for place, scores in enumerate(rest, 1):
-        row = logprobs[place - 1].tolist()
-        best = sorted(range(len(row)), key=lambda id: -row[id])[:2]  # noqa: B023
-        assert scores is not None and [id for id, _ in scores.top] == best
-        assert scores.token == pytest.approx(row[ids[place]], abs=1e-5)
+    for scores, row, id in zip(rest, logprobs[:-1], ids[1:], strict=True):
+        assert scores is not None and [id for id, _ in scores.top] == row.topk(2)[1].tolist()
+        assert scores.token == pytest.approx(row[id].item(), abs=1e-5)
 
 
 def test_command(tmp_path, capsys):

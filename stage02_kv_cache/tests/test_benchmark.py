@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import pytest
 
 from shared.bench.rows import Results
 from shared.bench.tests.tools import LIMITS, check_drawn, measured
@@ -21,21 +18,12 @@ TINY = replace(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def content() -> dict[str, Any]:
-    return measured(benchmark.BENCHMARK, TINY)
-
-
-def test_everything_is_drawn(content: dict[str, Any]) -> None:
+def test_everything_is_measured_proved_and_drawn() -> None:
+    content = measured(benchmark.BENCHMARK, TINY)
     assert check_drawn(benchmark.BENCHMARK, content) == {
         "limits": 1, "growth": 4, "growth_bfloat16": 4, "prompts": 8, "null": 2, "prefill": 12,
         "decode": 6, "memory": 2, "profile": 6,
     }  # fmt: skip
-
-
-def test_every_answer_was_proved_and_both_engines_made_their_passes(
-    content: dict[str, Any],
-) -> None:
     results = Results(content)
     for row in results.groups("prompts") + results.groups("null"):
         assert {proof["tokens"] for proof in row["proof"].values()} == {row.tokens}

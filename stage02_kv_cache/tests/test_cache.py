@@ -13,6 +13,7 @@ from stage02_kv_cache.cache import KVCache
 IDS = [7, 3, 99, 14, 14, 56, 2, 81, 33, 60, 5, 21]
 
 
+@torch.inference_mode()
 def through_cache(model, cache, ids):
     attention = cache.extend(len(ids))
     return model(torch.tensor(ids), attention.positions, attention.attend)
@@ -30,27 +31,21 @@ def whole(tiny_model):
         return tiny_model(torch.tensor(IDS), torch.arange(len(IDS)), Recompute().attend)
 
 
-@pytest.mark.parametrize(
-    "cuts", [[12], [1] * 12, [5, 7], [5, 1, 6], [1, 11], [3, 3, 3, 3], [11, 1]], ids=str
-)
-@torch.inference_mode()
+@pytest.mark.parametrize("cuts", [[12], [1] * 12, [5, 7], [5, 1, 6], [1, 11], [3] * 4], ids=str)
 def test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass(
     cuts, tiny_model, cache, whole
 ):
     """Catches a decode step that forgets the past, positions that restart at 0, a square mask."""
-    left, parts = iter(IDS), []
-    for cut in cuts:
-        parts.append(through_cache(tiny_model, cache, [next(left) for _ in range(cut)]))
+    left = iter(IDS)
+    parts = [through_cache(tiny_model, cache, [next(left) for _ in range(cut)]) for cut in cuts]
     assert torch.allclose(torch.cat(parts), whole, rtol=0, atol=1e-12)
 
 
-@torch.inference_mode()
 def test_positions_go_on_where_the_cache_ends(cache):
     positions = [cache.extend(count).positions.tolist() for count in (5, 1, 3)]
     assert positions == [[0, 1, 2, 3, 4], [5], [6, 7, 8]]
 
 
-@torch.inference_mode()
 def test_a_chunk_sees_all_before_it_and_nothing_after(cache):
     """The mask of a pass of 3 tokens after 4: row i sees 5 + i columns."""
     cache.extend(4)
@@ -61,7 +56,6 @@ def test_a_chunk_sees_all_before_it_and_nothing_after(cache):
     ]
 
 
-@torch.inference_mode()
 def test_cropped_slots_are_never_read_again(tiny_model, cache, whole):
     through_cache(tiny_model, cache, IDS[:6] + [90, 91, 92])
     before = cache.kv.clone()
@@ -72,7 +66,6 @@ def test_cropped_slots_are_never_read_again(tiny_model, cache, whole):
     assert torch.allclose(rest, whole[6:], rtol=0, atol=1e-12)
 
 
-@torch.inference_mode()
 def test_attention_reads_the_cache_in_place(cache):
     attention = cache.extend(4)
     assert attention.seen.data_ptr() == cache.kv.data_ptr()

@@ -1,4 +1,4 @@
-"""The cached engine: the naive engine's tokens, with one pass over the prompt, then one a token."""
+"""The cached engine: the naive engine's tokens, with one step for the prompt, then one a token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from shared.errors import UserError
-from shared.peers import transformers_greedy, transformers_model
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.params import SamplingParams
 from stage02_kv_cache.engine import Engine
@@ -17,36 +16,18 @@ def engine(tiny_model):
     return Engine(tiny_model)
 
 
-@pytest.fixture
-def entered(tiny_model):
-    """How many tokens enter the model, pass by pass, whatever the records say."""
-    counts = []
-    hook = tiny_model.register_forward_pre_hook(lambda _, given: counts.append(given[0].numel()))
-    yield counts
-    hook.remove()
-
-
-def test_one_prefill_then_one_token_a_pass(engine, entered):
-    engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=4))
-    records = [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps]
-    assert records == [(1, 5, 0), (1, 0, 1), (1, 0, 1), (1, 0, 1)]
-    assert entered == [5, 1, 1, 1]
-
-
-def test_a_prompt_of_one_token_is_a_prefill_too(engine, entered, tiny_model):
+@pytest.mark.parametrize("length", [5, 1])  # a prompt of one token is a prefill too
+def test_one_prefill_then_one_token_a_step(engine, tiny_model, length):
     """Of several requests each: the cache is empty again for the next."""
-    prompts, params = [[1], [2], [3]], SamplingParams(max_tokens=4, ignore_eos=True)
+    prompts = [[token] * length for token in (1, 2, 3)]
+    params, entered = SamplingParams(max_tokens=4, ignore_eos=True), list[int]()
+    # Tokens that enter the model, whatever the records say.
+    hook = tiny_model.register_forward_pre_hook(lambda _, given: entered.append(len(given[0])))
     outputs = engine.generate(prompts, params)
-    records = [(step.prefill_tokens, step.decode_tokens) for step in engine.steps]
-    assert records == [(1, 0), (0, 1), (0, 1), (0, 1)] * 3 and entered == [1] * 12
+    hook.remove()
+    records = [(s.rows, s.prefill_tokens, s.decode_tokens) for s in engine.steps]
+    assert records == [(1, length, 0), *[(1, 0, 1)] * 3] * 3 and entered == [length, 1, 1, 1] * 3
     assert outputs == Naive(tiny_model).generate(prompts, params)
-
-
-def test_greedy_tokens_are_those_of_transformers(engine, tiny, prompts):
-    twin = transformers_model(tiny, torch.float64)
-    many = prompts(tiny.config, 25, 20)
-    outputs = engine.generate(many, SamplingParams(max_tokens=16))
-    assert [o.token_ids for o in outputs] == [transformers_greedy(twin, p, 16) for p in many]
 
 
 def test_nothing_of_the_request_before_is_visible(engine, tiny_model):
