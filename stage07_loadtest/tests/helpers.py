@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import selectors
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
-from aiohttp import web
 
 from stage07_loadtest import mock
 from stage07_loadtest.client import HTTP_503, RESET, Record, Target
@@ -29,8 +27,6 @@ SMALL_RUN = Path(__file__).with_name("small_run")
 QUICK: dict[str, Any] = {"ttft": 0.005, "itl": 0.001}  # where only counts matter
 FAR = 1.0  # seconds: on the clock below, longer sleeps are time limits, not moments
 T = TypeVar("T")
-DONE = b"[DONE]"
-USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}}
 
 
 def asks(count: int, tokens: int = 5) -> list[Ask]:
@@ -60,13 +56,8 @@ def refused(index: int = 0, intended: float = 0.0) -> Record:
 
 def broken(index: int = 0, intended: float = 0.0) -> Record:
     """A request whose connection was lost after two tokens."""
-    lost: dict[str, Any] = {
-        "completion_tokens": None,
-        "finish_reason": None,
-        "done": False,
-        "failure": RESET,
-    }
-    return record(index, intended, gaps=(0.5, 0.1), end=intended + 0.7, **lost)
+    lost: dict[str, Any] = {"completion_tokens": None, "finish_reason": None, "done": False}
+    return record(index, intended, gaps=(0.5, 0.1), end=intended + 0.7, failure=RESET, **lost)
 
 
 def point(records: list[Record], users: int | None = 1, **more: Any) -> Point:
@@ -103,40 +94,6 @@ def mocked(**behaviour: Any) -> Iterator[Mock]:
     finally:
         started[0][1].call_soon_threadsafe(over.set)
         thread.join()
-
-
-def sse(*data: Any) -> bytes:
-    lines = (item if isinstance(item, bytes) else json.dumps(item).encode() for item in data)
-    return b"".join(b"data: " + line + b"\n\n" for line in lines)
-
-
-def chunk(text: str = "", **more: Any) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": None} | more]}
-
-
-END = chunk(finish_reason="length")
-
-
-def whole() -> web.Response:
-    """A complete answer of six tokens."""
-    return web.Response(body=sse(chunk("a"), END, USAGE, DONE), content_type="text/event-stream")
-
-
-def with_server(path: str, handler: Any, use: Callable[[str], Awaitable[Any]]) -> Any:
-    """Run `use(url)` against a server that answers at one path."""
-
-    async def run() -> Any:
-        app = web.Application()
-        app.router.add_route("*", path, handler)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-        try:
-            return await use("http://{}:{}".format(*runner.addresses[0][:2]))
-        finally:
-            await runner.cleanup()
-
-    return asyncio.run(run())
 
 
 class Selector(selectors.SelectSelector):

@@ -5,29 +5,49 @@ counters, the model's name, whether it is idle."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from aiohttp import web
 
 from stage07_loadtest import client, mock
 from stage07_loadtest.client import FAILURES, Record, Target, open_session, read, send
 from stage07_loadtest.mock import MODEL, Behaviour, Mock
 from stage07_loadtest.server import Counters, describe, parse, scrape, settled
 from stage07_loadtest.tests import helpers
-from stage07_loadtest.tests.helpers import DONE, END, QUICK, USAGE, chunk, sse, whole, with_server
+from stage07_loadtest.tests.helpers import QUICK
 from stage07_loadtest.workload import Ask
 
+T = TypeVar("T")
+DONE = b"[DONE]"
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}}
 ASK = Ask([1, 2, 3], 6)
 ERROR = {"error": {"message": "out of luck", "type": "ServerError", "code": 500}}
 
 
-async def ask(url: str, count: int = 1, pause: float = 0.0, **fields: Any) -> list[Record]:
+def sse(*data: Any) -> bytes:
+    lines = (item if isinstance(item, bytes) else json.dumps(item).encode() for item in data)
+    return b"".join(b"data: " + line + b"\n\n" for line in lines)
+
+
+def chunk(text: str = "", **more: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": None} | more]}
+
+
+END = chunk(finish_reason="length")
+
+
+def http(body: bytes, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def ask(url: str, count: int = 1, pause: float = 0.0, timeout: float = 10.0) -> list[Record]:
     """Requests one after the other through one session."""
-    target = Target(url, **{"timeout": 10.0} | fields)
-    clock, records = asyncio.get_running_loop().time, []
+    target, records = Target(url, timeout=timeout), []
+    clock = asyncio.get_running_loop().time
     started = clock()
     async with open_session(target) as session:
         for index in range(count):
@@ -36,41 +56,40 @@ async def ask(url: str, count: int = 1, pause: float = 0.0, **fields: Any) -> li
     return records
 
 
-def ask_mock(
-    count: int = 1, target: dict[str, Any] | None = None, **behaviour: Any
-) -> tuple[list[Record], Mock]:
+def ask_mock(count: int = 1, timeout: float = 10.0, **behaviour: Any) -> tuple[list[Record], Mock]:
     async def run() -> tuple[list[Record], Mock]:
         async with mock.serving(Behaviour(**QUICK | behaviour)) as server:
-            return await ask(server.url, count, **target or {}), server
+            return await ask(server.url, count, timeout=timeout), server
 
     return asyncio.run(run())
 
 
-def ask_raw(answer: bytes, close: bool = True, **fields: Any) -> Record:
-    """One request to a socket that reads it, writes `answer`, and hangs up or falls silent."""
-    over = asyncio.Event()
+def with_raw(
+    answer: bytes, use: Callable[[str], Awaitable[T]], close: bool = True
+) -> tuple[T, list[list[bytes]]]:
+    """Run `use(url)` against a socket that has one answer for all, and hangs up after it or reads
+    on. Also returns the heads of the requests, by connection."""
+    connections: list[list[bytes]] = []
+    handlers: list[Any] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        await reader.readexactly(int(head.split(b"content-length:")[1].split()[0]))
-        writer.write(answer)
-        if not close:
-            await reader.read()  # until the client leaves
+        handlers.append(asyncio.current_task())
+        connections.append(heads := [])
+        with contextlib.suppress(asyncio.IncompleteReadError):  # the client has left
+            while not (heads and close):
+                heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
+                length = heads[-1].partition(b"content-length:")[2].split()
+                await reader.readexactly(int(length[0]) if length else 0)
+                writer.write(answer)
         writer.close()
-        over.set()
 
-    async def run() -> Record:
+    async def run() -> T:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            (record,) = await ask(f"http://127.0.0.1:{port}", **fields)
-            await over.wait()
-            return record
+            found = await use(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            await asyncio.wait(handlers)
+            return found
 
-    return asyncio.run(run())
-
-
-def http(body: bytes, status: str = "200 OK") -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    return asyncio.run(run()), connections
 
 
 def streamed(*pieces: tuple[float, bytes]) -> Record:
@@ -145,7 +164,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "failure", "words"), FAULTS)
 def test_failures_of_every_kind(fault: str, failure: str, words: str):
-    (record,), server = ask_mock(fault=fault, target={"timeout": 0.3 if fault == "hang" else 10.0})
+    (record,), server = ask_mock(fault=fault, timeout=0.3 if fault == "hang" else 10.0)
     assert record.failure == failure and words in str(record.detail)
     assert record.sent is not None and record.end >= record.sent
     assert server.requests == (0 if fault == "refused" else 1)  # nothing is retried
@@ -178,23 +197,21 @@ def test_all_failures_are_tested_and_the_next_request_does_not_suffer():
         (http(sse(b"[" * 100_000, DONE)), "protocol", ""),
         (http(b""), "cut", ""),
         (http(sse(END, USAGE) + b"data: [DO"), "cut", "[DONE]"),  # the last line never ended
-        (http(sse(ERROR, DONE)), "error_event", "out of luck"),
         (http(sse(chunk("a"), ERROR))[:-1], "error_event", "out of luck"),  # and hangs up early
         (http(b"no place", "503 Service Unavailable"), "http_503", "503: no place"),
-        (http(json.dumps(ERROR).encode(), "500 Oh"), "http_other", "500: out of luck"),
         (http(b"<html>\n <b>no\n", "404 Not Found"), "http_other", "404: <html> <b>no"),
         (http(b"", "307 Redirect\r\nLocation: http://127.0.0.1:1/"), "http_other", "307"),
     ],
 )
 def test_answers_of_other_servers(answer: bytes, failure: str, detail: str):
-    record = ask_raw(answer)
+    (record,), _ = with_raw(answer, ask)
     assert record.failure == failure, record
     assert record.detail and detail in record.detail and len(record.detail) < 400
 
 
 @pytest.mark.parametrize("answer", [b"", http(sse(chunk("a")) * 9)[:-300]])
 def test_silence_is_a_timeout_before_and_in_the_answer(answer: bytes):
-    record = ask_raw(answer, close=False, timeout=0.3)
+    (record,), _ = with_raw(answer, partial(ask, timeout=0.3), close=False)
     assert record.failure == "timeout" and record.end >= 0.3
     assert bool(record.chunks) == bool(answer)
 
@@ -204,16 +221,11 @@ def test_a_connection_is_used_again_unless_it_was_idle(monkeypatch, idle, pause,
     """A server that closes a connection just when it is used again would look like a reset."""
     assert client.IDLE < 5  # seconds for which uvicorn keeps one
     monkeypatch.setattr(client, "IDLE", idle)
-    peers = []
-
-    async def handle(request: web.Request) -> web.Response:
-        assert request.headers["Accept-Encoding"] == "identity"  # not held back to be compressed
-        peers.append(request.transport and request.transport.get_extra_info("peername"))
-        return whole()
-
-    records = with_server("/v1/completions", handle, lambda url: ask(url, 3, pause=pause))
-    assert [record.failure for record in records] == [None] * 3
-    assert len(peers) == 3 and len({*peers}) == connections
+    answer = http(sse(chunk("a"), END, USAGE, DONE))
+    records, heads = with_raw(answer, partial(ask, count=3, pause=pause), close=False)
+    assert [record.failure for record in records] == [None] * 3 and len(heads) == connections
+    # Not held back to be compressed.
+    assert sum(head.count(b"accept-encoding: identity") for one in heads for head in one) == 3
 
 
 METRICS = """\
@@ -229,48 +241,40 @@ vllm:kv_cache_usage_perc{model_name="a"} 0.125
 COUNTERS = Counters(15, 1_000_000, 7, 1, 0, 0.125)
 
 
-def test_counters_are_summed_over_labels_and_other_metrics_are_none():
+def test_counters_are_summed_over_labels_and_idle_when_everything_was_released():
     assert parse(METRICS) == COUNTERS
     for old, new in (("vllm:", "tgi:"), ("usage", "use"), ("1e+06", "NaN"), ("0.125", "+Inf")):
         assert parse(METRICS.replace(old, new)) is None
     assert parse("") is parse("<html>no</html>") is None
-
-
-def test_idle_means_that_everything_was_released():
     states = ((0, 0, 0.0), (1, 0, 0.0), (0, 1, 0.0), (0, 0, 0.1))
     assert [Counters(1, 1, 1, *state).idle for state in states] == [True, False, False, False]
 
 
-def against(path: str, status: int, body: bytes, use: Any) -> Any:
-    """Run `use(session, target)` against a server with this answer to GET."""
-
-    async def handle(request: web.Request) -> web.Response:
-        return web.Response(status=status, body=body, content_type="text/plain", charset="utf-8")
+def seen(answer: bytes, use: Any) -> Any:
+    """`use(session, target)` of a server with this answer to GET."""
 
     async def run(url: str) -> Any:
         async with open_session(Target(url)) as session:
             return await use(session, Target(url))
 
-    return with_server(path, handle, run)
+    return with_raw(answer, run, close=False)[0]
 
 
-def test_a_server_without_metrics_has_no_counters():
-    for path, status, body, counters in (
-        ("/metrics", 200, METRICS.encode(), COUNTERS),
-        ("/metrics", 200, b"\xff", None),
-        ("/metrics", 401, METRICS.encode(), None),
-        ("/other", 200, b"", None),
+def test_a_server_without_metrics_has_no_counters_and_an_absent_one_no_name():
+    metrics = METRICS.encode()
+    for answer, counters in (
+        (http(metrics), COUNTERS),
+        (http(b"\xff"), None),
+        (http(metrics, "401 Unauthorized"), None),
     ):
-        assert against(path, status, body, scrape) == counters
+        assert seen(answer, scrape) == counters
 
-
-def test_an_absent_server_has_no_counters_and_no_name():
-    async def use() -> Any:
+    async def absent() -> Any:
         target = Target("http://127.0.0.1:1")
         async with open_session(target) as session:
             return [await use(session, target) for use in (scrape, settled, describe)]
 
-    assert asyncio.run(use()) == [None, None, (None, None)]
+    assert asyncio.run(absent()) == [None, None, (None, None)]
 
 
 def test_settled_waits_until_the_server_is_idle():
@@ -289,7 +293,7 @@ def test_settled_waits_until_the_server_is_idle():
     before, after = helpers.run(run())
     assert before is not None and before.running == 1 and before.kv_cache_usage > 0
     assert after is not None and after.idle and (after.generation_tokens, after.success) == (6, 1)
-    impatient = against("/metrics", 200, METRICS.encode(), partial(settled, patience=0.1))
+    impatient = seen(http(METRICS.encode()), partial(settled, patience=0.1))
     assert impatient == COUNTERS and not impatient.idle
 
 
@@ -300,4 +304,4 @@ def test_the_model_is_the_first_one_listed():
         (b'{"data": [3]}', (None, None)),
         (b"{", (None, None)),
     ):
-        assert against("/v1/models", 200, card, describe) == described
+        assert seen(http(card), describe) == described
