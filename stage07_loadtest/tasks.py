@@ -91,7 +91,7 @@ TASKS = (
         ),
         tests=(
             "tests/test_load.py::test_requests_of_a_burst_and_of_a_trace_start_at_their_times",
-            "tests/test_load.py::test_an_open_loop_may_end_by_time",
+            "tests/test_load.py::test_a_load_may_end_by_time",
             "tests/test_ruler.py::test_pitfall_an_open_loop_that_waits_for_answers",
             "tests/test_ruler.py::test_pitfall_latencies_from_the_late_send",
         ),

@@ -142,10 +142,11 @@ def against(
     timeout: float = 60.0,
     **options: Any,
 ) -> tuple[Point, Mock]:
-    """A point against a mock on the same event loop, with `beside(server)` next to it."""
+    """A point against a mock on the same event loop, QUICK unless its behaviour is another, with
+    `beside(server)` next to it."""
 
     async def load() -> tuple[Point, Mock]:
-        async with mock.serving(Behaviour(**behaviour)) as server:
+        async with mock.serving(Behaviour(**QUICK | behaviour)) as server:
             other = asyncio.create_task(beside(server)) if beside else None
             point = await run_point(Target(server.url, timeout=timeout), what, when, **options)
             if other:

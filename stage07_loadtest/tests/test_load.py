@@ -9,38 +9,30 @@ from typing import Any
 
 import pytest
 
-from stage07_loadtest import load, mock, schedule
-from stage07_loadtest.client import HTTP_503, REFUSED, Target
+from stage07_loadtest import load, mock
+from stage07_loadtest.client import REFUSED, Target
 from stage07_loadtest.load import Point, ServerDelta, run_point
 from stage07_loadtest.mock import Behaviour, Mock
-from stage07_loadtest.schedule import Schedule
-from stage07_loadtest.tests import helpers
-from stage07_loadtest.tests.helpers import QUICK, asks
+from stage07_loadtest.schedule import Schedule, bursts, closed, poisson, trace
+from stage07_loadtest.tests.helpers import QUICK, against, asks
 from stage07_loadtest.workload import Ask
-
-
-def point(
-    when: Schedule, what: list[Ask], faults: dict[str, Any] | None = None, **options: Any
-) -> tuple[Point, Mock]:
-    return helpers.against(QUICK | (faults or {}), what, when, **options)
 
 
 def test_a_closed_loop_has_as_many_requests_in_hand_as_users():
     """Catches a load that never forms a batch: a pool that is too small, users who take turns. A
     baseline that does serve one at a time has the same users, in its queue."""
-    found, server = point(schedule.closed(4, 20), asks(20), {"slots": 1}, workload="mine")
+    found, server = against({"slots": 1}, asks(20), closed(4, 20))
     assert (server.most_running, server.most_waiting) == (1, 3)
-    found, server = point(schedule.closed(4, 20), asks(20), workload="mine")
+    found, server = against({}, asks(20), closed(4, 20), workload="mine")
     assert (server.most_running, server.most_waiting, server.requests) == (4, 0, 20)
     assert [record.index for record in found.records] == list(range(20))
     assert {record.failure for record in found.records} == {None}
-    assert (found.workload, found.schedule) == ("mine", schedule.closed(4, 20))
-    assert found.duration >= max(record.end for record in found.records) and not found.interrupted
+    assert (found.workload, found.schedule) == ("mine", closed(4, 20)) and not found.interrupted
     assert found.client_cpu > 0 and found.started_unix > 1.6e9
 
 
 def test_a_user_sends_when_the_last_answer_has_ended():
-    found, _ = point(schedule.closed(1, 6), asks(6))
+    found, _ = against({}, asks(6), closed(1, 6))
     assert found.records[0].intended == 0
     for earlier, later in pairwise(found.records):
         assert later.intended == earlier.end
@@ -48,47 +40,41 @@ def test_a_user_sends_when_the_last_answer_has_ended():
 
 
 def test_requests_of_a_burst_and_of_a_trace_start_at_their_times():
-    found, _ = point(schedule.bursts(4, 0.2, 8), asks(8))
+    found, _ = against({}, asks(8), bursts(4, 0.2, 8))
     assert [record.intended for record in found.records] == [0.0] * 4 + [0.2] * 4
     traced = [Ask([1], 5, 0.0), Ask([2, 2], 3, 0.05)]
-    found, _ = point(schedule.trace(traced), traced)
+    found, _ = against({}, traced, trace(traced))
     rows = [(one.intended, one.prompt_tokens, one.completion_tokens) for one in found.records]
     assert rows == [(0.0, 1, 5), (0.05, 2, 3)]
 
 
-def test_an_open_loop_may_end_by_time():
-    when = schedule.poisson(100, 30, 0)
-    found, server = point(when, asks(30), seconds=0.1)
+def test_a_load_may_end_by_time():
+    when = poisson(100, 30, 0)
+    found, server = against({}, asks(30), when, seconds=0.1)
     due = sum(start <= 0.1 for start in when.starts or [])
     assert server.requests == len(found.records) == due
-    with pytest.raises(ValueError, match="30 starts, but 29 requests after 1 to warm up"):
-        point(when, asks(30), warmup=1)
-
-
-def test_a_closed_loop_may_end_by_time():
-    found, server = point(schedule.closed(2, 400), asks(400), seconds=0.1)
+    found, server = against({}, asks(400), closed(2, 400), seconds=0.1)
     assert 2 <= len(found.records) < 40 and server.requests == len(found.records)
     assert all(record.sent is not None and record.intended <= 0.1 for record in found.records)
 
 
 def test_warming_up_is_sent_and_not_counted():
-    found, server = point(schedule.closed(2, 6), asks(9), warmup=3)
+    found, server = against({}, asks(9), closed(2, 6), warmup=3)
     assert server.requests == 9 and len(found.records) == 6 and found.records[0].index == 0
     assert sorted(body["prompt"][2] for body in list(server.bodies)[:3]) == [0, 1, 2]
     assert found.server == ServerDelta(18, 30, 6, running=0, waiting=0, kv_cache_usage=0.0)
     assert all(record.sent is not None and record.sent >= 0 for record in found.records)
+    with pytest.raises(ValueError, match="30 starts, but 29 requests after 1 to warm up"):
+        against({}, asks(30), poisson(100, 30, 0), warmup=1)
 
 
-@pytest.mark.parametrize(("fault", "failure"), [("503", HTTP_503), ("refused", REFUSED)])
-def test_failures_are_counted_and_not_repeated(fault: str, failure: str):
-    found, server = point(schedule.closed(2, 4), asks(4), {"fault": fault}, timeout=0.2)
-    assert [record.failure for record in found.records] == [failure] * 4
-    assert server.requests == (0 if fault == "refused" else 4)
-    assert found.server is None if fault == "refused" else found.server and found.server.idle
+def test_without_a_server_all_requests_fail_and_nothing_is_counted():
+    found, _ = against({"fault": "refused"}, asks(4), closed(2, 4))
+    assert [record.failure for record in found.records] == [REFUSED] * 4 and found.server is None
 
 
 def test_requests_in_flight_are_sampled_evenly():
-    found, _ = point(schedule.closed(3, 6), asks(6, 30), {"itl": 0.005})
+    found, _ = against({"itl": 0.005}, asks(6, 30), closed(3, 6))
     times = [at for at, _ in found.in_flight]
     assert times == sorted(times) and len(times) >= 10
     assert max(count for _, count in found.in_flight) == 3
@@ -115,14 +101,13 @@ def interrupted(
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("when", [schedule.closed(2, 1000), schedule.poisson(100, 1000, 0)])
+@pytest.mark.parametrize("when", [closed(2, 1000), poisson(100, 1000, 0)])
 def test_cancelled_it_keeps_what_was_measured(when: Schedule):
     found, server = interrupted(when, 1000, lambda server: server.requests >= 10)
     assert found.interrupted and found.server is None
     assert 1 <= len(found.records) <= server.requests < 1000
     assert {record.failure for record in found.records} == {None}  # aborted ones are left out
-    indices = [record.index for record in found.records]
-    assert indices == sorted(indices)
+    assert found.records == sorted(found.records, key=lambda record: record.index)
 
 
 def test_cancelled_while_the_server_settles_the_point_is_complete():
@@ -131,11 +116,11 @@ def test_cancelled_while_the_server_settles_the_point_is_complete():
     def answered(server: Mock) -> bool:
         return server.requests == 4 and not server.running
 
-    found, _ = interrupted(schedule.closed(4, 4), 4, answered, fault="leak")
+    found, _ = interrupted(closed(4, 4), 4, answered, fault="leak")
     assert found.interrupted and len(found.records) == 4 and found.server is None
 
 
 def test_cancelled_while_warming_up_there_is_no_point():
-    when = schedule.closed(2, 2)
+    when = closed(2, 2)
     with pytest.raises(asyncio.CancelledError):
         interrupted(when, 4, lambda server: server.requests >= 2, warmup=2, ttft=60)

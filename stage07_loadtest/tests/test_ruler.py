@@ -1,5 +1,5 @@
-"""Can the load test be trusted? Checks against servers that are known, and against the ways in
-which load tests mislead.
+"""Can the load test be trusted? The server of known latencies, checks of the load test against it,
+and against the ways in which load tests mislead.
 
 Client and mock use real sockets on a clock that stands still while either works: what is measured
 must equal the mock's settings on any machine. Its overhead is measured by the benchmark.
@@ -9,23 +9,100 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import openai
 import pytest
 from pytest import approx
 
-from stage07_loadtest import metrics
+from shared.errors import UserError
+from stage07_loadtest import metrics, mock
 from stage07_loadtest.client import TOKENS
 from stage07_loadtest.load import Point
 from stage07_loadtest.metrics import Slo, Summary, summarize
-from stage07_loadtest.mock import Mock
+from stage07_loadtest.mock import Answer, Behaviour, Mock
 from stage07_loadtest.schedule import Schedule, bursts, closed, poisson
 from stage07_loadtest.tests import helpers
 from stage07_loadtest.tests.helpers import QUICK, asks
 from stage07_loadtest.workload import Ask, make
+
+# ---- the mock. What its faults do to a client: test_client.
+
+
+def test_a_frozen_server_does_no_work() -> None:
+    assert Behaviour(stall=2, stall_every=10).due(21.5, 0) == 22  # nothing is sent while frozen
+    behaviour = Behaviour(stall=3, stall_every=7)
+    for start in range(40):
+        for work in range(1, 40):
+            now, left = start, work  # second by second
+            while left:
+                left -= not (now >= 7 and now % 7 < 3)
+                now += 1
+            assert behaviour.due(start, work) == now, (start, work)
+
+
+def paced(count: int, late: float = 0.0, **behaviour: Any) -> list[tuple[float, int]]:
+    """(time, tokens) of every chunk of an answer that starts at 0, on a machine that is always
+    `late` seconds late."""
+    with asyncio.Runner(loop_factory=lambda: helpers.new_loop(late)) as runner:
+        loop, server = runner.get_loop(), Mock(Behaviour(**behaviour))
+        server.first = 0.0
+
+        async def run() -> list[tuple[float, int]]:
+            answer = Answer("", 1, count, None, "length")
+            return [(loop.time(), tokens) async for tokens in server._paced(answer)]
+
+        return runner.run(run())
+
+
+def test_the_pace_of_an_answer() -> None:
+    moments = [at for at, _ in paced(50, late=0.004, ttft=0.5, itl=0.02)]
+    due = [0.504 + 0.02 * number for number in range(50)]
+    assert moments == approx(due, abs=1e-6), "delays add up"
+    bundled = paced(7, ttft=1, itl=0.5, chunk_tokens=3)  # sent when the last token is due
+    assert bundled == [(approx(2.0), 3), (approx(3.5), 3), (approx(4.0), 1)]
+    frozen = [at for at, _ in paced(5, ttft=1, itl=1, stall=2.5, stall_every=4)]
+    assert frozen == approx([1, 2, 3, 4, 7.5])
+
+
+def test_the_official_client_can_read_it() -> None:
+    with (
+        mock.process("--ttft", "0.002", "--itl", "0.001") as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client,
+    ):
+        (model,) = client.models.list().data
+        options: Any = {"prompt": [1, 2], "max_tokens": 4, "extra_body": {"ignore_eos": True}}
+        options |= {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(client.completions.create(model=model.id, **options))
+        assert chunks[-1].usage.completion_tokens == len(chunks) - 1 == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("--stall 1", "--stall-every"),
+        ("--stall-every 1", "--stall"),
+        ("--stall 2 --stall-every 2", "shorter"),
+        ("--fault sleep", "choose from"),
+        ("--fault refused --fault-every 2", "--fault-every"),
+        ("--ttft -1", "--ttft"),
+        ("--slots 0", "--slots"),
+        ("--port TAKEN", r"Port \d+ on \S+ cannot be opened \([^(]+\): .* another --port"),
+    ],
+)
+def test_invalid_options_are_rejected_with_a_hint(arguments: str, hint: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = f"--port 0 {arguments}".replace("TAKEN", port).split()
+        with pytest.raises(UserError, match=hint):
+            mock.main(words)
+
+
+# ---- the load test against it
 
 
 def against(
