@@ -6,9 +6,11 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,16 +25,6 @@ from shared.checkpoint import PRESETS
 from shared.server import own_server
 from stage06_serving.settings import parse
 from stage07_loadtest import benchmark, workload
-from stage07_loadtest.benchmark import (
-    CONTINUOUS,
-    ENGINES,
-    FULL,
-    PAGED,
-    QUICK,
-    SEQUENTIAL,
-    STATIC,
-    TRANSFORMERS,
-)
 from stage07_loadtest.load import Point, ServerDelta
 from stage07_loadtest.metrics import summarize
 from stage07_loadtest.results import to_json
@@ -40,59 +32,47 @@ from stage07_loadtest.schedule import Schedule
 from stage07_loadtest.tests.helpers import record, refused
 from stage07_loadtest.workload import LENGTHS
 
+FULL, QUICK = benchmark.FULL, benchmark.QUICK
+TRANSFORMERS, SEQUENTIAL, STATIC, CONTINUOUS, PAGED = ENGINES = tuple(benchmark.ENGINES)
 TINY = replace(
-    FULL,
-    models=("stories",),
-    dtypes=("float32",),
-    contexts=2,
-    sequences=4,
-    main_users=2,
-    seconds=0.2,
-    users={SEQUENTIAL: {"short": (1, 2)}, PAGED: {"short": (1, 2), "mixed": (2,)}},
-    open_requests=4,
-    burst=(2, 0.2, 3),
-    prove_prompts=1,
-)
+    FULL, models=("stories",), dtypes=("float32",), contexts=2, sequences=4, main_users=2,
+    users={SEQUENTIAL: {"short": (1, 2)}, PAGED: {"short": (1, 2), "mixed": (2,)}}, seconds=0.2,
+    open_requests=4, burst=(2, 0.2, 3), prove_prompts=1,
+)  # fmt: skip
 WORDS = 8  # tokens of an answer of the real run
 MEASURED = {"ttft": 0.2041, "itl": 0.05}
 RULER = {"known": {"ttft": 0.2, "itl": 0.05}, "measured": MEASURED, "client_cpu": 0.04}
 ROUND = measure.Limits("cpu", 1, 40.0, {"float32": 200.0, "bfloat16": 400.0})  # of the lessons
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, list[dict[str, Any]]]:
-    """The results, and the requests that were kept. One real server takes the place of both
-    engines; what the options of each do is tested in stage 06."""
+def test_a_tiny_plan_is_proved_measured_in_turn_kept_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One real server takes the place of both engines; what the options of each do is tested in
+    stage 06."""
     started: list[Sequence[str]] = []
-    file = tmp_path_factory.mktemp("reports") / "machine" / f"{benchmark.STAGE}.json"
+    file = tmp_path / "machine" / f"{benchmark.STAGE}.json"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # three teams of threads on a few cores would mostly wait
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAIRCASE_MAX_SEQUENCES", "1")  # the user's settings are not measured
-        with own_server(benchmark.options(TINY, PAGED, "float32"), quiet=True) as server:
+    monkeypatch.setenv("STAIRCASE_MAX_SEQUENCES", "1")  # the user's settings are not measured
+    with own_server(benchmark.options(TINY, PAGED, "float32"), quiet=True) as server:
 
-            @contextmanager
-            def start(arguments: Sequence[str], quiet: bool) -> Iterator[Any]:
-                started.append(arguments)
-                yield server
+        def start(arguments: Sequence[str], quiet: bool) -> Any:
+            started.append(arguments)
+            return nullcontext(server)
 
-            patch.setattr(benchmark, "own_server", start)
-            patch.setattr(benchmark, "FULL", TINY)
-            patch.setattr(benchmark, "check_ruler", lambda: RULER)
-            patch.setattr(benchmark, "ANSWER", WORDS)
-            patch.setattr(workload, "ANSWER", WORDS)
-            patch.setattr(workload, "MIXED_ANSWER", (WORDS, 0.8, 4, 12))
-            patch.setattr(measure, "results_file", lambda *_: file)
-            results = Results(measured(benchmark.BENCHMARK, TINY))
-        assert started == [benchmark.options(TINY, name, "float32") for name in (SEQUENTIAL, PAGED)]
+        monkeypatch.setattr(benchmark, "own_server", start)
+        monkeypatch.setattr(benchmark, "FULL", TINY)
+        monkeypatch.setattr(benchmark, "check_ruler", partial(benchmark.check_ruler, 0.02, 0.001))
+        monkeypatch.setattr(benchmark, "ANSWER", WORDS)
+        monkeypatch.setattr(workload, "ANSWER", WORDS)
+        monkeypatch.setattr(workload, "MIXED_ANSWER", (WORDS, 0.8, 4, 12))
+        monkeypatch.setattr(measure, "results_file", lambda *_: file)
+        results = Results(measured(benchmark.BENCHMARK, TINY))
     torch.set_num_threads(threads)
-    kept = gzip.decompress(file.with_suffix(".requests.jsonl.gz").read_bytes()).decode()
-    return results, [json.loads(line) for line in kept.splitlines()]
+    assert started == [benchmark.options(TINY, name, "float32") for name in (SEQUENTIAL, PAGED)]
 
-
-def test_every_point_of_the_plan_is_measured_in_turn_and_nothing_fails(real: Any) -> None:
-    results, requests = real
-    points = results["points"]
+    points, ruler = results["points"], results["ruler"]
     main, alone = [(SEQUENTIAL, "short", 2), (PAGED, "short", 2)], [(SEQUENTIAL, "short", 1)]
     rest = [*alone, (PAGED, "short", 1), (PAGED, "mixed", 2)]
     found = [(one["server"], one["workload"], one["users"]) for one in points if one["users"]]
@@ -100,34 +80,27 @@ def test_every_point_of_the_plan_is_measured_in_turn_and_nothing_fails(real: Any
     opened = [one for one in points if not one["users"]]
     kinds = [(one["server"], one["kind"], one["requests"]) for one in opened]
     assert kinds == [(PAGED, "poisson", 4)] * len(TINY.shares) + [(PAGED, "bursts", 6)]
-    most = benchmark.capacity(points)
-    assert [one["rate"] for one in opened[:-1]] == pytest.approx(
-        [share * most for share in TINY.shares], abs=1e-5
-    )
+    rates = [share * benchmark.capacity(points) for share in TINY.shares]
+    assert [one["rate"] for one in opened[:-1]] == pytest.approx(rates, abs=1e-5)
     for one in points:
         assert one["succeeded"] == one["requests"] > 0, one
         assert one["tokens_match"] and one["blocks_back"], one
+    # Nothing is sent earlier by the server of known latencies.
+    assert ruler["known"] == {"ttft": 0.02, "itl": 0.001, "e2e": pytest.approx(0.02 + 7 * 0.001)}
+    assert ruler["measured"]["ttft"] >= 0.02 and ruler["measured"]["e2e"] >= ruler["known"]["e2e"]
+    assert ruler["client_cpu"] > 0
+
+    kept = gzip.decompress(file.with_suffix(".requests.jsonl.gz").read_bytes()).decode()
+    requests = [json.loads(line) for line in kept.splitlines()]
     counted = Counter(each["point"] for each in requests)
     assert list(counted.values()) == [one["requests"] for one in points]
     assert all(sum(each["chunk_tokens"]) == each["completion_tokens"] for each in requests)
-
-
-def test_each_server_was_proved_first_and_everything_is_drawn(real: Any) -> None:
-    results, requests = real
     proofs = results["proof"]
     assert list(proofs) == [SEQUENTIAL, PAGED] and results["naive"] > 0
     assert {proof["tokens"] for proof in proofs.values()} == {len(LENGTHS) * WORDS}
     counts = check_drawn(benchmark.BENCHMARK, dict(results.content))
     assert counts["load"] == 5 and counts["open"] == len(TINY.shares) + 1
     assert f"0 of {len(requests)} requests failed (stories" in benchmark.headline(results)
-
-
-def test_the_ruler_is_checked_by_a_server_of_known_latencies() -> None:
-    found = benchmark.check_ruler(0.02, 0.001)
-    assert found["known"] == {"ttft": 0.02, "itl": 0.001, "e2e": pytest.approx(0.069)}
-    assert found["measured"].keys() == found["known"].keys() and found["client_cpu"] > 0
-    # The mock sends nothing earlier.
-    assert found["measured"]["ttft"] >= 0.02 and found["measured"]["e2e"] >= 0.069
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -160,29 +133,21 @@ def test_all_servers_have_the_same_memory_threads_and_room() -> None:
 
 
 @pytest.mark.parametrize("plan", [FULL, QUICK])
-def test_the_plans_can_show_what_they_are_for(plan: Any) -> None:
+def test_the_plans_compare_the_engines_where_batches_differ(plan: Any) -> None:
     compared = {engine for engine, name, users in plan.turns if users == plan.main_users}
     assert compared >= {STATIC, CONTINUOUS, PAGED} and set(plan.users) >= {SEQUENTIAL, *compared}
-    rows = {
-        name: benchmark.rows_of(asdict(plan), PRESETS["gpt2"], name, "short", plan.main_users)
-        for name in ENGINES
-    }
-    assert rows[SEQUENTIAL] == rows[TRANSFORMERS] == 1
-    assert 1 < rows[STATIC] == rows[CONTINUOUS] < rows[PAGED]
-    assert FULL.users[PAGED]["short"][-1] == 128 and FULL.main_users == 64
+    rows = partial(benchmark.rows_of, asdict(plan), PRESETS["gpt2"])
+    assert rows(STATIC, "short", plan.main_users) < rows(PAGED, "short", plan.main_users)
 
 
 def made(
     server: str, rate: float, users: int | None = None, name: str = "short", **more: Any
 ) -> dict[str, Any]:
     """A point of ten requests, some of them failed, with two tokens each and `rate` tok/s."""
-    failed, offered = more.get("failed", 0), more.get("offered")
-    good = 10 - failed
+    good = 10 - more.get("failed", 0)
     kind: Any = "closed" if users else more.get("kind", "poisson")
-    records = [record(i, gaps=(0.5, 0.1)) for i in range(good)] + [
-        refused(i) for i in range(failed)
-    ]
-    when = Schedule(kind, users, None if users else [0.0] * 10, offered)
+    records = [record(i, gaps=(0.5, 0.1)) if i < good else refused(i) for i in range(10)]
+    when = Schedule(kind, users, None if users else [0.0] * 10, more.get("offered"))
     seconds = 2 * good / rate
     # 3 in flight: 5/s that stay for 0.6 s
     samples = [(seconds * i / 200, 3) for i in range(200)] if seconds == 2 else []
@@ -194,33 +159,20 @@ def made(
 @pytest.fixture
 def known() -> Results:
     """Rates whose quotients are obvious."""
-    found = [
-        made(TRANSFORMERS, 5, 1),
-        made(TRANSFORMERS, 5, 8),
-        made(SEQUENTIAL, 8, 1),
-        made(SEQUENTIAL, 10, 64),
-        made(STATIC, 30, 64),
-        made(STATIC, 40, 64),
-        made(CONTINUOUS, 42, 64),
-        made(PAGED, 9, 1),
-        made(PAGED, 30, 8),
-        made(PAGED, 84, 64),
-        made(PAGED, 90, 128, failed=1),
-        made(SEQUENTIAL, 10, 8, "mixed"),
-        made(STATIC, 20, 64, "mixed"),
-        made(CONTINUOUS, 40, 64, "mixed"),
-        made(PAGED, 60, 64, "mixed"),
-        made(PAGED, 22, offered=11.25),
-        made(PAGED, 44, offered=22.5),
-        made(PAGED, 80, offered=49.5),
-        made(PAGED, 30, offered=9.0, kind="bursts"),
-        made(f"{SEQUENTIAL}, bfloat16", 16, 1),
-        made(f"{PAGED}, bfloat16", 18, 1),
-        made(f"{PAGED}, bfloat16", 160, 64),
+    half = (f"{SEQUENTIAL}, bfloat16", f"{PAGED}, bfloat16")
+    loads: list[tuple[Any, ...]] = [
+        *((TRANSFORMERS, 5, 1), (TRANSFORMERS, 5, 8), (SEQUENTIAL, 8, 1), (SEQUENTIAL, 10, 64)),
+        *((STATIC, 30, 64), (STATIC, 40, 64), (CONTINUOUS, 42, 64)),
+        *((PAGED, 9, 1), (PAGED, 30, 8), (PAGED, 84, 64)),
+        *((SEQUENTIAL, 10, 8, "mixed"), (STATIC, 20, 64, "mixed")),
+        *((CONTINUOUS, 40, 64, "mixed"), (PAGED, 60, 64, "mixed")),
+        *((half[0], 16, 1), (half[1], 18, 1), (half[1], 160, 64)),
     ]
-    proof = {
-        name: {"tokens": 450, "near_ties": int(name == PAGED), "widest_gap": 0} for name in ENGINES
-    }
+    found = [made(*load) for load in loads]
+    found += [made(PAGED, 90, 128, failed=1), made(PAGED, 30, offered=9.0, kind="bursts")]
+    rates = ((22, 11.25), (44, 22.5), (80, 49.5))
+    found += [made(PAGED, rate, offered=offered) for rate, offered in rates]
+    proof = {name: {"tokens": 450, "near_ties": int(name == PAGED)} for name in ENGINES}
     results = {"points": found, "proof": proof, "naive": 5.0, "ruler": RULER}
     content = measure.content(benchmark.STAGE, {"plan": asdict(FULL)}, results, ROUND)
     return Results(json.loads(json.dumps(content)))
@@ -299,23 +251,20 @@ def test_trust_is_shown_for_all_points_together(table: Lines, known: Results) ->
     assert marks == f"{short}; sequential, short, 64 users: client took 83% of a core"
 
 
-def test_how_many_rows_a_pass_can_have() -> None:
+def test_how_many_rows_a_step_can_have() -> None:
     for engine, users, name, contexts, rows in (
-        (SEQUENTIAL, 64, "long", 8, 1),
-        (STATIC, 4, "short", 8, 4),
-        (CONTINUOUS, 64, "short", 8, 8),
-        (PAGED, 32, "short", 8, 32),
-        (PAGED, 128, "short", 8, 64),
+        *((SEQUENTIAL, 64, "long", 8, 1), (TRANSFORMERS, 64, "long", 8, 1)),
+        *((STATIC, 4, "short", 8, 4), (CONTINUOUS, 64, "short", 8, 8)),
+        *((PAGED, 32, "short", 8, 32), (PAGED, 128, "short", 8, 64)),
         # A context is 64 blocks; a long prompt and its answer, 114 tokens, take 8 of them.
-        (PAGED, 128, "long", 8, 64),
-        (PAGED, 128, "long", 1, 8),
+        *((PAGED, 128, "long", 8, 64), (PAGED, 128, "long", 1, 8)),
     ):
         plan = asdict(replace(FULL, contexts=contexts))
         assert benchmark.rows_of(plan, PRESETS["gpt2"], engine, name, users) == rows
 
 
 def test_a_prediction_by_hand(known: Results) -> None:
-    """One request at a time: 50 passes that read 494 MB of weights at 40 GB/s; keys and values
+    """One request at a time: 50 steps that read 494 MB of weights at 40 GB/s; keys and values
     hardly count."""
     predict = benchmark.predicted
     alone, bound = predict(known, SEQUENTIAL, "short", 64, "float32"), 1 / (494.128e6 / 40e9)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from matplotlib.text import Annotation, Text
 from pytest import approx
 
 from shared.charts import render
-from shared.paths import ROOT
 from stage07_loadtest import charts, results
 from stage07_loadtest.load import Point
 from stage07_loadtest.metrics import CURVE, ITL, TPOT, TTFT_INTENDED, Slo, Summary, summarize
@@ -71,19 +67,14 @@ def marked(figure: Any, fill: str) -> list[float]:
     return sorted(line.get_xdata()[0] for line in lines if line.get_markerfacecolor() == fill)
 
 
-def test_a_stored_run_is_drawn_whole_and_the_same_again(tmp_path: Path) -> None:
-    """The second time in a process with another hash seed: the order of a set must not show."""
-    program = (
-        "from pathlib import Path; from stage07_loadtest import charts, results;"
-        f"charts.draw(results.load(Path({str(SMALL_RUN)!r})).points, Path({str(tmp_path)!r}))"
-    )
-    environment = os.environ | {"PYTHONHASHSEED": "7"}
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, env=environment)
-    figures = charts.figures(results.load(SMALL_RUN).points)
+def test_a_stored_run_is_drawn_whole(tmp_path: Path) -> None:
+    points = results.load(SMALL_RUN).points
+    figures, written = charts.figures(points), charts.draw(points, tmp_path)
     users = ("throughput", "ttft_intended_users", "tpot_users")
     assert {*figures} == {*users, "offered_load", "goodput", FIRST, LATER}
-    for stem, figure in figures.items():
-        assert (tmp_path / f"{stem}.svg").read_bytes() == render(figure())
+    assert [path.stem for path in written] == [*figures]
+    for path, figure in zip(written, figures.values(), strict=True):
+        assert path.read_bytes() == render(figure())
 
 
 def test_texts_are_legible() -> None:
@@ -99,25 +90,23 @@ def test_texts_are_legible() -> None:
 
 
 def test_every_server_has_a_line_with_its_name_over_its_own_load() -> None:
+    """Its marks are hollow where requests failed."""
     figure = charts.throughput(SERVERS, title="Paged serves more")
     assert {"Paged serves more", "sequential", "paged"} <= set(words(figure))
     first, second = series(figure)
     assert first == ([1, 2, 4], [point.output_rate for point in SEQUENTIAL])
-    assert second[0] == [1, 2, 4, 8]
-    # Not broken where only the other server was measured, and named at its own end.
-    figure = charts.offered(OPEN)
-    assert [places for places, _ in series(figure)] == [[0.5, 1.0, 1.5], [2.0, 4.0, 6.0]]
-    ends = {text.get_text(): getattr(text, "xy", None) for text in figure.axes[0].texts}
-    for (places, values), name in zip(series(figure), OPEN, strict=True):
-        assert not any(map(math.isnan, values)) and ends[name] == (places[-1], values[-1])
+    assert second[0] == [1, 2, 4, 8] and marked(figure, "white") == [4, 8]
 
 
-def test_marks_are_hollow_where_requests_failed_and_a_line_ends_where_most_did() -> None:
+def test_latencies_are_percentiles_of_one_server_and_one_of_several_in_ms_or_s() -> None:
+    """A line ends where most requests failed: the median is infinite."""
     figure = charts.latency(SERVERS, TTFT_INTENDED, percent=50)
-    assert series(figure)[1][0] == [1, 2, 4]  # of 8 users most failed: the median is infinite
+    assert series(figure)[1][0] == [1, 2, 4] and "TTFT, p50, ms" in words(figure)
     assert marked(figure, "white") == [4] and any(charts.HOLLOW in text for text in words(figure))
-    assert marked(charts.throughput(SERVERS), "white") == [4, 8]
-    assert not any(charts.HOLLOW in text for text in words(charts.offered(OPEN)))
+    alone = charts.latency({"paged": SEQUENTIAL}, TPOT)
+    assert {"p50", "p90", "p95", "TPOT, ms"} <= set(words(alone)) and len(series(alone)) == 3
+    slow = charts.latency({"paged": [closed(users, 3.0) for users in (1, 2)]}, TTFT_INTENDED)
+    assert "TTFT, s" in words(slow) and series(slow)[0][1] == approx([3, 3])
 
 
 def test_repeats_become_a_median_and_a_stroke() -> None:
@@ -129,21 +118,20 @@ def test_repeats_become_a_median_and_a_stroke() -> None:
     assert strokes == [[approx(100), approx(400)]] * 2
 
 
-def test_one_server_shows_its_percentiles_and_several_show_one_in_ms_or_s() -> None:
-    alone = charts.latency({"paged": SEQUENTIAL}, TPOT)
-    assert {"p50", "p90", "p95", "TPOT, ms"} <= set(words(alone)) and len(series(alone)) == 3
-    assert "TPOT, p90, ms" in words(charts.latency(SERVERS, TPOT, percent=90))
-    slow = charts.latency({"paged": [closed(users, 3.0) for users in (1, 2)]}, TTFT_INTENDED)
-    assert "TTFT, s" in words(slow) and series(slow)[0][1] == approx([3, 3])
-
-
 def test_the_knee_is_marked_where_it_was_passed() -> None:
-    assert "knee, 4/s" in words(charts.offered({"paged": OPEN["paged"]}))
-    assert marked(charts.offered(OPEN), "none") == [1, 4]
+    """A line is not broken where only the other server was measured, and named at its own end."""
+    figure = charts.offered(OPEN)
+    assert [places for places, _ in series(figure)] == [[0.5, 1.0, 1.5], [2.0, 4.0, 6.0]]
+    ends = {text.get_text(): getattr(text, "xy", None) for text in figure.axes[0].texts}
+    for (places, values), name in zip(series(figure), OPEN, strict=True):
+        assert not any(map(math.isnan, values)) and ends[name] == (places[-1], values[-1])
+    assert not any(charts.HOLLOW in text for text in words(figure))
+    assert marked(figure, "none") == [1, 4]
     flat = [opened(rate, 0.1) for rate in (1.0, 2.0, 4.0)]
+    assert marked(charts.offered({"flat": flat, "paged": OPEN["paged"]}), "none") == [4]
+    assert "knee, 4/s" in words(charts.offered({"paged": OPEN["paged"]}))
     alone = words(charts.offered({"paged": flat}))
     assert "no knee up to 4/s" in alone and not any(text.startswith("knee") for text in alone)
-    assert marked(charts.offered({"flat": flat, "paged": OPEN["paged"]}), "none") == [4]
 
 
 def test_goodput_stands_below_what_was_answered() -> None:
@@ -168,7 +156,6 @@ def test_chunks_that_came_together_have_no_gap_to_draw() -> None:
     low, _ = charts.distribution({"one": together}, ITL).axes[0].get_ylim()
     assert low == approx(10)  # ms; the median is 100
     at_once = [closed(users, 1.0, gaps=(0.1, 0.0, 0.0)) for users in (1, 2)]
-    assert stems(*at_once) == {"throughput", "ttft_intended_users", FIRST}
     both = charts.distribution({"at once": at_once[0], "one by one": closed(1, 0.1)}, ITL)
     assert len(series(both)) == 1 and "one by one" in words(both)
     assert len(series(charts.latency({"at once": at_once, "one by one": PAGED}, TPOT))) == 1
@@ -184,16 +171,15 @@ def stems(*points: Summary) -> set[str]:
 def test_only_what_the_points_suffice_for_is_drawn() -> None:
     nothing = stored(point([refused()], users=4))
     single = [closed(users, 1.0, gaps=(0.1,)) for users in (1, 2)]  # answers of one token
+    at_once = [closed(users, 1.0, gaps=(0.1, 0.0, 0.0)) for users in (1, 2)]
     rising = [opened(1.0, 0.1), opened(2.0, 0.1)]
     bursts = [replace(one, kind="bursts") for one in rising]  # not on an axis of rates
     assert stems() == stems(nothing) == set()
     assert stems(closed(1, 0.1)) == stems(*bursts) == {FIRST, LATER}
-    assert stems(*single) == {"throughput", "ttft_intended_users", FIRST}
+    assert stems(*single) == stems(*at_once) == {"throughput", "ttft_intended_users", FIRST}
     assert stems(*rising) == {"offered_load", "goodput", FIRST, LATER}
     assert stems(*(replace(one, slo=Slo()) for one in rising)) == {"offered_load", FIRST, LATER}
-
-
-def test_of_many_loads_five_are_shown_with_the_least_and_the_most() -> None:
+    # Of many loads five are shown, with the least and the most.
     points = [closed(2**power, 0.1) for power in range(8)]
     names = [text for text in words(charts.figures(points)[LATER]()) if "user" in text]
     assert len(names) == 5 and {"1 user", "128 users"} <= set(names)

@@ -47,24 +47,39 @@ def rows(out: str) -> list[list[str]]:
     return [[line[:18].strip(), *line[18:].split()] for line in takewhile(bool, lines)]
 
 
+def loaded(
+    capsys: pytest.CaptureFixture[str], arguments: str, **behaviour: Any
+) -> tuple[Any, str, str, list[Any]]:
+    """Exit status and both outputs of a load on the mock, and the bodies that it received."""
+    with mocked(**behaviour) as running:
+        ending = ended(capsys, f"--url {running.url}/v1/ {arguments}")
+        return *ending, list(running.bodies)
+
+
 def test_a_short_run_against_the_real_server(capsys, tmp_path):
-    out = tmp_path / "run"
-    load = "--users 2 --rates 40 --bursts 3x0.2 --requests 6 --warmup 2 --prompt-tokens 5:11"
-    own = "--linear plain --kv-memory 8MiB --threads 1"
+    """The lengths are those that the server's usage counts, and the tokens those of its metrics."""
+    texts = {"prompt": "5:11", "answer": "lognormal:6:0.7"}
+    load = "--users 2 --rates 40 --bursts 3x0.2 --requests 6 --warmup 2"
+    load += "".join(f" --{name}-tokens {text}" for name, text in texts.items())
+    out, own = tmp_path / "run", "--linear plain --kv-memory 8MiB --threads 1"
     status, printed, err = ended(capsys, f"{load} --out {out} -- {own}")
     assert status == 0, err
-    table = [cells[:3] for cells in rows(printed)]
-    assert table == [[load, "6", "100.0%"] for load in ("2 users", "poisson, 40/s", "bursts, 15/s")]
-    run, records = results.load(out), results.load_requests(out)
-    for point in run.points:
-        assert point.completion_tokens == point.server_tokens == 300
+    names = ("2 users", "poisson, 40/s", "bursts, 15/s")
+    assert [cells[:3] for cells in rows(printed)] == [[name, "6", "100.0%"] for name in names]
+    run, (prompts, answers) = results.load(out), map(workload.lengths, texts.values())
+    for number, sent in enumerate(results.load_requests(out)):
+        asks = workload.make("short", 8, f"0 {number + 1}", prompts=prompts, answers=answers)[2:]
+        wanted = [(len(ask.prompt), ask.max_tokens) for ask in asks]
+        assert [(one.prompt_tokens, one.completion_tokens) for one in sent] == wanted
+        assert [sum(one.chunk_tokens) for one in sent] == [tokens for _, tokens in wanted]
+        point = run.points[number]
+        assert point.server_tokens == sum(tokens for _, tokens in wanted)
         assert point.tokens_match is True and point.blocks_back is True
-    assert [[sum(one.chunk_tokens) for one in point] for point in records] == [[50] * 6] * 3
-    for number, sent in enumerate(records, 1):  # tokens by the server's usage
-        asks = workload.make("short", 8, f"0 {number}", prompts=workload.lengths("5:11"))
-        assert [one.prompt_tokens for one in sent] == [len(ask.prompt) for ask in asks[2:]]
+        assert point.workload == "prompts 5:11, answers lognormal:6:0.7"
     assert "stories" in err and list(out.glob("*.svg")) and f"Written: {out}" in printed
-    assert run.about["configuration"]["server"].endswith(own)
+    recorded = run.about["configuration"]
+    assert {name: recorded[f"{name}_tokens"] for name in texts} == texts
+    assert recorded["server"].endswith(own)
 
 
 def test_this_stage_knows_a_server_by_http_alone():
@@ -73,42 +88,36 @@ def test_this_stage_knows_a_server_by_http_alone():
         assert not [line for line in lines if line.startswith(("from stage", "import stage"))], path
 
 
-def test_rates_follow_from_the_measured_capacity(capsys):
-    with mocked() as running:
-        load = "--users 1,4 --rates auto --requests 8 --warmup 0"
-        status, out, _ = ended(capsys, f"--url {running.url} {load}")
+def test_failures_stand_beside_every_latency_and_rates_follow_from_the_capacity(capsys):
+    load = "--users 1,4 --rates auto --requests 9 --warmup 0 --slo ttft=5,e2e=20"
+    status, out, *_ = loaded(capsys, load, fault="503", fault_every=3)
     one, four, *others = rows(out)
-    assert status == 0 and [one[0], four[0]] == ["1 user", "4 users"]
+    assert status == 0 and one[:3] == ["1 user", "9", "66.7%"] and "inf" in one
+    assert "1 user: 3 http_503" in out and "TTFT 5,000 ms, E2E 20,000 ms" in out
     capacity = max(float(one[3]), float(four[3]))
     shares = [float(cells[0][len("poisson, ") : -len("/s")]) / capacity for cells in others]
     assert shares == approx([0.25, 0.5, 0.75, 0.9, 1.1], rel=0.01)
-
-
-def test_failures_stand_beside_every_latency(capsys):
-    with mocked(fault="503", fault_every=3) as running:
-        load = "--users 1 --requests 9 --warmup 0 --slo ttft=5,e2e=20"
-        status, out, _ = ended(capsys, f"--url {running.url} {load}")
-        assert running.requests == 10  # the first checks the server
-    ((_, requests, success, *cells),) = rows(out)
-    assert status == 0 and (requests, success) == ("9", "66.7%") and "inf" in cells
-    assert "1 user: 3 http_503" in out and "TTFT 5,000 ms, E2E 20,000 ms" in out
-    with mocked(fault="503") as running:
-        load = "--users 1 --rates auto --requests 2"
-        status, out, err = ended(capsys, f"--url {running.url} {load}")
+    status, out, err, _ = loaded(capsys, "--users 1 --rates auto --requests 2", fault="503")
     assert status == cli.EXIT_ERROR and "give rates in numbers" in err
     assert [cells[1:3] for cells in rows(out)] == [["2", "0.0%"]], "shown all the same"
 
 
+def test_a_server_that_fails_the_first_request_as_it_would_all_is_not_loaded(capsys):
+    for behaviour, kind in (
+        ({"fault": "500"}, "http_other: 500"),
+        ({"api_key": "s3cret"}, "http_other: 401"),
+        ({"fault": "garbage"}, "protocol"),
+    ):
+        status, out, err, bodies = loaded(capsys, "--users 1", **behaviour)
+        assert (status, out) == (cli.EXIT_ERROR, "") and kind in err and len(bodies) <= 1
+
+
 def test_a_trace_is_replayed_with_other_random_prompts_in_each_repeat(capsys, tmp_path):
     """A prefix cache must not answer it. Prompts that are spelled out cannot change: a note."""
+    file, once = tmp_path / "trace.jsonl", {"prompt": "Once", "max_tokens": 3, "at": 0.1}
     first = {"prompt_tokens": 5, "max_tokens": 2, "at": 0}
-    lines = [{"prompt": "Once", "max_tokens": 3, "at": 0.1}, first]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "trace.jsonl").write_text(text, encoding="utf-8")
-    with mocked() as running:
-        load = f"--trace {tmp_path / 'trace.jsonl'} --warmup 1 --repeats 2"
-        status, out, err = ended(capsys, f"--url {running.url}/v1/ {load}")
-        bodies = list(running.bodies)
+    file.write_text(f"{json.dumps(once)}\n{json.dumps(first)}\n", encoding="utf-8")
+    status, out, err, bodies = loaded(capsys, f"--trace {file} --warmup 1 --repeats 2")
     assert status == 0 and [cells[:3] for cells in rows(out)] == [["trace", "2", "100.0%"]] * 2
     # One to check the server, then twice: one to warm up, and the trace.
     assert [body["max_tokens"] for body in bodies] == [50, 50, 2, 3, 50, 2, 3]
@@ -119,48 +128,20 @@ def test_a_trace_is_replayed_with_other_random_prompts_in_each_repeat(capsys, tm
     assert "sent again in each repeat" in err
 
 
-def test_lengths_are_those_that_the_servers_usage_counts(capsys, tmp_path):
-    """In closed and open loops; the same for the same seed, and recorded."""
-    bodies = []
-    for folder in ("one", "two"):
-        with mocked() as running:
-            load = f"--users 2 --rates 300 --requests 40 --warmup 0 --out {tmp_path / folder}"
-            lengths = "--prompt-tokens 16:64 --answer-tokens lognormal:6:0.7"
-            status, out, err = ended(capsys, f"--url {running.url} {load} {lengths}")
-        assert status == 0 and [cells[2] for cells in rows(out)] == ["100.0%"] * 2, err
-        asked = [(len(body["prompt"]), body["max_tokens"]) for body in running.bodies]
-        bodies.append(sorted(map(str, running.bodies)))
-    assert bodies[0] == bodies[1]
-    run, records = results.load(tmp_path / "two"), results.load_requests(tmp_path / "two")
-    counted = [(one.prompt_tokens, one.completion_tokens) for point in records for one in point]
-    assert sorted(counted) == sorted(asked[1:])  # the first checks the server
-    prompts, answers = zip(*counted, strict=True)
-    assert 16 <= min(prompts) < 30 < 50 < max(prompts) <= 64 and len(set(answers)) > 8
-    content = "prompts 16:64, answers lognormal:6:0.7"
-    assert [point.workload for point in run.points] == [content] * 2
-    recorded = run.about["configuration"]
-    assert (recorded["prompt_tokens"], recorded["answer_tokens"]) == ("16:64", "lognormal:6:0.7")
-
-
 def test_no_prompt_comes_twice_in_a_run_and_too_few_are_noted(capsys, monkeypatch):
     """A prefix cache would know it from an earlier point."""
-    with mocked() as running:
-        load = f"--url {running.url} --users"
-        assert ended(capsys, f"{load} 1,2 --requests 4 --repeats 2")[0] == 0
-        prompts = {tuple(body["prompt"]) for body in running.bodies}
-        assert len(prompts) == running.requests == 1 + 2 * (4 + 1 + 4 + 2)
-        monkeypatch.setattr(program, "MOST_A_SECOND", 0.1)  # 3 in 20 s; an answer takes 1/20 s
-        status, out, err = ended(capsys, f"{load} 1 --seconds 20 --warmup 0")
+    status, _, _, bodies = loaded(capsys, "--users 1,2 --requests 4 --repeats 2")
+    prompts = {tuple(body["prompt"]) for body in bodies}
+    assert status == 0 and len(prompts) == len(bodies) == 1 + 2 * (4 + 1 + 4 + 2)
+    monkeypatch.setattr(program, "MOST_A_SECOND", 0.1)  # 3 in 20 s; an answer takes 1/20 s
+    status, out, err, _ = loaded(capsys, "--users 1 --seconds 20 --warmup 0")
     assert status == 0 and rows(out)[0][1] == "3" and "1 user: all 3 requests" in err
 
 
 def test_a_key_is_used_and_not_written(capsys, tmp_path):
-    with mocked(api_key="s3cret") as running:
-        load = f"--url {running.url} --users 1 --requests 2"
-        assert ended(capsys, f"{load} --out {tmp_path} --api-key s3cret")[0] == 0
-        status, _, err = ended(capsys, load)
-    assert all("s3cret" not in path.read_text(encoding="utf-8") for path in tmp_path.iterdir())
-    assert status == cli.EXIT_ERROR and "http_other" in err and "401" in err
+    load, key = f"--users 1 --requests 2 --out {tmp_path}", "s3cret"
+    assert loaded(capsys, f"{load} --api-key {key}", api_key=key)[0] == 0
+    assert all(key not in path.read_text(encoding="utf-8") for path in tmp_path.iterdir())
 
 
 INTERRUPTIBLE = (  # processes in the background of a shell ignore SIGINT, and their children do
@@ -195,7 +176,7 @@ def planned(arguments: str = "") -> tuple[Plan, argparse.Namespace]:
     return plan_of(options), options
 
 
-def test_the_default_load():
+def test_the_points_of_a_load_and_their_requests():
     """The closed loops are left out for another load, unless it takes its rates from them."""
     found = [planned(load)[0].users for load in ("", "--rates auto", "--rates 2,4", "--bursts 8x2")]
     assert found == [program.USERS, program.USERS, (), ()]
@@ -203,17 +184,15 @@ def test_the_default_load():
     assert (plan.users, plan.rates, plan.auto) == ((3,), (2.0, 4.5), False)
     assert plan.bursts == ((8, 2.0), (1, 0.5)) and options.slo == Slo(ttft=1.0, tpot=0.2)
     assert planned("--slo e2e=10")[1].slo == Slo(e2e=10.0)
-
-
-def test_how_many_requests_there_are_and_rounds_begin_with_another_point_each():
-    for arguments, counts in {
-        "": [20, 128, 50, 56],
-        "--requests 10": [10, 32, 10, 10],
-        "--seconds 10": [201, 32 * 201, 30, 40],
-        "--seconds 86400": [program.MOST_MADE] * 2,  # not a list of 55 million prompts
-    }.items():
+    for arguments, counts in (
+        ("", [20, 128, 50, 56]),
+        ("--requests 10", [10, 32, 10, 10]),
+        ("--seconds 10", [201, 32 * 201, 30, 40]),
+        ("--seconds 86400", [program.MOST_MADE] * 2),  # not a list of 55 million prompts
+    ):
         plan, _ = planned(f"--users 1,32 --rates 3 --bursts 8x2 {arguments}")
         assert [count for _, count in plan.schedules([])][: len(counts)] == counts
+    # Rounds begin with another point each.
     plan, _ = planned("--users 1,2,3 --rates 5,6 --repeats 3")
     order = [schedule.users or schedule.rate for schedule, _ in plan.schedules([])]
     assert order == [1, 2, 3, 2, 3, 1, 3, 1, 2, 5, 6, 6, 5, 5, 6]
