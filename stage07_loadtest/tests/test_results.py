@@ -40,6 +40,9 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert run.points[0].at(metrics.TTFT, 95, adjusted=True) == math.inf
     for found, one in zip(results.load_requests(folder), points, strict=True):
         assert [vars(item) for item in found] == [results.encode(vars(a)) for a in one.records]
+    assert results.encode({"a": [math.inf, 0.1234567, None]}) == {"a": ["inf", 0.123457, None]}
+    with pytest.raises(ValueError, match="NaN"):
+        results.encode([math.nan])
     about = run.about
     assert (about["schema"], about["seed"], about["configuration"]) == (1, 7, {"workload": "short"})
     assert about.keys() >= {"command", "commit", "dirty", "versions", "machine"}
@@ -68,12 +71,6 @@ def test_a_key_is_not_written() -> None:
         command = results.without("s3cret key", f"loadtest {key} --out a")
         assert "s3cret" not in command and "hidden" in command and command.endswith("--out a")
     assert results.without("", "python -m x --out ''") == "python -m x --out ''"
-
-
-def test_infinity_is_a_string_and_nan_is_an_error() -> None:
-    assert results.encode({"a": [math.inf, 0.1234567, None]}) == {"a": ["inf", 0.123457, None]}
-    with pytest.raises(ValueError, match="NaN"):
-        results.encode([math.nan])
 
 
 @pytest.mark.parametrize(
