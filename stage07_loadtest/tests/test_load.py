@@ -110,17 +110,11 @@ def test_cancelled_it_keeps_what_was_measured(when: Schedule):
     assert found.records == sorted(found.records, key=lambda record: record.index)
 
 
-def test_cancelled_while_the_server_settles_the_point_is_complete():
-    """The answers are there, but the blocks are never released."""
-
+def test_cancelled_after_the_answers_the_point_is_complete_and_before_them_there_is_none():
     def answered(server: Mock) -> bool:
         return server.requests == 4 and not server.running
 
-    found, _ = interrupted(closed(4, 4), 4, answered, fault="leak")
+    found, _ = interrupted(closed(4, 4), 4, answered, fault="leak")  # the server never settles
     assert found.interrupted and len(found.records) == 4 and found.server is None
-
-
-def test_cancelled_while_warming_up_there_is_no_point():
-    when = closed(2, 2)
-    with pytest.raises(asyncio.CancelledError):
-        interrupted(when, 4, lambda server: server.requests >= 2, warmup=2, ttft=60)
+    with pytest.raises(asyncio.CancelledError):  # while it warms up
+        interrupted(closed(2, 2), 4, lambda server: server.requests >= 2, warmup=2, ttft=60)

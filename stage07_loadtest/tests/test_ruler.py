@@ -154,10 +154,8 @@ def test_pitfall_answers_that_are_all_of_one_length(name: str, different: range)
     assert [record.completion_tokens for record in point.records] == wanted
     assert [sum(record.chunk_tokens) for record in point.records] == wanted
     assert sorted(body["max_tokens"] for body in server.bodies) == sorted(wanted)
-    assert len(set(wanted)) in different and summary.succeeded == 40 and point.server is not None
-    assert point.server.generation_tokens == summary.completion_tokens == sum(wanted)
-    assert point.server.prompt_tokens == summary.prompt_tokens == prompts
-    assert summary.tokens_match and summary.blocks_back
+    assert len(set(wanted)) in different and summary.tokens_match and summary.blocks_back
+    assert point.server and point.server.prompt_tokens == summary.prompt_tokens == prompts
 
 
 def test_pitfall_a_closed_loop_waits_with_the_server() -> None:

@@ -44,10 +44,9 @@ def test_mixed_lengths_are_lognormal_and_bounded():
 
 
 def test_shared_prompts_begin_alike_and_then_differ():
-    asks = make("shared", 60, 0)
+    asks, (least, most) = make("shared", 60, 0), workload.QUESTION
     assert len({tuple(ask.prompt[: workload.SYSTEM]) for ask in asks}) == 1
     questions = {len(ask.prompt) - workload.SYSTEM for ask in asks}
-    least, most = workload.QUESTION
     assert least <= min(questions) and max(questions) <= most and len(questions) > 5
 
 
