@@ -41,7 +41,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, window: int = ALL) -> Tenso
 
 
 class Recompute:
-    """Attention of one forward pass over a whole sequence. It keeps nothing for the next pass.
+    """Attention of one forward pass over a whole sequence. It keeps nothing for the next one.
 
     config: the model's; None: its layers have no sliding window.
     """

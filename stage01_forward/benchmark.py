@@ -65,7 +65,7 @@ def prove_logits(model: GPT2, peer: Any, ids: list[int]) -> float:
 
 
 def forward(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """One pass over T tokens with logits for the last: packed, plain, and `transformers`."""
+    """One forward pass over T tokens, logits for the last: packed, plain, and `transformers`."""
     peer, reference = subject.peer("sdpa"), transformers_model(subject.shape, torch.float32)
     plain = load_model(subject.shape, dtype=subject.dtype)
     for length in plan.lengths:
@@ -120,7 +120,7 @@ def profile(subject: Subject, plan: Sizes) -> list[Group]:
 
 
 def limit(row: Row) -> float:
-    """Seconds of a pass, at least."""
+    """Seconds of a forward pass, at least."""
     return row.least([forward_cost(row.config, row.kind, row["context"])])
 
 
@@ -153,8 +153,8 @@ TABLES = rows.tables(
 )
 CHARTS = {
     "forward": rows.lines(
-        "Eight tokens in one pass cost less than two passes of one token",
-        ("tokens in the pass (GPT-2 124M shape, float32)", "milliseconds"),
+        "Eight tokens in one step cost less than two steps of one token",
+        ("tokens in the step (GPT-2 124M shape, float32)", "milliseconds"),
         chosen("forward", dtype="float32"),
         "context",
         {"transformers": seconds(PEER, 1e3), "plain layers": seconds(PLAIN, 1e3)}

@@ -1,6 +1,6 @@
 """Stage 01: the naive engine. Each new token costs a forward pass over the whole sequence.
 
-One request at a time, no memory between passes. It is slow on purpose, because it is the oracle
+One request at a time, no memory between steps. It is slow on purpose, because it is the oracle
 that every later engine must match token for token.
 """
 

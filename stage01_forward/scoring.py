@@ -67,7 +67,7 @@ def perplexity(
 def prompt_logprobs(model: GPT2, ids: Sequence[int], top: int) -> list[Logprobs | None]:
     """The log probability of each token of a prompt, and the `top` likeliest ones in its place.
 
-    One pass over all T tokens. None for the first token, which has no context.
+    One forward pass over all T tokens. None for the first token, which has no context.
     """
     tokens = torch.tensor(ids, device=model.device)  # (T,)
     positions = torch.arange(len(ids), device=model.device)

@@ -118,7 +118,7 @@ TASKS = (
         functions=("Engine._tokens",),
         title="the naive engine's loop",
         text="Write the generator that continues one prompt: until there is a finish reason, run "
-        "the whole sequence again, sample the next token, record the pass in self.steps, and yield "
+        "the whole sequence again, sample the next token, record the step in self.steps, and yield "
         "a Token.",
         points=25,
         hints=(

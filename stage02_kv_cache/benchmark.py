@@ -1,8 +1,8 @@
 """What the KV cache buys, where it buys nothing, and what it costs:
 `python -m stage02_kv_cache.benchmark`.
 
-The naive engine needs minutes for a thousand tokens, and its passes grow smoothly. So every 50th of
-its passes over a long answer runs and is timed, and those between are interpolated.
+The naive engine needs minutes for a thousand tokens, and its steps grow smoothly. So every 50th of
+its steps over a long answer runs and is timed, and those between are interpolated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAIVE, CACHED = "naive", "cached"
 class Sizes(kit.Plan):
     models: tuple[str, ...] = ("gpt2", "stories")
     growth: tuple[int, ...] = (200, 500, 1000)  # new tokens after a prompt of 5
-    stride: int = 50  # of the naive passes
+    stride: int = 50  # of the naive steps
     growth_repeats: tuple[int, int] = (1, 2)  # naive, cached
     prompts: tuple[int, ...] = (64, 256, 512)
     answer: int = 25
@@ -61,10 +61,10 @@ def named(repeats: tuple[int, int]) -> dict[str, int]:
 
 
 def growth(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """Seconds of every pass of the cached engine over a long answer, and of some naive ones."""
+    """Seconds of every step of the cached engine over a long answer, and of some naive ones."""
     naive, cached = NaiveEngine(subject.model), Engine(subject.model)
     (prompt,), most = subject.prompts([5], "growth"), max(plan.growth)
-    places = [*range(0, most, plan.stride), most - 1]  # tokens generated before the pass
+    places = [*range(0, most, plan.stride), most - 1]  # tokens generated before the step
     cached.generate([prompt], kit.greedy(2))  # warms up
     outputs: list[Output] = []
 
@@ -135,7 +135,7 @@ def predicted(row: Row) -> float:
 
 
 def counted(results: Results, **where: str) -> Iterator[Row]:
-    """The first tokens of each long answer; naive passes that were not run are interpolated."""
+    """The first tokens of each long answer; naive steps that were not run are interpolated."""
     for row in results.groups("growth", **where):
         places, steps = row["places"], row["steps"]
         for count in row["counts"]:
@@ -196,7 +196,7 @@ DRAW = rows.tables(
 
 
 def growth_chart(results: Results) -> Figure:
-    """Time of a pass by its place in the answer; for the cached engine of the passes around it."""
+    """Time of a step by its place in the answer; for the cached engine of the steps around it."""
     row = results.groups("growth", dtype="float32")[0]
     places, naive, cached = row["places"], row["steps"][NAIVE], row["steps"][CACHED]
     around = [[s for run in cached for s in run[max(at - 12, 1) : at + 13]] for at in places]

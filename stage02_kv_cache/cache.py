@@ -54,7 +54,7 @@ class KVCache:
         self.length = length
 
     def extend(self, count: int) -> CachedAttention:
-        """Take the next `count` slots, and return the attention of the pass that fills them."""
+        """Take the next `count` slots, and return the attention of the step that fills them."""
         if count < 1 or self.length + count > self.capacity:
             raise ValueError(
                 f"cannot add {count} tokens: {self.length} of {self.capacity} slots are taken"
@@ -69,14 +69,14 @@ class KVCache:
 class CachedAttention:
     """Attention of one forward pass over the tokens at positions start..end-1 and all before them.
 
-    What is the same in every layer (the slots, the mask) is computed here, once a pass.
+    What is the same in every layer (the slots, the mask) is computed here, once a step.
     """
 
     def __init__(self, kv: Tensor, start: int, end: int, group: int = 1, window: int = ALL) -> None:
-        self.new = kv[:, :, :, start:end]  # (layers, 2, H_kv, T, D): where this pass writes
+        self.new = kv[:, :, :, start:end]  # (layers, 2, H_kv, T, D): where this step writes
         self.seen = kv[:, :, :, :end]  # (layers, 2, H_kv, end, D): what it reads, in place
         self.positions = torch.arange(start, end, device=kv.device)  # (T,)
-        # A square pass is causal, and a single token sees everything. In between, row i sees
+        # A square step is causal, and a single token sees everything. In between, row i sees
         # start + i + 1 tokens; `is_causal` would align the triangle with the first column instead
         # and hide the past. (nanoVLM's first cache met this too: its pull request 69.)
         self.square = start == 0

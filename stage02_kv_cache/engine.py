@@ -1,4 +1,4 @@
-"""Stage 02: the engine with a KV cache. One pass over the prompt (prefill), then one for each token
+"""Stage 02: the engine with a KV cache. One step over the prompt (prefill), then one for each token
 (decode).
 
 One request at a time, as before. The engine allocates one cache, and its requests use it in turn.
@@ -63,7 +63,7 @@ class Engine:
         reason = None
         self.cache.crop(0)  # the slots of the last request are free again
         self._owner = owner = object()
-        fresh = prompt  # not in the cache yet: first the prompt, then one token a pass
+        fresh = prompt  # not in the cache yet: first the prompt, then one token a step
         while reason is None:
             if self._owner is not owner:
                 raise RuntimeError(

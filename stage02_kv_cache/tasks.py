@@ -11,7 +11,7 @@ TASKS = (
         functions=("KVCache.crop", "KVCache.extend"),
         title="take slots, and forget them",
         text="Write the bookkeeping of the cache. `extend` takes the next slots and returns the "
-        "attention of the pass that fills them; `crop` forgets all tokens from a position on and "
+        "attention of the step that fills them; `crop` forgets all tokens from a position on and "
         "erases nothing. Both raise ValueError for impossible arguments, and then change nothing.",
         points=20,
         hints=(
@@ -19,7 +19,7 @@ TASKS = (
             "Check first, change afterwards. extend refuses fewer than 1 token and more than the "
             "capacity; crop refuses a length below 0 or above what the cache holds. The messages "
             "have both numbers.",
-            "CachedAttention takes the tensor, the start and the end of the pass (the old length "
+            "CachedAttention takes the tensor, the start and the end of the step (the old length "
             "and the new one), and self.group.",
         ),
         tests=(
@@ -32,15 +32,15 @@ TASKS = (
         number=2,
         file="cache.py",
         functions=("CachedAttention.__init__",),
-        title="what a pass writes and sees",
-        text="Compute what is the same in every layer of a pass over positions start..end-1: the "
-        "views `new` and `seen`, the `positions`, whether the pass is `square`, the `mask` where "
+        title="what a step writes and sees",
+        text="Compute what is the same in every layer of a step over positions start..end-1: the "
+        "views `new` and `seen`, the `positions`, whether the step is `square`, the `mask` where "
         "one is needed, and `widen` (see its use in attend).",
         points=30,
         hints=(
             "kv is (layers, 2, H_kv, capacity, D), and slicing makes views: `new` is where this "
-            "pass writes, `seen` is all that it reads.",
-            "A pass from position 0 is square, and is_causal does it. A single token sees "
+            "step writes, `seen` is all that it reads.",
+            "A step from position 0 is square, and is_causal does it. A single token sees "
             "everything and needs no mask. A chunk after others remains: row i sees start + i + 1 "
             "columns.",
             "The mask is a comparison of two ranges, columns against positions as a column, (T, "
@@ -69,8 +69,8 @@ TASKS = (
             "self.new[layer, 0] takes the keys and [layer, 1] the values, with T and H exchanged. "
             "self.seen[layer] holds both.",
             "scaled_dot_product_attention takes four axes, (1, H, T, D), self.mask and "
-            "self.square. Unless the pass is square, reshape the queries to (H_kv, group * T, D): "
-            "one product for a group of heads. By hand, a square pass has no mask yet: build one.",
+            "self.square. Unless the step is square, reshape the queries to (H_kv, group * T, D): "
+            "one product for a group of heads. By hand, a square step has no mask yet: build one.",
         ),
         tests=(
             "tests/test_cache.py::test_one_decode_step_is_explicit_attention_over_all_keys",
@@ -81,8 +81,8 @@ TASKS = (
         number=4,
         file="engine.py",
         functions=("Engine._tokens",),
-        title="prefill once, then one a pass",
-        text="Write the loop of stage 01 for a cache: the first pass runs the prompt, each later "
+        title="prefill once, then one a step",
+        text="Write the loop of stage 01 for a cache: the first step runs the prompt, each later "
         "one only the newest token. The cache is used again by every request, so it begins empty; "
         "a stream whose cache another request has taken raises RuntimeError.",
         points=25,
@@ -90,9 +90,9 @@ TASKS = (
             "Compare with stage01_forward/engine.py: self._forward gets what is not in the cache "
             "yet.",
             "Before the loop: empty the cache, and set its owner (self._owner, any new object). In "
-            "the loop, check before each pass that the owner is the same.",
+            "the loop, check before each step that the owner is the same.",
             "After sampling, only the new token is fresh. The record counts the prompt as prefill "
-            "in the first pass and 1 decode token in each later one.",
+            "in the first step and 1 decode token in each later one.",
         ),
         tests=(
             "tests/test_engine.py::test_one_prefill_then_one_token_a_step",

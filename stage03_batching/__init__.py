@@ -1,4 +1,4 @@
-"""Stage 03: several sequences in one pass, as a rectangle: short prompts are padded on the left.
+"""Stage 03: several sequences in one step, as a rectangle: short prompts are padded on the left.
 
 `cache.py` is what this stage teaches: a cache of rows, and a mask and positions that undo the
 padding. `engine.py` is the engine of stage 02 for a whole batch, which ends when its last row ends.

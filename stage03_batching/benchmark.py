@@ -211,6 +211,7 @@ COLUMNS: dict[str, rows.Column] = {
     "gain (predicted)": rows.gain(SINGLE, predicted, BATCH),
     "same tokens": lambda row: row.of(BATCH).proof,
     "rows": lambda row: f"{row.requests}, {row['case']}",
+    "steps": "passes",
     "tokens computed (wasted)": wasted,
     "over equal rows (predicted)": against_equal,
     "same tokens as ours": lambda row: row.alike("ours", "ours"),
@@ -228,7 +229,7 @@ DRAW = rows.tables(
     decode < peers: dtype | batch | {rows.DECODE} | same tokens as ours
     win: {SINGLES}
     null: {SINGLES}
-    waste: rows | passes | tokens computed (wasted) | tok/s | over equal rows (predicted)
+    waste: rows | steps | tokens computed (wasted) | tok/s | over equal rows (predicted)
       | same tokens
     """,
     win=lambda results: [row for row in results.groups("single") if row.requests > 1],
@@ -246,7 +247,7 @@ def scaling_chart(results: Results) -> Figure:
         for name, seconds in ((dtype, lambda row: step(row).median), (f"limit, {dtype}", limit)):
             series[name] = [n / seconds(own[n]) if n in own else math.nan for n in sizes]
     return charts.lines(
-        "More rows in a pass cost little, until the processor has enough to do",
+        "More rows in a step cost little, until the processor has enough to do",
         "sequences in the batch (GPT-2 124M shape)",
         "decode, tok/s",
         sizes,

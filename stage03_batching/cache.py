@@ -47,7 +47,7 @@ class PaddedCache:
         return self.kv.nbytes
 
     def extend(self, count: int) -> PaddedAttention:
-        """Take the next `count` columns, and return the attention of the pass that fills them."""
+        """Take the next `count` columns, and return the attention of the step that fills them."""
         if count < 1 or self.length + count > self.columns:
             raise ValueError(
                 f"cannot add {count} columns: {self.length} of {self.columns} are taken"
@@ -60,7 +60,7 @@ class PaddedCache:
 class PaddedAttention:
     """Attention of one forward pass over the columns start..end-1 of every row.
 
-    What is the same in every layer (columns, positions, mask) is computed here, once a pass.
+    What is the same in every layer (columns, positions, mask) is computed here, once a step.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class PaddedAttention:
         last_position: int,
         window: int = ALL,
     ) -> None:
-        self.new = kv[:, :, :, :, start:end]  # (layers, 2, B, H_kv, T, D): where this pass writes
+        self.new = kv[:, :, :, :, start:end]  # (layers, 2, B, H_kv, T, D): where this step writes
         self.seen = kv[:, :, :, :, :end]  # (layers, 2, B, H_kv, end, D): what it reads, in place
         columns = torch.arange(end, device=kv.device)
-        queries = columns[start:, None]  # (T, 1): the columns of this pass
+        queries = columns[start:, None]  # (T, 1): the columns of this step
         # Known elsewhere as "cumulative sum of the mask, minus one". Padding has no position, and
         # neither has a row that stays in the batch after the end of its context: any valid one will
         # do.

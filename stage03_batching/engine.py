@@ -1,6 +1,6 @@
-"""Stage 03: the engine for a static batch. One pass serves all rows, until the last row ends.
+"""Stage 03: the engine for a static batch. One step serves all rows, until the last row ends.
 
-A batch is `max_batch` prompts. A row that has ended stays in it, and its part of a pass is wasted.
+A batch is `max_batch` prompts. A row that has ended stays in it, and its part of a step is wasted.
 """
 
 from __future__ import annotations

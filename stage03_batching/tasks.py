@@ -11,7 +11,7 @@ TASKS = (
         functions=("PaddedCache.extend",),
         title="columns for all rows",
         text="Take the next columns of the cache, the same for every row, and return the attention "
-        "of the pass that fills them. Raise ValueError if there are fewer, or for a count below 1, "
+        "of the step that fills them. Raise ValueError if there are fewer, or for a count below 1, "
         "and then change nothing.",
         points=10,
         hints=(
@@ -50,7 +50,7 @@ TASKS = (
         file="cache.py",
         functions=("PaddedAttention.__init__",),
         title="positions and mask",
-        text="Undo the padding. For a pass over columns start..end-1: the views `new` and `seen`, "
+        text="Undo the padding. For a step over columns start..end-1: the views `new` and `seen`, "
         "the `positions` (B, T), counted from a row's first real token and always valid, and the "
         "`mask` (B, 1, T, end): a query sees the real columns up to its own. No query may be left "
         "with nothing to see.",

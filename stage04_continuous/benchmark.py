@@ -1,8 +1,8 @@
-"""What a decision before every pass buys, where it buys nothing, and what it costs:
+"""What a decision before every step buys, where it buys nothing, and what it costs:
 `python -m stage04_continuous.benchmark`.
 
-A throughput says little alone, so slot occupancy is shown beside it: of all places that the passes
-had (slots times passes), the share that computed for a request which was still there.
+A throughput says little alone, so slot occupancy is shown beside it: of all places that the steps
+had (slots times steps), the share that computed for a request which was still there.
 """
 
 from __future__ import annotations
@@ -254,8 +254,8 @@ def passes(row: Row) -> str:
 
 COLUMNS = rows.limits_of(least) | {
     "slots in use": lambda row: f"{occupancy(row):.0%}",
-    "passes": passes,
-    "passes (predicted)": passes,
+    "steps": passes,
+    "steps (predicted)": passes,
     "cache, MB": cache,
     "over stage 03 (predicted)": rows.gain(STATIC, least),
     "over stage 02 (predicted)": rows.gain(SINGLE, least),
@@ -264,7 +264,7 @@ COLUMNS = rows.limits_of(least) | {
     "step p50, ms": flat_ms("step", 1),
     "scheduler, sampling, postprocessing p50, ms": flat_ms("bookkeeping", 2),
     "share p50": share_of_step,
-    "passes with all rows": lambda row: sum(map(len, row["step"])),
+    "steps with all rows": lambda row: sum(map(len, row["step"])),
     "long prompt": chunk_name,
     "ITL p50, ms": lambda row: f"{gap(0.5)(row):,.1f}",
     "p99, ms": lambda row: f"{gap(0.99)(row):,.1f}",
@@ -281,17 +281,17 @@ COLUMNS = rows.limits_of(least) | {
 TABLES = rows.tables(
     COLUMNS,
     """
-    win: engine | tok/s | slots in use | passes (predicted) | over stage 03 (predicted)
+    win: engine | tok/s | slots in use | steps (predicted) | over stage 03 (predicted)
       | same tokens
     win_seconds < win: dtype | engine | seconds, limit | cache, MB | stage 04 over it
-    null: dtype | slots | engine | tok/s | seconds, limit | slots in use | passes (predicted)
+    null: dtype | slots | engine | tok/s | seconds, limit | slots in use | steps (predicted)
       | over stage 03 (predicted)
-    peers: dtype | slots | engine | tok/s | slots in use | passes | stage 04 over it | same tokens
+    peers: dtype | slots | engine | tok/s | slots in use | steps | stage 04 over it | same tokens
     lose < single: dtype | engine | tok/s | limit, tok/s | slots in use | cache, MB
       | over stage 02 (predicted) | same tokens
     chunking: dtype | long prompt | ITL p50, ms | p99, ms | max, ms (limit)
       | its first token, limit, ms | tokens proved
-    overhead: dtype | slots | passes with all rows | step p50, ms
+    overhead: dtype | slots | steps with all rows | step p50, ms
       | scheduler, sampling, postprocessing p50, ms | share p50
     """,
     null=lambda results: [row for row in results.rows("equal") if not is_peer(row.variant)],
@@ -313,7 +313,7 @@ def occupancy_chart(results: Results) -> Figure:
     (group,) = results.groups("win")
     title, drawn = "Places that compute for a request, and places that do not", {}
     for row in (group.of(OURS), group.of(STATIC)):
-        share = f"{row['passes']:,} passes, {occupancy(row):.0%} of the places in use"
+        share = f"{row['passes']:,} steps, {occupancy(row):.0%} of the places in use"
         drawn[f"{row.variant}: {share}"] = (row["rows"], row["slots"])
     return charts.bands(title, "forward pass", "rows in use", drawn)
 

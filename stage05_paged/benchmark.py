@@ -580,7 +580,7 @@ def parts_lines(results: Results) -> list[dict[str, str]]:
     found = {row["name"]: parts_of(row["operators"]) for row in results.groups("profile")}
 
     def cells(part: str) -> dict[str, str]:
-        line = {"part of a decode pass": part}
+        line = {"part of a decode step": part}
         for name, parts in found.items():
             line |= {f"{name}, ms": f"{parts[part]:.1f}"}
             line |= {f"share, {name}": f"{parts[part] / sum(parts.values()):.0%}"}
@@ -591,7 +591,7 @@ def parts_lines(results: Results) -> list[dict[str, str]]:
 
 COLUMNS: dict[str, rows.Column] = {
     "workload": lambda row: f"{row.requests}, {row['case']}",
-    "passes (predicted)": lambda row: f"{row['passes']:,} ({forecast(row)[0]:,})",
+    "steps (predicted)": lambda row: f"{row['passes']:,} ({forecast(row)[0]:,})",
     "over stage 04 (predicted)": rows.gain(CONTINUOUS, least),
     "over stage 03 (predicted)": rows.gain(STATIC, least),
     "over stage 02 (predicted)": rows.gain(SINGLE, least),
@@ -630,11 +630,11 @@ COLUMNS: dict[str, rows.Column] = {
 TABLES = rows.tables(
     COLUMNS,
     """
-    capacity < same_memory: workload | engine | tok/s | passes (predicted)
+    capacity < same_memory: workload | engine | tok/s | steps (predicted)
       | over stage 04 (predicted) | same tokens
     capacity_memory < same_memory: workload | engine | most at once | mean while others wait
       | mean at once | preemptions | memory unused | cache, MB | seconds, limit
-    grid: cache, batches | mean at once | passes (predicted) | tok/s | over stage 03 (predicted)
+    grid: cache, batches | mean at once | steps (predicted) | tok/s | over stage 03 (predicted)
       | same tokens
     lose < single: dtype | prompt | answer | engine | tok/s | limit, tok/s
       | over stage 02 (predicted) | same tokens
@@ -671,7 +671,7 @@ def capacity_chart(results: Results) -> Figure:
             edges = [0, *accumulate(times for _, times in row["rows"])]
             axes.fill_between(edges, [*used, used[-1]], step="post", facecolor=colour, linewidth=0)
             words = (
-                f"{row.variant}:\n{edges[-1]:,} passes, {mean_rows(row):.1f} sequences on average"
+                f"{row.variant}:\n{edges[-1]:,} steps, {mean_rows(row):.1f} sequences on average"
             )
             half, side = (2, "left") if row is ours else (1, "right")
             place = (edges[-1] / half, most_rows(row) / half)
@@ -684,7 +684,7 @@ def capacity_chart(results: Results) -> Figure:
 def waste_chart(results: Results) -> Figure:
     found = results.groups("waste")
     title = "Small blocks leave hardly any memory unused"
-    x = "% of the reserved memory that holds nothing, over all passes"
+    x = "% of the reserved memory that holds nothing, over all steps"
     series = {"unused": [100 * unused(row["memory"]) for row in found]}
     return charts.bars(title, x, [row["name"] for row in found], series)
 

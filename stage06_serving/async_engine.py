@@ -74,7 +74,7 @@ class Ticket:
     ended: bool = False  # the engine has released it
     reason: str | None = None  # "stop", "length", "abort" or "error"
     error: str | None = None  # the failure that ended it
-    scheduled: float | None = None  # start of its first pass
+    scheduled: float | None = None  # start of its first step
     first_token: float | None = None
     last_token: float | None = None
 
@@ -105,7 +105,7 @@ class EngineThread:
     """The one thread that computes, and that has loaded the model too.
 
     PyTorch keeps a team of threads for each thread that calls it. With two teams there are more
-    threads than processors: all of them sleep between operators and must be woken, and a pass took
+    threads than processors: all of them sleep between operators and must be woken, and a step took
     40 % longer. So no other thread may compute.
     """
 
@@ -354,7 +354,7 @@ class AsyncEngine:
                 try:
                     step = self._step()
                     failures = 0
-                except Exception as error:  # whatever failed, requests outside the pass go on
+                except Exception as error:  # whatever failed, requests outside the step go on
                     failures += 1
                     log.error("a step failed (%d in a row)", failures, exc_info=error)
                     self._engine.fail(UserError(BROKEN))

@@ -632,7 +632,7 @@ def requests_a_second(variant: str) -> rows.Column:
 
 COLUMNS: dict[str, rows.Column] = {
     "engine's thread": "variant",
-    "pass, ms": lambda row: in_ms(row, "seconds", "bookkeeping"),
+    "step, ms": lambda row: in_ms(row, "seconds", "bookkeeping"),
     "until the next, ms": lambda row: in_ms(row, "between"),
     "longer than alone, ms": watched_only(lambda row: f"{longer(row) * 1e3:.2f}"),
     "the loop, ms": watched_only(lambda row: f"{a_pass(row, 'loop') * 1e3:.2f}"),
@@ -649,7 +649,7 @@ COLUMNS: dict[str, rows.Column] = {
     **{f"CPUs: {who}": busy(who) for who in ("engine", "loop", "client")},
     "alone, requests/s": requests_a_second(OFFLINE),
     "server, requests/s": requests_a_second(SERVER),
-    "passes": lambda row: ", ".join(
+    "steps": lambda row: ", ".join(
         f"{median(steps['passes'] for steps in one['steps']):.0f}"
         for one in (row.of(OFFLINE), beside(row))
     ),
@@ -664,9 +664,9 @@ TABLES = rows.tables(
     null: {LOADS}
     latency: model | streams | requests | answer | engine | TTFT p50, ms | TTFT p99, ms
       | ITL p50, ms | ITL p99, ms | CPUs: engine | CPUs: loop | CPUs: client
-    lose: model | streams | alone, requests/s | server, requests/s | share, predicted | passes
+    lose: model | streams | alone, requests/s | server, requests/s | share, predicted | steps
       | loop, us a request | client, us a request | same tokens
-    passes: dtype | streams | engine's thread | pass, ms | until the next, ms
+    passes: dtype | streams | engine's thread | step, ms | until the next, ms
       | longer than alone, ms | the loop, ms | the client, ms | longer over the loop's
     """,
     tokens=token_lines,
@@ -699,18 +699,18 @@ def http_chart(results: Results) -> Figure:
 
 
 def where_chart(results: Results) -> Figure:
-    """What a token costs beside its pass: how much longer the engine's thread takes, and the
+    """What a token costs beside its step: how much longer the engine's thread takes, and the
     loop."""
     row = main_row(results)
     alone, watched = pass_of(row.of(OFFLINE)), pass_of(beside(row))
     found: dict[str, float] = {}
     if alone and watched:
-        names = {"seconds": "thread: longer pass", "between": "thread: longer until the next"}
+        names = {"seconds": "thread: longer step", "between": "thread: longer until the next"}
         for key, name in names.items():
             found[name] = (watched[key] - alone[key]) / row["streams"] * 1e6
     found |= {f"loop: {name}": part for name, part in loop_parts(results).items()}
     found["client"] = python_seconds(row, "client") / row.tokens * 1e6
-    title = "What a token costs beside its pass"
+    title = "What a token costs beside its step"
     x = f"microseconds a token, {row['streams']} streams (GPT-2 124M shape, {row['dtype']})"
     shown = {"beside the loop": [max(0.0, cost) for cost in found.values()]}
     return charts.bars(title, x, list(found), shown)

@@ -162,13 +162,13 @@ class BatchEngine(Protocol):
     config: Config
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
-        """The tokens of each pass, each with the index of its request. A request with no token in
-        a pass has failed."""
+        """The tokens of each step, each with the index of its request. A request with no token in
+        a step has failed."""
         ...
 
     @property
     def record(self) -> StepRecord:
-        """The newest pass; `rows` counts its tokens."""
+        """The newest step; `rows` counts its tokens."""
         ...
 
 
@@ -321,7 +321,7 @@ class Batches:
         self.status = replace(self.status, owned=len(running), running=running, waiting=waiting)
 
     def _record(self, running: list[Request], started: float, before: dict[str, int]) -> None:
-        """Note the pass: prompts if it is the first of its batch, else one token for each row."""
+        """Note the step: prompts if it is the first of its batch, else one token for each row."""
         sequences = []
         for request in running:
             output = request.output

@@ -28,7 +28,7 @@ class StepFrame(TypedDict):
 
     number: int
     rows: list[tuple[str, int, int]]  # of each sequence: id, prefill tokens, decode tokens
-    preempted: int  # sequences that lost their memory before the pass
+    preempted: int  # sequences that lost their memory before the step
 
 
 class Frame(TypedDict):

@@ -78,10 +78,10 @@ class Metrics:
             "e2e_request_latency_seconds", "From arrival to the last token.", SECONDS
         )
         self.queue = histogram(
-            "request_queue_time_seconds", "From arrival to the first pass.", SECONDS
+            "request_queue_time_seconds", "From arrival to the first step.", SECONDS
         )
         self.prefill = histogram(
-            "request_prefill_time_seconds", "From the first pass to the first token.", SECONDS
+            "request_prefill_time_seconds", "From the first step to the first token.", SECONDS
         )
         self.decode = histogram(
             "request_decode_time_seconds", "From the first token to the last.", SECONDS

@@ -40,7 +40,7 @@ class AnyEngine(Protocol):
 
     @property
     def status(self) -> Status:
-        """The newest status: replaced before each pass and after each change, never mutated."""
+        """The newest status: replaced before each step and after each change, never mutated."""
         ...
 
     def check(self, request: Request) -> None:

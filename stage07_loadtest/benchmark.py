@@ -246,7 +246,7 @@ def capacity(points: Sequence[Mapping[str, Any]]) -> float:
 
 
 def rows_of(plan: Any, config: Config, engine: str, name: str, users: int) -> int:
-    """Sequences that a pass can have: by the memory, the settings, and the users."""
+    """Sequences that a step can have: by the memory, the settings, and the users."""
     if alone(engine):
         return 1
     blocks = -(-(LENGTHS[name] + ANSWER) // BLOCK)
@@ -256,7 +256,7 @@ def rows_of(plan: Any, config: Config, engine: str, name: str, users: int) -> in
 
 
 def predicted(results: Results, engine: str, name: str, users: int, dtype: str) -> float | None:
-    """Output tok/s if passes took what operations and bytes need, and nothing else took time. None
+    """Output tok/s if steps took what operations and bytes need, and nothing else took time. None
     for lengths that vary."""
     if name not in LENGTHS:
         return None

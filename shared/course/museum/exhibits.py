@@ -64,7 +64,7 @@ EXHIBITS = (
         new="self.seen = kv[:, :, :, start:end]  #",
         symptom=symptoms.a_story,
         hint=(
-            "The first new word is right, and all later ones are not. What does the second pass "
+            "The first new word is right, and all later ones are not. What does the second step "
             "read that the first one did not?"
         ),
         bug="the decode step attends to the newest token alone",
@@ -211,7 +211,7 @@ EXHIBITS = (
         "            self.mask = ((columns <= queries) & real | (columns == queries))[:, None]",
         symptom=symptoms.a_batch,
         hint=(
-            "The first word of every answer is right. What did the pass that made it have, and "
+            "The first word of every answer is right. What did the step that made it have, and "
             "the later ones not?"
         ),
         bug="the padding mask is applied at prefill and dropped on decode steps",
@@ -286,7 +286,7 @@ EXHIBITS = (
         new="while self.waiting and not self.running:",
         symptom=symptoms.slots,
         hint=(
-            "No test of the text can see this one. Look at how many rows a pass has, and at when "
+            "No test of the text can see this one. Look at how many rows a step has, and at when "
             "requests are admitted."
         ),
         bug=(
@@ -416,7 +416,7 @@ EXHIBITS = (
         story=(
             "A prefix cache that works too well. If every block of a prompt is found, zero "
             "tokens remain; but the next token is sampled from the last token's hidden state, "
-            "which is not kept. The engine makes a pass of length zero, or stops in it, or waits "
+            "which is not kept. The engine makes a step of length zero, or stops in it, or waits "
             "forever for a request that has nothing to do. It happens only to prompts whose "
             "length is a multiple of the block size, asked a second time: with blocks of 16 one "
             "prompt in sixteen, so that it looks like chance."
@@ -467,7 +467,7 @@ EXHIBITS = (
             "When a request is preempted its blocks go, and when it comes back some of them may "
             "still be in the prefix cache. Then there are three numbers: what it had computed, "
             "what was found, and what it must compute now. One engine worked out the third "
-            "before it had looked for the second: the pass began behind what was found, was as "
+            "before it had looked for the second: the step began behind what was found, was as "
             "long as if nothing had been, and ended beyond the last token, with an IndexError "
             "under heavy load. Here the first stands where the second should: the request goes "
             "on from a length that its memory does not have, with a hole in between. Both need a "
@@ -690,7 +690,7 @@ EXHIBITS = (
         story=(
             "A web framework runs the handler of a request to its end, whether a client waits "
             "for it or not. For a page that costs a millisecond that is no matter; an answer of "
-            "a thousand tokens holds its memory and its share of every pass for half a minute. "
+            "a thousand tokens holds its memory and its share of every step for half a minute. "
             "Users who wait too long reload, and then there are two. Several servers had this, "
             "and some lost the slot for good. It shows in no answer, only in memory that is "
             "owned while no client is connected."
@@ -742,7 +742,7 @@ EXHIBITS = (
             "makes all of them wait for 300 ms: streams, new requests, and /health, after which "
             "an orchestrator may restart a server that is only busy. `async def` does not help; "
             "a forward pass does not await. It is hard to see with one user, who waits for that "
-            "pass anyway."
+            "step anyway."
         ),
         seen=(
             "achi9629/llm-inference-engine, whose loop on the event loop runs each request to "

@@ -125,6 +125,6 @@ class Inside:
         return await self.begin(path, body).answer()
 
     async def passes(self, count: int) -> None:
-        """Wait until the engine has made `count` passes."""
+        """Wait until the engine has made `count` steps."""
         while len(self.engine.steps) < count:
             await asyncio.sleep(0.001)

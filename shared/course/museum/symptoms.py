@@ -140,7 +140,7 @@ def answers_that_end() -> None:
 
 
 def slots() -> None:
-    """Stage 04 answers six requests in four slots. Each column is a pass; a letter is a request
+    """Stage 04 answers six requests in four slots. Each column is a step; a letter is a request
     that is computed in it."""
     slotted = engine("stage04_continuous", 4)
     lengths = (12, 5, 9, 7, 8, 6)
@@ -151,7 +151,7 @@ def slots() -> None:
     for slot in range(4):
         rows = [{share.slot: share.request_id for share in step.slots} for step in slotted.steps]
         print(f"slot {slot} |{''.join(row.get(slot, '.') for row in rows)}|", flush=True)
-    say(f"{sum(lengths)} tokens in {len(slotted.steps)} passes")
+    say(f"{sum(lengths)} tokens in {len(slotted.steps)} steps")
 
 
 def neighbours() -> None:
@@ -185,7 +185,7 @@ def preempted(prompts: Sequence[str], count: int, blocks: int) -> None:
 
 
 def block_borders() -> None:
-    """Stage 05 writes 40 tokens of one request into blocks of 8. A line is a pass: the tokens that
+    """Stage 05 writes 40 tokens of one request into blocks of 8. A line is a step: the tokens that
     have keys and values after it, and a box for each block of the request."""
     small = paged(8, block_size=8)
     asked = small.add(request(encode(ONCE), greedy(32, ignore_eos=True)))
@@ -342,7 +342,7 @@ async def afterwards(inside: Inside) -> None:
         await asyncio.sleep(0.2)
         pool, more = inside.engine.scheduler.pool, len(inside.engine.steps) - passes
         later = time.monotonic() - since
-        say(f"{later:4.1f} s later: {pool.owned} of {pool.count} blocks owned, {more} more passes")
+        say(f"{later:4.1f} s later: {pool.owned} of {pool.count} blocks owned, {more} more steps")
         passes += more
 
 
@@ -354,7 +354,7 @@ def a_client_that_leaves() -> None:
         asking = inside.begin("/v1/completions", LONG)
         await inside.passes(5)
         asking.leave()
-        say(f"the client has left after {len(inside.engine.steps)} passes")
+        say(f"the client has left after {len(inside.engine.steps)} steps")
         await afterwards(inside)
 
     Inside.run(script)
@@ -406,7 +406,7 @@ def is_it_alive() -> None:
 
 def half_an_answer() -> None:
     """A client of stage 06 reads a stream of 30 tokens as OpenAI's own client does, and the engine
-    fails at the ninth pass."""
+    fails at the ninth step."""
     logging.disable()  # the server's log is for its operator
 
     async def script(inside: Inside) -> None:
