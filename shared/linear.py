@@ -1,16 +1,17 @@
 """The fastest linear layer of this machine, put into any model after loading.
 
 On a CPU, PyTorch hands `nn.Linear` to a library (MKL) that lays the weight out anew for each
-product, and on AMD machines that library leaves half to two thirds of the processor unused. Two
-things help, and both come with PyTorch:
+product, and on many machines that library leaves much of the processor unused. Two things help, and
+both come with PyTorch:
 
 - oneDNN can lay the weight out once, at load (`pack`), and computes a GELU on the way out at no
   cost.
-- One row is a special case: reading the weight is its limit. As a batch of eight small products
-  (`one_row`) MKL reads at the full bandwidth of an AMD machine's memory in float32, which neither
-  library does with one large product; on an Intel machine the large one was faster (`F.linear`).
-  Both need the weight by rows as well, a second copy in memory. In bfloat16 oneDNN is up to a third
-  faster with four rows than with one, so a single row is padded with three rows of zeros.
+- One row is a special case: reading the weight is its limit. In float32 MKL computes it as a batch
+  of small products (`one_row`) or as one large product (`F.linear`). Which of the two comes nearer
+  to the memory's bandwidth, and how near, depends on the machine, also among processors of one
+  maker: it is measured. Both need the weight by rows as well, a second copy in memory. In bfloat16
+  oneDNN is up to a third faster with four rows than with one, so a single row is padded with three
+  rows of zeros.
 
 On other processors the plain layer may win, so `optimize` measures and keeps the fastest. If the
 measurements contradict each other, as beside other programs, it packs and reports that. Where
