@@ -142,7 +142,8 @@ def _has_test(place: Path, test: str) -> bool:
     names = test.partition("[")[0].split("::")
     source = place.read_text(encoding="utf-8") if place.is_file() else ""
     return all(
-        re.search(rf"^\s*(?:def|class) {re.escape(name)}\b", source, re.MULTILINE) for name in names
+        re.search(rf"^\s*(?:(?:async )?def|class) {re.escape(name)}\b", source, re.MULTILINE)
+        for name in names
     )
 
 
