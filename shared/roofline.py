@@ -12,6 +12,7 @@ share them: decode. Operations dominate when many do: prefill. The machine's two
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,6 +20,8 @@ import torch
 
 from .config import Config
 from .measure import Limits
+
+Lengths = Sequence[tuple[int, int]]  # tokens of prompt and answer of each request, as they arrive
 
 
 @dataclass(frozen=True)
@@ -85,4 +88,48 @@ def forward_cost(
     return Cost(
         flops,
         (block_weights(config) + head) * size + rows * cached * config.kv_bytes_per_token(dtype),
+    )
+
+
+def naive_costs(config: Config, dtype: torch.dtype, lengths: Lengths) -> list[Cost]:
+    """Of passes that compute everything again, one request after the other."""
+    return [
+        forward_cost(config, dtype, prompt + done)
+        for prompt, answer in lengths
+        for done in range(answer)
+    ]
+
+
+def static_costs(config: Config, dtype: torch.dtype, lengths: Lengths, size: int = 1) -> list[Cost]:
+    """Of the passes of static batches of `size` requests: all rows as wide as the longest prompt of
+    their batch, to its last token."""
+    costs = []
+    for start in range(0, len(lengths), size):
+        batch = lengths[start : start + size]
+        width, rows = max(prompt for prompt, _ in batch), len(batch)
+        costs.append(forward_cost(config, dtype, width, rows=rows))
+        for done in range(1, max(answer for _, answer in batch)):
+            alive = sum(answer > done for _, answer in batch)
+            costs.append(forward_cost(config, dtype, 1, width + done - 1, alive, rows))
+    return costs
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a pass computes of a request, named by a number: `count` tokens after `cached`."""
+
+    request: int
+    cached: int
+    count: int
+    samples: bool = True  # whether a token comes of it
+
+
+def pass_cost(config: Config, dtype: torch.dtype, parts: Sequence[Part]) -> Cost:
+    """Of one packed pass: weights are read once for all parts, and each part's cache by itself."""
+    sampled = sum(part.samples for part in parts)
+    weights = forward_cost(config, dtype, 0, sampled=sampled)
+    each = [forward_cost(config, dtype, part.count, part.cached, sampled=0) for part in parts]
+    return Cost(
+        weights.flops + sum(cost.flops for cost in each),
+        weights.bytes + sum(cost.bytes - weights.bytes for cost in each),
     )

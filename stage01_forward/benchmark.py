@@ -16,7 +16,7 @@ import torch
 from shared import cli, measure
 from shared.bench import kit, rows
 from shared.bench.kit import Case, Group, Subject
-from shared.bench.rows import Results, Row, chosen, gain, ms, seconds
+from shared.bench.rows import Results, Row, first, gain, ms
 from shared.peers import transformers_model
 from shared.roofline import forward_cost
 
@@ -116,9 +116,6 @@ def profile(subject: Subject, plan: Sizes) -> list[Group]:
     return [kit.profiled(subject, "", partial(run, kit.greedy(8)))]
 
 
-# ---- tables and charts --------------------------------------------------------------------------
-
-
 def limit(row: Row) -> float:
     """Seconds of a forward pass, at least."""
     return row.least([forward_cost(row.config, row.kind, row["context"])])
@@ -151,26 +148,25 @@ TABLES = rows.tables(
     """,
     profile=rows.operators,
 )
+BOUND = "machine's limit"
+LOG: dict[str, Any] = {"log_x": True, "log_y": True, "unit": 1e3}
 CHARTS = {
     "forward": rows.lines(
         "Eight tokens in one step cost less than two steps of one token",
         ("tokens in the step (GPT-2 124M shape, float32)", "milliseconds"),
-        chosen("forward", dtype="float32"),
+        first("forward"),
         "context",
-        {"transformers": seconds(PEER, 1e3), "plain layers": seconds(PLAIN, 1e3)}
-        | {"packed layers": seconds(OURS, 1e3), "machine's limit": lambda row: limit(row) * 1e3},
-        dashed=("machine's limit",),
-        log_x=True,
-        log_y=True,
+        {"transformers": PEER, "plain layers": PLAIN, "packed layers": OURS, BOUND: limit},
+        dashed=[BOUND],
+        **LOG,
     ),
     "attention": rows.lines(
         "Attention without storing the scores",
         ("tokens (one layer, 12 heads of 64, float32)", "milliseconds"),
-        chosen("attention", dtype="float32"),
+        first("attention"),
         "context",
-        {name: seconds(name, 1e3) for name in ("explicit", "fused")},
-        log_x=True,
-        log_y=True,
+        {"explicit": "explicit", "fused": "fused"},
+        **LOG,
     ),
 }
 

@@ -13,15 +13,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
-from shared import charts, cli, measure
+from shared import cli, measure
 from shared.bench import kit, rows
-from shared.bench.forecast import naive_costs, static_costs
 from shared.bench.kit import Case, Group, Subject
-from shared.bench.rows import Results, Row, median
+from shared.bench.rows import Results, Row, first, median
 from shared.checkpoint import PRESETS
-from shared.roofline import forward_cost
+from shared.roofline import forward_cost, naive_costs, static_costs
 from stage01_forward.engine import Engine as NaiveEngine
 from stage01_forward.generation import Output
 
@@ -72,34 +70,28 @@ def growth(subject: Subject, plan: Sizes) -> Iterator[Group]:
         outputs.extend(cached.generate([prompt], kit.greedy(most)))
         return [step.seconds for step in cached.steps]
 
-    def run_naive() -> list[float]:
-        taken = []
+    def run_naive() -> Iterator[float]:
         for done in places:
             naive.generate([prompt + outputs[0].token_ids[:done]], kit.greedy(1))
-            taken.append(naive.steps[0].seconds)
-        return taken
+            yield naive.steps[0].seconds
 
-    ways = {CACHED: run_cached, NAIVE: run_naive}  # the first run has the tokens of the others
+    # The first run has the tokens of the others.
+    ways = {CACHED: run_cached, NAIVE: lambda: list(run_naive())}
     steps = measure.turns(ways, named(plan.growth_repeats), warmup=0)
-    about = {**subject.about, "prompt": len(prompt), "counts": list(plan.growth)}
-    yield {
-        **about,
-        "proof": [subject.prove([output]) for output in outputs][-1],
-        "places": places,
-        "steps": steps,
-    }
+    about = {"prompt": len(prompt), "counts": list(plan.growth), "places": places, "steps": steps}
+    yield about | {"proof": [subject.prove([output]) for output in outputs][-1]}
 
 
 def prompts(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    for prompt in plan.prompts:
-        lengths = [(prompt, plan.answer)]
-        yield kit.compare(subject, engines(subject), lengths, named(plan.prompt_repeats))[0]
+    for length in plan.prompts:
+        lengths, often = [(length, plan.answer)], named(plan.prompt_repeats)
+        yield kit.compare(subject, engines(subject), lengths, often)[0]
 
 
 def null(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """A single token: nothing was kept yet that could help."""
-    for prompt in plan.null_prompts:
-        yield kit.compare(subject, engines(subject), [(prompt, 1)], plan.null_repeats)[0]
+    for length in plan.null_prompts:
+        yield kit.compare(subject, engines(subject), [(length, 1)], plan.null_repeats)[0]
 
 
 def peers(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -123,10 +115,7 @@ def memory(subject: Subject, plan: Sizes) -> Iterator[Group]:
     options = ["--model", "gpt2", "--random-weights", "--linear", "plain", "--max-tokens", "2"]
     for name, stage in ((NAIVE, "stage01_forward"), (CACHED, STAGE)) if plan.peaks else ():
         peak = measure.peak_memory(stage, ["x" * 1000, *options])
-        yield {**subject.about, "name": f"{name} engine", "bytes": peak}
-
-
-# ---- tables and charts --------------------------------------------------------------------------
+        yield {"name": f"{name} engine", "bytes": peak}
 
 
 def predicted(row: Row) -> float:
@@ -137,33 +126,40 @@ def predicted(row: Row) -> float:
 def counted(results: Results, **where: str) -> Iterator[Row]:
     """The first tokens of each long answer; naive steps that were not run are interpolated."""
     for row in results.groups("growth", **where):
-        places, steps = row["places"], row["steps"]
         for count in row["counts"]:
-            every = [np.interp(range(count), places, run).sum() for run in steps[NAIVE]]
-            seconds = {NAIVE: every, CACHED: [sum(run[:count]) for run in steps[CACHED]]}
-            yield Row(
-                results, {**row.group, "lengths": [[row["prompt"], count, 1]], "seconds": seconds}
-            )
+            naive = [
+                np.interp(range(count), row["places"], run).sum() for run in row["steps"][NAIVE]
+            ]
+            taken = {NAIVE: naive, CACHED: [sum(run[:count]) for run in row["steps"][CACHED]]}
+            more = {"lengths": [[row["prompt"], count, 1]], "seconds": taken}
+            yield Row(results, {**row.group, **more})
 
 
-def megabytes(kind: torch.dtype, tokens: int) -> float:
-    """Of the cache."""
-    return PRESETS["gpt2"].kv_bytes_per_token(kind) * tokens / 1e6
+def step_times(results: Results) -> Iterator[dict[str, float]]:
+    """Seconds of a step by its place in the answer, and at least; of the cached engine those of the
+    steps around it."""
+    (row, *_) = first("growth")(results)
+    for number, place in enumerate(row["places"]):
+        past, around = row["prompt"] + place, slice(max(place - 12, 1), place + 13)
+        yield {
+            "place": place,
+            NAIVE: median(run[number] for run in row["steps"][NAIVE]),
+            CACHED: median(taken for run in row["steps"][CACHED] for taken in run[around]),
+            "limit, naive": row.least([forward_cost(row.config, row.kind, past)]),
+            "limit, cached": row.least([forward_cost(row.config, row.kind, 1, past)]),
+        }
 
 
 def memory_table(results: Results) -> str:
     """By arithmetic, and below it the peaks of fresh processes in float32, where they were
     taken."""
-    config = PRESETS["gpt2"]
-    lines = [
-        {
-            "dtype": kit.label(kind),
-            "weights, MB": f"{config.parameter_count * kind.itemsize / 1e6:.0f}",
-            "cache a token, KiB": f"{config.kv_bytes_per_token(kind) / 1024:.0f}",
-            "cache of 1,024 tokens, MB": f"{megabytes(kind, 1024):.0f}",
-        }
-        for kind in (torch.float32, torch.bfloat16)
-    ]
+    config, lines = PRESETS["gpt2"], []
+    for kind in (torch.float32, torch.bfloat16):
+        each = config.kv_bytes_per_token(kind)
+        sizes = [config.parameter_count * kind.itemsize / 1e6, each / 1024, 1024 * each / 1e6]
+        headings = ("weights, MB", "cache a token, KiB", "cache of 1,024 tokens, MB")
+        cells = {name: f"{size:.0f}" for name, size in zip(headings, sizes, strict=True)}
+        lines.append({"dtype": kit.label(kind)} | cells)
     name, found = "engine, peak of a process with 1,000 tokens", results.groups("memory")
     peaks = [{name: row["name"], "MB": f"{row['bytes'] / 1e6:,.0f}"} for row in found]
     return "\n\n".join(rows.table(found) for found in (lines, peaks) if found)
@@ -171,13 +167,12 @@ def memory_table(results: Results) -> str:
 
 COLUMNS: dict[str, rows.Column] = {
     "new tokens": "tokens",
-    "prompt": lambda row: row.lengths[0][0],
     "gain (predicted)": rows.gain(NAIVE, predicted, CACHED),
     "same tokens": lambda row: row.of(CACHED).proof,
 }
 GROWTH = "model | new tokens | naive, tok/s | cached, tok/s | gain (predicted) | same tokens"
 PROMPTS = "model | dtype | prompt | naive, ms | cached, ms | gain (predicted) | same tokens"
-DRAW = rows.tables(
+TABLES = rows.tables(
     COLUMNS,
     f"""
     growth: {GROWTH}
@@ -189,54 +184,32 @@ DRAW = rows.tables(
     """,
     growth=partial(counted, dtype="float32"),
     growth_bfloat16=partial(counted, dtype="bfloat16"),
-    decoders=lambda results: [r for r in results.rows("peers") if r.tokens > 1],
+    decoders=lambda results: [row for row in results.rows("peers") if row.tokens > 1],
     memory=memory_table,
     profile=rows.operators,
 )
-
-
-def growth_chart(results: Results) -> Figure:
-    """Time of a step by its place in the answer; for the cached engine of the steps around it."""
-    row = results.groups("growth", dtype="float32")[0]
-    places, naive, cached = row["places"], row["steps"][NAIVE], row["steps"][CACHED]
-    around = [[s for run in cached for s in run[max(at - 12, 1) : at + 13]] for at in places]
-    past = [row["prompt"] + at for at in places]
-    seconds = {
-        NAIVE: [median(runs) for runs in zip(*naive, strict=True)],
-        CACHED: [median(some) for some in around],
-        "limit, naive": [row.least([forward_cost(row.config, row.kind, n)]) for n in past],
-        "limit, cached": [row.least([forward_cost(row.config, row.kind, 1, n)]) for n in past],
-    }
-    return charts.lines(
+LIMITS = ("limit, naive", "limit, cached")
+CHARTS = {
+    "growth": rows.lines(
         "Without the cache each token costs more than the one before",
-        "tokens already generated (GPT-2 124M shape, float32)",
-        "milliseconds for the next token",
-        places,
-        {name: [value * 1e3 for value in values] for name, values in seconds.items()},
-        dashed=("limit, naive", "limit, cached"),
-    )
-
-
-def prompts_chart(results: Results) -> Figure:
-    found = results.groups("prompts", model=results["prompts"][0]["model"], dtype="float32")
-    title = f"{found[0].tokens} tokens after a prompt: the longer it is, the more the cache saves"
-    groups = [f"prompt of {row.lengths[0][0]}" for row in found]
-    series = {f"{name} engine": [row.of(name).median for row in found] for name in (NAIVE, CACHED)}
-    return charts.bars(title, "seconds (GPT-2 124M shape, float32)", groups, series, digits=2)
-
-
-def memory_chart(results: Results) -> Figure:
-    positions = [0, 256, 512, 768, 1024]
-    kept = {
-        f"{kit.label(kind)} cache": [megabytes(kind, at) for at in positions]
-        for kind in (torch.float32, torch.bfloat16)
-    }
-    weights = PRESETS["gpt2"].parameter_count * 4 / 1e6
-    title = (
-        f"One sequence: up to {kept['float32 cache'][-1]:.0f} MB beside {weights:.0f} MB of weights"
-    )
-    x, y = "tokens of context (GPT-2 124M shape)", "MB of keys and values"
-    return charts.lines(title, x, y, positions, kept)
+        ("tokens already generated (GPT-2 124M shape, float32)", "milliseconds for the next token"),
+        step_times,
+        "place",
+        {name: name for name in (NAIVE, CACHED, *LIMITS)},
+        unit=1e3,
+        dashed=LIMITS,
+    ),
+    "prompts": rows.bars(
+        lambda found: (
+            f"{found[0].tokens} tokens after a prompt: the longer it is, the more the cache saves"
+        ),
+        ("seconds (GPT-2 124M shape, float32)",),
+        first("prompts"),
+        lambda row: f"prompt of {row.lengths[0][0]}",
+        {f"{name} engine": name for name in (NAIVE, CACHED)},
+        digits=2,
+    ),
+}
 
 
 def headline(results: Results) -> str:
@@ -254,8 +227,7 @@ WORK = kit.cases(
     Case(profile, dtypes=1),
     Case(memory, dtypes=1),
 )
-CHARTS = {"growth": growth_chart, "prompts": prompts_chart, "memory": memory_chart}
-BENCHMARK = kit.Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, DRAW, CHARTS, headline)
+BENCHMARK = kit.Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -3,22 +3,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import psutil
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from shared import charts, cli, measure
 from shared.bench import kit, rows
-from shared.bench.forecast import static_costs
 from shared.bench.kit import Case, Group, Lengths, Runs, Subject
 from shared.bench.rows import Results, Row, median, ms
 from shared.measure import Summary
+from shared.roofline import static_costs
 from stage02_kv_cache.engine import Engine as SingleEngine
 
 from .engine import Engine
@@ -31,7 +28,7 @@ class Sizes(kit.Plan):
     prompt: int = 64
     answer: int = 32
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    # Once, and with few tokens: its prompts alone take 10 seconds, and their proof as long; 0: no.
+    # Once, and with few tokens: its prompts alone take 10 seconds, and their proof as long.
     wide: int = 128
     wide_answer: int = 8
     repeats: int = 2
@@ -45,14 +42,12 @@ class Sizes(kit.Plan):
 
 
 FULL = Sizes()
-FEW: Any = {"batches": (1, 8, 64), "wide": 0, "answer": 8, "peers": ((8, 1),)}
-SHORT: Any = {"waste_rows": 8, "long_answer": 64, "long_prompt": 128, "profiled": (32, 8, 16)}
-QUICK = kit.quick(FULL, wide=0)
+QUICK = kit.quick(FULL)
 
 
 def alternated(
     subject: Subject, workloads: Mapping[str, Lengths], repeats: int, **fields: Any
-) -> list[Group]:
+) -> Iterator[Group]:
     """Several workloads of this engine in turn, each as one batch, with the seconds of every
     pass."""
     engine = Engine(subject.model, max_batch=max(map(len, workloads.values())))
@@ -61,42 +56,27 @@ def alternated(
         for name, pairs in workloads.items()
     }
     seconds = measure.alternate(runs, repeats, warmup=0)
-    return [
-        {
-            **subject.about,
-            **fields,
-            "case": name,
-            "lengths": kit.packed(workloads[name]),
-            "bytes": run.bytes,
-            "seconds": seconds[name],
-            "passes": len(run.steps[-1]),
-            "useful": sum(step.prefill_tokens + step.decode_tokens for step in run.steps[-1]),
-            "wasted": sum(step.wasted_tokens for step in run.steps[-1]),
-            "decode": [[step.seconds for step in steps[1:]] for steps in run.steps],
-            "proof": [subject.prove(outputs) for outputs in run.outputs][-1],
-        }
-        for name, run in runs.items()
-    ]
+    for name, run in runs.items():
+        last = run.steps[-1]
+        about = {"case": name, "lengths": kit.packed(workloads[name]), "seconds": seconds[name]}
+        yield (
+            fields
+            | about
+            | run.fields(subject)
+            | {
+                "useful": sum(step.prefill_tokens + step.decode_tokens for step in last),
+                "wasted": sum(step.wasted_tokens for step in last),
+                "decode": [[step.seconds for step in steps[1:]] for steps in run.steps],
+            }
+        )
 
 
-def fits(subject: Subject, size: int, prompt: int, answer: int) -> bool:
-    """Whether a batch leaves half of the free memory free: its cache, prefill and logits."""
-    config, itemsize = subject.config, subject.dtype.itemsize
-    cache = size * (prompt + answer - 1) * config.kv_bytes_per_token(subject.dtype)
-    numbers = size * (prompt * 12 * config.n_embd + 2 * config.vocab_size)
-    return cache + numbers * itemsize < psutil.virtual_memory().available / 2
-
-
-def scaling(subject: Subject, plan: Sizes) -> list[Group]:
+def scaling(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """Batches of equal rows."""
     equal = {str(size): [(plan.prompt, plan.answer)] * size for size in plan.batches}
-    groups = alternated(subject, equal, plan.repeats)
-    if plan.wide and fits(subject, plan.wide, plan.prompt, plan.wide_answer):
-        wide = {str(plan.wide): [(plan.prompt, plan.wide_answer)] * plan.wide}
-        groups += alternated(subject, wide, 1)
-    elif plan.wide:
-        tqdm.write(f"note: {plan.wide} sequences are left out: too little memory is free")
-    return groups
+    yield from alternated(subject, equal, plan.repeats)
+    wide = {str(plan.wide): [(plan.prompt, plan.wide_answer)] * plan.wide}
+    yield from alternated(subject, wide, 1)
 
 
 def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -105,7 +85,7 @@ def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
         engines = {SINGLE: SingleEngine(subject.model), BATCH: Engine(subject.model)}
         lengths = [(plan.prompt, plan.answer)] * size
         often = {SINGLE: max(1, repeats - 1), BATCH: repeats}
-        yield kit.compare(subject, engines, lengths, often, batch=size)[0]
+        yield kit.compare(subject, engines, lengths, often)[0]
 
 
 def peers(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -114,29 +94,20 @@ def peers(subject: Subject, plan: Sizes) -> Iterator[Group]:
         yield kit.beside_peers(subject, Engine(subject.model), lengths, repeats)
 
 
-def unlike(plan: Sizes) -> dict[str, dict[str, Lengths]]:
+def waste(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """One row unlike the others, and the same number of tokens spread evenly over the rows."""
     size, short = plan.waste_rows, plan.short
-
-    def spread(longest: int) -> list[int]:
-        return [(short * (size - 1) + longest + row) // size for row in range(size)]
-
-    others = [(short, short)] * (size - 1)
-    return {
-        "answers": {
-            "equal answers": [(short, answer) for answer in spread(plan.long_answer)],
-            "one long answer": [*others, (short, plan.long_answer)],
-        },
-        "prompts": {
-            "equal prompts": [(prompt, short) for prompt in spread(plan.long_prompt)],
-            "one long prompt": [*others, (plan.long_prompt, short)],
-        },
-    }
-
-
-def waste(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    for pair, workloads in unlike(plan).items():
-        yield from alternated(subject, workloads, 1, pair=pair)
+    for what, longest in (("answer", plan.long_answer), ("prompt", plan.long_prompt)):
+        total = short * (size - 1) + longest
+        counts = {
+            f"equal {what}s": [(total + row) // size for row in range(size)],
+            f"one long {what}": [*[short] * (size - 1), longest],
+        }
+        workloads = {
+            name: [(short, n) if what == "answer" else (n, short) for n in own]
+            for name, own in counts.items()
+        }
+        yield from alternated(subject, workloads, 1, pair=f"{what}s")
 
 
 def profile(subject: Subject, plan: Sizes) -> list[Group]:
@@ -144,9 +115,6 @@ def profile(subject: Subject, plan: Sizes) -> list[Group]:
     prompts = subject.prompts([prompt] * size, "profile")
     decode = partial(Engine(subject.model).generate, prompts, kit.greedy(answer))
     return [kit.profiled(subject, f"In {subject.about['dtype']}", decode, warmup=0)]
-
-
-# ---- tables and charts --------------------------------------------------------------------------
 
 
 def step(row: Row) -> Summary:
@@ -168,10 +136,9 @@ def predicted(row: Row) -> float:
 
 def against_equal(row: Row) -> str:
     """Tokens per second over those of equal rows, and what was predicted of it."""
-    pairs = row.results.groups("waste", pair=row["pair"], dtype=row["dtype"])
-    if row["case"] == pairs[0]["case"]:
+    base, _ = row.results.groups("waste", pair=row["pair"], dtype=row["dtype"])
+    if row["case"] == base["case"]:
         return ""
-    base = pairs[0]
     share = (row.tokens / predicted(row)) / (base.tokens / predicted(base))
     return f"{row.rate.median / base.rate.median:.2f}x ({share:.2f}x)"
 
@@ -187,24 +154,20 @@ def held(row: Row) -> float:
     return row.requests * (prompt + answer - 1) * row.config.kv_bytes_per_token(row.kind)
 
 
-def of_limit(work: str) -> Callable[[Row], str]:
-    def share(row: Row) -> str:
-        most = row.bandwidth if work == "bytes" else row.peak
-        return f"{getattr(row.costs[1], work) / step(row).median / most:.0%}"
-
-    return share
+def a_second(seconds: Callable[[Row], float]) -> Callable[[Row], float]:
+    """Tokens per second, of steps that take this long."""
+    return lambda row: row.requests / seconds(row)
 
 
+RATE, LIMIT = a_second(lambda row: step(row).median), a_second(limit)
 COLUMNS: dict[str, rows.Column] = {
     "batch": "requests",
     "sequences": "requests",
-    "decode, tok/s (limit)": lambda row: (
-        f"{row.requests / step(row).median:,.1f} ({row.requests / limit(row):,.0f})"
-    ),
+    "decode, tok/s (limit)": lambda row: f"{RATE(row):,.1f} ({LIMIT(row):,.0f})",
     "step, ms": lambda row: Summary(*(value * 1e3 for value in vars(step(row)).values())).show(),
     "bound by": lambda row: row.costs[1].bound(row.results.limits, row.kind),
-    "MBU": of_limit("bytes"),
-    "MFU": of_limit("flops"),
+    "MBU": lambda row: f"{row.costs[1].bytes / step(row).median / row.bandwidth:.0%}",
+    "MFU": lambda row: f"{row.costs[1].flops / step(row).median / row.peak:.0%}",
     "cache, MB (formula)": lambda row: f"{row['bytes'] / 1e6:,.1f} ({held(row) / 1e6:,.1f})",
     "one after the other (stage 02), ms": ms(SINGLE),
     "as a batch, ms": ms(BATCH),
@@ -220,7 +183,7 @@ SINGLES = (
     "dtype | sequences | one after the other (stage 02), ms | as a batch, ms | gain (predicted) "
     "| same tokens"
 )
-DRAW = rows.tables(
+TABLES = rows.tables(
     COLUMNS,
     f"""
     scaling: dtype | batch | decode, tok/s (limit) | step, ms | bound by | MBU | MFU
@@ -238,26 +201,6 @@ DRAW = rows.tables(
 )
 
 
-def scaling_chart(results: Results) -> Figure:
-    found = results.groups("scaling")
-    sizes = sorted({row.requests for row in found})
-    series: dict[str, list[float]] = {}
-    for dtype in dict.fromkeys(row["dtype"] for row in found):
-        own = {row.requests: row for row in found if row["dtype"] == dtype}
-        for name, seconds in ((dtype, lambda row: step(row).median), (f"limit, {dtype}", limit)):
-            series[name] = [n / seconds(own[n]) if n in own else math.nan for n in sizes]
-    return charts.lines(
-        "More rows in a step cost little, until the processor has enough to do",
-        "sequences in the batch (GPT-2 124M shape)",
-        "decode, tok/s",
-        sizes,
-        series,
-        dashed=[name for name in series if name.startswith("limit")],
-        log_x=True,
-        log_y=True,
-    )
-
-
 def roofline_chart(results: Results) -> Figure:
     points: dict[str, list[tuple[float, float, str]]] = {}
     for row in results.groups("scaling"):
@@ -269,12 +212,27 @@ def roofline_chart(results: Results) -> Figure:
     return charts.roofline(title, note, found.bandwidth_gb_s, found.gflops, points)
 
 
-def waste_chart(results: Results) -> Figure:
-    found = results.groups("waste")
-    title = "One longer row, and most of the work is wasted"
-    x = f"tokens that went through the model, {found[0].requests} rows"
-    series = {name: [row[name] for row in found] for name in ("useful", "wasted")}
-    return charts.bars(title, x, [row["case"] for row in found], series, digits=0)
+CHARTS = {
+    "roofline": roofline_chart,
+    "scaling": rows.lines(
+        "More rows in a step cost little, until the processor has enough to do",
+        ("sequences in the batch (GPT-2 124M shape)", "decode, tok/s"),
+        "scaling",
+        lambda row: row.requests,
+        {"{dtype}": RATE, "limit, {dtype}": LIMIT},
+        dashed=["limit, {dtype}"],
+        log_x=True,
+        log_y=True,
+    ),
+    "waste": rows.bars(
+        lambda found: f"One longer row of {found[0].requests}, and most of the work is wasted",
+        ("tokens that went through the model",),
+        "waste",
+        "case",
+        {"useful": "useful", "wasted": "wasted"},
+        digits=0,
+    ),
+}
 
 
 def headline(results: Results) -> str:
@@ -288,8 +246,7 @@ def headline(results: Results) -> str:
 
 ABOUT = "Measures batches of many sizes on this CPU, beside the stage before and transformers."
 WORK = kit.cases(Case(scaling), Case(peers), Case(single), Case(waste, dtypes=1), Case(profile))
-CHARTS = {"roofline": roofline_chart, "scaling": scaling_chart, "waste": waste_chart}
-BENCHMARK = kit.Benchmark("stage03_batching", ABOUT, FULL, QUICK, WORK, DRAW, CHARTS, headline)
+BENCHMARK = kit.Benchmark("stage03_batching", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -188,9 +188,6 @@ def chunking(subject: Subject, plan: Sizes) -> Iterator[Group]:
     yield kit.by_variant(measure.turns(ways, plan.chunk_repeats))
 
 
-# ---- tables and charts --------------------------------------------------------------------------
-
-
 def arrival(row: Row) -> tuple[float, float]:
     """Least seconds of the longest pass that the long prompt causes, and to its first token."""
     plan = row.results.plan
@@ -222,7 +219,7 @@ def gap(share: float) -> Callable[[Row], float]:
 
     def value(row: Row) -> float:
         runs = row["after"] if row.variant else sum(row["before"].values(), [])
-        return 1e3 * percentile([seconds for run in runs for seconds in run], share)
+        return 1e3 * percentile(sum(runs, []), share)
 
     return value
 
@@ -243,10 +240,6 @@ def share_of_step(row: Row) -> str:
     return f"{median(np.concatenate(runs)):.1%} ({min(own):.1%} to {max(own):.1%})"
 
 
-def flat_ms(key: str, digits: int) -> rows.Column:
-    return lambda row: f"{median(s for run in row[key] for s in run) * 1e3:.{digits}f}"
-
-
 def passes(row: Row) -> str:
     done = f"{row['passes']:,}"
     return done if is_peer(row.variant) else f"{done} ({len(costs(row)):,})"
@@ -261,8 +254,10 @@ COLUMNS = rows.limits_of(least) | {
     "over stage 02 (predicted)": rows.gain(SINGLE, least),
     "stage 04 over it": lambda row: f"{row.median / row.of(OURS).median:.2f}x",
     "same tokens": lambda row: row.alike(OURS, "stage 04") if "same" in row.group else row.proof,
-    "step p50, ms": flat_ms("step", 1),
-    "scheduler, sampling, postprocessing p50, ms": flat_ms("bookkeeping", 2),
+    "step p50, ms": lambda row: f"{median(sum(row['step'], [])) * 1e3:.1f}",
+    "scheduler, sampling, postprocessing p50, ms": lambda row: (
+        f"{median(sum(row['bookkeeping'], [])) * 1e3:.2f}"
+    ),
     "share p50": share_of_step,
     "steps with all rows": lambda row: sum(map(len, row["step"])),
     "long prompt": chunk_name,
@@ -291,13 +286,12 @@ TABLES = rows.tables(
       | over stage 02 (predicted) | same tokens
     chunking: dtype | long prompt | ITL p50, ms | p99, ms | max, ms (limit)
       | its first token, limit, ms | tokens proved
-    overhead: dtype | slots | steps with all rows | step p50, ms
+    overhead < equal: dtype | slots | steps with all rows | step p50, ms
       | scheduler, sampling, postprocessing p50, ms | share p50
     """,
     null=lambda results: [row for row in results.rows("equal") if not is_peer(row.variant)],
     peers=lambda results: [row for row in results.rows("equal") if row.variant != STATIC],
     chunking=chunked,
-    overhead=rows.chosen("equal"),
 )
 
 

@@ -2,9 +2,8 @@
 shared.bench.benchmark_all`.
 
 Every stage's benchmark and the staircase, one after the other in processes of their own: nothing
-else should run meanwhile. The results go to reports/<machine>/, beside those of other machines.
-With --device cuda or mps only the staircase runs, because the benchmarks of the stages measure the
-processor.
+else should run meanwhile. With --device cuda or mps only the staircase runs, because the benchmarks
+of the stages measure the processor.
 """
 
 from __future__ import annotations
@@ -20,18 +19,12 @@ from .. import cli, paths
 
 def commands(quick: bool, device: str) -> list[list[str]]:
     """What is run, in order, as words behind `python`."""
-    found = (
-        [
-            ["-m", f"{name}.benchmark"]
-            for name in paths.discover()
-            if (paths.ROOT / name / "benchmark.py").exists()
-        ]
-        if device == "cpu"
-        else []
-    )
+    every = [name for name in paths.discover() if (paths.ROOT / name / "benchmark.py").exists()]
+    found = [["-m", f"{name}.benchmark"] for name in every if device == "cpu"]
     found.append(["-m", "shared.bench.staircase", "--device", device])
-    found = [[*each, "--quick"] if quick else each for each in found]
-    return found if quick else [*found, ["-m", "shared.bench.report"]]
+    if quick:
+        return [[*words, "--quick"] for words in found]
+    return [*found, ["-m", "shared.bench.report"]]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,24 +35,18 @@ def main(argv: list[str] | None = None) -> int:
         "  python -m shared.bench.benchmark_all --quick\n  python -m shared.bench.benchmark_all "
         "--device cuda",
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="small grids, in about a quarter of an hour; nothing is kept",
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda", "mps"), default="cpu", help="what to compute on"
-    )
+    about = "small grids, in about a quarter of an hour; nothing is kept"
+    parser.add_argument("--quick", action="store_true", help=about)
+    devices = ("cpu", "cuda", "mps")
+    parser.add_argument("--device", choices=devices, default="cpu", help="what to compute on")
     options = parser.parse_args(argv)
     cli.choose_device(options.device)
     failed = []
     for command in tqdm(commands(options.quick, options.device), unit="benchmark"):
-        words = " ".join(["python", *command])
+        words, started = " ".join(["python", *command]), time.perf_counter()
         print(f"\n=== {words}", flush=True)
-        started = time.perf_counter()
-        if subprocess.run(
-            [sys.executable, *command], cwd=paths.ROOT, stdin=subprocess.DEVNULL
-        ).returncode:
+        run = [sys.executable, *command]
+        if subprocess.run(run, cwd=paths.ROOT, stdin=subprocess.DEVNULL).returncode:
             failed.append(words)  # the others are worth having all the same
         print(f"=== {time.perf_counter() - started:.0f} s", flush=True)
     for words in failed:

@@ -4,46 +4,23 @@ own decisions, before anything has run."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shared.checkpoint import PRESETS, Config
-from shared.roofline import Cost, forward_cost
+from shared.roofline import Cost, Lengths, Part, pass_cost, static_costs
 from stage04_continuous.engine import Engine
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 from stage04_continuous.scheduler import Scheduler
 
-from .kit import Lengths, greedy
+from .kit import greedy
 from .rows import Row
 
 SINGLE, STATIC, CONTINUOUS = "stage 02, one request", "stage 03, static", "stage 04, continuous"
 EXAMPLE = replace(PRESETS["tiny"], n_positions=2**20)  # nothing of it but its size is used
-
-
-def naive_costs(config: Config, kind: torch.dtype, lengths: Lengths) -> list[Cost]:
-    """Of passes that compute everything again, one request after the other."""
-    return [
-        forward_cost(config, kind, prompt + done)
-        for prompt, answer in lengths
-        for done in range(answer)
-    ]
-
-
-def static_costs(config: Config, kind: torch.dtype, lengths: Lengths, size: int = 1) -> list[Cost]:
-    """Of the passes of static batches of `size` requests: all rows as wide as the longest prompt of
-    their batch, to its last token."""
-    costs = []
-    for start in range(0, len(lengths), size):
-        batch = lengths[start : start + size]
-        width, rows = max(prompt for prompt, _ in batch), len(batch)
-        costs.append(forward_cost(config, kind, width, rows=rows))
-        for done in range(1, max(answer for _, answer in batch)):
-            alive = sum(answer > done for _, answer in batch)
-            costs.append(forward_cost(config, kind, 1, width + done - 1, alive, rows))
-    return costs
 
 
 def costs(row: Row) -> list[Cost]:
@@ -59,27 +36,6 @@ def costs(row: Row) -> list[Cost]:
 def least(row: Row) -> float:
     """Seconds of all those passes, by the machine's limits."""
     return row.least(costs(row))
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a pass computes of a request (by its first token): `count` tokens after `cached`."""
-
-    request: int
-    cached: int
-    count: int
-    samples: bool = True  # whether a token comes of it
-
-
-def pass_cost(config: Config, kind: torch.dtype, parts: Sequence[Part]) -> Cost:
-    """Of one packed pass: weights are read once for all parts, and each part's cache by itself."""
-    sampled = sum(part.samples for part in parts)
-    weights = forward_cost(config, kind, 0, sampled=sampled)
-    each = [forward_cost(config, kind, part.count, part.cached, sampled=0) for part in parts]
-    return Cost(
-        weights.flops + sum(cost.flops for cost in each),
-        weights.bytes + sum(cost.bytes - weights.bytes for cost in each),
-    )
 
 
 class Idle:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from shared import checkpoint, cli, linear, measure, profiling
 from shared.checkpoint import Checkpoint
 from shared.parity import near_tie, random_prompt
 from shared.peers import transformers_batch, transformers_model
+from shared.roofline import Lengths
 from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage01_forward.generation import Output
@@ -42,7 +43,6 @@ from .rows import Draw, Picture, Results
 
 Group = dict[str, Any]
 SUBJECTS = ("models", "dtypes", "subjects")  # of a plan
-Lengths = Sequence[tuple[int, int]]  # tokens of prompt and answer of each request, as they arrive
 
 
 def label(dtype: torch.dtype) -> str:
@@ -60,8 +60,7 @@ def run_lengths(values: Iterable[Any]) -> list[list[Any]]:
 
 
 def packed(lengths: Lengths) -> list[list[int]]:
-    """As results keep them: tokens of prompt and answer, and how many requests in a row have
-    them."""
+    """As results keep them: tokens of prompt and answer, and of how many requests in a row."""
     return [[*pair, times] for pair, times in run_lengths(lengths)]
 
 
@@ -70,12 +69,10 @@ def lognormal(
 ) -> Lengths:
     """Prompts of any length within bounds, and lognormal answers, half of them below `middle`: most
     are short, and a few very long. Were all alike, a scheduler would have nothing to win."""
-    rng = random.Random("lengths of stage 04")
-    shortest, longest = answers
-    lengths = []
+    rng, lengths = random.Random("lengths of stage 04"), []
     for _ in range(requests):
         answer = round(rng.lognormvariate(math.log(middle), 1.0))
-        lengths.append((rng.randint(*prompts), min(max(answer, shortest), longest)))
+        lengths.append((rng.randint(*prompts), min(max(answer, answers[0]), answers[1])))
     return lengths
 
 
@@ -146,9 +143,8 @@ def together(proofs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def prove_answer(model: GPT2, prompt: list[int], answer: list[int]) -> dict[str, Any]:
-    """That stage 01 would choose every token of `answer`, given those before it. One pass over
-    prompt and answer alone, without cache or neighbours, has what it would choose at each place.
-    """
+    """That stage 01 would choose every token of `answer`, given those before it: one pass over
+    prompt and answer alone, without cache or neighbours."""
     ids = torch.tensor([*prompt, *answer[:-1]], device=model.device)
     places, taken = torch.arange(len(ids), device=ids.device), ids.new_tensor(answer)
     hidden = model(ids, places, Recompute(model.config).attend)[len(prompt) - 1 :]  # (answer, C)
@@ -161,9 +157,7 @@ def prove_answer(model: GPT2, prompt: list[int], answer: list[int]) -> dict[str,
 class Subject:
     """A model in a dtype with its linear layers chosen, and what was proved of it."""
 
-    def __init__(
-        self, shape: Checkpoint, dtype: torch.dtype, device: measure.Device = "cpu"
-    ) -> None:
+    def __init__(self, shape: Checkpoint, dtype: torch.dtype, device: str = "cpu") -> None:
         self.shape, self.config, self.dtype = shape, shape.config, dtype
         self.model: GPT2 = families.load_model(shape, dtype=dtype, device=torch.device(device))
         chosen = linear.optimize(self.model, "auto").split()[0]
@@ -192,35 +186,23 @@ class Subject:
         return proof
 
 
+@dataclass
 class Peer:
     """transformers with the shape of our engines: `answer` takes prompts and the tokens of each
     answer, and returns the answers; `passes` returns how many passes the last call took, or 0."""
 
+    answer: Callable[..., list[list[int]]]
+    passes: Callable[[], int] = int
     steps: Sequence[Any] = ()
-
-    def __init__(
-        self, answer: Callable[..., list[list[int]]], passes: Callable[[], int] = int
-    ) -> None:
-        self.answer, self.count_passes = answer, passes
 
     @classmethod
     def static(cls, model: Any, use_cache: bool = True) -> Peer:
         """`generate`, for answers of one length."""
-
-        def answer(prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
-            (count,) = set(counts)
-            return transformers_batch(model, prompts, count, use_cache)
-
-        return cls(answer)
+        return cls(lambda prompts, n: transformers_batch(model, prompts, max(n), use_cache))
 
     def generate(self, prompts: list[list[int]], sampling: Sequence[SamplingParams]) -> list[Any]:
         answers = self.answer(prompts, [params.max_tokens for params in sampling])
         return [Output(prompt, ids) for prompt, ids in zip(prompts, answers, strict=True)]
-
-
-def peers(subject: Subject) -> dict[str, Peer]:
-    """transformers with both its attentions."""
-    return {f"transformers, {kind}": Peer.static(subject.peer(kind)) for kind in ("sdpa", "eager")}
 
 
 def by_variant(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Group:
@@ -238,7 +220,7 @@ def by_variant(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Group:
 class Runs:
     """A workload of one engine, as often as it is called: answers and records of every run."""
 
-    def __init__(self, engine: Any, prompts: list[list[int]], counts: Sequence[int]) -> None:
+    def __init__(self, engine: Any, prompts: list[list[int]], counts: Iterable[int]) -> None:
         self.engine, self.prompts = engine, prompts
         self.sampling = [greedy(count) for count in counts]
         self.outputs: list[list[Any]] = []
@@ -261,7 +243,7 @@ class Runs:
         that computed for a request."""
         if isinstance(self.engine, Peer):
             busy = sum(map(len, self.answers))
-            return {"passes": self.engine.count_passes(), "busy": busy}
+            return {"passes": self.engine.passes(), "busy": busy}
         rows = [step.rows for step in self.steps[-1]]
         proofs = [subject.prove(outputs) for outputs in self.outputs]
         about = {"passes": len(rows), "busy": sum(rows), "rows": run_lengths(rows)}
@@ -295,14 +277,15 @@ def compare(
     return group, runs
 
 
-def beside_peers(
-    subject: Subject, engine: Any, lengths: Lengths, repeats: int, **fields: Any
-) -> Group:
-    """`engine` and transformers: answers of one token ("first"), and whole ones."""
-    engines = {"ours": engine, **peers(subject)}
-    first, _ = compare(subject, engines, [(prompt, 1) for prompt, _ in lengths], repeats)
-    whole = any(answer > 1 for _, answer in lengths)
-    group = compare(subject, engines, lengths, repeats, **fields)[0] if whole else first
+def beside_peers(subject: Subject, engine: Any, lengths: Lengths, repeats: int) -> Group:
+    """`engine`, and transformers with both its attentions: answers of one token ("first"), and
+    whole ones."""
+    engines = {"ours": engine}
+    for kind in ("sdpa", "eager"):
+        engines[f"transformers, {kind}"] = Peer.static(subject.peer(kind))
+    ones = [(prompt, 1) for prompt, _ in lengths]
+    first = compare(subject, engines, ones, repeats)[0]
+    group = first if ones == lengths else compare(subject, engines, lengths, repeats)[0]
     return group | {"first": first["seconds"]}
 
 
@@ -331,17 +314,15 @@ def cases(*listed: Case) -> Callable[[Any], dict[str, Any]]:
     """Runs the cases, model by model."""
 
     def run(plan: Plan) -> dict[str, Any]:
-        names = {case: case.run.__name__ for case in listed}
-        results: dict[str, Any] = {name: [] for name in names.values()}
-        subjects = [(dtype, model) for dtype in plan.dtypes for model in plan.models]
-        with tqdm(total=len(subjects) * len(listed), unit="case") as bar:
-            for number, (dtype, model) in enumerate(subjects):
-                at, place = divmod(number, len(plan.models))
+        results: dict[str, Any] = {case.run.__name__: [] for case in listed}
+        todo = list(product(enumerate(plan.dtypes), enumerate(plan.models)))
+        with tqdm(total=len(todo) * len(listed), unit="case") as bar:
+            for (at, dtype), (place, model) in todo:
                 subject = Subject(shape(model), getattr(torch, dtype))
-                for case, name in names.items():
-                    bar.set_postfix_str(f"{name}, {model}, {dtype}")
+                for case, found in zip(listed, results.values(), strict=True):
+                    bar.set_postfix_str(f"{case.run.__name__}, {model}, {dtype}")
                     if place < (case.models or 99) and at < (case.dtypes or 99):
-                        results[name] += [subject.about | one for one in case.run(subject, plan)]
+                        found += [subject.about | one for one in case.run(subject, plan)]
                     bar.update()
         return results
 
@@ -365,8 +346,7 @@ class Benchmark:
 
     def tables(self, content: Mapping[str, Any]) -> dict[str, str]:
         """Markdown by name."""
-        results = Results(content)
-        draws = {"limits": rows.limits} | dict(self.draw)
+        draws, results = {"limits": rows.limits} | dict(self.draw), Results(content)
         return {name: draw(results) for name, draw in draws.items()}
 
     def charts(self, content: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
@@ -377,51 +357,43 @@ class Benchmark:
         """One line, for the table of stages."""
         return self.line(Results(content))
 
-    def run(self, plan: Any, device: measure.Device = "cpu", **more: Any) -> dict[str, Any]:
+    def run(self, plan: Any, device: str = "cpu", **more: Any) -> dict[str, Any]:
         """What `measure.load` would read of the run."""
         print("Measuring the limits of this machine, then each case.", file=sys.stderr, flush=True)
         limits = measure.limits(device, refresh=True)
-        return measure.content(
-            self.stage,
-            {"plan": asdict(plan), **more},
-            self.work(plan),
-            seed=0,
-            limits=limits,
-            device=device,
-        )
+        about = {"plan": asdict(plan), **more}
+        return measure.content(self.stage, about, self.work(plan), limits, device)
 
     def main(self, argv: list[str] | None = None) -> None:
         """Measure and write reports/<machine>/<stage>.json; with --quick show the tables
         instead."""
-        module = self.module or f"{self.stage}.benchmark"
-        parser = cli.Parser(
-            module,
-            self.about,
-            f"  python -m {module} --quick\n  python -m {module} && python -m shared.bench.report",
+        name = self.module or f"{self.stage}.benchmark"
+        examples = (
+            f"  python -m {name} --quick\n  python -m {name} && python -m shared.bench.report"
         )
+        parser = cli.Parser(name, self.about, examples)
         parser.add_argument(
             "--quick",
             action="store_true",
             help="smaller sizes, once: about two minutes on an idle machine, and a bar shows how "
             "many are left; shows the tables and keeps nothing",
         )
-        for name, how in self.options.items():  # each is a field of the plan
-            parser.add_argument(f"--{name}", **how)
+        for option, how in self.options.items():  # each is a field of the plan
+            parser.add_argument(f"--{option}", **how)
         given = vars(parser.parse_args(argv))
         plan = self.quick if given.pop("quick") else self.full
         device = cli.choose_device(given.get("device", "cpu")).type
-        content = self.run(replace(plan, **given) if given else plan, device)
+        content = self.run(replace(plan, **given), device)
         if plan is self.quick:
-            for name, text in self.tables(content).items():
-                print(f"\n{name}\n\n{text}")
+            for table, text in self.tables(content).items():
+                print(f"\n{table}\n\n{text}")
         else:
             keep(content, device)
 
 
-def keep(content: Mapping[str, Any], device: measure.Device = "cpu") -> None:
+def keep(content: Mapping[str, Any], device: str = "cpu") -> None:
     """Write the results of a run, for the reports."""
     path = measure.results_file(content["kind"], device)
     measure.save(path, content)
-    print(
-        f"Written: {path.relative_to(measure.ROOT).as_posix()}. Next: python -m shared.bench.report"
-    )
+    place = path.relative_to(measure.ROOT).as_posix()
+    print(f"Written: {place}. Next: python -m shared.bench.report")

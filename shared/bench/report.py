@@ -24,7 +24,7 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ import matplotlib
 
 from .. import charts, cli, measure, paths
 from ..errors import UserError
-from . import staircase
+from . import rows, staircase
 
-TABLE = re.compile(r"^<!-- table: (?P<name>[\w.-]+)(?: @ (?P<machine>[\w.-]+))? -->$")
-END = "<!-- /table -->"
-# `![words](path)`, `[words](path)` and src="path", with a path into reports/
-LINK = re.compile(r"""(?:\]\(|src=")([^)"#\s]*reports/[^)"#\s]+)""")
+BEGIN, END = "<!-- table: ", "<!-- /table -->"  # on lines of their own
+TABLE = re.compile(
+    rf"^(?P<begin>{BEGIN}(?P<name>[\w.-]+)(?: @ (?P<machine>[\w.-]+))? -->)\n"
+    rf"(?:(?!<!-- /?table).*\n)*{END}$",
+    re.MULTILINE,
+)
 UPDATE = "run python -m shared.bench.report"
 UNMEASURED = "not measured yet"
 
@@ -78,21 +80,19 @@ class Report:
         self.headlines: dict[str, str] = {}
         self.pictures: set[Path] = set()
         self.folders = sorted(path.parent for path in root.glob("stage[0-9][0-9]_*/__init__.py"))
-        every = set(root.glob("reports/*/*.json"))
-        found = sorted(path for path in every if path.stem in modules)
-        for path in sorted(every - set(found)):
-            self.problems.append(
-                f"{self._name(path)} belongs to no stage with a benchmark: delete it"
-            )
+        every = sorted(root.glob("reports/*/*.json"))
+        for path in every:
+            if path.stem not in modules:
+                unknown = f"{self._name(path)} belongs to no stage with a benchmark: delete it"
+                self.problems.append(unknown)
         settings = _settings(root / "reports" / "machines.json")
-        self._results(found, settings, check)
+        self._results([path for path in every if path.stem in modules], settings, check)
         if self.folders:
-            self.tables[None, ""] = {
-                "stages": self._stages_table(),
-                "references": self._references_table(),
-            }
-        for path in _texts(root):
-            self._text(path)
+            own = {"stages": self._stages_table(), "references": self._references_table()}
+            self.tables[None, ""] = own
+        for pattern in ("README.md", "reports/README.md", "stage[0-9][0-9]_*/RE*.md"):
+            for path in sorted(root.glob(pattern)):  # the texts that may hold tables
+                self._text(path)
 
     @property
     def stale(self) -> list[Path]:
@@ -161,56 +161,47 @@ class Report:
             first = about.get("FIRST_FILE", "")
             if not (folder / first).exists():
                 self.problems.append(f"{name}/__init__.py names {first}, which does not exist")
-            result, question = self.headlines.get(name, UNMEASURED), about.get("QUESTION", "")
-            opened = f"[`{first}`]({name}/{first})"
-            lines.append([f"[{name}]({name}/)", question, result, opened])
-        return _table("stage | question | result | open first", lines)
+            cells = {"stage": f"[{name}]({name}/)", "question": about.get("QUESTION", "")}
+            cells["result"] = self.headlines.get(name, UNMEASURED)
+            lines.append(cells | {"open first": f"[`{first}`]({name}/{first})"})
+        return rows.table(lines)
 
     def _references_table(self) -> str:
         """What other projects claim, what to know about it, and this project's counterpart."""
-        lines = []
+        lines, header = [], "project | says | on | what to know | our counterpart"
         try:
             for one in json.loads(_read(self.root / "reports" / "references.json") or b"[]"):
                 stage = one["stage"]
                 ours = f"[{stage}](../{stage}/REPORT.md): {self.headlines.get(stage, UNMEASURED)}"
-                lines.append([one["project"], one["says"], one["on"], one["caveat"], ours])
+                cells = [*(one[key] for key in ("project", "says", "on", "caveat")), ours]
+                lines.append(dict(zip(header.split(" | "), cells, strict=True)))
         except (ValueError, TypeError, KeyError) as error:
             self.problems.append(
                 f"references.json is damaged ({error}): it is a list of project, says, on, caveat "
                 "and stage"
             )
-        return _table("project | says | on | what to know | our counterpart", lines)
+        return rows.table(lines, header)
 
     # ---- texts ------------------------------------------------------------------------------
 
     def _text(self, path: Path) -> None:
-        """One text with its tables filled in; names markers and links that lead nowhere."""
-        lines: list[str] = []
-        inside, fill = False, None  # between two markers, and the table that belongs there
-        text = (_read(path) or b"").decode("utf-8")
-        for number, line in enumerate(text.split("\n"), 1):
-            where, marker = f"{self._name(path)}, line {number}", TABLE.match(line)
-            if marker and not inside:
-                inside, fill = True, self._find(marker, path.parent.name, where)
-            elif line == END and inside:
-                lines += ["", *fill.strip("\n").split("\n"), ""] if fill is not None else []
-                inside, fill = False, None
-            elif marker or line == END:
-                why = "the table before has not ended" if marker else "no table began"
-                self.problems.append(f"{where}: '{line}' where {why}")
-                return
-            elif inside and fill is not None:
-                continue  # the table as it was
-            lines.append(line)
-            for link in LINK.findall(line):
-                target = (path.parent / link).resolve()
-                drawn = {(self.root / picture).resolve() for picture in self.pictures}
-                if target not in drawn and not target.is_file():
-                    self.problems.append(f"{where}: {link} does not exist")
-        if inside:
-            self.problems.append(f"{self._name(path)}: the last table has no '{END}'")
-        else:
-            self.files[path.relative_to(self.root)] = "\n".join(lines).encode()
+        """One text with its tables filled in; names markers that lead nowhere."""
+        name, text = self._name(path), (_read(path) or b"").decode("utf-8")
+        rest = TABLE.sub(lambda match: "\n" * match[0].count("\n"), text).split("\n")
+        alone = [at for at, line in enumerate(rest) if line.startswith((BEGIN, END))]
+        self.problems += [
+            f"{name}, line {at + 1}: '{rest[at]}' is no part of a pair: a table stands between "
+            f"'{BEGIN}NAME -->' and '{END}'"
+            for at in alone
+        ]
+
+        def fill(match: re.Match[str]) -> str:
+            where = f"{name}, line {text.count(chr(10), 0, match.start()) + 1}"
+            found = self._find(match, path.parent.name, where)
+            return f"{match['begin']}\n\n{found.strip()}\n\n{END}" if found else match[0]
+
+        if not alone:
+            self.files[path.relative_to(self.root)] = TABLE.sub(fill, text).encode()
 
     def _find(self, marker: re.Match[str], here: str, where: str) -> str | None:
         """The table of a marker in the folder `here`, or that it was not measured yet; None, and a
@@ -235,25 +226,13 @@ class Report:
         return None
 
 
-def _table(header: str, lines: list[list[str]]) -> str:
-    rule = "---|" * (header.count("|") + 1)
-    return "\n".join([f"| {header} |", f"|{rule}", *(f"| {' | '.join(line)} |" for line in lines)])
-
-
-def _texts(root: Path) -> Iterator[Path]:
-    """The texts that may hold tables."""
-    for pattern in ("README.md", "reports/README.md", "stage[0-9][0-9]_*/RE*.md"):
-        yield from sorted(root.glob(pattern))
-
-
 def _constants(path: Path) -> dict[str, str]:
     """The texts that a module names at its top level, read without running it."""
-    found: dict[str, str] = {}
+    found = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [target.id for target in targets if isinstance(target, ast.Name)]
-            found |= dict.fromkeys(names, str(node.value.value))
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            found[ast.unparse(target)] = str(node.value.value)
     return found
 
 

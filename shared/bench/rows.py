@@ -4,12 +4,11 @@ A benchmark's results are lists of groups, one list a case. A group is what was 
 workload on a model in a dtype, and each field that differs between the engines (or layers, or
 caches) that ran it in turn is a mapping by variant:
 
-    {"model": "gpt2", "dtype": "float32", "lengths": [[64, 32], ...], "seconds": {"ours": [...],
-    ...},
-     "passes": {"ours": 32, ...}, "bytes": {...}, "proof": {"ours": {...}, ...}}
+    {"model": "gpt2", "dtype": "float32", "lengths": [[64, 32, 1], ...],
+     "seconds": {"ours": [...], ...}, "passes": {"ours": 32, ...}, "proof": {"ours": {...}, ...}}
 
 A `Row` is a group as one of its variants sees it. A table is a choice of rows and a list of
-columns.
+columns; a chart is a choice of rows, a place for each, and series.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least of `values` that so large a share of them does not exceed: a measured one."""
+    """The least of `values` that is not exceeded by this share of them: a measured one."""
     return float(np.percentile(values, 100 * share, method="inverted_cdf"))
 
 
@@ -69,7 +68,7 @@ class Row:
         return self[key] if key in self.group else default
 
     def of(self, variant: str) -> Row:
-        """The same group as another variant sees it."""
+        """The same group, seen as another variant."""
         return Row(self.results, self.group, variant)
 
     @property
@@ -223,9 +222,14 @@ Draw = Callable[[Results], str]
 Source = str | Callable[[Results], Any]  # a case, or what gives rows
 
 
-def chosen(case: str, **where: Any) -> Callable[[Results], list[Row]]:
-    """A source: the groups of a case whose fields have the given values."""
-    return lambda results: results.groups(case, **where)
+def first(case: str, **where: Any) -> Callable[[Results], list[Row]]:
+    """A source: the groups of a case in its first model and dtype, with the given values."""
+
+    def source(results: Results) -> list[Row]:
+        about = {key: results[case][0][key] for key in ("model", "dtype")}
+        return results.groups(case, **about, **where)
+
+    return source
 
 
 def tables(columns: Mapping[str, Column], declared: str, **sources: Any) -> dict[str, Draw]:
@@ -239,14 +243,11 @@ def tables(columns: Mapping[str, Column], declared: str, **sources: Any) -> dict
 
     def draw(source: Any, header: str) -> Draw:
         def markdown(results: Results) -> str:
-            if callable(source):
-                found = source(results)
-            else:
-                each = results.rows if "engine" in header.split(" | ") else results.groups
-                found = each(source)
-            return (
-                found if isinstance(found, str) else table(found, header, known if header else {})
-            )
+            each = results.rows if "engine" in header.split(" | ") else results.groups
+            found = source(results) if callable(source) else each(source)
+            if isinstance(found, str):
+                return found
+            return table(found, header, known if header else {})
 
         return markdown
 
@@ -361,24 +362,25 @@ def limits(results: Results) -> str:
     cpus = f"{machine['cpus']} CPU{'s' if machine['cpus'] > 1 else ''}"
     size, version = f"{machine['memory_gib']:.0f} GiB", f"torch {content['versions']['torch']}"
     rates = [f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in found.gflops.items()]
-    cells = {
-        "machine": f"{machine['processor']}, {cpus}, {size}, {version}",
-        "threads": content["threads"],
-        "reads memory at": f"{found.bandwidth_gb_s:.0f} GB/s",
-        "multiplies matrices at": ", ".join(rates),
-    }
-    return table([cells])
+    cells = {"machine": f"{machine['processor']}, {cpus}, {size}, {version}"}
+    cells |= {"threads": content["threads"], "reads memory at": f"{found.bandwidth_gb_s:.0f} GB/s"}
+    return table([cells | {"multiplies matrices at": ", ".join(rates)}])
 
 
 # ---- charts -------------------------------------------------------------------------------------
 
-Number = str | Callable[[Any], float | Summary]  # a key of the row, or a function of it
+# What is drawn of a row: a key, a variant (its median seconds), or a function.
+Number = str | Callable[[Any], float | Summary]
 Picture = Callable[[Results], Figure]
 
 
-def seconds(variant: str, unit: float = 1.0) -> Callable[[Any], float]:
-    """The median of a variant, in 1/`unit` seconds: 1e3 for ms."""
-    return lambda row: float(row.of(variant).median * unit)
+def number(row: Any, value: Number, unit: float) -> float | Summary:
+    if not isinstance(value, str):
+        found = value(row)
+    else:
+        timed = isinstance(row, Row) and value in row.get("seconds", ())
+        found = row.of(value).median if timed else row[value]
+    return found if isinstance(found, Summary) else found * unit
 
 
 def chart(
@@ -388,35 +390,33 @@ def chart(
     source: Source,
     at: Column,
     series: Mapping[str, Number],
+    *,
+    unit: float = 1,
     dashed: Sequence[str] = (),
     **options: Any,
 ) -> Picture:
     """A chart of the rows of `source`, by `charts.lines` or `charts.bars`.
 
     at: where a row stands: a number, or the name of a group of bars. series: name -> what is drawn
-    of each row; a Summary with its range. A name with a field of the row in it, such as
-    "limit, {dtype}", is a series for each of the field's values. dashed: see `charts.lines`.
+    of each row, times `unit`; a Summary with its range. A name with a field of the row in it, such
+    as "limit, {dtype}", is a series for each of the field's values. dashed: see `charts.lines`.
     """
 
     def picture(results: Results) -> Figure:
         found = list(source(results) if callable(source) else results.groups(source))
         places = [row[at] if isinstance(at, str) else at(row) for row in found]
         drawn: dict[str, dict[Any, Any]] = {}  # series -> place -> value
-        broken = set()
         for row, place in zip(found, places, strict=True):
-            for template, number in series.items():
-                name = template.format_map(row)
-                drawn.setdefault(name, {})[place] = (
-                    row[number] if isinstance(number, str) else number(row)
-                )
-                broken |= {name} if template in dashed else set()
+            for name, value in series.items():
+                drawn.setdefault(name.format_map(row), {})[place] = number(row, value, unit)
         values, spread = {}, {}
         places = list(dict.fromkeys(places))
-        for name, found_at in drawn.items():
-            every = [found_at.get(place, math.nan) for place in places]
+        for name, own in drawn.items():
+            every = [own.get(place, math.nan) for place in places]
             values[name] = [one.median if isinstance(one, Summary) else one for one in every]
             if any(isinstance(one, Summary) for one in every):
                 spread[name] = [(one.low, one.high) for one in every]
+        broken = {name.format_map(row) for name in dashed for row in found}
         more = options | ({"dashed": broken} if broken else {})
         words = title if isinstance(title, str) else title(found)
         return draw(words, *labels, places, values, spread=spread, **more)

@@ -18,19 +18,18 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import aiohttp
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from stage01_forward.generation import Output
 
-from .. import charts, cli, measure
+from .. import cli, measure
 from ..checkpoint import PRESETS
 from ..course import stages
 from ..errors import UserError
@@ -39,7 +38,7 @@ from ..paths import discover
 from ..peers import transformers_batch, transformers_greedy, transformers_model
 from ..server import MODULE, own_server
 from . import kit
-from .rows import Column, Results, Row, median, tables
+from .rows import Column, Results, Row, bars, median, tables
 
 KIND, NAME, JOB = "staircase", "shared.bench.staircase", "--job"
 FIRST = discover()[0]
@@ -73,9 +72,6 @@ def workload(plan: Plan) -> tuple[list[list[int]], list[int]]:
     return prompts, [rng.randint(*plan.answers) for _ in prompts]
 
 
-# ---- one run, in a process of its own -----------------------------------------------------------
-
-
 @dataclass
 class Run:
     """What a variant answered, and when each answer was whole: seconds from the start."""
@@ -95,61 +91,52 @@ def work(variant: str, plan: Plan, threads: int) -> Run:
     if variant.startswith("http"):
         return asyncio.run(ask_all(variant, prompts, counts))
     torch.set_num_threads(threads)
-    dtype, device = getattr(torch, plan.dtype), torch.device(plan.device)
-    shape = kit.shape(plan.model)
+    dtype, device, shape = getattr(torch, plan.dtype), plan.device, kit.shape(plan.model)
     if variant in TITLES:
         model = transformers_model(shape, dtype).to(device)
-        return by_transformers(variant, model, prompts, counts)
-    model = kit.Subject(shape, dtype, device).model
-    shape.tensors.clear()
-    engine = stages.engines()[variant](model, plan.contexts)
-    for _ in stages.answer(variant, engine, prompts[:2], [kit.greedy(2)] * 2):
+        answer = partial(by_transformers, model, variant == BATCH)
+    else:
+        model = kit.Subject(shape, dtype, device).model
+        shape.tensors.clear()
+        answer = partial(by_stage, variant, stages.engines()[variant](model, plan.contexts))
+    for _ in answer(prompts[:2], [2, 2]):
         pass
     run = Run(ends=[0.0] * len(prompts), tokens=[[] for _ in prompts])
     measure.synchronize(device)
     started = time.perf_counter()
-    sampling = [kit.greedy(count) for count in counts]
-    for place, token in stages.answer(variant, engine, prompts, sampling):
-        run.tokens[place].append(token.id)
+    for place, ids in answer(prompts, counts):
+        run.tokens[place] += ids
         run.ends[place] = time.perf_counter() - started
     run.seconds = time.perf_counter() - started
     return run
 
 
+Answers = Iterator[tuple[int, list[int]]]  # some more tokens of the prompt at that place
+
+
+def by_stage(name: str, engine: Any, prompts: list[list[int]], counts: list[int]) -> Answers:
+    for place, token in stages.answer(name, engine, prompts, list(map(kit.greedy, counts))):
+        yield place, [token.id]
+
+
 def by_transformers(
-    variant: str, model: Any, prompts: Sequence[list[int]], counts: Sequence[int]
-) -> Run:
+    model: Any, batch: bool, prompts: list[list[int]], counts: list[int]
+) -> Answers:
     """transformers' `generate`, as its users call it. In a batch every answer gets as many tokens
     as the longest one."""
-    transformers_batch(model, list(prompts[:2]), 2)
-    run = Run()
-    started = time.perf_counter()
-    if variant == BATCH:
-        answers = transformers_batch(model, list(prompts), max(counts))
-        run.ends = [time.perf_counter() - started] * len(prompts)
-        run.tokens = [ids[:count] for ids, count in zip(answers, counts, strict=True)]
+    if batch:
+        every = transformers_batch(model, prompts, max(counts))
+        yield from enumerate(ids[:count] for ids, count in zip(every, counts, strict=True))
     else:
-        for prompt, count in zip(prompts, counts, strict=True):
-            run.tokens.append(transformers_greedy(model, prompt, count))
-            run.ends.append(time.perf_counter() - started)
-    run.seconds = time.perf_counter() - started
-    return run
+        for place, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+            yield place, transformers_greedy(model, prompt, count)
 
 
 def by_server(plan: Plan, threads: int) -> Run:
     """All requests at once, to our server, started for them."""
-    config, dtype = PRESETS[plan.model], getattr(torch, plan.dtype)
-    given = {
-        "model": plan.model,
-        "dtype": plan.dtype,
-        "device": plan.device,
-        "threads": threads,
-        "kv-memory": plan.contexts * config.n_positions * config.kv_bytes_per_token(dtype),
-        "max-sequences": plan.requests,
-    }
-    options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    weights = [] if plan.model == "stories" else ["--random-weights"]
-    with own_server([*options, *weights], quiet=True) as server:
+    about = {"device": plan.device, "threads": threads, "max_sequences": plan.requests}
+    options = kit.server_options(plan.model, plan.dtype, plan.contexts, **about)
+    with own_server(options, quiet=True) as server:
         run = asyncio.run(ask_all(server.url, *workload(plan)))
         run.server_bytes = measure.peak_so_far(server.pid)
         return run
@@ -190,9 +177,6 @@ async def ask_all(url: str, prompts: Sequence[list[int]], counts: Sequence[int])
     return run
 
 
-# ---- all of them --------------------------------------------------------------------------------
-
-
 def variants(plan: Plan) -> dict[str, str]:
     """What each process runs, by name, in the order of the chart."""
     peers = [] if plan.device == "mps" else list(TITLES)
@@ -227,29 +211,21 @@ def run(plan: Plan) -> dict[str, Any]:
 def together(plan: Plan, found: dict[str, list[tuple[Run, int]]]) -> kit.Group:
     """The runs as a group, every answer of a variant but a peer's proved."""
     prompts, counts = workload(plan)
-    subject = kit.Subject(
-        kit.shape(plan.model), getattr(torch, plan.dtype), torch.device(plan.device)
-    )
+    subject = kit.Subject(kit.shape(plan.model), getattr(torch, plan.dtype), plan.device)
     proofs = {}
     for name, runs in found.items():
         if name in TITLES or name in discover():
             for done, _ in runs:
                 if list(map(len, done.tokens)) != counts:
                     raise AssertionError(f"{name}: answers have another length than requested")
-                outputs = map(Output, prompts, done.tokens)
-                proofs[name] = subject.prove(outputs)
-    lengths = [(len(prompt), count) for prompt, count in zip(prompts, counts, strict=True)]
-    return {
-        **subject.about,
-        "lengths": kit.packed(lengths),
-        "seconds": {name: [done.seconds for done, _ in runs] for name, runs in found.items()},
-        "ends": {name: [done.ends for done, _ in runs] for name, runs in found.items()},
-        "bytes": {name: [peak for _, peak in runs] for name, runs in found.items()},
-        "proof": proofs,
+                proofs[name] = subject.prove(map(Output, prompts, done.tokens))
+    each = {
+        name: [{"seconds": one.seconds, "ends": one.ends, "bytes": peak} for one, peak in runs]
+        for name, runs in found.items()
     }
-
-
-# ---- tables and charts --------------------------------------------------------------------------
+    lengths = list(zip(map(len, prompts), counts, strict=True))
+    about = subject.about | {"lengths": kit.packed(lengths)}
+    return about | kit.by_variant(each) | {"proof": proofs}
 
 
 def span(row: Row, place: int) -> str:
@@ -258,19 +234,17 @@ def span(row: Row, place: int) -> str:
     return f"{sum(lengths)}: {min(lengths)} to {max(lengths)} each"
 
 
-def proof(row: Row) -> str:
-    if row.variant in row.group["proof"]:
-        return row.proof
-    return "the oracle" if row.variant == FIRST else "not compared"
+def name_of(row: Row) -> str:
+    return TITLES.get(row.variant, row.variant)
 
 
 COLUMNS: dict[str, Column] = {
-    "engine": lambda row: TITLES.get(row.variant, row.variant),
+    "engine": name_of,
     "over stage 01": lambda row: f"{row.of(FIRST).median / row.median:.1f}x",
     "an answer takes, s (mean)": lambda row: f"{median(map(statistics.fmean, row['ends'])):.1f}",
     "the slowest, s": lambda row: f"{median(map(max, row['ends'])):.1f}",
     "peak memory, MiB": lambda row: f"{median(row['bytes']) / 2**20:,.0f}",
-    "tokens proved": proof,
+    "tokens proved": lambda row: row.proof if row.variant in row.group["proof"] else "not compared",
     "prompt tokens": lambda row: span(row, 0),
     "answer tokens": lambda row: span(row, 1),
     "memory, whole contexts": lambda row: row.results.plan["contexts"],
@@ -279,27 +253,30 @@ COLUMNS: dict[str, Column] = {
 TABLES = tables(
     COLUMNS,
     """
-    workload: model | dtype | requests | prompt tokens | answer tokens | memory, whole contexts
-      | rounds
+    workload < steps: model | dtype | requests | prompt tokens | answer tokens
+      | memory, whole contexts | rounds
     steps: engine | tok/s | over stage 01 | an answer takes, s (mean) | the slowest, s
       | peak memory, MiB | tokens proved
     """,
-    workload=lambda results: results.groups("steps"),
 )
 
 
-def steps_chart(results: Results) -> Figure:
-    """Bars that grow from stage to stage, beside transformers."""
-    rows = {row.variant: row.rate for row in results.rows("steps")}
-    best = max(rates.median for name, rates in rows.items() if name in stages.engines())
-    return charts.bars(
-        f"The staircase: {best / rows[FIRST].median:.0f}x the naive engine's throughput",
-        "output tok/s",
-        [TITLES.get(name, name) for name in rows],
-        {"tok/s": [rates.median for rates in rows.values()]},
-        spread={"tok/s": [(rates.low, rates.high) for rates in rows.values()]},
+def steps_title(found: list[Row]) -> str:
+    best = max(row.rate.median for row in found if row.variant in stages.engines())
+    naive = found[0].of(FIRST).rate.median
+    return f"The staircase: {best / naive:.0f}x the naive engine's throughput"
+
+
+CHARTS = {
+    "steps": bars(
+        steps_title,
+        ("output tok/s",),
+        lambda results: results.rows("steps"),
+        name_of,
+        {"tok/s": lambda row: row.rate},
         digits=0,
     )
+}
 
 
 def headline(results: Results) -> str:
@@ -333,9 +310,7 @@ OPTIONS: dict[str, Any] = {
         "'llama.cpp=http://127.0.0.1:8080=llama-server -m gpt2-f32.gguf -t 2 -np 32'",
     },
 }
-BENCHMARK = kit.Benchmark(
-    KIND, ABOUT, Plan(), QUICK, run, TABLES, {"steps": steps_chart}, headline, NAME, OPTIONS
-)
+BENCHMARK = kit.Benchmark(KIND, ABOUT, Plan(), QUICK, run, TABLES, CHARTS, headline, NAME, OPTIONS)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -6,12 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from shared.bench.kit import Subject
 from shared.bench.rows import Results
 from shared.bench.tests.tools import check_drawn, measured
-from shared.checkpoint import PRESETS, Checkpoint
+from shared.checkpoint import PRESETS
 from stage03_batching import benchmark
 
 TINY = replace(
@@ -57,13 +55,3 @@ def test_waste_is_counted_as_arithmetic_counts_it(content: dict[str, Any]) -> No
     assert [prompts[key] for key in ("passes", "wasted", "useful")] == [3, 3 * 17, 29 + 2 * 4]
     assert found["equal answers"].tokens == answers.tokens
     assert sum(n for n, _ in found["equal prompts"].lengths) == 3 * 3 + 20
-
-
-def test_a_batch_that_does_not_fit_into_memory_is_left_out(
-    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    subject = Subject(tiny, torch.float32)
-    assert benchmark.fits(subject, 1, 64, 8) and not benchmark.fits(subject, 10**9, 64, 8)
-    monkeypatch.setattr(benchmark, "fits", lambda *_: False)
-    assert [group["case"] for group in benchmark.scaling(subject, TINY)] == ["1", "2", "4"]
-    assert "8 sequences are left out" in capsys.readouterr().out
