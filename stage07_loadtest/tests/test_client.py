@@ -74,7 +74,8 @@ def with_raw(
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         handlers.append(asyncio.current_task())
-        connections.append(heads := [])
+        heads: list[bytes] = []
+        connections.append(heads)
         with contextlib.suppress(asyncio.IncompleteReadError):  # the client has left
             while not (heads and close):
                 heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
