@@ -92,10 +92,9 @@ def test_a_stop_string_ends_the_text_before_it(client):
     assert kept.choices[0].text == before + stop and counts(kept)[1] < 16
     choice = first(client, max_tokens=16, stop="never seen")
     assert (choice.text, choice.finish_reason) == (whole, "length")
-    for least, end in ((1, tokens.index(tokens[7]) + 1), (8, 8)):
-        fields = {"max_tokens": 16, "stop": tokens[7]}
-        answer = complete(client, **fields, extra_body={"min_tokens": least})
-        assert answer.choices[0].finish_reason == "stop" and counts(answer)[1] == end
+    for least in (1, 2):
+        text = first(client, stop=tokens[0], extra_body={"min_tokens": least}).text
+        assert text.startswith(tokens[0]) == (least == 2)
 
 
 def test_a_stop_token_ends_the_text(client):
