@@ -13,6 +13,7 @@ from shared.errors import UserError
 from stage01_forward import families
 from stage08_llama.config import READERS
 from stage08_llama.family import PRESETS
+from stage08_llama.folder import to_fields
 from stage08_llama.rope import Rope, frequencies, rotate, rotation
 from stage08_llama.tests.folders import LLAMA3, SIZES, rope, save
 
@@ -122,6 +123,9 @@ def test_presets_are_the_published_models():
         for name, config in PRESETS.items()
     }
     assert sizes == published and all(config.name == name for name, config in PRESETS.items())
+    for config in PRESETS.values():
+        fields = to_fields(config)
+        assert READERS[fields["model_type"]](fields, config.name, "config.json") == config
 
 
 def test_llama_3_2_keeps_blends_and_stretches_pairs():
