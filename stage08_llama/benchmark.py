@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,18 +23,21 @@ from shared.bench import kit, rows
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, first
 from shared.roofline import forward_cost, static_costs
+from stage01_forward import families
 from stage02_kv_cache.engine import Engine
 from stage04_continuous.cache import SlotCache
 from stage04_continuous.runner import Runner
 
 from .config import LlamaConfig
 from .family import PRESETS
+from .folder import write
 from .model import Llama, RMSNorm
 from .repeated import RepeatedHeads
 from .rope import frequencies, rotate, rotation
 
-STAGE = "stage08_llama"
-SMOL, QWEN = "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen3-0.6B"
+STAGE, ENGINE = "stage08_llama", "stage02_kv_cache"
+SMOL = "HuggingFaceTB/SmolLM2-135M"
+REAL = ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B")
 REPEATED, GROUPED = "repeated", "grouped"
 
 
@@ -46,11 +51,11 @@ class Sizes(kit.Plan):
     piece_repeats: int = 50
     lengths: tuple[tuple[int, int], ...] = ((512, 1), (64, 32))
     whole_repeats: int = 3
-    real: bool = True
+    real: tuple[str, ...] = REAL
 
 
 FULL = Sizes()
-QUICK = kit.quick(FULL, rows=(1, 8), real=False)
+QUICK = kit.quick(FULL, rows=(1, 8), real=())
 
 
 def heads(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -110,13 +115,21 @@ def whole(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
 
 def real(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """Peak memory of a process that runs a model of today's size with random bfloat16 weights."""
-    options = ["--random-weights", "--dtype", "bfloat16", "--linear", "plain"]
-    options += ["--prompt-ids", "1,2,3", "--max-tokens", "8"]
-    for name in (QWEN,) if plan.real else ():
-        empty = measure.peak_memory("stage02_kv_cache", ["--model", "tiny", *options])
-        peak = measure.peak_memory("stage02_kv_cache", ["--model", name, *options])
-        yield {"model": name, "dtype": "bfloat16", "bytes": peak - empty}
+    """Models of today's sizes, loaded from a folder with random bfloat16 weights: peak memory of a
+    process that answers with one, and the speed of one request."""
+    options = ["--dtype", "bfloat16", "--linear", "plain", "--max-tokens", "8"]
+    options += ["--prompt-ids", "1,2,3", "--model"]
+    empty = 0
+    for name in plan.real:
+        empty = empty or measure.peak_memory(ENGINE, [*options, "tiny", "--random-weights"])
+        with TemporaryDirectory(prefix="staircase-") as folder:
+            write(Path(folder), PRESETS[name])
+            peak = measure.peak_memory(ENGINE, [*options, folder])
+            own = Subject(families.load(folder), torch.bfloat16)
+            engine = {"ours": Engine(own.model)}
+            group = kit.compare(own, engine, [plan.lengths[-1]], plan.whole_repeats)[0]
+            del own, engine  # they hold the file, which Windows would not delete
+        yield group | {"model": name, "dtype": "bfloat16", "bytes": peak - empty}
 
 
 def step(row: Row) -> float:
@@ -171,6 +184,8 @@ COLUMNS = rows.limits_of(least) | {
     "cache of a whole context, GB": gigabytes(context_bytes),
     "predicted, GB": gigabytes(lambda row: weights(row) + context_bytes(row)),
     "peak over a tiny model's, GB": gigabytes(lambda row: row["bytes"]),
+    "off by": lambda row: f"{abs(row['bytes'] / (weights(row) + context_bytes(row)) - 1):.1%}",
+    "of the limit": lambda row: f"{least(row) / row.of('ours').median:.0%}",
 }
 TABLES = rows.tables(
     COLUMNS,
@@ -184,8 +199,13 @@ TABLES = rows.tables(
     published: model | parameters | float32, GB | bfloat16, GB | keys and values a token, KiB
       | bfloat16, at most tok/s here
     memory < real: model | weights, GB | cache of a whole context, GB | predicted, GB
-      | peak over a tiny model's, GB
+      | peak over a tiny model's, GB | off by
+    speed: model | prompt | answer | tok/s | limit, tok/s | of the limit | same tokens
     """,
+    # Results from before requests were timed have none.
+    speed=lambda results: [
+        row for one in results.groups("real") if "seconds" in one.group for row in one.variants
+    ],
     whole=lambda results: results.rows("whole"),
     few=first("heads"),
     published=models,
