@@ -13,9 +13,9 @@ import asyncio
 import gzip
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -58,10 +58,10 @@ LATENCIES = {"TTFT": metrics.TTFT_INTENDED, "TPOT": metrics.TPOT, "E2E": metrics
 @dataclass(frozen=True)
 class Sizes(Plan):
     """A closed loop below `main_users` starts no request after `seconds`; from there on each user
-    has `a_user` requests, or one where the server takes one at a time. The second dtype is measured
-    for SEQUENTIAL and PAGED, alone and at `main_users`."""
+    has `a_user` requests, or one where the server takes one at a time."""
 
-    users: Any = None  # engine -> workload -> users
+    dtypes: tuple[str, ...] = ("float32",)  # of the servers that name none
+    users: Any = None  # server -> workload -> users; a server is an engine, or "engine, dtype"
     contexts: int = 8  # memory for keys and values: this many whole contexts
     sequences: int = 64  # at a time, where the memory allows it
     main_users: int = 64  # where the engines are compared
@@ -79,7 +79,8 @@ class Sizes(Plan):
         """The closed loops in order: first the comparison, in rotated rounds."""
         loads = [(engine, *load) for engine, many in self.users.items() for load in many.items()]
         every = [(engine, name, users) for engine, name, many in loads for users in many]
-        main = [point for point in every if point[1:] == ("short", self.main_users)]
+        compared = [(engine, "short", self.main_users) for engine in ENGINES]
+        main = [point for point in every if point in compared]
         rotated = [main[at % len(main) :] + main[: at % len(main)] for at in range(self.repeats)]
         return [*sum(rotated, []), *(point for point in every if point not in main)]
 
@@ -91,21 +92,17 @@ FULL = Sizes(
         STATIC: {"short": (1, 8, 64), "mixed": (64,)},
         CONTINUOUS: {"short": (1, 8, 64), "mixed": (64,)},
         PAGED: {"short": (1, 8, 16, 32, 64, 128), "medium": (64,), "long": (64,), "mixed": (64,)},
+        f"{SEQUENTIAL}, bfloat16": {"short": (1,)},
+        f"{PAGED}, bfloat16": {"short": (1, 64)},
     }
 )
+FEW = {
+    SEQUENTIAL: {"short": (1,)},
+    **{engine: {"short": (16,)} for engine in (STATIC, CONTINUOUS)},
+    PAGED: {"short": (1, 16)},
+}
 QUICK = quick(
-    FULL,
-    users={engine: {"short": (16,)} for engine in (STATIC, CONTINUOUS)}
-    | {SEQUENTIAL: {"short": (1,)}, PAGED: {"short": (1, 16)}},
-    contexts=8,
-    sequences=64,
-    main_users=16,
-    seconds=3.0,
-    a_user=1.0,
-    shares=(0.5, 1.1),
-    open_requests=10,
-    burst=(8, 2.0, 2),
-    prove_prompts=1,
+    FULL, users=FEW, contexts=8, seconds=3.0, a_user=1.0, shares=(0.5, 1.1), open_requests=10
 )
 
 
@@ -157,34 +154,29 @@ class Bench:
     requests: list[str] = field(default_factory=list)  # a line of JSON each
     urls: dict[str, str] = field(default_factory=dict)
 
-    @contextmanager
-    def step(self, text: str) -> Iterator[None]:
-        """One step of the run, named in the progress bar while it lasts."""
+    def begin(self, text: str) -> None:
+        """The next step of the run."""
         self.bar.set_postfix_str(text)
-        yield
         self.bar.update()
 
-    def start(self, engine: str, subject: Subject) -> str:
-        """Start and prove a server; its name is that of the engine, with the second dtype."""
-        dtype = subject.about["dtype"]
-        name = engine if dtype == self.plan.dtypes[0] else f"{engine}, {dtype}"
-        with self.step(f"start and prove {name}"):
-            server = own_server(options(self.plan, engine, dtype), quiet=True)
-            self.urls[name] = self.stack.enter_context(server).url
-            self.proof[name] = prove(subject, self.urls[name], self.plan.prove_prompts)
-        return name
+    def start(self, server: str, subject: Subject) -> None:
+        """Start a server of the subject, and prove it."""
+        self.begin(f"start and prove {server}")
+        command = options(self.plan, server.partition(", ")[0], subject.about["dtype"])
+        self.urls[server] = self.stack.enter_context(own_server(command, quiet=True)).url
+        self.proof[server] = prove(subject, self.urls[server], self.plan.prove_prompts)
 
     def measure(
         self, server: str, name: str, when: schedule.Schedule, count: int, seconds: float | None
     ) -> None:
-        number, config = len(self.points), PRESETS[self.plan.models[0]]
-        most = self.plan.sequences
+        self.begin(f"{server}, {name}, {when}")
+        number, most = len(self.points), self.plan.sequences
+        longest = PRESETS[self.plan.models[0]].n_positions
         warmup = 1 if alone(server) else min(when.users or most, most)
-        asks = workload.make(name, warmup + count, f"point {number}", longest=config.n_positions)
+        asks = workload.make(name, warmup + count, f"point {number}", longest=longest)
         asks = [replace(ask, max_tokens=WARM) for ask in asks[:warmup]] + asks[warmup:]
         how: dict[str, Any] = {"workload": name, "warmup": warmup, "seconds": seconds}
-        with self.step(f"{server}, {name}, {when}"):
-            point = asyncio.run(run_point(Target(self.urls[server]), asks, when, **how))
+        point = asyncio.run(run_point(Target(self.urls[server]), asks, when, **how))
         if point.interrupted:
             raise KeyboardInterrupt
         self.requests.append(request_lines(number, point.records))
@@ -200,37 +192,34 @@ class Bench:
             count, seconds = math.ceil(users * (1 + MOST_A_SECOND * plan.seconds)), plan.seconds
         self.measure(server, name, schedule.closed(users, count), count, seconds)
 
+    def opened(self, when: schedule.Schedule) -> None:
+        """Requests that come when they come, to the paged server."""
+        self.measure(PAGED, "short", when, len(when.starts or ()), None)
+
 
 def run(plan: Sizes) -> dict[str, Any]:
     """Raises UserError for a server that does not start, AssertionError for one that is wrong."""
-    first, *rest = plan.dtypes
-    total = 3 + len(plan.users) + len(plan.turns) + len(plan.shares) + 5 * len(rest)
+    total = 3 + len(plan.users) + len(plan.turns) + len(plan.shares)
     with tqdm(total=total, unit="step") as bar, ExitStack() as stack:
         bench = Bench(plan, stack, bar)
-        with bench.step("a server of known latencies"):
-            ruler = check_ruler()
-        with bench.step("stage 01, without a server"):
-            subject = Subject(shape(plan.models[0]), getattr(torch, first))
-            engine, prompts = stages.oracle(subject.model), subject.prompts([LENGTHS["short"]] * 2)
-            engine.generate(prompts[:1], greedy(WARM))
-            seconds = measure.seconds(lambda: engine.generate(prompts, greedy(ANSWER)))
-        for name in plan.users:
-            bench.start(name, subject)
+        bench.begin("a server of known latencies")
+        ruler = check_ruler()
+        bench.begin("stage 01, without a server")
+        subject = cache(lambda dtype: Subject(shape(plan.models[0]), getattr(torch, dtype)))
+        first = subject(plan.dtypes[0])
+        engine, prompts = stages.oracle(first.model), first.prompts([LENGTHS["short"]] * 2)
+        engine.generate(prompts[:1], greedy(WARM))
+        seconds = measure.seconds(lambda: engine.generate(prompts, greedy(ANSWER)))
+        for server in plan.users:
+            dtype = server.partition(", ")[2] or plan.dtypes[0]
+            bench.start(server, subject(dtype))
         for turn in plan.turns:
             bench.closed(*turn)
         most, count = capacity(bench.points), plan.open_requests
         for share in plan.shares:
-            when = schedule.poisson(share * most, count, seed=round(100 * share))
-            bench.measure(PAGED, "short", when, count, None)
+            bench.opened(schedule.poisson(share * most, count, seed=round(100 * share)))
         size, every, times = plan.burst
-        when = schedule.bursts(size, every, times * size)
-        bench.measure(PAGED, "short", when, times * size, None)
-        for dtype in rest:
-            other = Subject(shape(plan.models[0]), getattr(torch, dtype))
-            for engine, many in ((SEQUENTIAL, [1]), (PAGED, [1, plan.main_users])):
-                name = bench.start(engine, other)
-                for users in many:
-                    bench.closed(name, "short", users)
+        bench.opened(schedule.bursts(size, every, times * size))
     if plan == FULL:
         path = measure.results_file(STAGE).with_suffix(".requests.jsonl.gz")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -335,45 +324,36 @@ def split(results: Results, name: str) -> dict[str, float]:
     return {row["server"]: row["rate"] for row in main}
 
 
-def steps(results: Results, name: str) -> list[dict[str, str]]:
+def steps(results: Results, name: str) -> Iterator[dict[str, str]]:
     """What each step brings. transformers is the cache's peer, and no step."""
-    found = split(results, name)
-    base, before, lines = found.get(SEQUENTIAL), 0.0, []
-    if name == "short" and base:
-        found = {"none: stage 01, offline": results["naive"], **found}
-    for engine, rate in found.items():
-        step = f"{rate / before:.2f}x" if before and engine != TRANSFORMERS else ""
-        lines.append(
-            {
-                "server": engine,
-                "what it brings": ENGINES.get(engine, "nothing"),
-                "tok/s": f"{rate:,.1f}",
-                "over the line before": step,
-                "over sequential": f"{rate / base:.2f}x" if base else "",
-            }
-        )
-        before = before if engine == TRANSFORMERS else rate
-    return lines
+    found, before = split(results, name), 0.0
+    base = found.get(SEQUENTIAL)
+    naive = {"none: stage 01, offline": results["naive"]} if name == "short" and base else {}
+    for engine, rate in (naive | found).items():
+        peer = engine == TRANSFORMERS
+        yield {
+            "server": engine,
+            "what it brings": ENGINES.get(engine, "nothing"),
+            "tok/s": f"{rate:,.1f}",
+            "over the line before": f"{rate / before:.2f}x" if before and not peer else "",
+            "over sequential": f"{rate / base:.2f}x" if base else "",
+        }
+        before = before if peer else rate
 
 
 def trust(results: Results) -> list[dict[str, str]]:
     """How far the measuring can be trusted, over all points."""
-    points = [
-        (f"{r['server']}, {r['workload']}, {p.load}", p)
-        for r in loads(results)
-        for p in r["points"]
-    ]
-    proofs, ruler = results["proof"].values(), results["ruler"]
+    rows, proofs, ruler = loads(results), results["proof"].values(), results["ruler"]
+    points = [(f"{r['server']}, {r['workload']}, {p.load}", p) for r in rows for p in r["points"]]
     tokens, ties = (sum(proof[key] for proof in proofs) for key in ("tokens", "near_ties"))
     known = [
-        f"{name.upper()} {seconds * 1e3:,.0f} ms: {ruler['measured'][name] * 1e3:,.1f}; "
+        f"{name.upper()} {seconds * 1e3:,.0f} ms: {ruler['measured'][name] * 1e3:,.1f}"
         for name, seconds in ruler["known"].items()
     ]
     cpu = f"client CPU {ruler['client_cpu']:.0%}"
-    lines = {"a server of known latencies, p50": "".join(known) + cpu}
+    lines = {"a server of known latencies, p50": "; ".join([*known, cpu])}
     lines["tokens proved"] = f"{tokens:,}, of {len(proofs)} servers; near ties: {ties}"
-    lines |= metrics.trust(points)
-    return [{"what": name, "found": text} for name, text in lines.items()]
+    return [{"what": n, "found": text} for n, text in (lines | metrics.trust(points)).items()]
 
 
 TABLES = tables(

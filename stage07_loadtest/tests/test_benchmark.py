@@ -132,6 +132,8 @@ def test_the_plans_compare_the_engines_where_batches_differ(plan: Any) -> None:
     assert compared >= {STATIC, CONTINUOUS, PAGED} and set(plan.users) >= {SEQUENTIAL, *compared}
     rows = partial(benchmark.rows_of, asdict(plan), PRESETS["gpt2"])
     assert rows(STATIC, "short", plan.main_users) < rows(PAGED, "short", plan.main_users)
+    turns = [FULL.turns.count((name, "short", 64)) for name in (PAGED, f"{PAGED}, bfloat16")]
+    assert turns == [FULL.repeats, 1]  # the second dtype is no engine to compare
 
 
 def made(
