@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
+from itertools import count as counting
 from typing import Any
 
-import matplotlib
 import torch
 from matplotlib.figure import Figure
 from torch.nn.functional import pad
 from tqdm import tqdm
 
 from shared import charts, cli, measure
-from shared.bench import kit, rows
-from shared.bench.forecast import Part, Watch, pass_cost, simulate, static_costs
-from shared.bench.kit import Case, Group, Lengths, Subject
+from shared.bench import forecast, kit, rows
+from shared.bench.forecast import CONTINUOUS, SINGLE, STATIC, Part, Watch
+from shared.bench.kit import Case, Group, Lengths, Runs, Subject
 from shared.bench.rows import Results, Row, median
-from shared.checkpoint import PRESETS, Config
+from shared.checkpoint import PRESETS
 from shared.measure import summarize
 from stage01_forward.generation import Output
 from stage02_kv_cache.engine import Engine as SingleEngine
@@ -42,12 +40,10 @@ from .blockmap import blockmap, picture
 from .blocks import BlockPool
 from .cache import PagedCache
 from .engine import Engine, make
-from .memory import Cost, block_bytes, free_memory, make_pool, measure_cost, most_sequences
-from .scheduler import Counts, Scheduler
+from .memory import Cost, block_bytes, free_memory, measure_cost
+from .scheduler import Scheduler
 
-SINGLE, STATIC = "stage 02, one request", "stage 03, static"
-CONTINUOUS, OURS = "stage 04, continuous", "stage 05, paged"
-PAGED_STATIC = "stage 05, in static batches"
+OURS, PAGED_STATIC = "stage 05, paged", "stage 05, in static batches"
 WIN, NULL = "answers of unlike lengths", "all at full length"
 MISS, HIT = "shared, first request", "shared, later ones"
 FRESH_ON, FRESH_OFF = "none shared, caching on", "none shared, caching off"
@@ -57,11 +53,10 @@ DRAWN = 48  # blocks on the map: more would be thinner than a letter
 
 @dataclass(frozen=True)
 class Sizes(kit.Plan):
-    """A budget is that of a pass, in tokens."""
+    """Lengths, budgets (of a pass) and the memory are in tokens."""
 
     models: tuple[str, ...] = ("gpt2", "stories")
-    # The same memory for all, in tokens. A contiguous engine makes slots of whole contexts of it.
-    memory: int = 4096
+    memory: int = 4096  # the same for all; a contiguous engine makes whole contexts of it
     block_size: int = 16
     budget: int = 256
     # Win: answers of very different lengths, nearly all much shorter than the context.
@@ -70,8 +65,7 @@ class Sizes(kit.Plan):
     answers: tuple[int, int] = (8, 256)
     middle: int = 48
     repeats: tuple[int, int] = (2, 1)  # of this stage, of the others
-    # Null: every request fills a whole context.
-    null: tuple[int, int, int] = (6, 960, 64)  # requests, prompt, answer
+    null: tuple[int, int, int] = (6, 960, 64)  # requests, prompt, answer: each fills a context
     null_repeats: int = 2
     # Lose: one request, and the gather.
     singles: tuple[tuple[int, int], ...] = ((64, 64), (900, 32))
@@ -88,7 +82,7 @@ class Sizes(kit.Plan):
     system: int = 512
     own: int = 32
     prefix_repeats: int = 3
-    preempted: tuple[int, ...] = (32, 128, 512, 960)  # lengths
+    preempted: tuple[int, ...] = (32, 128, 512, 960)
     plain_steps: int = 3
     preemption_repeats: int = 2
     frames: int = 150  # passes of the winning run on the map of the blocks
@@ -114,22 +108,22 @@ def start_cold(pool: BlockPool) -> None:
 
 
 class Cold:
-    """An engine whose every call starts with an empty prefix cache, and whose memory is watched.
+    """The paged engine in the memory of a plan; every call starts with an empty prefix cache.
 
     batch: at most this many prompts at a time, the next ones when the last of them has ended, as a
     static engine takes them; 0: all.
     """
 
-    def __init__(self, engine: Any, reserved: Callable[[], int], batch: int = 0) -> None:
-        self.engine, self.batch, self.runner = engine, batch, engine.runner
-        self.watch = Watch(engine.scheduler, reserved)
-        engine.observers.append(self.watch)
+    def __init__(self, subject: Subject, plan: Sizes, budget: int, batch: int = 0) -> None:
+        pool = BlockPool(plan.memory // plan.block_size, plan.block_size)
+        rows = min(pool.count, budget)
+        self.engine = make(subject.model, pool=pool, max_sequences=rows, token_budget=budget)
+        self.runner, self.batch = self.engine.runner, batch
         self.steps: list[Any] = []
 
     def generate(self, prompts: list[list[int]], sampling: Sequence[Any]) -> list[Output]:
-        if isinstance(self.engine.scheduler, Scheduler):
-            start_cold(self.engine.scheduler.pool)
-        self.watch.memory, self.steps, outputs = [0, 0], [], []
+        start_cold(self.engine.scheduler.pool)
+        self.steps, outputs = [], []
         size = self.batch or len(prompts)
         for at in range(0, len(prompts), size):
             outputs += self.engine.generate(prompts[at : at + size], sampling[at : at + size])
@@ -137,116 +131,96 @@ class Cold:
         return outputs
 
 
-def slots(plan: Sizes, config: Config) -> int:
-    """Whole contexts that the memory has room for."""
-    return plan.memory // config.n_positions
-
-
-def paged(subject: Subject, plan: Sizes, budget: int, batch: int = 0) -> Cold:
-    dtype, config = subject.dtype, subject.config
-    pool = make_pool(plan.memory * config.kv_bytes_per_token(dtype), config, dtype, plan.block_size)
-    most = min(pool.count, budget)
-    engine = make(subject.model, pool=pool, max_sequences=most, token_budget=budget)
-    return Cold(engine, partial(owned, pool), batch)
-
-
-def owned(pool: BlockPool) -> int:
-    """Tokens that memory is taken for."""
-    return pool.owned * pool.block_size
-
-
-def contiguous(subject: Subject, plan: Sizes, budget: int) -> Cold:
-    scheduler = SlotScheduler(slots(plan, subject.config), budget)
-    context = subject.config.n_positions
-    engine = make_slots(subject.model, scheduler=scheduler)
-    return Cold(engine, lambda: len(scheduler.running) * context)
+def side_by_side(
+    subject: Subject,
+    plan: Sizes,
+    lengths: Lengths,
+    repeats: Mapping[str, int],
+    budget: int,
+    name: str = "request",
+) -> tuple[Group, dict[str, Runs]]:
+    """The engines of `repeats` in turn, in the same memory. A static batch of the paged one is as
+    many requests as fit at their average length."""
+    model, slots = subject.model, plan.memory // subject.config.n_positions
+    blocks, mean = plan.memory // plan.block_size, math.ceil(sum(map(sum, lengths)) / len(lengths))
+    batch = blocks // -(-mean // plan.block_size)
+    engines = {
+        SINGLE: lambda: SingleEngine(model),
+        STATIC: lambda: StaticEngine(model, max_batch=slots),
+        CONTINUOUS: lambda: make_slots(model, slots, token_budget=budget),
+        OURS: lambda: Cold(subject, plan, budget),
+        PAGED_STATIC: lambda: Cold(subject, plan, budget, batch),
+    }
+    fields: dict[str, Any] = {"budget": budget, "slots": slots, "batch": batch}
+    fields |= {"blocks": blocks, "block_size": plan.block_size}
+    made = {variant: engines[variant]() for variant in repeats}
+    return kit.compare(subject, made, lengths, repeats, name, **fields)
 
 
 def capacity(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """Workloads in the same memory, contiguous and paged; the winning one in static batches too."""
+    """Workloads in the same memory, contiguous and paged; the winning one in static batches too.
+    "crowded": sequences in a pass, on average over those after which others still waited."""
+    ours, others = plan.repeats
     requests, prompt, answer = plan.null
-    full: Lengths = [(prompt, answer)] * requests
-    for case, lengths in ((WIN, workload(plan)), (NULL, full)):
-        ours = paged(subject, plan, plan.budget)
-        mean = math.ceil(sum(map(sum, lengths)) / len(lengths))
-        batch = most_sequences(ours.engine.scheduler.pool, mean)
-        engines: dict[str, Any] = {CONTINUOUS: contiguous(subject, plan, plan.budget), OURS: ours}
-        repeats = dict.fromkeys(engines, plan.null_repeats)
-        if case == WIN:
-            size = slots(plan, subject.config)
-            engines[STATIC] = StaticEngine(subject.model, max_batch=size)
-            engines[PAGED_STATIC] = paged(subject, plan, plan.budget, batch)
-            repeats = {name: plan.repeats[name != OURS] for name in engines}
-        group, runs = kit.compare(
-            subject, engines, lengths, repeats, case=case, **about(ours, plan)
-        )
-        watched = {name: each for name, each in engines.items() if isinstance(each, Cold)}
-        yield group | {
-            "batch": batch,
-            "slots": slots(plan, subject.config),
-            "memory": {name: each.watch.memory for name, each in watched.items()},
-            "crowded": {name: crowded(runs[name].steps[-1]) for name in watched},
-            "preemptions": {
-                name: sum(getattr(step, "preempted", 0) for step in runs[name].steps[-1])
-                for name in watched
-            },
-        }
-
-
-def about(ours: Cold, plan: Sizes) -> dict[str, Any]:
-    pool = ours.engine.scheduler.pool
-    return {"budget": plan.budget, "blocks": pool.count, "block_size": pool.block_size}
-
-
-def crowded(steps: Sequence[Any]) -> float:
-    """Sequences in a pass, on average over those after which others still waited."""
-    crowds = [step.rows for step in steps if step.waiting]
-    return sum(crowds) / len(crowds) if crowds else 0.0
+    often = {CONTINUOUS: others, OURS: ours, STATIC: others, PAGED_STATIC: others}
+    loads: dict[str, tuple[Lengths, dict[str, int]]] = {
+        WIN: (workload(plan), often),
+        NULL: ([(prompt, answer)] * requests, dict.fromkeys((CONTINUOUS, OURS), plan.null_repeats)),
+    }
+    for case, (lengths, repeats) in loads.items():
+        group, runs = side_by_side(subject, plan, lengths, repeats, plan.budget)
+        group |= {"case": case, "crowded": {}, "preemptions": {}}
+        for name in (name for name in repeats if name != STATIC):
+            steps = runs[name].steps[-1]
+            crowds = [step.rows for step in steps if step.waiting]
+            group["crowded"][name] = sum(crowds) / len(crowds) if crowds else 0.0
+            group["preemptions"][name] = sum(getattr(step, "preempted", 0) for step in steps)
+        yield group
 
 
 def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """A single request on the engines of three stages, each of which runs its prompt whole."""
+    repeats = dict.fromkeys((SINGLE, CONTINUOUS, OURS), plan.single_repeats)
     for lengths in plan.singles:
         budget = max(plan.budget, lengths[0])
-        ours = paged(subject, plan, budget)
-        engines = {
-            SINGLE: SingleEngine(subject.model),
-            CONTINUOUS: contiguous(subject, plan, budget),
-            OURS: ours,
-        }
-        fields = about(ours, plan) | {"budget": budget, "slots": slots(plan, subject.config)}
-        yield kit.compare(subject, engines, [lengths], plan.single_repeats, "single", **fields)[0]
+        yield side_by_side(subject, plan, [lengths], repeats, budget, "single")[0]
+
+
+def in_blocks(count: int, size: int, budget: int, lengths: Lengths) -> Watch:
+    """What this stage's scheduler plans of some requests, with a pool."""
+    pool = BlockPool(count, size)
+    scheduler = Scheduler(pool, min(count, budget), budget)
+    return forecast.simulate(scheduler, lengths, lambda: pool.owned * size)
+
+
+def in_slots(count: int, size: int, budget: int, lengths: Lengths) -> Watch:
+    """What stage 04's plans, with slots of `size` tokens; 0: each for just its request."""
+    scheduler = SlotScheduler(count, budget)
+
+    def reserved() -> int:
+        running = scheduler.running
+        return sum(size or len(one.prompt_ids) + one.sampling.max_tokens - 1 for one in running)
+
+    return forecast.simulate(scheduler, lengths, reserved)
 
 
 def waste(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """Tokens reserved and used in the winning case with memory for all requests: by the schedulers
     alone, without a model."""
-    context, lengths = subject.config.n_positions, workload(plan)
-    for name, exact in (("whole context", False), ("exact length known", True)):
-        slotted = SlotScheduler(plan.requests, plan.budget)
-        reserved = partial(slot_tokens, slotted, None if exact else context)
-        memory = simulate(slotted, lengths, reserved).memory
-        yield {**subject.about, "name": f"contiguous, {name}", "memory": memory}
+    context, lengths, found = subject.config.n_positions, workload(plan), {}
+    for name, size in (("whole context", context), ("exact length known", 0)):
+        found[f"contiguous, {name}"] = in_slots(plan.requests, size, plan.budget, lengths)
     for size in plan.sizes:
-        pool = BlockPool(plan.requests * -(-context // size), size)
-        scheduler = Scheduler(pool, min(pool.count, plan.budget), plan.budget)
-        memory = simulate(scheduler, lengths, partial(owned, pool)).memory
-        yield {**subject.about, "name": f"paged, blocks of {size}", "memory": memory}
-
-
-def slot_tokens(scheduler: SlotScheduler, size: int | None) -> int:
-    """Tokens that the slots in use have room for; None: each for just its request."""
-    if size is not None:
-        return len(scheduler.running) * size
-    running = scheduler.running
-    return sum(len(one.prompt_ids) + one.sampling.max_tokens - 1 for one in running)
+        count = plan.requests * -(-context // size)
+        found[f"paged, blocks of {size}"] = in_blocks(count, size, plan.budget, lengths)
+    for name, watch in found.items():
+        yield {"name": name, "memory": watch.memory}
 
 
 def block_map(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """What each block held after each of the first passes of the winning case: [state, passes]
     pairs, a list a block."""
-    engine = paged(subject, plan, plan.budget).engine
-    lengths = workload(plan)
+    engine, lengths = Cold(subject, plan, plan.budget).engine, workload(plan)
     prompts = subject.prompts(prompt for prompt, _ in lengths)
     for prompt, (_, answer) in zip(prompts, lengths, strict=True):
         engine.add(Request(prompt, kit.greedy(answer)))
@@ -254,10 +228,7 @@ def block_map(subject: Subject, plan: Sizes) -> Iterator[Group]:
     while len(frames) < plan.frames and engine.requests:
         engine.step()
         frames.append(blockmap(engine.scheduler))
-    yield {
-        **subject.about,
-        "blocks": [kit.run_lengths(states) for states in zip(*frames, strict=True)],
-    }
+    yield {"blocks": [kit.run_lengths(states) for states in zip(*frames, strict=True)]}
 
 
 # ---- what the gather costs ----------------------------------------------------------------------
@@ -300,23 +271,21 @@ def gather(subject: Subject, plan: Sizes) -> Iterator[Group]:
     for count, context, size in wanted + [(max(plan.rows), plan.sized, size) for size in sizes]:
         needed = 2 * count * context * subject.config.kv_bytes_per_token(subject.dtype)
         if needed > free_memory() / 2:
-            tqdm.write(
-                f"note: {count} sequences of {context} tokens take {needed / 1e9:.1f} GB in two "
-                "caches: left out"
-            )
+            what = f"{count} sequences of {context} tokens take {needed / 1e9:.1f} GB"
+            tqdm.write(f"note: {what} in two caches: left out")
             continue
         pair = Pair(subject, count, context, size)
-        proof = kit.prove(pair.contiguous().float(), pair.paged().argmax(-1), subject.dtype)
         ways = {"contiguous": pair.contiguous, "paged": pair.paged}
-        fields = {"rows": count, "context": context, "block_size": size, "bytes": pair.gathered}
+        proof = kit.prove(pair.contiguous().float(), pair.paged().argmax(-1), subject.dtype)
         seconds = measure.alternate(ways, plan.gather_repeats)
-        yield {**subject.about, **fields, "seconds": seconds, "proof": proof}
+        about = {"rows": count, "context": context, "block_size": size, "bytes": pair.gathered}
+        yield {**about, "seconds": seconds, "proof": proof}
 
 
 def profile(subject: Subject, plan: Sizes) -> Iterator[Group]:
     pair = Pair(subject, max(plan.rows), plan.sized, plan.block_size)
-    for name, run in (("contiguous", pair.contiguous), ("paged", pair.paged)):
-        yield kit.profiled(subject, "", run, most=100) | {"name": name}
+    for name in ("contiguous", "paged"):
+        yield kit.profiled(subject, "", getattr(pair, name), most=100) | {"name": name}
 
 
 # ---- prefixes and preemption --------------------------------------------------------------------
@@ -324,71 +293,52 @@ def profile(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
 def prefix(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """Seconds to a request's first token, with and without a beginning that is cached already."""
-    length = plan.system + plan.own
+    length, numbers = plan.system + plan.own, counting()
     (system,) = subject.prompts([plan.system], "system")
-    blocks = 4 * -(-length // plan.block_size)
     options: dict[str, Any] = {"max_sequences": 1, "token_budget": length}
-    engines = {}
-    for on in (True, False):
-        pool = BlockPool(blocks, plan.block_size)
-        engines[on] = make(subject.model, pool=pool, prefix_caching=on, **options)
-    numbers = iter(range(10**6))
+    options["block_size"] = plan.block_size
+    engines = {on: make(subject.model, 2, prefix_caching=on, **options) for on in (True, False)}
 
     def first_token(name: str) -> dict[str, Any]:
         engine = engines[name != FRESH_OFF]
         start_cold(engine.scheduler.pool)
         if name == HIT:
             engine.generate([system + subject.prompts([plan.own], "earlier")[0]], kit.greedy(1))
-        shared = name in (MISS, HIT)
-        rest = subject.prompts([plan.own if shared else length], f"{name} {next(numbers)}")[0]
-        request = Request(system + rest if shared else rest, kit.greedy(2))
+        begin = system if name in (MISS, HIT) else []
+        (rest,) = subject.prompts([length - len(begin)], f"{name} {next(numbers)}")
         engine.steps.clear()
-        engine.scheduler.counts = Counts()
-        started = time.perf_counter()
-        engine.add(request)
-        while not request.output.token_ids:
-            engine.step()
-        taken = time.perf_counter() - started
-        for _ in engine.run():
-            pass
+        ids: list[int] = []
+        tokens = (token.id for token in engine.stream(begin + rest, kit.greedy(2)))
+        seconds = measure.seconds(lambda: ids.append(next(tokens)))
+        proof = subject.prove([Output(begin + rest, [*ids, *tokens])])
         computed = sum(step.prefill_tokens for step in engine.steps)
-        rate, proof = engine.scheduler.counts.hit_rate, subject.prove([request.output])
-        return {"seconds": taken, "computed": computed, "hit_rate": rate, "proof": proof}
+        return {"seconds": seconds, "computed": computed, "proof": proof}
 
-    names = [MISS, HIT, FRESH_ON, FRESH_OFF]
-    found = measure.turns({name: partial(first_token, name) for name in names}, plan.prefix_repeats)
+    ways = {name: partial(first_token, name) for name in (MISS, HIT, FRESH_ON, FRESH_OFF)}
     about = {"system": plan.system, "own": plan.own, "block_size": plan.block_size}
-    proofs = {name: [run.pop("proof") for run in runs][-1] for name, runs in found.items()}
-    yield {**subject.about, **about, **kit.by_variant(found), "proof": proofs}
+    yield about | kit.by_variant(measure.turns(ways, plan.prefix_repeats))
 
 
 def preemption(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """What it costs a request to lose its memory, at several lengths: seconds to its next token,
-    less those of a plain step."""
-    most = max(plan.preempted) + plan.plain_steps + 1
-    blocks = 2 * -(-most // plan.block_size)
-    pool, swap_pool = (BlockPool(blocks, plan.block_size) for _ in range(2))
-    options: dict[str, Any] = {"max_sequences": 1, "token_budget": most, "preemption": SWAP}
-    engine = make(subject.model, pool=pool, swap_pool=swap_pool, **options)
-    cost = measure_cost(engine.runner, pool, swap_pool, subject.dtype)
+    """What it costs a request to lose its memory, at several lengths."""
+    context, size = subject.config.n_positions, plan.block_size
+    options: dict[str, Any] = {"max_sequences": 1, "token_budget": context, "preemption": SWAP}
+    swap_pool = BlockPool(-(-context // size), size)
+    engine = make(subject.model, 1, swap_pool=swap_pool, block_size=size, **options)
+    cost = measure_cost(engine.runner, engine.scheduler.pool, swap_pool, subject.dtype)
     rates = {"flops": cost.flops, "bandwidth": cost.bandwidth, "overhead": cost.overhead}
     for context in plan.preempted:
         ways = {
             way: partial(preempt, subject, engine, context, plan.plain_steps, way)
             for way in (RECOMPUTE, SWAP, FOUND)
         }
-        found = measure.turns(ways, plan.preemption_repeats)
-        seconds = {way: [taken for taken, _ in runs] for way, runs in found.items()}
-        proofs = {way: runs[-1][1] for way, runs in found.items()}
-        about = {"context": context, "rates": rates}
-        yield {**subject.about, **about, "seconds": seconds, "proof": proofs}
+        found = kit.by_variant(measure.turns(ways, plan.preemption_repeats))
+        yield {"context": context, "rates": rates, **found}
 
 
-def preempt(
-    subject: Subject, engine: Engine, context: int, steps: int, way: str
-) -> tuple[float, dict[str, Any]]:
-    """Seconds that a preemption costs when `context` tokens have filled their blocks, and the
-    proof of the answer."""
+def preempt(subject: Subject, engine: Engine, context: int, steps: int, way: str) -> dict[str, Any]:
+    """Seconds to the next token of a request that has just lost its blocks, less those of a plain
+    step, and the proof of the answer."""
     scheduler = engine.scheduler
     scheduler.preemption = SWAP if way == SWAP else RECOMPUTE
     scheduler.prefix_caching = way == FOUND
@@ -396,7 +346,7 @@ def preempt(
     (prompt,) = subject.prompts([context - steps], "preempted")
     request = engine.add(Request(prompt, kit.greedy(steps + 2)))
     engine.step()
-    plain = [measure.seconds(engine.step) for _ in range(steps)]
+    plain = median(measure.seconds(engine.step) for _ in range(steps))
     others = [scheduler.pool.take() for _ in range(scheduler.pool.available)]
     taken = measure.seconds(engine.step)  # it needs a block and there is none
     if request.state is not State.WAITING:
@@ -406,26 +356,24 @@ def preempt(
     taken += measure.seconds(engine.step)
     if request.state is not State.FINISHED:
         raise AssertionError("the request was not resumed in the step after it was preempted")
-    return taken - median(plain), subject.prove([request.output])
+    return {"seconds": taken - plain, "proof": subject.prove([request.output])}
 
 
 # ---- predictions --------------------------------------------------------------------------------
 
 
+@cache
 def passes(row: Row) -> Watch:
     """What the scheduler of stage 04 or of this stage plans of a row's workload."""
     lengths, budget = row.lengths, row["budget"]
     if row.variant == CONTINUOUS:
-        slots = SlotScheduler(row["slots"], budget)
-        return simulate(slots, lengths, partial(slot_tokens, slots, row.config.n_positions))
+        return in_slots(row["slots"], row.config.n_positions, budget, lengths)
     size = row["batch"] if row.variant == PAGED_STATIC else len(lengths)
-    found = []
-    for start in range(0, len(lengths), size):
-        pool = BlockPool(row["blocks"], row["block_size"])
-        scheduler = Scheduler(pool, min(pool.count, budget), budget)
-        found.append(simulate(scheduler, lengths[start : start + size], partial(owned, pool)))
-    whole = found[0]
-    for watch in found[1:]:
+    whole, *rest = [
+        in_blocks(row["blocks"], row["block_size"], budget, lengths[start : start + size])
+        for start in range(0, len(lengths), size)
+    ]
+    for watch in rest:
         whole.passes += watch.passes
         whole.memory = [a + b for a, b in zip(whole.memory, watch.memory, strict=True)]
     return whole
@@ -442,31 +390,23 @@ def gathered(row: Row, parts: Sequence[Part]) -> int:
 def pass_seconds(row: Row, parts: Sequence[Part], gathers: bool) -> float:
     """The least seconds for a pass. A gather adds the time of reading what it copies: nothing
     computes meanwhile, and attention then reads the copy from the processor's cache."""
-    seconds = row.least([pass_cost(row.config, row.kind, parts)])
+    seconds = row.least([forecast.pass_cost(row.config, row.kind, parts)])
     return seconds + (gathered(row, parts) / row.bandwidth if gathers else 0)
 
 
 @cache
-def forecast(row: Row) -> tuple[int, float]:
-    """Passes of a row's engine for its workload, and the least seconds for them."""
-    if row.variant in (SINGLE, STATIC):
-        size = row["slots"] if row.variant == STATIC else 1
-        costs = static_costs(row.config, row.kind, row.lengths, size)
-        return len(costs), row.least(costs)
-    planned = passes(row).passes
-    gathers = row.variant != CONTINUOUS
-    return len(planned), sum(pass_seconds(row, parts, gathers) for parts in planned)
+def pass_times(row: Row) -> list[float]:
+    """The least seconds of each pass of a row's engine for its workload."""
+    if row.variant not in (OURS, PAGED_STATIC):
+        return [row.least([cost]) for cost in forecast.costs(row)]
+    return [pass_seconds(row, parts, True) for parts in passes(row).passes]
 
 
 def least(row: Row) -> float:
-    return forecast(row)[1]
+    return sum(pass_times(row))
 
 
 # ---- tables and charts --------------------------------------------------------------------------
-
-
-def mean_rows(row: Row) -> float:
-    return row["busy"] / row["passes"]
 
 
 def most_rows(row: Row) -> int:
@@ -495,34 +435,28 @@ CELLS = {
 }
 
 
-def crossover(blocks: int, size: int, context: int) -> int:
-    """The least number of slots that take more memory than a pool."""
-    return blocks * size // context + 1
-
-
 def memory_lines(results: Results) -> Iterator[dict[str, str]]:
     """By arithmetic: slots of whole contexts, a pool of fixed size, one of just the blocks in
     use."""
     size, config, kind = results.plan["block_size"], PRESETS["gpt2"], torch.float32
     count, prompt, answer = results.plan["table"]
-    pool, one = BlockPool(count, size), block_bytes(config, kind, size) / 1e6
-    tokens = prompt + answer - 1  # the last token of an answer is never computed
-    each, most = pool.blocks_for(tokens), most_sequences(pool, tokens)
+    each = -(-(prompt + answer - 1) // size)  # blocks: the last token is never computed
+    block = block_bytes(config, kind, size) / 1e6
     slot = config.n_positions * config.kv_bytes_per_token(kind) / 1e6
-    headings = ["sequences", "contiguous, MB", f"pool of {count:,} blocks, MB", "at once in it"]
-    headings += ("pool of the blocks in use, MB", "contiguous over that")
+    line: dict[str, str] = {}
     for n in results.plan["batches"]:
-        here, least = min(n, most), n * each * one
-        cells = [f"{n}", f"{n * slot:,.0f}", f"{count * one:,.0f}"]
-        cells += [
-            f"{here} ({here * each / count:.0%} of it)",
-            f"{least:,.0f}",
-            f"{n * slot / least:.1f}x",
-        ]
-        yield dict(zip(headings, cells, strict=True))
-    fixed, own = (f"from {crossover(n, size, config.n_positions)} on" for n in (count, each))
-    last = ["smaller than contiguous", "", fixed, "", own, ""]
-    yield dict(zip(headings, last, strict=True))
+        here, least = min(n, count // each), n * each * block
+        line = {
+            "sequences": f"{n}",
+            "contiguous, MB": f"{n * slot:,.0f}",
+            f"pool of {count:,} blocks, MB": f"{count * block:,.0f}",
+            "at once in it": f"{here} ({here * each / count:.0%} of it)",
+            "pool of the blocks in use, MB": f"{least:,.0f}",
+            "contiguous over that": f"{n * slot / least:.1f}x",
+        }
+        yield line
+    fixed, own = (f"from {n * size // config.n_positions + 1} on" for n in (count, each))
+    yield dict(zip(line, ["smaller than contiguous", "", fixed, "", own, ""], strict=True))
 
 
 def ratio(row: Row) -> str:
@@ -536,9 +470,8 @@ def ratio(row: Row) -> str:
 def few_pairs(results: Results) -> list[Row]:
     """In float32, with the shortest context, one between, and the longest."""
     found = results.groups("gather", dtype="float32", block_size=results.plan["block_size"])
-    wanted = sorted({row["context"] for row in found})
-    shown = {wanted[0], wanted[len(wanted) // 2], wanted[-1]}
-    return [row for row in found if row["context"] in shown]
+    contexts = sorted({row["context"] for row in found})
+    return [row for row in found if row["context"] in contexts[:: len(contexts) // 2]]
 
 
 def first_token_limit(row: Row) -> float:
@@ -548,21 +481,23 @@ def first_token_limit(row: Row) -> float:
     return pass_seconds(row, [Part(0, cached, new)], True)
 
 
-def ways(row: Row) -> dict[str, tuple[float, float]]:
-    """Seconds of both ways of a preemption: measured and predicted."""
-    cost = Cost(row.config, row.kind, **row["rates"])
-    predicted = {RECOMPUTE: cost.recompute, SWAP: cost.swap}
-    return {name: (row.of(name).median, of(row["context"])) for name, of in predicted.items()}
-
-
-def way(name: str) -> rows.Column:
-    return lambda row: f"{row.of(name).ms}, {ways(row)[name][1] * 1e3:.1f}"
-
-
-def cheaper(row: Row) -> str:
-    costs = ways(row)
-    best, predicted = (min(costs, key=lambda name: costs[name][at]) for at in (0, 1))
-    return f"{best} ({predicted})"
+def preemption_lines(results: Results) -> Iterator[dict[str, str]]:
+    """Both ways of a preemption, as measured and by what the scheduler goes by."""
+    for row in results.groups("preemption"):
+        context, cost = row["context"], Cost(row.config, row.kind, **row["rates"])
+        predicted = {RECOMPUTE: cost.recompute(context), SWAP: cost.swap(context)}
+        measured = {way: row.of(way).median for way in predicted}
+        best, expected = (min(costs, key=costs.__getitem__) for costs in (measured, predicted))
+        line = {"model": row["model"], "context": context}
+        for way, seconds in predicted.items():
+            line[f"{way}, predicted, ms"] = f"{row.of(way).ms}, {seconds * 1e3:.1f}"
+        yield line | {
+            "cheaper (predicted)": f"{best} ({expected})",
+            "recompute with own blocks cached, ms": row.of(FOUND).ms,
+            "computes at, GFLOP/s": f"{cost.flops / 1e9:,.0f}",
+            "copies at, GB/s": f"{cost.bandwidth / 1e9:.1f}",
+            "tokens proved": row.of(FOUND).proof,
+        }
 
 
 def parts_of(operators: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -575,41 +510,34 @@ def parts_of(operators: Sequence[dict[str, Any]]) -> dict[str, float]:
     return parts
 
 
-def parts_lines(results: Results) -> list[dict[str, str]]:
+def parts_lines(results: Results) -> Iterator[dict[str, str]]:
     """Milliseconds and shares of the parts of a pass, contiguous and paged."""
     found = {row["name"]: parts_of(row["operators"]) for row in results.groups("profile")}
-
-    def cells(part: str) -> dict[str, str]:
+    for part in found["paged"]:
         line = {"part of a decode step": part}
         for name, parts in found.items():
-            line |= {f"{name}, ms": f"{parts[part]:.1f}"}
-            line |= {f"share, {name}": f"{parts[part] / sum(parts.values()):.0%}"}
-        return line
-
-    return [cells(part) for part in found["paged"]]
+            line[f"{name}, ms"] = f"{parts[part]:.1f}"
+            line[f"share, {name}"] = f"{parts[part] / sum(parts.values()):.0%}"
+        yield line
 
 
 COLUMNS: dict[str, rows.Column] = {
     "workload": lambda row: f"{row.requests}, {row['case']}",
-    "steps (predicted)": lambda row: f"{row['passes']:,} ({forecast(row)[0]:,})",
+    "steps (predicted)": lambda row: f"{row['passes']:,} ({len(pass_times(row)):,})",
     "over stage 04 (predicted)": rows.gain(CONTINUOUS, least),
     "over stage 03 (predicted)": rows.gain(STATIC, least),
     "over stage 02 (predicted)": rows.gain(SINGLE, least),
     "same tokens": lambda row: (
         row.alike(CONTINUOUS, "stage 04") if "case" in row.group else row.proof
     ),
-    "seconds, limit": lambda row: f"{summarize(row['seconds']).show(2)}, {least(row):.2f}",
-    "limit, tok/s": lambda row: f"{row.tokens / least(row):,.1f}",
+    **rows.limits_of(least),
     "most at once": most_rows,
-    "mean while others wait": lambda row: f"{row['crowded']:.1f}",
-    "mean at once": lambda row: f"{mean_rows(row):.1f}",
-    "memory unused": lambda row: f"{unused(row['memory']):.1%}",
+    "mean while others wait": "crowded:.1f",
+    "mean at once": lambda row: f"{row['busy'] / row['passes']:.1f}",
+    "memory unused": lambda row: f"{unused(row.get('memory') or passes(row).memory):.1%}",
     "cache, batches": lambda row: CELLS[row.variant],
-    "prompt": lambda row: row.lengths[0][0],
-    "answer": "tokens",
     "memory is taken": "name",
     "sequences": "rows",
-    "context": "context:,",
     "block size": "block_size",
     "paged over contiguous, predicted": ratio,
     "gathered, MB": lambda row: f"{row['bytes'] / 1e6:,.0f}",
@@ -617,15 +545,10 @@ COLUMNS: dict[str, rows.Column] = {
     "prefix": "variant",
     "TTFT, limit, ms": lambda row: f"{row.ms}, {first_token_limit(row) * 1e3:.1f}",
     "tokens computed": lambda row: f"{median(row['computed']):,.0f}",
-    "found in the cache": lambda row: f"{median(row['hit_rate']):.0%}",
+    "found in the cache": lambda row: (
+        f"{1 - median(row['computed']) / (row['system'] + row['own']):.0%}"
+    ),
     "over the first (predicted)": rows.gain(MISS, first_token_limit),
-    "recompute, predicted, ms": way(RECOMPUTE),
-    "swap, predicted, ms": way(SWAP),
-    "cheaper (predicted)": cheaper,
-    "computes at, GFLOP/s": lambda row: f"{row['rates']['flops'] / 1e9:,.0f}",
-    "copies at, GB/s": lambda row: f"{row['rates']['bandwidth'] / 1e9:.1f}",
-    "recompute with own blocks cached, ms": lambda row: row.of(FOUND).ms,
-    "tokens proved": lambda row: row.of(FOUND).proof,
 }
 TABLES = rows.tables(
     COLUMNS,
@@ -645,15 +568,13 @@ TABLES = rows.tables(
       | paged over contiguous, predicted | gathered, MB | at full bandwidth, ms | same tokens
     prefix: model | prefix | TTFT, limit, ms | tokens computed | found in the cache
       | over the first (predicted) | same tokens
-    preemption: model | context | recompute, predicted, ms | swap, predicted, ms
-      | cheaper (predicted) | recompute with own blocks cached, ms | computes at, GFLOP/s
-      | copies at, GB/s | tokens proved
     """,
     same_memory=same_memory,
     grid=lambda results: [win(results).of(name) for name in CELLS],
     memory=memory_lines,
     few_pairs=few_pairs,
     prefix=lambda results: results.rows("prefix"),
+    preemption=preemption_lines,
     parts=parts_lines,
     profile=lambda results: rows.operators(results).split("\n\n")[-1],
 )
@@ -661,32 +582,14 @@ TABLES = rows.tables(
 
 def capacity_chart(results: Results) -> Figure:
     """Sequences in each pass of the winning case, contiguous and paged."""
-    group = win(results)
-    ours, base = group.of(OURS), group.of(CONTINUOUS)
-    title = f"In the memory of {group['slots']} whole contexts, up to {most_rows(ours)} sequences"
-    figure, axes = charts.new_figure(title, "forward pass", "sequences in it")
-    with matplotlib.rc_context(charts.style()):
-        for row, colour in ((ours, charts.COLOURS[3]), (base, charts.COLOURS[0])):
-            used = [count for count, _ in row["rows"]]
-            edges = [0, *accumulate(times for _, times in row["rows"])]
-            axes.fill_between(edges, [*used, used[-1]], step="post", facecolor=colour, linewidth=0)
-            words = (
-                f"{row.variant}:\n{edges[-1]:,} steps, {mean_rows(row):.1f} sequences on average"
-            )
-            half, side = (2, "left") if row is ours else (1, "right")
-            place = (edges[-1] / half, most_rows(row) / half)
-            axes.annotate(words, place, (0, 6), textcoords="offset points", ha=side, fontsize=9)
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-    return figure
-
-
-def waste_chart(results: Results) -> Figure:
-    found = results.groups("waste")
-    title = "Small blocks leave hardly any memory unused"
-    x = "% of the reserved memory that holds nothing, over all steps"
-    series = {"unused": [100 * unused(row["memory"]) for row in found]}
-    return charts.bars(title, x, [row["name"] for row in found], series)
+    group, bands = win(results), {}
+    most = most_rows(group.of(OURS))
+    for row in (group.of(CONTINUOUS), group.of(OURS)):
+        mean = f"{row['busy'] / row['passes']:.1f} on average"
+        words = f"{row.variant}: {row['passes']:,} steps, up to {most_rows(row)} sequences, {mean}"
+        bands[words] = (row["rows"], most)
+    title = f"In the memory of {group['slots']} whole contexts, up to {most} sequences"
+    return charts.bands(title, "step", "sequences in it", bands)
 
 
 def blocks_chart(results: Results) -> Figure:
@@ -708,15 +611,23 @@ def headline(results: Results) -> str:
 
 
 ABOUT = "Measures paged memory on this CPU, beside the stages before."
-ONCE = (capacity, profile, block_map, waste)
-BOTH = (prefix, preemption)  # models
 WORK = kit.cases(
     Case(single),
     Case(gather),
-    *(Case(one, dtypes=1) for one in ONCE),
-    *(Case(one, models=None, dtypes=1) for one in BOTH),
+    *(Case(one, dtypes=1) for one in (capacity, profile, block_map, waste)),
+    *(Case(one, models=None, dtypes=1) for one in (prefix, preemption)),
 )
-CHARTS = {"capacity": capacity_chart, "waste": waste_chart, "blocks": blocks_chart}
+CHARTS = {
+    "capacity": capacity_chart,
+    "waste": rows.bars(
+        "Small blocks leave hardly any memory unused",
+        ("% of the reserved memory that holds nothing, over all steps",),
+        "waste",
+        "name",
+        {"unused": lambda row: 100 * unused(row["memory"])},
+    ),
+    "blocks": blocks_chart,
+}
 BENCHMARK = kit.Benchmark("stage05_paged", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 

@@ -4,13 +4,12 @@ predictions are exact where they count passes and memory."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from shared.bench.forecast import Part, simulate
+from shared.bench.forecast import Part, Watch, simulate
 from shared.bench.kit import Subject, greedy, prove
 from shared.bench.rows import Results, Row
 from shared.bench.tests.tools import check_drawn, measured
@@ -18,7 +17,7 @@ from shared.checkpoint import PRESETS, Checkpoint
 from shared.parity import random_prompt
 from stage04_continuous import benchmark as continuous
 from stage04_continuous.cache import SlotCache
-from stage04_continuous.scheduler import Scheduler as SlotScheduler
+from stage04_continuous.make import make as make_slots
 from stage05_paged import benchmark
 from stage05_paged.benchmark import FULL, HIT, MISS, OURS, QUICK, WIN, Cold, Pair
 from stage05_paged.blockmap import CACHED
@@ -63,14 +62,14 @@ def test_the_winning_workload_is_that_of_stage_04_and_fills_the_memory() -> None
     pool = BlockPool(FULL.memory // FULL.block_size, FULL.block_size)
     scheduler = Scheduler(pool, pool.count, FULL.budget)
     watch = simulate(scheduler, benchmark.workload(FULL))
-    assert FULL.requests > max(map(len, watch.passes)) > benchmark.slots(FULL, PRESETS["gpt2"])
+    assert FULL.requests > max(map(len, watch.passes)) > FULL.memory // PRESETS["gpt2"].n_positions
     assert scheduler.counts.preemptions > 0  # so all blocks were owned at some time
 
 
 @pytest.mark.parametrize("plan", [FULL, QUICK])
 def test_the_plans_can_show_what_they_are_for(plan: Any) -> None:
     config = PRESETS[plan.models[0]]
-    assert benchmark.slots(plan, config) * config.n_positions == plan.memory
+    assert plan.memory % config.n_positions == plan.memory % plan.block_size == 0
     assert plan is QUICK or plan.null[1] + plan.null[2] == config.n_positions
     assert max(plan.contexts) < config.n_positions >= max(map(sum, plan.singles))
     assert max(plan.preempted) + plan.plain_steps + 1 <= config.n_positions
@@ -78,17 +77,31 @@ def test_the_plans_can_show_what_they_are_for(plan: Any) -> None:
     assert plan.sized in plan.contexts
 
 
-def test_passes_rows_and_memory_are_predicted_to_the_last_one(results: Results) -> None:
+def test_passes_and_rows_are_predicted_to_the_last_one(results: Results) -> None:
     each = PRESETS["tiny"].kv_bytes_per_token(torch.float32)
     assert capacity(results, WIN).of(OURS)["preemptions"] > 0
     for row in results.rows("capacity"):
-        assert benchmark.forecast(row)[0] == row["passes"], row.variant
-        if row.variant in row.group["memory"]:
-            watch = benchmark.passes(row)
-            assert watch.memory == row["memory"] and row["bytes"] == TINY.memory * each
-            assert [len(parts) for parts in watch.passes] == [
+        assert len(benchmark.pass_times(row)) == row["passes"], row.variant
+        if row.variant != benchmark.STATIC:
+            assert row["bytes"] == TINY.memory * each
+            assert [len(parts) for parts in benchmark.passes(row).passes] == [
                 rows for rows, times in row["rows"] for _ in range(times)
             ]
+
+
+def test_memory_is_predicted_too(results: Results, subject: Subject) -> None:
+    """Reserved and used, in every pass of the real engines."""
+    ours, slots = Cold(subject, TINY, 16).engine, make_slots(subject.model, 2, token_budget=16)
+    reserved = {
+        OURS: lambda: ours.scheduler.pool.owned * 4,
+        benchmark.CONTINUOUS: lambda: len(slots.scheduler.running) * 64,
+    }
+    for name, engine in ((OURS, ours), (benchmark.CONTINUOUS, slots)):
+        row = capacity(results, WIN).of(name)
+        engine.observers.append(watch := Watch(engine.scheduler, reserved[name]))
+        prompts = subject.prompts([prompt for prompt, _ in row.lengths])
+        engine.generate(prompts, [greedy(answer) for _, answer in row.lengths])
+        assert watch.memory == benchmark.passes(row).memory
 
 
 def test_blocks_hold_more_sequences_unless_all_are_as_long_as_a_slot(results: Results) -> None:
@@ -116,9 +129,8 @@ def test_every_answer_was_proved_and_is_the_same_in_all_engines(results: Results
 
 
 def test_an_engine_starts_cold_and_takes_static_batches_to_their_end(subject: Subject) -> None:
-    pool = BlockPool(32, 4)
-    made = make(subject.model, pool=pool, max_sequences=16, token_budget=16)
-    engine = Cold(made, lambda: pool.owned * 4, batch=2)
+    engine = Cold(subject, TINY, budget=16, batch=2)
+    pool = engine.engine.scheduler.pool
     prompts = [random_prompt(3, subject.config, i) for i in range(4)]
     outputs = engine.generate(prompts, [greedy(count) for count in (2, 6, 3, 1)])
     assert [len(output.token_ids) for output in outputs] == [2, 6, 3, 1]
@@ -127,7 +139,6 @@ def test_an_engine_starts_cold_and_takes_static_batches_to_their_end(subject: Su
     for _ in range(2):  # the second finds nothing of the first
         engine.generate([prompt], [greedy(2)])
         assert sum(step.prefill_tokens for step in engine.steps) == 13
-        assert engine.watch.memory == [16 + 16, 13 + 14]
     assert pool.cached
     benchmark.start_cold(pool)
     assert not pool.cached and not pool.found and len(pool.free) == pool.count
@@ -145,25 +156,24 @@ def test_more_is_unused_in_larger_blocks_and_most_in_whole_contexts(results: Res
 
 
 def test_reserved_and_used_are_counted_in_every_pass() -> None:
-    slots = SlotScheduler(2, 8)
-    for size, reserved in ((64, 5 * 64), (None, 5 * 7)):  # passes with 3, 4, 5, 6 and 7 keys
-        watch = simulate(slots, [(3, 5)], partial(benchmark.slot_tokens, slots, size))
-        assert watch.memory == [reserved, 25]
-    pool = BlockPool(8, 4)
-    assert simulate(Scheduler(pool, 8, 8), [(3, 5)], lambda: pool.owned * 4).memory == [32, 25]
+    for size, reserved in ((64, 5 * 64), (0, 5 * 7)):  # passes with 3, 4, 5, 6 and 7 keys
+        assert benchmark.in_slots(2, size, 8, [(3, 5)]).memory == [reserved, 25]
+    assert benchmark.in_blocks(8, 4, 8, [(3, 5)]).memory == [32, 25]
 
 
 def test_memory_by_arithmetic_is_what_the_caches_take(results: Results) -> None:
     config, count = PRESETS["tiny"], TINY.table[0]
     each = benchmark.block_bytes(config, torch.float32, 4)
     assert PagedCache(config, count, 4).bytes == count * each
-    fixed = benchmark.crossover(count, 4, config.n_positions)
+    fixed = count * 4 // config.n_positions + 1
     below, above = (SlotCache(config, slots).bytes for slots in (fixed - 1, fixed))
     assert below <= PagedCache(config, count, 4).bytes < above
-    assert benchmark.crossover(1900, 16, 1024) == 30  # between 24 and 32, as the reference found
     *_, many, last = (list(line.values()) for line in benchmark.memory_lines(results))
     assert many[0] == "40" and many[3] == "15 (100% of it)"  # 4 blocks of 60 each
-    assert last[2] == f"from {benchmark.crossover(60, 4, 1024)} on" and last[4] == "from 1 on"
+    assert last[2] == last[4] == "from 1 on"
+    plan = {"plan": {"block_size": 16, "table": FULL.table, "batches": FULL.batches}}
+    *_, last = benchmark.memory_lines(Results({**results.content, "configuration": plan}))
+    assert list(last.values())[2] == "from 30 on"  # between 24 and 32, as the reference found
 
 
 def test_a_pair_holds_the_same_and_is_noticed_if_it_does_not(subject: Subject) -> None:
@@ -192,7 +202,7 @@ def test_only_a_later_request_finds_the_system_prompt(results: Results) -> None:
     for row in results.rows("prefix"):
         hit, length = row.variant == HIT, TINY.system + TINY.own
         assert row["computed"] == [TINY.own if hit else length] * 2, row.variant
-        assert row["hit_rate"] == [TINY.system / length if hit else 0] * 2
+        assert benchmark.COLUMNS["found in the cache"](row) == ("76%" if hit else "0%")
         assert row["proof"]["tokens"] == 2
         assert (benchmark.first_token_limit(row) < benchmark.first_token_limit(row.of(MISS))) == hit
 
@@ -203,7 +213,7 @@ def test_a_preempted_request_is_measured_each_way(subject: Subject) -> None:
     engine = make(subject.model, pool=pools[0], swap_pool=pools[1], **options)
     for way, computed in ((benchmark.RECOMPUTE, 33), (benchmark.SWAP, 1), (benchmark.FOUND, 1)):
         engine.steps.clear()
-        _, proof = benchmark.preempt(subject, engine, 32, 3, way)
+        proof = benchmark.preempt(subject, engine, 32, 3, way)["proof"]
         assert proof["tokens"] == 5
         assert len(engine.steps) == 5  # the prompt, three plain ones, and the one measured
         assert engine.steps[-1].prefill_tokens + engine.steps[-1].decode_tokens == computed, way
