@@ -19,22 +19,22 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise, product
+from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 import torch
 import uvicorn
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from shared import charts, cli, measure
+from shared import cli, measure
 from shared.bench import kit, rows
 from shared.bench.kit import Group, Subject
 from shared.bench.rows import Results, Row, median, percentile
@@ -50,25 +50,18 @@ from .settings import PREFIX, parse
 
 HTTP, NULL, LOSE = "http", "null", "lose"
 OFFLINE, SERVER = "engine alone", "server"
-AIM = 0.95  # share of the throughput offline, with the most streams
+AIM = 95.0  # percent of the throughput offline, with the most streams
 LONGEST_EVENT = 2**20  # bytes
 # The way of a token on the event loop, by the files and packages whose functions run.
 PARTS = {
-    "HTTP and socket": (
-        "uvicorn",
-        "h11",
-        "starlette",
-        "fastapi",
-        "anyio",
-        "sse.py",
-        "guard.py",
-        "connection.py",
-    ),
-    "chunk and JSON": ("json", "pydantic", "formats.py", "protocol.py"),
-    "text": ("tiktoken", "text.py", "tokenizer.py", "service.py"),
-    "waking the readers": ("asyncio", "selectors.py"),
+    "HTTP and socket": "uvicorn h11 starlette fastapi anyio sse.py guard.py connection.py",
+    "chunk and JSON": "json pydantic formats.py protocol.py",
+    "text": "tiktoken text.py tokenizer.py service.py",
+    "waking the readers": "asyncio selectors.py",
 }
 REST = "tickets, metrics, requests"
+Pair = tuple[str, str]  # model and dtype
+Way = Callable[["Load", Sequence[list[int]]], "Run"]  # to run a load
 
 
 @dataclass(frozen=True)
@@ -86,45 +79,39 @@ class Load:
 class Plan:
     """What is measured, and how often."""
 
-    # Models and dtypes: the first in all cases, the others with the most streams, and in float32
-    # where HTTP costs most.
-    subjects: tuple[tuple[str, str], ...] = (
-        ("gpt2", "float32"),
-        ("gpt2", "bfloat16"),
-        ("stories", "float32"),
-    )
+    # The first has all loads, the others that with the most streams, and in float32 the losing one.
+    subjects: tuple[Pair, ...] = (("gpt2", "float32"), ("gpt2", "bfloat16"), ("stories", "float32"))
     max_sequences: int = 32
     kv_memory: str = "512MiB"
     options: tuple[str, ...] = ()  # more of them, for engine and server
-    # Win: streams, and the requests that they send in all.
-    streams: tuple[tuple[int, int], ...] = ((1, 2), (8, 8), (32, 64))
-    prompt: int = 64
-    answer: int = 64
+    loads: tuple[tuple[str, int, int, int, int], ...] = (
+        (HTTP, 1, 2, 64, 64),
+        (HTTP, 8, 8, 64, 64),
+        (HTTP, 32, 64, 64, 64),
+        (NULL, 1, 1, 64, 256),  # one long request
+        (LOSE, 32, 200, 8, 1),  # the least that can be asked for
+    )
     repeats: int = 2
-    null_answer: int = 256  # Null: one long request.
-    null_repeats: int = 1
-    lose: tuple[int, int] = (200, 8)  # requests and prompt of the least that can be asked for
     # Seconds after which a thread that waits for Python's lock asks for it: Python's own setting.
     switches: tuple[float, ...] = (0.005,)
 
-    def loads(self, subject: tuple[str, str]) -> list[Load]:
-        whole, most = subject == self.subjects[0], self.streams[-1][0]
-        streams = self.streams if whole else self.streams[-1:]
-        found = [Load(HTTP, *some, self.prompt, self.answer) for some in streams]
-        if whole:
-            found.append(Load(NULL, 1, 1, self.prompt, self.null_answer))
-        if subject[1] == "float32":
-            found.append(Load(LOSE, most, *self.lose, 1))
-        return found
+    @property
+    def most(self) -> Load:
+        """HTTP with the most streams."""
+        return [Load(*load) for load in self.loads if load[0] == HTTP][-1]
 
-    def repeats_of(self, subject: tuple[str, str], load: Load) -> dict[str, int]:
-        """How often each variant runs. A long request shows nothing new when it is watched."""
-        often = self.null_repeats if load.case == NULL else self.repeats
-        most = (HTTP, self.streams[-1][0])
-        whole = subject == self.subjects[0] and (load.case, load.streams) == most
-        more = self.switches if whole else ()
-        watched = [] if load.case == NULL else [watched_name(s) for s in (SWITCH, *more)]
-        return {OFFLINE: often, SERVER: often} | dict.fromkeys(watched, 1)
+    def turns(self, subject: Pair) -> Iterator[tuple[Load, dict[str, int]]]:
+        """The loads of a subject, and how often each variant runs. A long request shows nothing new
+        when it runs again or is watched."""
+        first = subject == self.subjects[0]
+        for load in (Load(*each) for each in self.loads):
+            most = load == self.most
+            if first or most or (load.case == LOSE and subject[1] == "float32"):
+                long = load.case == NULL
+                repeats = dict.fromkeys((OFFLINE, SERVER), 1 if long else self.repeats)
+                switches = (SWITCH, *(self.switches if first and most else ()))
+                watched = {} if long else dict.fromkeys(map(watched_name, switches), 1)
+                yield load, repeats | watched
 
 
 FULL = Plan()
@@ -140,44 +127,41 @@ def watched_name(switch: float) -> str:
 def options(plan: Plan, model: str, dtype: str, linear: str) -> list[str]:
     """The command line of the server; the engine alone is made by the same. Prefixes are not
     cached: the second run would find what the first has computed."""
-    given = {
-        "model": model,
-        "device": "cpu",
-        "dtype": dtype,
-        "linear": linear,
-        "kv-memory": plan.kv_memory,
-        "threads": torch.get_num_threads(),
-        "max-sequences": plan.max_sequences,
-    }
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    weights = [] if model == "stories" else ["--random-weights"]
-    return [*words, *weights, "--no-prefix-caching", *plan.options]
-
-
-def clean_environment() -> dict[str, str]:
-    """Without the user's own settings of a server."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    more = {"kv_memory": plan.kv_memory, "max_sequences": plan.max_sequences, "device": "cpu"}
+    given = kit.server_options(model, dtype, 1, **more, linear=linear)
+    return [*given, "--no-prefix-caching", *plan.options]
 
 
 # ---- one run ------------------------------------------------------------------------------------
 
 
 @dataclass
+class Answer:
+    """Times are `time.perf_counter()`."""
+
+    sent: float
+    ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # when there was something new
+    events: list[bytes] = field(default_factory=list)  # of a server, until they are read
+
+
+@dataclass
 class Run:
-    """A load, once through. Lists are by request, in the order of sending; times are
-    `time.perf_counter()`."""
+    """A load, once through; answers in the order of sending."""
 
     seconds: float
-    sent: list[float]
-    times: list[list[float]]  # when there was something new: tokens, or an event
-    ids: list[list[int]]
+    answers: list[Answer]
     cpu: dict[str, float]  # seconds of processor time of the "engine", the "loop", the "client"
     steps: dict[str, Any] = field(default_factory=dict)  # see `steps_of`
     parts: dict[str, float] = field(default_factory=dict)  # shares of the loop's time
 
+    @property
+    def ids(self) -> list[list[int]]:
+        return [answer.ids for answer in self.answers]
+
     def kept(self) -> dict[str, Any]:
-        first = [times[0] - sent for times, sent in zip(self.times, self.sent, strict=True)]
-        between = [later - earlier for times in self.times for earlier, later in pairwise(times)]
+        first = [answer.times[0] - answer.sent for answer in self.answers]
+        between = [late - soon for answer in self.answers for soon, late in pairwise(answer.times)]
         return {
             "seconds": self.seconds,
             "cpu": self.cpu,
@@ -193,54 +177,49 @@ def steps_of(records: Sequence[Any], streams: int) -> dict[str, Any]:
     beginning. None if there was no such pass."""
     decodes = [record.decode_tokens == streams and not record.prefill_tokens for record in records]
     full = [record for record, decode in zip(records, decodes, strict=True) if decode]
-    gaps = [
-        later.started - earlier.started - earlier.seconds
-        for (earlier, later), both in zip(pairwise(records), pairwise(decodes), strict=True)
-        if all(both)
-    ]
-    return {
-        "passes": len(records),
-        "seconds": median(record.seconds for record in full) if full else None,
-        "bookkeeping": median(record.bookkeeping_seconds for record in full) if full else None,
-        "between": median(gaps) if gaps else None,
+    found = {
+        "seconds": [record.seconds for record in full],
+        "bookkeeping": [record.bookkeeping_seconds for record in full],
+        "between": [
+            later.started - earlier.started - earlier.seconds
+            for (earlier, later), both in zip(pairwise(records), pairwise(decodes), strict=True)
+            if all(both)
+        ],
     }
+    medians = {name: median(values) if values else None for name, values in found.items()}
+    return {"passes": len(records), **medians}
 
 
 def run_offline(engine: Any, load: Load, prompts: Sequence[list[int]]) -> Run:
     """The engine with nothing around it: a loop that steps, and adds a request when one has
     ended."""
     engine.steps.clear()
-    requests: list[Request] = []
-    numbers: dict[str, int] = {}
-    sent: list[float] = []
-    times: list[list[float]] = [[] for _ in prompts]
+    waiting, answers = iter(prompts), dict[str, Answer]()
 
     def send() -> None:
-        if len(requests) < len(prompts):
-            request = engine.add(Request(prompts[len(requests)], kit.greedy(load.answer)))
-            numbers[request.id] = len(requests)
-            requests.append(request)
-            sent.append(time.perf_counter())
+        for prompt in islice(waiting, 1):
+            request = engine.add(Request(prompt, kit.greedy(load.answer)))
+            answers[request.id] = Answer(time.perf_counter(), request.output.token_ids)
 
     cpu, started = time.process_time(), time.perf_counter()
     for _ in range(load.streams):
         send()
     while engine.requests:
-        tokens = engine.step()
-        now = time.perf_counter()
-        for name, token in tokens:
-            times[numbers[name]].append(now)
+        tokens, now = engine.step(), time.perf_counter()
+        for request, token in tokens:
+            answers[request].times.append(now)
             if token.finish_reason is not None:
                 send()
-    ended, used = time.perf_counter(), {"engine": time.process_time() - cpu}
-    ids = [request.output.token_ids for request in requests]
-    return Run(ended - started, sent, times, ids, used, steps_of(engine.steps, load.streams))
+    seconds, used = time.perf_counter() - started, {"engine": time.process_time() - cpu}
+    return Run(seconds, [*answers.values()], used, steps_of(engine.steps, load.streams))
 
 
-def body_of(prompt: list[int], answer: int) -> dict[str, Any]:
+def message(host: str, prompt: list[int], answer: int) -> bytes:
     """A request for exactly `answer` greedy tokens, with their ids."""
-    greedily = {"max_tokens": answer, "temperature": 0, "ignore_eos": True}
-    return {"prompt": prompt, "stream": True, "return_token_ids": True} | greedily
+    body = {"prompt": prompt, "max_tokens": answer, "temperature": 0, "ignore_eos": True}
+    text = json.dumps(body | {"stream": True, "return_token_ids": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode()
 
 
 async def run_client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
@@ -251,37 +230,30 @@ async def run_client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
     arrived. Raises RuntimeError for an invalid answer.
     """
     place = urlsplit(url)
-    messages = []
-    for prompt in prompts:
-        body = json.dumps(body_of(prompt, load.answer)).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        messages.append(head.encode() + body)
-    sent = [0.0 for _ in prompts]
-    times: list[list[float]] = [[] for _ in prompts]
-    events: list[list[bytes]] = [[] for _ in prompts]
-    queue = iter(range(len(prompts)))
+    messages = iter([message(place.netloc, prompt, load.answer) for prompt in prompts])
+    answers: list[Answer] = []
 
     async def stream() -> None:
         connection = asyncio.open_connection(place.hostname, place.port, limit=LONGEST_EVENT)
         reader, writer = await connection
         with closing(writer):
-            for number in queue:
-                sent[number] = time.perf_counter()
-                writer.write(messages[number])
+            for request in messages:
+                answers.append(answer := Answer(time.perf_counter()))
+                writer.write(request)
                 head = await reader.readuntil(b"\r\n\r\n")
                 if not head.startswith(b"HTTP/1.1 200 "):
                     raise RuntimeError(f"the server answered {head.splitlines()[0].decode()}")
-                while not (line := await reader.readuntil(b"\n\n")).endswith(b"data: [DONE]\n\n"):
-                    times[number].append(time.perf_counter())
-                    events[number].append(line)
+                while not (event := await reader.readuntil(b"\n\n")).endswith(b"data: [DONE]\n\n"):
+                    answer.times.append(time.perf_counter())
+                    answer.events.append(event)
                 await reader.readuntil(b"0\r\n\r\n")  # the end of the body
         await writer.wait_closed()
 
     cpu, started = time.process_time(), time.perf_counter()
     await asyncio.gather(*(stream() for _ in range(load.streams)))
-    ended, used = time.perf_counter(), {"client": time.process_time() - cpu}
-    return Run(ended - started, sent, times, [ids_of(some) for some in events], used)
+    seconds, used = time.perf_counter() - started, {"client": time.process_time() - cpu}
+    answers = [Answer(one.sent, ids_of(one.events), one.times) for one in answers]
+    return Run(seconds, answers, used)
 
 
 def ids_of(events: Sequence[bytes]) -> list[int]:
@@ -302,70 +274,59 @@ def client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
 # ---- processes ----------------------------------------------------------------------------------
 
 
-def process(initial: Callable[..., None] | None = None, *arguments: Any) -> Executor:
+def process(initial: Callable[..., object] | None = None, *arguments: Any) -> Executor:
     """A process of its own that runs what it is given, after `initial(*arguments)`."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, spawn, initial, arguments)
 
 
 class Engine:
-    """What the engine's process has: made by the server's command line, and able to serve.
-
-    As in the server, one thread computes and no other.
-    """
+    """What the engine's process has: made by the server's command line, and able to serve. As in
+    the server, one thread computes and no other."""
 
     made: Engine
 
     def __init__(self, arguments: list[str]) -> None:
-        for name in os.environ.keys() - clean_environment().keys():
-            del os.environ[name]
         self.settings, self.thread = parse(arguments), EngineThread()
-        make = partial(make_engine, self.settings)
-        self.engine, self.loaded = self.thread.run(make).result()
-
-    @classmethod
-    def make(cls, arguments: list[str]) -> None:
-        cls.made = cls(arguments)
-
-    def offline(self, load: Load, prompts: Sequence[list[int]]) -> Run:
-        run: Run = self.thread.run(partial(run_offline, self.engine.engine, load, prompts)).result()
-        return run
-
-    async def watched(
-        self, load: Load, prompts: Sequence[list[int]], switch: float, profile: bool
-    ) -> Run:
-        """Serve a load to a client in another process, with `switch` seconds as Python's switch
-        interval; the loop's time is divided into PARTS if it is to `profile`."""
-        made = self.thread.run(lambda: (self.engine, self.loaded))
-        made.result()
-        app = create_app(made, self.settings, None, self.thread)
-        profiler, usual = cProfile.Profile(time.thread_time), sys.getswitchinterval()
-        sys.setswitchinterval(switch)
-        try:
-            with process() as clients:
-                async with listening(app) as url:
-                    self.engine.steps.clear()
-                    loop, every = time.thread_time(), time.process_time()
-                    if profile:
-                        profiler.enable()
-                    sent = clients.submit(client, url, load, prompts)
-                    run = await asyncio.wrap_future(sent)
-                    profiler.disable()
-                    loop, every = time.thread_time() - loop, time.process_time() - every
-        finally:
-            sys.setswitchinterval(usual)
-        run.cpu |= {"engine": every - loop, "loop": loop}
-        run.steps = steps_of(list(self.engine.steps), load.streams)
-        run.parts = shares(profiler) if profile else {}
-        return run
+        self.loading = self.thread.run(partial(make_engine, self.settings))
+        self.engine = self.loading.result()[0].engine
+        Engine.made = self
 
 
 def offline(load: Load, prompts: Sequence[list[int]]) -> Run:
-    return Engine.made.offline(load, prompts)
+    made = Engine.made
+    run: Run = made.thread.run(partial(run_offline, made.engine, load, prompts)).result()
+    return run
 
 
 def watched(load: Load, prompts: Sequence[list[int]], switch: float, profile: bool = False) -> Run:
-    return asyncio.run(Engine.made.watched(load, prompts, switch, profile))
+    return asyncio.run(run_watched(load, prompts, switch, profile))
+
+
+async def run_watched(
+    load: Load, prompts: Sequence[list[int]], switch: float, profile: bool
+) -> Run:
+    """Serve a load to a client in another process, with `switch` seconds as Python's switch
+    interval; the loop's time is divided into PARTS if it is to `profile`."""
+    made = Engine.made
+    profiler, usual = cProfile.Profile(time.thread_time), sys.getswitchinterval()
+    sys.setswitchinterval(switch)
+    try:
+        with process() as clients:
+            async with listening(create_app(made.loading, made.settings, None, made.thread)) as url:
+                made.engine.steps.clear()
+                loop, every = time.thread_time(), time.process_time()
+                if profile:
+                    profiler.enable()
+                run = await asyncio.wrap_future(clients.submit(client, url, load, prompts))
+                profiler.disable()
+                loop, every = time.thread_time() - loop, time.process_time() - every
+    finally:
+        sys.setswitchinterval(usual)
+    run.cpu |= {"engine": every - loop, "loop": loop}
+    run.steps = steps_of(list(made.engine.steps), load.streams)
+    run.parts = shares(profiler) if profile else {}
+    return run
 
 
 def shares(profiler: cProfile.Profile) -> dict[str, float]:
@@ -376,7 +337,7 @@ def shares(profiler: cProfile.Profile) -> dict[str, float]:
         builtin = {caller[0]: times[2] for caller, times in callers.items()} if file == "~" else {}
         for place, taken in (builtin or {file: own}).items():
             words = place.replace("\\", "/").split("/")
-            part = (name for name, files in PARTS.items() if not set(files).isdisjoint(words))
+            part = (name for name, files in PARTS.items() if {*files.split()} & {*words})
             seconds[next(part, REST)] += taken
     total = sum(seconds.values())
     return {name: taken / total for name, taken in seconds.items()}
@@ -412,25 +373,47 @@ def clocks(pid: int) -> dict[str, float]:
 # ---- measuring ----------------------------------------------------------------------------------
 
 
+@contextmanager
+def ways_to_run(subject: Subject, plan: Plan, clients: Executor) -> Iterator[dict[str, Way]]:
+    """The engine's process and the server, as ways to run a load; that of PARTS is profiled."""
+    about = subject.about
+    arguments = options(plan, about["model"], about["dtype"], about["linear"])
+    with process(Engine, arguments) as engine:
+        # Both try out their linear layers, and must not do so at the same time.
+        engine.submit(int).result()
+        with own_server(arguments, quiet=True) as server:
+
+            def by_server(load: Load, prompts: Sequence[list[int]]) -> Run:
+                before = clocks(server.pid)
+                run: Run = clients.submit(client, server.url, load, prompts).result()
+                run.cpu |= {name: now - before[name] for name, now in clocks(server.pid).items()}
+                return run
+
+            def by_engine(do: Callable[..., Run], *more: Any) -> Way:
+                return lambda load, prompts: engine.submit(do, load, prompts, *more).result()
+
+            own = {watched_name(s): by_engine(watched, s) for s in (SWITCH, *plan.switches)}
+            parts = by_engine(watched, SWITCH, True)
+            yield {OFFLINE: by_engine(offline), SERVER: by_server, **own, "parts": parts}
+
+
 def measure_load(
-    subject: Subject, load: Load, repeats: Mapping[str, int], ways: Mapping[str, Callable[..., Run]]
+    subject: Subject, load: Load, repeats: Mapping[str, int], ways: Mapping[str, Way]
 ) -> Group:
     """One load in turn by each of the ways, every answer proved."""
     prompts = subject.prompts([load.prompt] * load.requests)
     runs = {name: partial(ways[name], load, prompts) for name in repeats}
     found = measure.turns(runs, repeats, warmup=0)
-    alone = found[OFFLINE][-1].ids
-    kept = {name: [run.kept() for run in runs] for name, runs in found.items()}
-    every = {
-        name: [prove(subject, load, prompts, run.ids) for run in runs]
+    kept = {
+        name: [run.kept() | {"proof": prove(subject, load, prompts, run.ids)} for run in runs]
         for name, runs in found.items()
     }
+    alone = found[OFFLINE][-1].ids
     return {
         **subject.about,
         **asdict(load),
         "lengths": kit.packed([(load.prompt, load.answer)] * load.requests),
         **kit.by_variant(kept),
-        "proof": {name: proofs[-1] for name, proofs in every.items()},
         "same": {name: sum(map(list.__eq__, runs[-1].ids, alone)) for name, runs in found.items()},
     }
 
@@ -449,54 +432,33 @@ def prove(
 
 
 def run(plan: Plan) -> dict[str, Any]:
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        del os.environ[name]  # the user's own settings of a server
     results: dict[str, Any] = {HTTP: [], NULL: [], LOSE: [], "parts": {}}
-    todo = [(subject, load) for subject in plan.subjects for load in plan.loads(subject)]
-    with tqdm(total=len(todo), unit="load") as bar, process() as clients:
+    most, total = plan.most, sum(len(list(plan.turns(pair))) for pair in plan.subjects)
+    warm = replace(most, requests=most.streams, answer=2)
+    with tqdm(total=total, unit="load") as bar, process() as clients:
         for model, dtype in plan.subjects:
             subject = Subject(kit.shape(model), getattr(torch, dtype))
-            arguments = options(plan, model, dtype, subject.about["linear"])
-            with ExitStack() as stack:
-                engine = stack.enter_context(process(Engine.make, arguments))
-                # Both try out their linear layers, and must not do so at the same time.
-                engine.submit(int).result()
-                server = own_server(arguments, quiet=True, environment=clean_environment())
-                serving = stack.enter_context(server)
-
-                def by_engine(do: Any, *arguments: Any, engine: Any = engine) -> Run:
-                    done: Run = engine.submit(do, *arguments).result()
-                    return done
-
-                def by_server(load: Load, prompts: Any, serving: Any = serving) -> Run:
-                    before = clocks(serving.pid)
-                    run: Run = clients.submit(client, serving.url, load, prompts).result()
-                    now = clocks(serving.pid)
-                    run.cpu |= {name: now[name] - before[name] for name in now}
-                    return run
-
-                ways: dict[str, Any] = {OFFLINE: partial(by_engine, offline), SERVER: by_server}
-                for switch in (SWITCH, *plan.switches):
-                    ways[watched_name(switch)] = lambda *given, by=by_engine, s=switch: by(
-                        watched, *given, s
-                    )
-                loads = plan.loads((model, dtype))
-                http = [load for load in loads if load.case == HTTP]
-                most = max(http, key=lambda load: load.streams)
-                warm = replace(most, requests=most.streams, answer=2)
+            with ways_to_run(subject, plan, clients) as ways:
                 for name in (OFFLINE, SERVER):
                     ways[name](warm, subject.prompts([warm.prompt] * warm.requests, "warm"))
-                for load in loads:
+                for load, repeats in plan.turns((model, dtype)):
                     bar.set_postfix_str(f"{load.case}, {load.streams} streams, {model}, {dtype}")
-                    repeats = plan.repeats_of((model, dtype), load)
                     results[load.case].append(measure_load(subject, load, repeats, ways))
                     bar.update()
                 if not results["parts"]:
                     prompts = subject.prompts([most.prompt] * most.requests)
-                    profiled = by_engine(watched, most, prompts, SWITCH, True)
-                    results["parts"] = profiled.parts
+                    results["parts"] = ways["parts"](most, prompts).parts
     return results
 
 
 # ---- predictions --------------------------------------------------------------------------------
+
+
+def cpu(row: Row, who: str) -> list[float]:
+    """Seconds of processor time of the "engine", the "loop" or the "client" in every run."""
+    return [used[who] for used in row["cpu"] if who in used]
 
 
 def beside(row: Row) -> Row:
@@ -507,23 +469,23 @@ def beside(row: Row) -> Row:
 
 def python_seconds(row: Row, who: str) -> float:
     """Processor time of the "loop" or the "client" for the whole load, as it was watched."""
-    return median(cpu[who] for cpu in beside(row)["cpu"])
+    return median(cpu(beside(row), who))
 
 
 def predicted(row: Row) -> tuple[float, float]:
-    """Shares of the throughput offline that should be left, the least and the most, by what loop
+    """Percent of the throughput offline that should be left, the least and the most, by what loop
     and client compute. The least: the engine stands still for all of it. The most: it takes its
     share of every processor."""
-    alone = row.of(OFFLINE).median
+    alone, cpus = row.of(OFFLINE).median, row.results.content["machine"]["cpus"]
     more = python_seconds(row, "loop") + python_seconds(row, "client")
-    cpus = row.results.content["machine"]["cpus"]
-    return alone / (alone + more), alone / (alone + more / cpus)
+    return 100 * alone / (alone + more), 100 * alone / (alone + more / cpus)
 
 
 def share(row: Row) -> Summary:
-    """Throughput of the server over that of the engine alone, of the pairs that ran in turn."""
+    """Percent of the throughput of the engine alone that the server has, of the pairs that ran in
+    turn."""
     pairs = zip(row.of(OFFLINE)["seconds"], row.of(SERVER)["seconds"], strict=True)
-    return summarize([alone / server for alone, server in pairs])
+    return summarize([100 * alone / server for alone, server in pairs])
 
 
 # ---- tables and charts --------------------------------------------------------------------------
@@ -531,130 +493,126 @@ def share(row: Row) -> Summary:
 
 def share_text(row: Row) -> str:
     found, (least, most) = share(row), predicted(row)
-    spread = f"{found.median:.1%} ({found.low:.1%} to {found.high:.1%})"
-    return f"{spread}, {least:.1%} to {most:.1%}"
+    spread = f"{found.median:.1f}% ({found.low:.1f}% to {found.high:.1f}%)"
+    return f"{spread}, {least:.1f}% to {most:.1f}%"
 
 
-def quantile(key: str, place: int) -> rows.Column:
-    """The median of the runs, in ms."""
-
-    def text(row: Row) -> str:
-        runs = row[key]
-        return f"{median(run[place] for run in runs) * 1e3:,.1f}" if all(runs) else ""
-
-    return text
-
-
-def busy(who: str) -> rows.Column:
-    """Processors that the engine, the loop or the client kept busy on average."""
-
-    def text(row: Row) -> str:
-        pairs = zip(row["cpu"], row["seconds"], strict=True)
-        found = [cpu[who] / seconds for cpu, seconds in pairs if who in cpu]
-        return f"{median(found):.2f}" if found else ""
-
-    return text
-
-
-def both(results: Results) -> list[Row]:
-    """The engine alone and the server, in all cases."""
-    groups = [row for case in (HTTP, NULL, LOSE) for row in results.groups(case)]
-    return [row.of(name) for row in groups for name in (OFFLINE, SERVER)]
+def latency_table(results: Results) -> str:
+    """The engine alone and the server, in all cases: medians of the runs, and how many processors
+    engine, loop and client kept busy on average."""
+    groups = [group for case in (HTTP, NULL, LOSE) for group in results.groups(case)]
+    lines = []
+    for row in (group.of(name) for group in groups for name in (OFFLINE, SERVER)):
+        line = {"model": f"{row['model']}, {row['dtype']}", "streams": row["streams"]}
+        line |= {"requests": row["requests"], "answer": row["answer"], "engine": row.variant}
+        for key, (place, name) in product(("ttft", "itl"), enumerate(("p50", "p99"))):
+            known = [run[place] for run in row[key] if run]
+            line[f"{key.upper()} {name}, ms"] = f"{median(known) * 1e3:,.1f}" if known else ""
+        for who in ("engine", "loop", "client"):
+            busy = [
+                used / taken for used, taken in zip(cpu(row, who), row["seconds"], strict=False)
+            ]
+            line[f"CPUs: {who}"] = f"{median(busy):.2f}" if busy else ""
+        lines.append(line)
+    cells = {name: itemgetter(name) for name in lines[0]}  # a name with a colon is no format
+    return rows.table(lines, " | ".join(cells), cells)
 
 
-def pass_of(row: Row) -> dict[str, float]:
-    """Medians of some runs: seconds of a pass that decodes for all streams, of what in it is not
-    the model, and from its end to the next one. Empty if they had no such pass."""
-    names, runs = ("seconds", "bookkeeping", "between"), row["steps"]
-    if any(steps.get(name) is None for steps in runs for name in names):
-        return {}
-    return {name: median(steps[name] for steps in runs) for name in names}
-
-
-def passes(results: Results) -> list[Row]:
-    """The engine's thread, alone and beside the loop."""
-    return [row for row in results.rows(HTTP) if pass_of(row) and pass_of(row.of(OFFLINE))]
-
-
-def longer(row: Row) -> float:
-    """Seconds that a pass and the way to the next one take longer than alone."""
-    alone, own = pass_of(row.of(OFFLINE)), pass_of(row)
-    return sum(own[key] - alone[key] for key in ("seconds", "between"))
-
-
-def a_pass(row: Row, who: str) -> float:
-    """Processor time of the loop or the client, in seconds a pass."""
-    runs = zip(row["cpu"], row["steps"], strict=True)
-    return median(cpu[who] / steps["passes"] for cpu, steps in runs)
-
-
-def watched_only(value: Callable[[Row], str]) -> rows.Column:
-    return lambda row: "" if row.variant == OFFLINE else value(row)
-
-
-def in_ms(row: Row, *keys: str) -> str:
-    return ", ".join(f"{pass_of(row)[key] * 1e3:.2f}" for key in keys)
-
-
-def main_row(results: Results) -> Row:
-    """The first model with the most streams."""
-    first, *_ = results.groups(HTTP)
-    own = results.groups(HTTP, model=first["model"], dtype=first["dtype"])
-    return max(own, key=lambda row: row["streams"])
-
-
-def loop_parts(results: Results) -> dict[str, float]:
-    """Microseconds a token on the loop, part by part."""
-    row = main_row(results)
-    total = python_seconds(row, "loop") / row.tokens * 1e6
-    return {name: part * total for name, part in results["parts"].items()}
-
-
-def token_lines(results: Results) -> list[dict[str, str]]:
-    """A token's way on the loop."""
-    found, row = loop_parts(results), main_row(results)
-    total, own = sum(found.values()), python_seconds(row, "client") / row.tokens * 1e6
-    shares = {name: f"{part / total:.0%}" for name, part in found.items()}
-    found |= {"**all of it**": total, "the client, in its own process": own}
-    return [
-        {"on the loop": name, "us a token": f"{part:.1f}", "share": shares.get(name, "")}
-        for name, part in found.items()
-    ]
-
-
-def a_request(who: str) -> rows.Column:
-    return lambda row: f"{python_seconds(row, who) / row['requests'] * 1e6:,.0f}"
+def a_request(row: Row, who: str) -> str:
+    """Microseconds of the loop or the client."""
+    return f"{python_seconds(row, who) / row['requests'] * 1e6:,.0f}"
 
 
 def requests_a_second(variant: str) -> rows.Column:
     return lambda row: summarize(row.of(variant)["seconds"]).of(row["requests"]).show()
 
 
+def main_rows(results: Results) -> list[Row]:
+    """Of the first model and dtype, by streams."""
+    first = results.groups(HTTP)[0]
+    own = results.groups(HTTP, model=first["model"], dtype=first["dtype"])
+    return sorted(own, key=lambda row: row["streams"])
+
+
+def pass_of(row: Row) -> dict[str, float]:
+    """Medians of some runs, in ms: of a pass that decodes for all streams, of what in it is not the
+    model, and from its end to the next one. Empty if they had no such pass."""
+    names, runs = ("seconds", "bookkeeping", "between"), row["steps"]
+    if any(steps.get(name) is None for steps in runs for name in names):
+        return {}
+    return {name: median(steps[name] for steps in runs) * 1e3 for name in names}
+
+
+def longer(row: Row) -> dict[str, float]:
+    """Milliseconds that a pass, and the way to the next one, take longer than alone. Empty if
+    there is no such pass."""
+    alone, own = pass_of(row.of(OFFLINE)), pass_of(row)
+    return {name: own[name] - alone[name] for name in ("seconds", "between") if own and alone}
+
+
+def pass_lines(results: Results) -> Iterator[dict[str, str]]:
+    """The engine's thread, alone and beside the loop."""
+    names = ("longer than alone, ms", "the loop, ms", "the client, ms", "longer over the loop's")
+    for row in results.rows(HTTP):
+        if not (more := longer(row)):
+            continue
+        own, cells = pass_of(row), ["", "", "", ""]
+        if row.variant != OFFLINE:  # a single run
+            whole, passes = sum(more.values()), row["steps"][0]["passes"]
+            loop, client = (cpu(row, who)[0] / passes * 1e3 for who in ("loop", "client"))
+            cells = [f"{whole:.2f}", f"{loop:.2f}", f"{client:.2f}", f"{whole / loop:.1f}x"]
+        yield {
+            "dtype": row["dtype"],
+            "streams": row["streams"],
+            "engine's thread": row.variant,
+            "step, ms": f"{own['seconds']:.2f}, {own['bookkeeping']:.2f}",
+            "until the next, ms": f"{own['between']:.2f}",
+            **dict(zip(names, cells, strict=True)),
+        }
+
+
+def token_costs(results: Results) -> dict[str, float]:
+    """Microseconds a token, with the most streams: of the parts of the loop, and of the client."""
+    row = main_rows(results)[-1]
+    loop, client = (python_seconds(row, who) / row.tokens * 1e6 for who in ("loop", "client"))
+    return {name: part * loop for name, part in results["parts"].items()} | {"client": client}
+
+
+def token_lines(results: Results) -> Iterator[dict[str, str]]:
+    """A token's way on the loop."""
+    found = token_costs(results)
+    client = found.pop("client")
+    total = sum(found.values())
+    for name, part in found.items():
+        yield {"on the loop": name, "us a token": f"{part:.1f}", "share": f"{part / total:.0%}"}
+    for name, part in (("**all of it**", total), ("the client, in its own process", client)):
+        yield {"on the loop": name, "us a token": f"{part:.1f}", "share": ""}
+
+
+def beside_a_pass(results: Results) -> Iterator[dict[str, Any]]:
+    """What a token costs beside its step: how much longer the engine's thread takes, and the
+    loop."""
+    row = main_rows(results)[-1]
+    titles = {"seconds": "thread: longer step", "between": "thread: longer until the next"}
+    for name, more in longer(beside(row)).items():
+        yield {"name": titles[name], "us": max(0.0, more / row["streams"] * 1e3)}
+    for name, cost in token_costs(results).items():
+        yield {"name": name if name == "client" else f"loop: {name}", "us": cost}
+
+
 COLUMNS: dict[str, rows.Column] = {
-    "engine's thread": "variant",
-    "step, ms": lambda row: in_ms(row, "seconds", "bookkeeping"),
-    "until the next, ms": lambda row: in_ms(row, "between"),
-    "longer than alone, ms": watched_only(lambda row: f"{longer(row) * 1e3:.2f}"),
-    "the loop, ms": watched_only(lambda row: f"{a_pass(row, 'loop') * 1e3:.2f}"),
-    "the client, ms": watched_only(lambda row: f"{a_pass(row, 'client') * 1e3:.2f}"),
-    "longer over the loop's": watched_only(lambda row: f"{longer(row) / a_pass(row, 'loop'):.1f}x"),
     "model": lambda row: f"{row['model']}, {row['dtype']}",
-    "requests": lambda row: row["requests"],
     "alone, tok/s": lambda row: row.of(OFFLINE).rate.show(),
-    "server, tok/s": lambda row: row.of(SERVER).rate.show(),
     "share, predicted": share_text,
-    "same tokens": lambda row: (row if row.variant else row.of(SERVER)).alike(OFFLINE, "alone"),
-    **{f"TTFT {name}, ms": quantile("ttft", at) for at, name in enumerate(("p50", "p99"))},
-    **{f"ITL {name}, ms": quantile("itl", at) for at, name in enumerate(("p50", "p99"))},
-    **{f"CPUs: {who}": busy(who) for who in ("engine", "loop", "client")},
+    "same tokens": lambda row: row.of(SERVER).alike(OFFLINE, "alone"),
     "alone, requests/s": requests_a_second(OFFLINE),
     "server, requests/s": requests_a_second(SERVER),
     "steps": lambda row: ", ".join(
         f"{median(steps['passes'] for steps in one['steps']):.0f}"
         for one in (row.of(OFFLINE), beside(row))
     ),
-    "loop, us a request": a_request("loop"),
-    "client, us a request": a_request("client"),
+    "loop, us a request": lambda row: a_request(row, "loop"),
+    "client, us a request": lambda row: a_request(row, "client"),
 }
 LOADS = "model | streams | alone, tok/s | server, tok/s | share, predicted | same tokens"
 TABLES = rows.tables(
@@ -662,70 +620,48 @@ TABLES = rows.tables(
     f"""
     http: {LOADS}
     null: {LOADS}
-    latency: model | streams | requests | answer | engine | TTFT p50, ms | TTFT p99, ms
-      | ITL p50, ms | ITL p99, ms | CPUs: engine | CPUs: loop | CPUs: client
     lose: model | streams | alone, requests/s | server, requests/s | share, predicted | steps
       | loop, us a request | client, us a request | same tokens
-    passes: dtype | streams | engine's thread | step, ms | until the next, ms
-      | longer than alone, ms | the loop, ms | the client, ms | longer over the loop's
     """,
     tokens=token_lines,
-    passes=passes,
-    latency=both,
+    passes=pass_lines,
+    latency=latency_table,
 )
-
-
-def http_chart(results: Results) -> Figure:
-    """Share of the throughput offline by streams, of the first model; with both predictions."""
-    first = main_row(results)
-    own = results.groups(HTTP, model=first["model"], dtype=first["dtype"])
-    found, forecast = [share(row) for row in own], [predicted(row) for row in own]
-    aim = f"aim at {first['streams']}"
-    return charts.lines(
+STREAMS = FULL.most.streams
+CHARTS = {
+    "http": rows.lines(
         "What is left of the engine's throughput behind HTTP",
-        f"streams (GPT-2 124M shape, {first['dtype']})",
-        "% of the tok/s of the engine alone",
-        [row["streams"] for row in own],
+        ("streams (GPT-2 124M shape, float32)", "% of the tok/s of the engine alone"),
+        main_rows,
+        "streams",
         {
-            "server": [100 * one.median for one in found],
-            "if no request waits": [100 * most for _, most in forecast],
-            "if the engine waits": [100 * least for least, _ in forecast],
-            aim: [100 * AIM for _ in own],
+            "server": share,
+            "if no request waits": lambda row: predicted(row)[1],
+            "if the engine waits": lambda row: predicted(row)[0],
+            f"aim at {STREAMS}": lambda row: AIM,
         },
-        spread={"server": [(100 * one.low, 100 * one.high) for one in found]},
-        dashed=("if no request waits", "if the engine waits", aim),
+        dashed=("if no request waits", "if the engine waits", f"aim at {STREAMS}"),
         log_x=True,
-    )
-
-
-def where_chart(results: Results) -> Figure:
-    """What a token costs beside its step: how much longer the engine's thread takes, and the
-    loop."""
-    row = main_row(results)
-    alone, watched = pass_of(row.of(OFFLINE)), pass_of(beside(row))
-    found: dict[str, float] = {}
-    if alone and watched:
-        names = {"seconds": "thread: longer step", "between": "thread: longer until the next"}
-        for key, name in names.items():
-            found[name] = (watched[key] - alone[key]) / row["streams"] * 1e6
-    found |= {f"loop: {name}": part for name, part in loop_parts(results).items()}
-    found["client"] = python_seconds(row, "client") / row.tokens * 1e6
-    title = "What a token costs beside its step"
-    x = f"microseconds a token, {row['streams']} streams (GPT-2 124M shape, {row['dtype']})"
-    shown = {"beside the loop": [max(0.0, cost) for cost in found.values()]}
-    return charts.bars(title, x, list(found), shown)
+    ),
+    "where": rows.bars(
+        "What a token costs beside its step",
+        (f"microseconds a token, {STREAMS} streams (GPT-2 124M shape, float32)",),
+        beside_a_pass,
+        "name",
+        {"beside the loop": "us"},
+    ),
+}
 
 
 def headline(results: Results) -> str:
-    row = main_row(results)
+    row = main_rows(results)[-1]
     return (
-        f"{share(row).median:.0%} of the offline engine's tok/s behind HTTP, {row['streams']} "
+        f"{share(row).median:.0f}% of the offline engine's tok/s behind HTTP, {row['streams']} "
         f"streams (GPT-2 124M shape, {row['dtype']})"
     )
 
 
 ABOUT = "Measures the server against the engine alone on this CPU."
-CHARTS = {"http": http_chart, "where": where_chart}
 BENCHMARK = kit.Benchmark("stage06_serving", ABOUT, FULL, QUICK, run, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 

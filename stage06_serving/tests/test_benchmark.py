@@ -25,8 +25,8 @@ from stage06_serving.settings import parse
 
 TINY = replace(
     FULL, subjects=(("stories", "float32"),), max_sequences=4, kv_memory="8MiB",
-    options=("--sanitize",), streams=((1, 2), (3, 5)), prompt=5, answer=12, repeats=1,
-    null_answer=20, lose=(7, 3),
+    options=("--sanitize",), repeats=1,
+    loads=((HTTP, 1, 2, 5, 12), (HTTP, 3, 5, 5, 12), (NULL, 1, 1, 5, 20), (LOSE, 3, 7, 3, 1)),
 )  # fmt: skip
 WATCHED = [benchmark.watched_name(switch) for switch in (SWITCH, *TINY.switches)]
 
@@ -89,13 +89,14 @@ def test_times_and_shares_fit_together(results):
                 assert cpu.keys() == mine and min(cpu.values()) >= 0
         assert benchmark.python_seconds(group, "client") > 0
         least, most = benchmark.predicted(group)
-        assert 0 < least <= most < 1
+        assert 0 < least <= most < 100
 
 
 def test_the_parts_of_a_token_s_way_make_the_whole(results):
-    parts = benchmark.loop_parts(results)
+    parts = benchmark.token_costs(results)
+    row, client = benchmark.main_rows(results)[-1], parts.pop("client")
     assert list(parts) == [*benchmark.PARTS, benchmark.REST] and all(parts.values())
-    row = benchmark.main_row(results)
+    assert client * row.tokens / 1e6 == pytest.approx(benchmark.python_seconds(row, "client"))
     whole = benchmark.python_seconds(row, "loop")
     assert row["streams"] == 3
     assert sum(parts.values()) * row.tokens / 1e6 == pytest.approx(whole)
@@ -106,8 +107,8 @@ def test_a_prediction_is_between_a_halt_and_a_fair_share():
     seconds = {OFFLINE: [8.0], SERVER: [9.0]} | dict.fromkeys(WATCHED, [9.0])
     content = {"machine": {"cpus": 4}, "configuration": {}, "limits": vars(LIMITS), "results": {}}
     row = Row(Results(content), {"seconds": seconds, "cpu": cpu})
-    assert benchmark.predicted(row) == (8 / 10, 8 / 8.5)
-    assert benchmark.share(row).median == pytest.approx(8 / 9)
+    assert benchmark.predicted(row) == pytest.approx((80, 100 * 8 / 8.5))
+    assert benchmark.share(row).median == pytest.approx(100 * 8 / 9)
 
 
 def test_passes_that_do_something_else_are_not_compared():
@@ -132,8 +133,9 @@ def test_offline_the_next_request_follows_as_soon_as_one_has_ended(tiny_model):
     run = benchmark.run_offline(engine, load, prompts)
     rows = [record.rows for record in engine.steps]
     assert rows == [3] * 12 + [1] * 6 and run.steps["passes"] == len(rows)
-    assert [len(times) for times in run.times] == [load.answer] * load.requests
-    assert run.sent == sorted(run.sent) and run.sent[3] >= run.times[0][-1]
+    assert [len(answer.times) for answer in run.answers] == [load.answer] * load.requests
+    sent = [answer.sent for answer in run.answers]
+    assert sent == sorted(sent) and sent[3] >= run.answers[0].times[-1]
     outputs = engine.generate(prompts, greedy(load.answer))
     assert run.ids == [output.token_ids for output in outputs]
 
