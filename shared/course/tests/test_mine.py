@@ -168,6 +168,7 @@ def test_reset_of_one_task_leaves_the_others_and_a_broken_file(home):
     source = mine.read(folder / "cache.py")
     assert [task for task in tasks if mine.is_open(source, STAGE, task)] == [tasks[1]]
     assert source.endswith("# mine\n") and "# mine" in mine.read(kept / "cache.py")
+    assert sorted(path.name for path in folder.iterdir()) == mine.files(STAGE)
 
 
 def test_results_are_kept_until_the_copy_changes(home):
