@@ -39,11 +39,8 @@ def test_each_batch_and_its_cache_have_their_size(content: dict[str, Any]) -> No
         each = PRESETS["tiny"].kv_bytes_per_token(row.kind)
         assert row["bytes"] == benchmark.held(row) == row.requests * (6 + new - 1) * each
         assert row["proof"]["tokens"] == row.tokens == row.requests * new
-
-
-def test_transformers_answers_the_same_in_float32(content: dict[str, Any]) -> None:
     for row in Results(content).groups("peers", dtype="float32"):
-        assert set(row["same"].values()) == {row.requests}
+        assert set(row["same"].values()) == {row.requests}  # transformers' too
 
 
 def test_waste_is_counted_as_arithmetic_counts_it(content: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from stage03_batching.cache import PaddedCache
 LENGTHS = [5, 1, 12, 8, 12, 3]  # of the prompts: the second is nearly all padding, two have none
 STEPS = 7  # decode passes after the prompts
 WIDTH, COLUMNS = max(LENGTHS), max(LENGTHS) + STEPS
+ONE_BY_ONE = [WIDTH] + [1] * STEPS
 # (B, COLUMNS): the columns with a token; an argument in other libraries, the attention mask.
 REAL = torch.tensor([[False] * (WIDTH - length) + [True] * (length + STEPS) for length in LENGTHS])
 
@@ -43,10 +44,10 @@ def rectangle(rows):
     return torch.tensor([[0] * (COLUMNS - len(row)) + row for row in rows])
 
 
-def through_cache(model, cache, tokens, cuts=(WIDTH, *[1] * STEPS)):
+def through_cache(model, cache, tokens, cuts=ONE_BY_ONE):
     """Hidden states (B, columns, C) of `tokens` (B, columns), in passes of `cuts` columns."""
     parts = []
-    for part in tokens.split(list(cuts), dim=1):
+    for part in tokens.split(cuts, dim=1):
         attention = cache.extend(part.shape[1])
         parts.append(model(part, attention.positions, attention.attend))
     return torch.cat(parts, dim=1)
@@ -58,20 +59,11 @@ def assert_each_as_alone(hidden, alone):
         assert torch.allclose(own, single, rtol=0, atol=1e-12), f"row {row}"
 
 
-@pytest.mark.parametrize("steps", [0, 1, STEPS])
+@pytest.mark.parametrize("cuts", [ONE_BY_ONE, [COLUMNS], [1] * COLUMNS, [4, 9, 6], [11, 1, 7]])
 @torch.inference_mode()
-def test_each_row_is_what_it_is_alone(steps, tiny_model, cache, rows, alone):
-    """Catches positions that count padding, and a mask that decode steps forget."""
-    tokens = rectangle(rows)[:, : WIDTH + steps]
-    hidden = through_cache(tiny_model, cache, tokens, [WIDTH] + [1] * steps)
-    pairs = zip(LENGTHS, alone, strict=True)
-    assert_each_as_alone(hidden, [single[: length + steps] for length, single in pairs])
-
-
-@pytest.mark.parametrize("cuts", [[COLUMNS], [1] * COLUMNS, [4, 9, 6], [11, 1, 7]], ids=str)
-@torch.inference_mode()
-def test_any_cutting_into_passes_gives_the_same(cuts, tiny_model, cache, rows, alone):
-    """Also cuts inside the padding, and passes of several columns behind it."""
+def test_each_row_is_what_it_is_alone(cuts, tiny_model, cache, rows, alone):
+    """Catches positions that count padding, and a mask that decode steps forget. Also cuts inside
+    the padding, and passes of several columns behind it."""
     assert_each_as_alone(through_cache(tiny_model, cache, rectangle(rows), cuts), alone)
 
 
@@ -79,7 +71,7 @@ def test_any_cutting_into_passes_gives_the_same(cuts, tiny_model, cache, rows, a
 def test_positions_are_the_cumulative_mask_minus_one(cache):
     """Pitfall 5: positions 0, 1, 2, ... from the left edge of the rectangle."""
     expected = REAL.cumsum(1) - 1
-    got = torch.cat([cache.extend(count).positions for count in [WIDTH] + [1] * STEPS], dim=1)
+    got = torch.cat([cache.extend(count).positions for count in ONE_BY_ONE], dim=1)
     assert torch.equal(got[REAL], expected[REAL])
     assert got[1].tolist() == [0] * 11 + list(range(1 + STEPS))  # padding has a valid one
 
@@ -87,7 +79,7 @@ def test_positions_are_the_cumulative_mask_minus_one(cache):
 @torch.inference_mode()
 def test_every_pass_hides_the_padding(cache):
     """Pitfall 6: a mask at prefill, and none on the decode steps."""
-    for count in [WIDTH] + [1] * STEPS:
+    for count in ONE_BY_ONE:
         attention = cache.extend(count)
         start, end = cache.length - count, cache.length
         assert attention.mask.shape == (len(LENGTHS), 1, count, end)

@@ -184,44 +184,29 @@ def test_calls_that_are_errors(engine, tiny_model):
             Engine(tiny_model, max_batch=max_batch)
 
 
-INVALID: list[tuple[list[int], dict[str, Any], str]] = [
-    *(
+@pytest.mark.parametrize(
+    ("prompt", "options", "says"),
+    [
         ([], {}, "empty"),
         ([3] * 64, {}, "shorten the prompt to 63"),
-        ([3] * 5000, {}, "5000 tokens"),
-    ),
-    *(([5, 101], {}, "Token id 101"), ([-1], {}, "Token id -1"), ([5], {"top_k": 102}, "top_k")),
-    ([5], {"stop_token_ids": (101,)}, "stop_token_ids"),
-    # Every token would end a text that must not end yet.
-    ([4], {"min_tokens": 2, "stop_token_ids": tuple(range(101))}, "min_tokens"),
-]
-
-
-@pytest.mark.parametrize("place", [0, 2])
-@pytest.mark.parametrize(("prompt", "options", "says"), INVALID)
-def test_an_unfit_prompt_fails_alone(engine, naive, place, prompt, options, says):
-    params = SamplingParams(max_tokens=4, logprobs=0)
-    good = [[1, 2, 3], [4]]
-    sampling = [params] * 3
-    sampling[place] = SamplingParams(max_tokens=4, **options)
-    outputs = engine.generate([*good[:place], prompt, *good[place:]], sampling)
-    bad = outputs.pop(place)
-    assert (bad.prompt_ids, bad.token_ids, bad.finish_reason) == (prompt, [], "error")
-    assert bad.error is not None and says in bad.error
+        ([5, 101], {}, "Token id 101"),
+        ([5], {"stop_token_ids": (101,)}, "stop_token_ids"),
+    ],
+)
+def test_an_unfit_prompt_fails_alone_and_takes_no_seat(tiny_model, naive, prompt, options, says):
+    engine, good = Engine(tiny_model, max_batch=2), [[1, 2, 3], [4], [6, 5]]
+    params, wrong = (SamplingParams(max_tokens=4, logprobs=0, **each) for each in ({}, options))
+    sampling = [wrong, params, wrong, params, params]
+    outputs = engine.generate([prompt, good[0], prompt, *good[1:]], sampling)
+    for bad in (outputs.pop(2), outputs.pop(0)):
+        assert (bad.prompt_ids, bad.token_ids, bad.finish_reason) == (prompt, [], "error")
+        assert bad.error is not None and says in bad.error
     assert_same(outputs, naive.generate(good, params))
-    assert all(output.error is None for output in outputs)
-    assert engine.steps[0].rows == 2  # it takes no part
+    assert [output.error for output in outputs] == [None] * 3
+    assert [step.rows for step in engine.steps] == [2] * 4 + [1] * 4
     with pytest.raises(UserError, match=says):
-        next(engine.stream(prompt, sampling[place]))
-
-
-def test_unfit_prompts_take_no_seat_in_a_batch(tiny_model):
-    engine = Engine(tiny_model, max_batch=2)
-    outputs = engine.generate([[], [1], [101], [2, 3], [4]], SamplingParams(max_tokens=2))
-    assert [place for place in range(5) if outputs[place].finish_reason == "error"] == [0, 2]
-    assert work(engine) == [(2, 3, 0, 1), (2, 0, 2, 0), (1, 1, 0, 0), (1, 0, 1, 0)]
-    outputs = engine.generate([[], []], SamplingParams())
-    assert [output.finish_reason for output in outputs] == ["error", "error"]
+        next(engine.stream(prompt, wrong))
+    assert engine.generate([prompt], wrong)[0].finish_reason == "error"
     assert (engine.steps, engine.cache_bytes) == ([], 0)
 
 

@@ -54,19 +54,36 @@ def answers(out: str) -> dict[int, str]:
     return {int(number): text.removesuffix("\n\n") for number, text in pairs}
 
 
-def test_every_prompt_is_answered_in_order_as_it_would_be_alone(call):
-    lines = ["hello", "a", "a longer prompt", "hello"]
-    status, out, err = call(lines, "--max-tokens", "9")
-    assert status == 0 and list(answers(out)) == [1, 2, 3, 4]
-    for line, text in zip(lines, answers(out).values(), strict=True):
-        assert call(line, "--max-tokens", "9")[1] == text + "\n"
+def answered_as_alone(call: Callable[..., Any], lines: list[str], *options: str) -> str:
+    """All `lines` are answered with 9 tokens each, as each is alone. Returns standard error."""
+    status, out, err = call(lines, "--max-tokens", "9", *options)
+    assert status == 0 and sorted(answers(out)) == list(range(1, len(lines) + 1))
+    for line, text in zip(lines, map(answers(out).get, range(1, len(lines) + 1)), strict=True):
+        assert call(line, "--max-tokens", "9")[1] == f"{text}\n"
+    assert err.count("\n") > 1 and f"finish reasons: {len(lines)} length; model, float64" in err
+    return err
+
+
+def told_without_a_prompt(stage: Any, monkeypatch: Any, capsys: Any, *options: str) -> str:
+    """The embedded model, nothing on standard input: the built-in prompts are continued. Returns
+    standard error."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO())))
+    assert stage.main([*options, "--linear", "plain"]) == 0
+    out, err = capsys.readouterr()
+    prompts = [prompt if isinstance(prompt, str) else prompt[0] for prompt in stage.PROMPTS]
+    texts = answers(out)
+    assert sorted(texts) == list(range(1, len(prompts) + 1))
+    for number, prompt in enumerate(prompts, 1):
+        assert texts[number].startswith(prompt) and len(texts[number]) > len(prompt)
+    return err
+
+
+def test_every_prompt_is_answered_as_it_would_be_alone(call):
+    err = answered_as_alone(call, ["hello", "a", "a longer prompt", "hello"])
     assert err.startswith("[4 prompts, 36 tokens in 9 steps and ")
-    assert "finish reasons: 4 length; model, float64" in err
     # 4 prompts of 15 columns, and 8 passes of 4 rows that end together.
-    assert (
-        "[wasted: 34 padded tokens in prefill and 0 idle row-steps in decode, 37.0 % of all 92"
-        in err
-    )
+    wasted = "34 padded tokens in prefill and 0 idle row-steps in decode, 37.0 % of all 92"
+    assert f"[wasted: {wasted}" in err
 
 
 def test_rows_that_end_early_idle_and_the_count_is_that_of_the_records(call):
@@ -121,11 +138,5 @@ def test_the_view_has_a_line_for_each_prompt_and_fits(tiny_model, height, shown)
 
 
 def test_without_a_prompt_the_built_in_ones_are_continued(monkeypatch, capsys):
-    """The embedded model, and nothing on standard input."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO())))
-    options = ["--max-tokens", "12", "--dtype", "float64"]
-    assert stage.main(options) == 0
-    out, err = capsys.readouterr()
-    assert len(answers(out)) == len(stage.PROMPTS) and "[wasted: " in err
-    for prompt, text in zip(stage.PROMPTS, answers(out).values(), strict=True):
-        assert text.startswith(prompt) and len(text) > len(prompt)
+    options = ("--max-tokens", "12", "--dtype", "float64")
+    assert "[wasted: " in told_without_a_prompt(stage, monkeypatch, capsys, *options)
