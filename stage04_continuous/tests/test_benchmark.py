@@ -60,11 +60,8 @@ def test_answers_of_the_winning_workload_differ_in_length() -> None:
     for plan in (FULL, QUICK):
         lengths = workload(plan)
         answers = sorted(count for _, count in lengths)
-        assert lengths == workload(plan) and len(lengths) == plan.requests
-        assert plan.answers[0] <= answers[0] and answers[-1] <= plan.answers[1]
-        assert len(set(answers)) > plan.requests / 3
+        assert len(lengths) == plan.requests and len(set(answers)) > plan.requests / 3
         assert answers[-1] > 4 * answers[len(answers) // 2]  # the longest, and the median
-        assert all(plan.prompts[0] <= prompt <= plan.prompts[1] for prompt, _ in lengths)
         batches = [lengths[at : at + plan.slots] for at in range(0, plan.requests, plan.slots)]
         static = sum(max(count for _, count in batch) for batch in batches)
         assert static > 1.5 * len(simulate(Scheduler(plan.slots, plan.budget), lengths).passes)
@@ -105,13 +102,6 @@ def test_passes_are_predicted_and_occupancy_counts_busy_places(results: Results)
         assert [benchmark.occupancy(group.of(name)) for name in (STATIC, OURS)] == [1, 1]
     (group,) = results.groups("win")
     assert group.of(STATIC)["busy"] == group.tokens  # a row is alive once for each of its tokens
-
-
-def test_no_pass_of_the_winning_run_has_a_free_slot_while_a_request_waits() -> None:
-    lengths, admitted = workload(TINY), 0
-    for parts in simulate(Scheduler(TINY.slots, 64), lengths).passes:
-        admitted = max([admitted, *(part.request + 1 for part in parts)])
-        assert len(parts) == TINY.slots or admitted == len(lengths)
 
 
 def test_a_long_prompt_runs_in_the_chunks_of_its_name(results: Results) -> None:

@@ -15,17 +15,22 @@ from stage04_continuous import cache as module
 from stage04_continuous.cache import CALL, SlotCache, neighbours
 from stage04_continuous.plan import Wipe
 
-CONFIG = Config(vocab_size=11, n_positions=256, n_embd=8, n_layer=2, n_head=2, name="small")
-IDS = [7, 3, 99, 14, 14, 56, 2, 81, 33, 60, 5, 21]
+
+def config_of(group: int = 1) -> Config:
+    """3 heads of keys and values, each for `group` heads of queries."""
+    return Config(11, 256, 12 * group, 2, 3 * group, n_kv_head=3, name="small")
 
 
-def test_memory_is_as_computed_and_a_slot_is_checked(tiny_model):
-    config = tiny_model.config
-    assert SlotCache(config, 5, 10).bytes == 5 * 10 * config.kv_bytes_per_token(torch.float32)
-    assert SlotCache(config, 5).slot_tokens == 64
-    for wrong in (1, 0, -1, 65):
-        with pytest.raises(UserError, match="2 to 64 tokens"):
-            SlotCache(config, 5, wrong)
+CONFIG = config_of()
+
+
+def test_memory_is_as_computed_and_a_slot_is_checked():
+    for config in (CONFIG, config_of(group=2)):
+        assert SlotCache(config, 5, 10).bytes == 5 * 10 * config.kv_bytes_per_token(torch.float32)
+    assert SlotCache(CONFIG, 5).slot_tokens == 256
+    for wrong in (1, 0, -1, 257):
+        with pytest.raises(UserError, match="2 to 256 tokens"):
+            SlotCache(CONFIG, 5, wrong)
 
 
 def test_a_share_outside_the_slots_is_refused():
@@ -35,25 +40,31 @@ def test_a_share_outside_the_slots_is_refused():
             SlotCache(CONFIG, 2, 10).extend([(0, 0, 1), share])
 
 
+RUNS = [  # (start, count) of each share, and how many go together
+    ([(5, 1)], [1]),
+    ([(5, 1), (5, 1), (5, 1)], [3]),
+    ([(5, 1), (5, 2)], [1, 1]),  # not as many new tokens
+    ([(5, 2), (5, 1), (5, 2)], [1, 1, 1]),  # only neighbours
+    ([(0, 4), (0, 4), (0, 3)], [2, 1]),
+    ([(9, 1), (9 + CALL, 1)], [2]),  # one of them reads CALL keys too many,
+    ([(9, 1), (10 + CALL, 1)], [1, 1]),  # which is as many as a call is worth
+    ([(9 + CALL, 1), (9, 1)], [2]),
+    ([(10 + CALL, 1), (9, 1)], [1, 1]),
+    ([(1, 1), (1, 1), (1 + CALL // 2, 1)], [3]),  # two of them read CALL / 2 too many
+    ([(1, 1), (1, 1), (2 + CALL // 2, 1)], [2, 1]),
+    ([(1 + CALL, 1), (1, 1), (1, 1)], [3]),  # each joins on its own account
+    ([(1, 4), (1 + CALL // 4, 4)], [2]),  # each of 4 queries reads them
+    ([(1, 4), (2 + CALL // 4, 4)], [1, 1]),
+]
+
+
 @pytest.mark.parametrize(
     "shares, sizes",
-    [
-        ([(0, 5, 1)], [1]),
-        ([(0, 5, 1), (1, 5, 1), (2, 5, 1)], [3]),
+    [([(slot, *share) for slot, share in enumerate(shares)], sizes) for shares, sizes in RUNS]
+    + [
         ([(0, 5, 1), (2, 5, 1)], [1, 1]),  # not next to each other in memory
         ([(1, 5, 1), (0, 5, 1)], [1, 1]),  # nor in this order
         ([(0, 5, 1), (0, 6, 1)], [1, 1]),
-        ([(0, 5, 1), (1, 5, 2)], [1, 1]),  # not as many new tokens
-        ([(0, 0, 4), (1, 0, 4), (2, 0, 3)], [2, 1]),
-        ([(0, 9, 1), (1, 9 + CALL, 1)], [2]),  # one of them reads CALL keys too many,
-        ([(0, 9, 1), (1, 10 + CALL, 1)], [1, 1]),  # which is as many as a call is worth
-        ([(0, 9 + CALL, 1), (1, 9, 1)], [2]),
-        ([(0, 10 + CALL, 1), (1, 9, 1)], [1, 1]),
-        ([(0, 0, 1), (1, 0, 1), (2, CALL // 2, 1)], [3]),  # two of them read CALL / 2 too many
-        ([(0, 0, 1), (1, 0, 1), (2, CALL // 2 + 1, 1)], [2, 1]),
-        ([(0, CALL, 1), (1, 0, 1), (2, 0, 1)], [3]),  # each joins on its own account
-        ([(0, 0, 4), (1, CALL // 4, 4)], [2]),  # each of 4 queries reads them
-        ([(0, 0, 4), (1, CALL // 4 + 1, 4)], [1, 1]),
     ],
     ids=str,
 )
@@ -87,35 +98,82 @@ def test_groups_of_a_pass():
     assert attention.slots.tolist() == [0, 1, 3, 6, 6, 6, 4, 4, 4, 4, 4]
 
 
+class Packed:
+    """Sequences of random keys and values in one cache, each in a slot full of other numbers. Each
+    head of keys and values serves `group` heads of queries. The cache's dtype need not be that of
+    the model."""
+
+    def __init__(self, count, seed=0, group=1, dtype=torch.float64):
+        self.config, self.generator = config_of(group), torch.Generator().manual_seed(seed)
+        # q, k, v of each sequence as (3, H, T, D), k and v repeated for all heads of q
+        self.past = [torch.empty(3, 3 * group, 0, 4, dtype=torch.float64) for _ in range(count)]
+        self.cache = self.make(count, dtype)
+
+    def make(self, count, dtype):
+        cache = SlotCache(self.config, count, 200, dtype)
+        cache.kv.normal_(0, 1e3, generator=self.generator)
+        return cache
+
+    def length(self, sequence):
+        return self.past[sequence].shape[2]
+
+    def share(self, sequence, count):
+        """What `extend` needs."""
+        return sequence, self.length(sequence), count
+
+    def compute(self, *parts, atol=1e-12):
+        """One pass over `parts`, each (sequence, count), compared with explicit attention of each
+        sequence alone."""
+        shares = [self.share(*part) for part in parts]
+        attention, heads = self.cache.extend(shares), self.config.n_head
+        tokens, order = sum(count for _, count in parts), attention.order
+        assert sorted(order.tolist()) == list(range(tokens))
+        queries = torch.randn(tokens, heads, 4, dtype=torch.float64, generator=self.generator)
+        fresh = torch.randn(2, tokens, 3, 4, dtype=torch.float64, generator=self.generator)
+        got = torch.empty_like(queries).repeat(2, 1, 1, 1)  # (layers, N, heads, D)
+        for layer in range(2):
+            q, k, v = (x[order] * (1 + layer) for x in (queries, *fresh))
+            got[layer, order] = attention.attend(layer, q, k, v)
+        repeated = torch.stack([queries, *fresh.repeat_interleave(heads // 3, 2)])  # (3, N, ., D)
+        row = 0
+        for (sequence, count), (_, start, _) in zip(parts, shares, strict=True):
+            mine = slice(row, row := row + count)
+            newest = repeated[:, mine].transpose(1, 2)
+            self.past[sequence] = torch.cat([self.past[sequence], newest], dim=2)
+            for layer in range(2):
+                want = explicit_attention(*(self.past[sequence] * (1 + layer)))[:, start:]
+                assert torch.allclose(got[layer, mine], want.transpose(0, 1), rtol=0, atol=atol)
+
+
+def random_passes(data, kind):
+    """Up to 5 passes of up to 5 sequences, in any order, as `data` draws them."""
+    count = data.draw(st.integers(1, 5))
+    sequences = kind(count, data.draw(st.integers(0, 999)))
+    for _ in range(data.draw(st.integers(1, 5))):
+        order = data.draw(st.permutations(range(count)))[: data.draw(st.integers(1, count))]
+        counts = [data.draw(st.sampled_from([1, 1, 1, 2, 3, 7, 40])) for _ in order]
+        sequences.compute(
+            *((i, min(n, 200 - sequences.length(i))) for i, n in zip(order, counts, strict=True))
+        )
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_packing_is_explicit_attention_of_each_sequence(data):
-    """Passes of random shares, in any order, of sequences in slots full of other numbers."""
-    slots = data.draw(st.integers(1, 5))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
-    cache = SlotCache(CONFIG, slots, 200, torch.float64)
-    cache.kv.copy_(1e3 * torch.randn(cache.kv.shape, dtype=torch.float64, generator=generator))
-    past = [torch.empty(3, 2, 0, 4, dtype=torch.float64) for _ in range(slots)]  # (3, H, T, D)
-    for _ in range(data.draw(st.integers(1, 5))):
-        shares = []
-        for slot in data.draw(st.permutations(range(slots)))[: data.draw(st.integers(1, slots))]:
-            start, count = past[slot].shape[2], data.draw(st.sampled_from([1, 1, 1, 2, 3, 7, 40]))
-            shares.append((slot, start, min(count, 200 - start)))  # at most 5 passes of 40 tokens
-        attention = cache.extend(shares)
-        tokens = sum(count for *_, count in shares)
-        assert sorted(attention.order.tolist()) == list(range(tokens))
-        fresh = torch.randn(3, tokens, 2, 4, dtype=torch.float64, generator=generator)
-        got = torch.empty(2, tokens, 2, 4, dtype=torch.float64)  # (layers, N, H, D)
-        for layer in range(2):
-            q, k, v = fresh[:, attention.order] * (1 + layer)
-            got[layer, attention.order] = attention.attend(layer, q, k, v)
-        row = 0
-        for slot, start, count in shares:
-            rows = slice(row, row := row + count)
-            past[slot] = torch.cat([past[slot], fresh[:, rows].transpose(1, 2)], dim=2)
-            for layer in range(2):
-                want = explicit_attention(*(past[slot] * (1 + layer)))[:, start:]  # (H, T, D)
-                assert torch.allclose(got[layer, rows], want.transpose(0, 1), rtol=0, atol=1e-12)
+    random_passes(data, Packed)
+
+
+def shared_heads_and_other_dtypes(kind):
+    """Queries are float64, and so is what comes out."""
+    kinds = (2, torch.float64, 1e-12), (3, torch.float32, 1e-4), (1, torch.bfloat16, 0.15)
+    for group, dtype, atol in kinds:
+        sequences = kind(3, 0, group, dtype)
+        for parts in (((0, 9), (1, 4), (2, 9)), ((2, 1), (0, 1), (1, 1)), ((0, 3), (1, 3))):
+            sequences.compute(*parts, atol=atol)
+
+
+def test_heads_share_keys_and_the_cache_has_a_dtype_of_its_own():
+    shared_heads_and_other_dtypes(Packed)
 
 
 def test_keys_and_values_are_read_in_place(monkeypatch):
@@ -129,7 +187,7 @@ def test_keys_and_values_are_read_in_place(monkeypatch):
     monkeypatch.setattr(module, "masked_attention", spy)
     cache = SlotCache(CONFIG, 6, 20)
     attention = cache.extend([(0, 3, 1), (1, 5, 1), (3, 5, 1), (4, 0, 4), (5, 2, 4)])
-    attention.attend(1, *torch.randn(3, len(attention.positions), 2, 4))
+    attention.attend(1, *torch.randn(3, len(attention.positions), 3, 4))
     slots = [group.slots for group in attention.groups]
     assert slots == [slice(0, 2), slice(3, 4), slice(4, 6)]
     for group, pair in zip(slots, seen, strict=True):

@@ -19,7 +19,12 @@ from shared import cli, live
 from shared.course.testing import FIELDS, make_folder
 from shared.tokenizer import ByteTokenizer
 from stage01_forward.params import SamplingParams
-from stage03_batching.tests.test_main import answers, caller
+from stage03_batching.tests.test_main import (
+    answered_as_alone,
+    answers,
+    caller,
+    told_without_a_prompt,
+)
 from stage04_continuous import __main__ as stage
 from stage04_continuous.make import make
 
@@ -58,13 +63,8 @@ def show(model: Any, slots: int, prompts: list[str], most: int = 9, **settings: 
     ],
 )
 def test_every_prompt_is_answered_as_it_would_be_alone(call, options):
-    lines = [*ALONE[:4], "hello"]
-    status, out, err = call(lines, "--max-tokens", "9", *options)
-    assert status == 0 and sorted(answers(out)) == [1, 2, 3, 4, 5]
-    for number, line in enumerate(lines, 1):
-        assert call(line, "--max-tokens", "9")[1] == answers(out)[number] + "\n"
-    speed = r"45 tokens in \d+ steps and \d+\.\d\d s, \d+\.\d tok/s"
-    assert re.match(rf"\[5 prompts, {speed}, finish reasons: 5 length; model, float64", err)
+    err = answered_as_alone(call, [*ALONE[:4], "hello"], *options)
+    assert re.match(r"\[5 prompts, 45 tokens in \d+ steps and \d+\.\d\d s, \d+\.\d tok/s, ", err)
 
 
 def test_without_a_terminal_an_answer_is_printed_when_it_ends(call):
@@ -92,21 +92,9 @@ def test_urgent_prompts_go_first_under_the_policy_alone(tiny_model):
         assert list(dict.fromkeys(slot.request_id for slot in slots)) == list(order)
 
 
-def test_a_seed_repeats_all_whatever_the_slots_and_equal_prompts_differ(call):
-    options = ("--temperature", "1", "--max-tokens", "12", "--seed")
-    texts = [answers(call(["hello"] * 3, *options, "5", "--slots", n)[1]) for n in "123"]
-    assert texts[0] == texts[1] == texts[2] and len(set(texts[0].values())) == 3
-    assert answers(call(["hello"] * 3, *options, "9")[1]) != texts[0]
-
-
 def test_without_a_prompt_the_built_in_stories_are_told(monkeypatch, capsys):
-    """With the embedded model, and nothing on standard input."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO())))
-    assert stage.main(["--max-tokens", "15", "--linear", "plain"]) == 0
-    out, err = capsys.readouterr()
-    texts = answers(out)
-    assert sorted(texts) == list(range(1, 11)) and re.search(r"\[4 slots, \d+\.\d % in use\]", err)
-    assert all(texts[number].startswith(text) for number, (text, _) in enumerate(stage.PROMPTS, 1))
+    err = told_without_a_prompt(stage, monkeypatch, capsys, "--max-tokens", "15")
+    assert re.search(r"\[4 slots, \d+\.\d % in use\]", err)
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 7), (30, 3), (5, 1)])
@@ -149,18 +137,6 @@ def put_on_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     for name, value in {"TERM": "xterm", "COLUMNS": "60", "LINES": "8"}.items():
         monkeypatch.setenv(name, value)
     return terminal
-
-
-def test_on_a_terminal_the_view_goes_and_the_texts_stay(call, monkeypatch):
-    terminal = put_on_terminal(monkeypatch)
-    options = ("--slots", "20", "--max-tokens", "9", "--pause", "0.002")
-    status, _, err = call(["hello"] * 30, *options)
-    assert status == 0 and err.startswith("[30 prompts, ")
-    # The cursor comes back when the view is over; each frame begins with the cursor going up.
-    drawn, _, texts = terminal.getvalue().partition("\x1b[?25h")
-    assert "step 1: " in drawn and "still to come" in drawn
-    assert max(frame.count("\n") for frame in drawn.split("\x1b[1A")) < 8
-    assert list(answers(texts[texts.index("---") :])) == list(range(1, 31))
 
 
 def test_on_a_terminal_the_cut_built_in_stories_are_not_printed(tiny_model, monkeypatch, capsys):

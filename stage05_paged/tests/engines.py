@@ -58,7 +58,3 @@ def evict(engine: Any, count: int) -> None:
     pool = engine.scheduler.pool
     for block in [pool.take() for _ in range(len(pool.free) + count)]:
         pool.give_back(block)
-
-
-def blocks_for(tokens: int, size: int) -> int:
-    return -(-tokens // size)

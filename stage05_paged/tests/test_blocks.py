@@ -51,16 +51,12 @@ def test_all_blocks_are_given_once_and_come_back():
 
 
 class Quick(list):
-    """A list that refuses whatever takes time that grows with its length."""
+    """A list without whatever takes time that grows with its length."""
 
-    def refuse(self, *_):
-        raise AssertionError("this walks along the list")
+    __contains__ = __iter__ = index = count = None  # type: ignore[assignment]
+    remove = insert = sort = reverse = None  # type: ignore[assignment]
 
-    __contains__ = __iter__ = index = count = refuse
-    remove = insert = sort = reverse = refuse  # type: ignore[assignment]
-
-    def pop(self, index=-1):
-        assert index == -1, "this moves all that come behind"
+    def pop(self):  # type: ignore[override]
         return super().pop()
 
 
@@ -130,21 +126,6 @@ def test_a_digest_stands_for_the_parent_the_tokens_and_their_order():
     assert len(digests) == 8 and {len(digest) for digest in digests} == {32}
 
 
-def test_a_table_that_shrinks_gives_back_what_its_tokens_do_not_need():
-    """Rollback: shared blocks stay with their other tables, and it can grow again."""
-    pool = BlockPool(10, 4)
-    table, other = BlockTable(pool), BlockTable(pool)
-    table.grow(17)
-    other.adopt(table.blocks[:4])
-    blocks = list(table.blocks)
-    for tokens, left in ((17, 5), (16, 4), (13, 4), (12, 3), (1, 1), (0, 0)):
-        table.shrink(tokens)
-        assert table.blocks == blocks[:left]
-    assert [pool.references[block] for block in blocks] == [1, 1, 1, 1, 0]
-    table.grow(5)
-    assert len(table.blocks) == 2 and not set(table.blocks) & set(other.blocks)
-
-
 def test_a_table_that_writes_to_a_shared_block_gets_its_own():
     pool = BlockPool(10, 4)
     one, other = BlockTable(pool), BlockTable(pool)
@@ -162,15 +143,6 @@ def test_a_table_that_writes_to_a_shared_block_gets_its_own():
     assert (other.blocks[0], pool.references[first], pool.shared) == (first, 2, 1)
 
 
-def published_table(pool, tokens, salt=b""):
-    """A table with a block for every full block of `tokens`, all published."""
-    table = BlockTable(pool, salt)
-    table.grow(len(tokens))
-    for block, digest in zip(table.blocks, table.digest(tokens), strict=False):
-        pool.publish(block, digest)
-    return table
-
-
 def test_digests_are_worked_out_once_a_full_block_and_whatever_the_pieces():
     tokens = list(range(11))
     first = chain(hashlib.sha256(b"").digest(), tokens[:4])
@@ -181,34 +153,13 @@ def test_digests_are_worked_out_once_a_full_block_and_whatever_the_pieces():
         assert pieces.digest(tokens[start:end]) == whole[:known]
 
 
-def test_the_end_of_a_chain_is_evicted_before_its_beginning():
-    """Without its beginning an end cannot be found: it would only take room."""
-    pool = BlockPool(4, 2)
-    table = published_table(pool, list(range(8)))
-    digests, blocks = table.digests, list(table.blocks)
-    table.release()
-    assert table.blocks == []
-    for left in (3, 2, 1, 0):
-        assert pool.take() == blocks[left]
-        assert pool.match(digests) == blocks[:left]
-
-
-def test_what_has_an_error_is_not_found_again():
-    pool = BlockPool(4, 2)
-    table = published_table(pool, list(range(8)))
-    other = BlockTable(pool)
-    other.adopt(table.blocks[:1])
-    table.release(trusted=False)
-    assert (pool.match(table.digests), state(pool)) == ([], (3, 0, 1, 0))
-    other.release()
-    assert state(pool) == (4, 0, 0, 0)
-
-
 def test_other_salts_find_nothing():
-    pool = BlockPool(9, 2)
-    table = published_table(pool, list(range(6)), b"tenant 1")
+    pool, tokens = BlockPool(9, 2), list(range(6))
+    table = BlockTable(pool, b"tenant 1")
+    for block, digest in zip(table.grow(6), table.digest(tokens), strict=True):
+        pool.publish(block, digest)
     for salt, found in ((b"tenant 1", table.blocks), (b"tenant 2", []), (b"", [])):
-        assert pool.match(BlockTable(pool, salt).digest(list(range(6)))) == found
+        assert pool.match(BlockTable(pool, salt).digest(tokens)) == found
 
 
 CALLS = ["begin", "grow", "grow", "grow", "adopt", "replace", "shrink", "release", "lose"]
@@ -251,9 +202,11 @@ def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
             assert (old != new, pool.references[new], table.blocks[-1]) == (True, 1, new)
             written[new] = written[old]
         elif what == "shrink":  # tokens after the last full block were drafts
-            full = len(tokens) // size * size
-            table.shrink(full)
-            del tokens[full:]
+            left = data.draw(st.integers(len(tokens) // size * size, len(tokens)))
+            table.shrink(left)
+            del tokens[left:]
+            if tokens:
+                written[table.blocks[-1]] = list(tokens)
         elif what in ("release", "lose"):
             table.release(trusted=what == "release")
             alive = [pair for pair in alive if pair[0] is not table]

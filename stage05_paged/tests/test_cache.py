@@ -9,38 +9,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.config import Config
-from stage01_forward.attention import explicit_attention
+from stage04_continuous.tests.test_cache import (
+    CONFIG,
+    RUNS,
+    Packed,
+    random_passes,
+    shared_heads_and_other_dtypes,
+)
 from stage05_paged import cache as module
 from stage05_paged.blocks import Move
-from stage05_paged.cache import CALL, PagedCache, batches, runs
+from stage05_paged.cache import PagedCache, batches, runs
 
-CONFIG = Config(vocab_size=11, n_positions=256, n_embd=12, n_layer=2, n_head=3, name="small")
 SIZES = (1, 3, 16, 128)  # of blocks
 TILES = (1, 2000, 12_000, 2**23)  # bytes: a head at a time; some heads; some sequences; all
 
 
-def blocks_for(tokens, size):
-    return -(-tokens // size)
+class Sequences(Packed):
+    """The blocks of each lie in no order among blocks full of NaN; what is not yet written of its
+    own holds large numbers."""
 
+    size = 4
 
-class Sequences:
-    """Sequences of random keys and values in one cache, their blocks in no order. All other blocks
-    hold NaN, and what is not yet written of their own holds large numbers. Each head of keys and
-    values serves `group` heads of queries. The cache's dtype need not be that of the model."""
-
-    def __init__(self, size, count=5, longest=256, dtype=torch.float64, seed=0, group=1):
-        self.generator = torch.Generator().manual_seed(seed)
-        self.size, self.group = size, group
-        self.cache = PagedCache(CONFIG, count * blocks_for(longest, size) + 3, size, dtype=dtype)
-        self.cache.kv.fill_(torch.nan)
-        self.free = torch.randperm(self.cache.blocks, generator=self.generator).tolist()
+    def make(self, count, dtype):
+        cache = PagedCache(self.config, count * -(-200 // self.size) + 3, self.size, dtype=dtype)
+        cache.kv.fill_(torch.nan)
+        self.free = torch.randperm(cache.blocks, generator=self.generator).tolist()
         self.tables: list[list[int]] = [[] for _ in range(count)]
-        # q, k, v of each sequence as (3, H, T, D), k and v repeated for all heads of q
-        self.past = [torch.empty(3, 3 * group, 0, 4, dtype=torch.float64) for _ in range(count)]
-
-    def length(self, sequence):
-        return self.past[sequence].shape[2]
+        return cache
 
     def share(self, sequence, count):
         """What `extend` needs: (blocks, start, count), with new blocks as they are needed."""
@@ -50,58 +45,11 @@ class Sequences:
             self.cache.kv[:, :, :, table[-1]] = 1e3
         return table, self.length(sequence), count
 
-    def compute(self, *parts, atol=1e-12):
-        """One pass over `parts`, each (sequence, count), compared with explicit attention of each
-        sequence alone."""
-        shares = [self.share(*part) for part in parts]
-        attention = self.cache.extend(shares)
-        tokens = sum(count for _, count in parts)
-        assert sorted(attention.order.tolist()) == list(range(tokens))
-        fresh = torch.randn(3, tokens, 3, 4, dtype=torch.float64, generator=self.generator)
-        queries = torch.randn(tokens, 3 * self.group, 4, generator=self.generator).double()
-        got = torch.empty_like(queries).repeat(2, 1, 1, 1)  # (layers, N, heads, D)
-        order = attention.order
-        for layer in range(2):
-            q, k, v = (x[order] * (1 + layer) for x in (queries, fresh[1], fresh[2]))
-            got[layer, order] = attention.attend(layer, q, k, v)
-        repeated = fresh.repeat_interleave(self.group, 2)  # (3, N, heads, D)
-        repeated[0] = queries
-        row = 0
-        for (sequence, count), (_, start, _) in zip(parts, shares, strict=True):
-            mine = slice(row, row := row + count)
-            self.past[sequence] = torch.cat(
-                [self.past[sequence], repeated[:, mine].transpose(1, 2)], dim=2
-            )
-            for layer in range(2):
-                whole = explicit_attention(*(self.past[sequence] * (1 + layer)))  # (H, T, D)
-                want = whole[:, start:].transpose(0, 1)
-                assert torch.allclose(got[layer, mine], want, rtol=0, atol=atol)
-        return attention
-
-
-@pytest.fixture(params=TILES, ids=lambda tile: f"tile {tile}")
-def tile(request, monkeypatch):
-    monkeypatch.setattr(module, "TILE", request.param)
-    return request.param
-
 
 @pytest.mark.parametrize(
     "starts_and_counts, sizes",
     [
-        ([(5, 1)], [1]),
-        ([(5, 1), (5, 1), (5, 1)], [3]),
-        ([(5, 1), (5, 2)], [1, 1]),  # not as many new tokens
-        ([(5, 2), (5, 1), (5, 2)], [1, 1, 1]),  # only neighbours
-        ([(9, 1), (9 + CALL, 1)], [2]),  # one of them reads CALL keys too many,
-        ([(9, 1), (10 + CALL, 1)], [1, 1]),  # which is as many as a call is worth
-        ([(9 + CALL, 1), (9, 1)], [2]),
-        ([(10 + CALL, 1), (9, 1)], [1, 1]),
-        ([(1, 1), (1, 1), (1 + CALL // 2, 1)], [3]),  # two of them read CALL / 2 too many
-        ([(1, 1), (1, 1), (2 + CALL // 2, 1)], [2, 1]),
-        ([(1 + CALL, 1), (1, 1), (1, 1)], [3]),  # each joins on its own account
-        ([(1, 4), (1 + CALL // 4, 4)], [2]),  # each of 4 queries reads them
-        ([(1, 4), (2 + CALL // 4, 4)], [1, 1]),
-        ([(0, 4), (0, 4), (0, 3)], [2, 1]),  # whole prompts
+        *RUNS,
         ([(0, 4), (4, 4)], [1, 1]),  # a whole prompt gathers nothing, and a chunk does
         ([(0, 1), (1, 1)], [1, 1]),
     ],
@@ -152,55 +100,32 @@ def test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees():
     ids=str,
 )
 def test_a_gather_goes_in_tiles_of_so_many_bytes(tile_bytes, shapes, monkeypatch):
-    """All into one buffer, no larger than a tile or a head, and each row and head once."""
+    """All into one buffer, no larger than a tile or a head."""
     monkeypatch.setattr(module, "TILE", tile_bytes)
     cache = PagedCache(CONFIG, 20, 4, dtype=torch.float64)
     attention = cache.extend([([3 * i, 3 * i + 1, 3 * i + 2], 8 + i % 4, 1) for i in range(5)])
     assert [tuple(tile.keys.shape[:2]) for tile in attention.tiles] == shapes
     assert attention.buffer.nbytes == max(tile_bytes // 8 * 8, 768)
-    memory = attention.buffer.untyped_storage().data_ptr()
-    done = torch.zeros(5, 3, dtype=torch.int64)
+    memory = {attention.buffer.untyped_storage().data_ptr()}
     for tile in attention.tiles:
-        assert {x.untyped_storage().data_ptr() for x in (tile.keys, tile.values)} == {memory}
+        assert {x.untyped_storage().data_ptr() for x in (tile.keys, tile.values)} == memory
         assert tile.target.nbytes <= max(tile_bytes, 768)
-        done[tile.rows, tile.heads] += 1
-    assert bool((done == 1).all())
 
 
 @pytest.mark.parametrize("size", SIZES)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_packing_is_explicit_attention_of_each_sequence(size, data):
-    """Passes of random shares, in any order, of sequences among blocks full of NaN."""
-    count = data.draw(st.integers(1, 5))
-    sequences = Sequences(size, count, 200, seed=data.draw(st.integers(0, 999)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TILE", data.draw(st.sampled_from(TILES)))
-        for _ in range(data.draw(st.integers(1, 5))):
-            order = data.draw(st.permutations(range(count)))[: data.draw(st.integers(1, count))]
-            counts = [data.draw(st.sampled_from([1, 1, 1, 2, 3, 7, 40])) for _ in order]
-            parts = [
-                (i, min(each, 200 - sequences.length(i)))
-                for i, each in zip(order, counts, strict=True)
-            ]
-            sequences.compute(*parts)
+        patch.setattr(Sequences, "size", size)
+        random_passes(data, Sequences)
 
 
-@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-4), (torch.bfloat16, 0.15)], ids=str)
-def test_the_cache_has_a_dtype_of_its_own(dtype, atol):
-    """Queries are float64 here, and so is what comes out."""
-    sequences = Sequences(4, 3, 64, dtype=dtype)
-    sequences.compute((0, 9), (1, 4), (2, 14), atol=atol)
-    sequences.compute((2, 1), (0, 1), (1, 1), atol=atol)
-    sequences.compute((0, 3), (1, 3), atol=atol)
-
-
-@pytest.mark.parametrize("group", [2, 3])
-def test_several_heads_of_queries_share_one_of_keys_and_values(group, tile):
-    sequences = Sequences(4, 3, 64, group=group)
-    sequences.compute((0, 9), (1, 4), (2, 9))
-    sequences.compute((2, 1), (0, 1), (1, 1))
-    sequences.compute((0, 3), (1, 3))
+@pytest.mark.parametrize("tile", TILES)
+def test_heads_share_keys_and_the_cache_has_a_dtype_of_its_own(tile, monkeypatch):
+    monkeypatch.setattr(module, "TILE", tile)
+    shared_heads_and_other_dtypes(Sequences)
 
 
 def test_a_share_outside_its_blocks_is_refused():
@@ -272,11 +197,3 @@ def test_moves_that_clash_do_not_go_together(moves, sizes):
     assert [len(batch) for _, batch in found] == sizes
     assert [move for _, batch in found for move in batch] == wanted
     assert all({each.kind for each in batch} == {kind} for kind, batch in found)
-
-
-def test_content_for_checks_is_read_and_written_by_block():
-    cache = cache_with_content()
-    assert torch.equal(cache.read([4, 1])[1].view(2, 2, 3, 2, 4), cache.kv[:, :, :, 1])
-    cache.fill([0, 5], torch.nan)
-    assert bool(cache.kv[:, :, :, [0, 5]].isnan().all())
-    assert not cache.kv[:, :, :, 1:5].isnan().any()

@@ -165,9 +165,10 @@ class PagedLife(Life):
 
 EVENTS = ["mixed passes", "preempted", "hit_tokens", "recomputed", "swapped_out", "swapped_in"]
 EVENTS += ["copies", "evicted", "aborted waiting", "aborted running"]
+EVENTS += ["forked running, with an answer"]
 RARE = ["full", "refused", "overtaken", "aborted in the swap pool"]
-for state in ("waiting", "running"):
-    RARE += [f"forked {state}, with an answer", f"forked {state}, without an answer"]
+RARE += ["forked running, without an answer", "forked waiting, with an answer"]
+RARE += ["forked waiting, without an answer"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ What every engine must do is in test_contract.py.
 
 from __future__ import annotations
 
-import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -101,107 +101,78 @@ def test_salts_keep_tenants_apart():
     assert_answered(*requests, *samples)
 
 
-@pytest.mark.parametrize("length, size", [(1, 4), (8, 4), (9, 4), (10, 4), (10, 1), (17, 16)])
-def test_samples_share_the_prompt_and_nothing_else(length, size):
-    """The prompt is computed once but for its last token, of which each sample has its own."""
-    engine = engine_of(blocks=200 // size, size=size, max_chunk=6)
-    samples = add_samples(
-        engine, prompt_of(length), [drawn(6, seed) for seed in range(1, 5)] + [greedy(6)]
-    )
-    finish(engine)
-    assert_answered(*samples)
-    assert sum(record.prefill_tokens for record in engine.steps) == length + 4
-    full = (length - 1) // size
-    assert max(record.shared_blocks for record in engine.steps) == full
-    assert engine.scheduler.counts.copies == (4 if (length - 1) % size else 0)
-    assert len({tuple(request.output.token_ids) for request in samples}) > 3
-    assert_idle(engine)
-
-
-@pytest.mark.parametrize("first", ["parent", "child", "grandchild"])
-@pytest.mark.parametrize("size", [1, 3, 16])
-def test_fork_of_a_fork(size, first):
-    """Three generations over one partly filled block, and `first` leaves first. Catches: a fork
-    that writes into its sibling's past."""
-    for steps in (1, 2, 4, 7):
-        engine = engine_of(blocks=140 // size + 1, size=size)
-        parent = ask(engine, 10, 12, "parent")
-        for _ in range(steps):
-            engine.step()
-        given = len(parent.output.token_ids)
-        child = fork(engine, "parent", drawn(12, 1), "child")
-        both = fork(engine, "child", drawn(12, 2), "grandchild")
-        if steps % 2:
-            engine.step()
-        engine.abort(first)
-        finish(engine)
-        for request, begins in ((parent, 0), (child, given), (both, given)):
-            assert_answered(request, given=begins, aborted=request.id == first)
-        assert_idle(engine)
-
-
-def test_samples_are_taken_all_or_none():
+def test_samples_and_forks_that_cannot_be_leave_no_trace():
+    """Samples are taken all or none."""
     engine, two = engine_of(blocks=8), [greedy(3)] * 2
-    taken = ask(engine, 9, 3, "taken")
-    for prompt, sampling, ids, message in (
-        ([], two, (), "prompt is empty"),
-        ([1] * 9, [], (), "no samples to generate"),
-        ([1] * 9, [greedy(3), greedy(30)], (), "takes 10 blocks of 4 tokens, and there are 8"),
-        ([1] * 9, two, ("new", "taken"), "request 'taken' in the engine already"),
-        ([1] * 9, two, ("new", "new"), "Two samples have the id 'new'"),
-    ):
-        with pytest.raises(UserError, match=message):
-            add_samples(engine, prompt, sampling, ids=ids)
-        assert list(engine.requests) == ["taken"] and engine.scheduler.unfinished == 1
-    named = add_samples(engine, prompt_of(9), [greedy(3)] * 2, ids=("x", "y"))
-    finish(engine)
-    assert_answered(taken, *named)
-    assert [request.id for request in named] == ["x", "y"]
-
-
-def test_forks_that_cannot_be():
-    engine = engine_of(blocks=8)
     parent = ask(engine, 9, 6, "parent", priority=2)
     for _ in range(3):
         engine.step()
-    for id, sampling, fork_id, message in (
-        ("none", None, "", "no request 'none' in the engine"),
-        ("parent", greedy(3), "", "'parent' has 3 tokens already: give its fork a larger max_t"),
-        ("parent", greedy(40), "", "takes 12 blocks of 4 tokens, and there are 8"),
-        ("parent", None, "parent", "request 'parent' in the engine already"),
-        ("parent", SamplingParams(stop_token_ids=(101,)), "", "stop_token_ids"),
+    for call, *given, message in (
+        (add_samples, [], two, "prompt is empty"),
+        (add_samples, [1] * 9, [], "no samples to generate"),
+        (add_samples, [1] * 9, [greedy(3), greedy(30)], "takes 10 blocks of 4 tokens, and there"),
+        (add_samples, [1] * 9, two, b"", ("new", "parent"), "request 'parent' in the engine al"),
+        (add_samples, [1] * 9, two, b"", ("new", "new"), "Two samples have the id 'new'"),
+        (fork, "none", "no request 'none' in the engine"),
+        (fork, "parent", greedy(3), "'parent' has 3 tokens already: give its fork a larger max_t"),
+        (fork, "parent", greedy(40), "takes 12 blocks of 4 tokens, and there are 8"),
+        (fork, "parent", None, "parent", "request 'parent' in the engine already"),
+        (fork, "parent", SamplingParams(stop_token_ids=(101,)), "stop_token_ids"),
     ):
         with pytest.raises(UserError, match=message):
-            fork(engine, id, sampling, fork_id)
+            call(engine, *given)
         assert list(engine.requests) == ["parent"] and engine.scheduler.unfinished == 1
     twin = fork(engine, "parent")
     assert (twin.sampling, twin.priority) == (parent.sampling, 2)
     finish(engine)
-    assert_answered(parent, twin)
+    named = add_samples(engine, prompt_of(9), two, ids=("x", "y"))
+    finish(engine)
+    assert_answered(parent, twin, *named)
+    assert [request.id for request in named] == ["x", "y"]
 
 
-@pytest.mark.parametrize("swap_blocks", [0, 2, 20], ids=["recompute", "mixed", "swap"])
-def test_preemption_never_repeats_or_loses_a_streamed_token(swap_blocks):
-    """Five streams in memory for two, some of them read late."""
-    engine = engine_of(blocks=9, swap_blocks=swap_blocks, watermark=0)
-    asked = [(5, 16), (12, 10), (2, 20), (14, 8), (7, 13)]
-    streams = [engine.stream(prompt_of(length), greedy(count)) for length, count in asked]
-    tokens: list[list[Any]] = [[next(stream)] for stream in streams]
-    for number in range(200):
-        for late, (stream, sent) in enumerate(zip(streams, tokens, strict=True)):
-            if number % (late + 1) == 0:
-                sent += itertools.islice(stream, 1)
-        engine.step()
-    for (length, count), stream, sent in zip(asked, streams, tokens, strict=True):
-        sent += stream
-        assert [token.id for token in sent] == answer(length, count)
-        assert [token.finish_reason for token in sent] == [None] * (count - 1) + ["length"]
-    counts = engine.scheduler.counts
-    assert counts.preemptions > 2 and (counts.swapped_out > 0) == (swap_blocks > 0)
-    assert (counts.recomputed > 0) == (swap_blocks < 3)
-    assert any(record.swapped for record in engine.steps) == (swap_blocks > 0)
-    assert all(record.swapped <= record.waiting for record in engine.steps)
+@pytest.mark.parametrize(
+    "size, room, prefix_caching, policy",
+    [
+        (1, 0, True, "fcfs"),
+        (1, 1, False, "priority"),
+        (3, 0, False, "priority"),
+        (3, 0.02, True, "fcfs"),
+        (16, 0.02, True, "priority"),
+        (16, 1, True, "fcfs"),
+    ],
+)
+def test_storm_of_64_requests_on_a_tenth_of_their_blocks(size, room, prefix_caching, policy):
+    """`room` is the size of the swap pool: none, hardly any, plenty. Every request ends, and the
+    most senior is never preempted: each of its tokens is computed once."""
+    rng, lengths = random.Random(f"storm {size}"), [1 + i * 7 % 30 for i in range(64)]
+    ranks = [rng.randint(-3, 3) if policy == "priority" else 0 for _ in lengths]
+    needed = sum(-(-(length + 13) // size) for length in lengths)
+    swap_blocks = max(2, int(room * needed)) if room else 0
+    options = {"prefix_caching": prefix_caching, "policy": policy, "patience": 8}
+    engine = engine_of(64, 256, None, needed // 10, size, swap_blocks, **options)
+    requests = []
+    for i, (length, rank) in enumerate(zip(lengths, ranks, strict=True)):
+        requests.append(ask(engine, length, 14, str(i), priority=rank))
+        if i >= 47:  # the last ones come one a step
+            engine.step()
+    finish(engine)
+    assert_answered(*requests)
     assert_idle(engine)
+    assert len(engine.steps) <= 20 * 14  # with all blocks, it would take hardly more than 14
+    counts = engine.scheduler.counts
+    for record in engine.steps:
+        most = max(row.blocks for row in record.sequences)
+        assert most <= record.owned_blocks <= needed // 10 - record.cached_blocks
+        assert record.shared_blocks <= record.owned_blocks and record.swapped <= record.waiting
+    assert sum(record.preempted for record in engine.steps) == counts.preemptions > 10
+    assert (counts.recomputed > 0, counts.swapped_out > 0) == (room < 1, room > 0)
+    assert counts.swapped_in == counts.swapped_out
+    assert any(record.swapped for record in engine.steps) == (room > 0)
+    first = min(requests, key=lambda request: (request.priority, request.arrival))
+    rows = [row for record in engine.steps for row in record.sequences]
+    mine = [row.prefill_tokens + row.decode_tokens for row in rows if row.request_id == first.id]
+    assert sum(mine) == first.token_count - 1
 
 
 def test_only_auto_is_measured_and_only_where_there_is_a_choice(monkeypatch):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +10,19 @@ from xml.etree import ElementTree
 
 import pytest
 
+from shared import live
 from shared.course.testing import make_folder
 from stage01_forward.params import SamplingParams
-from stage03_batching.tests.test_main import answers, caller
+from stage03_batching.tests.test_main import (
+    answered_as_alone,
+    answers,
+    caller,
+    told_without_a_prompt,
+)
 from stage04_continuous.tests.test_main import ALONE, check_bad_prompts, check_error, loaded
 from stage05_paged import __main__ as stage
 from stage05_paged.blockmap import mark
-from stage05_paged.blocks import BlockPool
-from stage05_paged.engine import make
+from stage05_paged.tests.engines import engine_of
 
 SMALL = ("--block-size", "4", "--kv-memory", "28KiB", "--every", "1")  # 14 blocks of 2 KiB
 
@@ -36,22 +39,11 @@ def call(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]
 
 
 def show(
-    model: Any,
-    prompts: list[str],
-    blocks: int = 100,
-    most: int = 9,
-    samples: int = 1,
-    swap: int = 0,
-    **settings: Any,
+    model: Any, prompts: list[str], blocks: int = 100, most: int = 9, samples: int = 1, **more: Any
 ) -> stage.Show:
-    if swap:
-        settings |= {"preemption": "swap", "swap_pool": BlockPool(swap, 4)}
-    usual: dict[str, Any] = {"max_sequences": 6, "token_budget": 64, "preemption": "recompute"}
-    chosen = usual | settings
-    engine = make(model, pool=BlockPool(blocks, 4), eos_ids=(), sanitize=True, **chosen)
-    sampling = SamplingParams(
-        max_tokens=most, ignore_eos=True, temperature=float(samples > 1), seed=1
-    )
+    engine = engine_of(**{"sequences": 6, "budget": 64} | more, model=model, blocks=blocks)
+    drawn = {"temperature": float(samples > 1), "seed": 1}
+    sampling = SamplingParams(max_tokens=most, ignore_eos=True, **drawn)
     return stage.Show(engine, loaded(model), [(text, most) for text in prompts], sampling, samples)
 
 
@@ -81,12 +73,7 @@ def numbers(err: str) -> dict[str, float]:
     ],
 )
 def test_every_prompt_is_answered_as_it_would_be_alone(call, options, happened):
-    lines = [*ALONE, "hello"]
-    status, out, err = call(lines, "--max-tokens", "9", *options)
-    assert status == 0 and sorted(answers(out)) == [1, 2, 3, 4, 5, 6]
-    for number, line in enumerate(lines, 1):
-        assert call(line, "--max-tokens", "9")[1] == answers(out)[number] + "\n"
-    counts = numbers(err)
+    counts = numbers(answered_as_alone(call, [*ALONE, "hello"], *options))
     assert counts["leaked"] == 0 and all(counts[name] for name in happened), counts
     assert 0 < counts["peak"] <= counts["blocks"]
     if "--no-prefix-cache" in options:
@@ -115,13 +102,8 @@ def test_samples_are_what_as_many_equal_prompts_would_be(call):
 
 
 def test_the_built_in_prompts_show_sharing_eviction_and_preemption(capsys, monkeypatch):
-    """With the embedded model, no prompt at all, and the default memory for that."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO())))
-    assert stage.main(["--linear", "plain"]) == 0
-    out, err = capsys.readouterr()
-    texts, counts = answers(out), numbers(err)
-    assert sorted(texts) == list(range(1, 13))
-    assert all(texts[number].startswith(text) for number, (text, _) in enumerate(stage.PROMPTS, 1))
+    """With the default memory for them."""
+    counts = numbers(told_without_a_prompt(stage, monkeypatch, capsys))
     assert counts["leaked"] == 0 and counts["peak"] <= counts["blocks"]
     assert counts["hits"] > 25 and counts["evicted"] > 5 and counts["preemptions"] > 2
 
@@ -129,14 +111,14 @@ def test_the_built_in_prompts_show_sharing_eviction_and_preemption(capsys, monke
 @pytest.mark.parametrize(("width", "height"), [(110, 30), (60, 10), (30, 3), (5, 1)])
 def test_the_view_shows_records_and_tables(tiny_model, width, height):
     prompts = ["a" * 20, "b", "a" * 19 + "c", "d", "ab", "cd", "dd", "ac"]
-    run = show(tiny_model, prompts, 16, 25, swap=16, token_budget=10, policy="priority")
+    run = show(tiny_model, prompts, 16, 25, swap_blocks=16, budget=10, policy="priority")
     assert run.view(width, height) == []
-    seen: set[str] = set()
+    scheduler, seen = run.engine.scheduler, set()
     while run.step(1):
         view = run.view(width, height)
         text = [line.plain for line in view]
         assert all(line.cell_len <= width for line in view) and (height < 8 or len(view) <= height)
-        newest, scheduler = run.engine.steps[-1], run.engine.scheduler
+        newest = run.engine.steps[-1]
         assert text[0].startswith(f"step {run.steps}: {newest.rows} sequences"[:width])
         if height < 30:
             continue
@@ -144,37 +126,33 @@ def test_the_view_shows_records_and_tables(tiny_model, width, height):
         assert f"{scheduler.counts.preemptions} preemptions" in text[1]
         blocks = text[2].removeprefix(" 0 ").strip()
         assert len(blocks) == 16 and text[4].split()[:2] == ["prompt", "state"]
-        rows = {line[0]: line for line in text[5:] if re.match(r"[a-z] ", line)}
-        drawn = {*scheduler.running, *(run.requests[each.request_id] for each in newest.sequences)}
-        assert set(rows) == {mark(request.arrival) for request in drawn}
-        for record in newest.sequences:
-            request = run.requests[record.request_id]
-            line = rows[mark(request.arrival)]
-            assert line[1:].split()[0] == record.request_id
-            assert f" {len(request.output.token_ids)} " in line
-            if record.finish_reason:
-                assert f"ended: {record.finish_reason}" in line
-                continue
-            kind = f"prefill {record.prefill_tokens}" if record.prefill_tokens else "decode"
-            owned = len(scheduler.tables[request].blocks)
-            assert f" {kind} " in line and f" {owned} " in line
-            assert blocks.count(mark(request.arrival)) <= owned
-            seen.add(kind.split()[0])
+        records = {record.request_id: record for record in newest.sequences}
+        drawn = {*scheduler.running, *map(run.requests.__getitem__, records)}
+        rows = []
+        for request in sorted(drawn, key=lambda request: request.arrival):
+            record, table = records.get(request.id), scheduler.tables.get(request)
+            state = live.state(record)[0] if record else "no room in budget"
+            owned = len(table.blocks) if table else 0
+            sign, count = mark(request.arrival), len(request.output.token_ids)
+            assert blocks.count(sign) <= owned
+            rows.append(f"{sign} {request.id} {state} {count} {owned if table else '-'}".split())
+            seen.add(state.split()[0])
+        lines = [line.split() for line in text[5:-2] if line]
+        assert [line[: len(row)] for line, row in zip(lines, rows, strict=True)] == rows
         waiting, ended = text[-2:]
         assert f"{len(run.coming)} still to come" in waiting and ended.startswith("ended: ")
         assert ("waiting: none;" in waiting) == (newest.waiting == 0)
         assert waiting.count("(swapped out)") == newest.swapped
-        seen.update(word for word in ("swapped out", "!") if word in waiting)
+        seen.update(sign for sign in ("swapped out", "!") if sign in waiting)
         seen.update(sign for sign in "#+." if sign in blocks)
     assert run.peak == max(step.owned_blocks for step in run.engine.steps) > newest.owned_blocks
     if height == 30:
-        assert seen == {"prefill", "decode", "swapped out", "!", "#", "+", "."}
+        assert seen >= {"prefill", "decode", "ended:", "swapped out", "!", "#", "+", "."}
         assert "1 length" in text[-1]
 
 
 def test_the_view_tells_samples_and_recomputed_requests(tiny_model):
-    settings = {"max_sequences": 4, "token_budget": 8}
-    run = show(tiny_model, ["a" * 30, "b" * 9], 14, 12, samples=3, **settings)
+    run = show(tiny_model, ["a" * 30, "b" * 9], 14, 12, samples=3, sequences=4, budget=8)
     words = {"(for 1)", "(for 4)", "(again)"}
     seen: set[str] = set()
     while run.step(2):
@@ -185,7 +163,7 @@ def test_the_view_tells_samples_and_recomputed_requests(tiny_model):
 
 
 def test_more_sequences_than_lines_are_counted(tiny_model):
-    run = show(tiny_model, ["ab"] * 12, max_sequences=12)
+    run = show(tiny_model, ["ab"] * 12, sequences=12)
     while run.coming:
         run.arrive(run.coming.popleft())
     assert run.step(1) and len(run.engine.steps[-1].sequences) == 12

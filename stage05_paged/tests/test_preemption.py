@@ -219,29 +219,31 @@ def test_swap_blocks_are_taken_if_there_is_room_and_given_back_after_an_abort(ro
 )
 def test_auto_asks_which_is_cheaper(preemption, swap_blocks, answer, asked):
     questions: list[int] = []
-
-    def cheaper(tokens):
-        questions.append(tokens)
-        return answer
-
-    options = {"preemption": preemption, "cheaper": cheaper}
-    scheduler, (_, _, c) = three_that_fill_the_pool(swap_blocks=swap_blocks, **options)
+    options = {"cheaper": lambda tokens: questions.append(tokens) or answer}
+    scheduler, (_, _, c) = three_that_fill_the_pool(
+        swap_blocks=swap_blocks, preemption=preemption, **options
+    )
     step(scheduler)
-    swapped = preemption == "swap" or asked and answer == "swap"
-    assert questions == asked and (c in scheduler.swapped) == bool(swapped)
+    assert questions == asked
+    assert (c in scheduler.swapped) == ((answer if asked else preemption) == "swap")
 
 
-def test_samples_of_a_prompt_compute_it_once_and_share_its_full_blocks():
+@pytest.mark.parametrize("length, size", [(10, 4), (8, 4), (9, 4), (10, 1), (17, 16)])
+def test_samples_of_a_prompt_compute_it_once_and_share_its_full_blocks(length, size):
     """All but the last token, which gives each sample its own first token."""
-    scheduler = scheduler_of(10, max_sequences=4)
-    samples = ask_samples(scheduler, 10, "s1", "s2", "s3")
-    assert step(scheduler) == [("s1", 0, 10, True)]
-    assert step(scheduler) == [("s1", 10, 1, True), ("s2", 9, 1, True), ("s3", 9, 1, True)]
-    assert (scheduler.pool.owned, scheduler.pool.shared) == (5, 2)
-    assert len({scheduler.tables[request].blocks[2] for request in samples}) == 3
+    scheduler = scheduler_of(80 // size, size, max_sequences=4)
+    samples = ask_samples(scheduler, length, "s1", "s2", "s3")
+    assert step(scheduler) == [("s1", 0, length, True)]
+    others = [(id, length - 1, 1, True) for id in ("s2", "s3")]
+    assert step(scheduler) == [("s1", length, 1, True), *others]
+    full, pool = (length - 1) // size, scheduler.pool
+    own = pool.blocks_for(length + 1) + 2 * pool.blocks_for(length) - 3 * full
+    assert (pool.owned, pool.shared) == (full + own, full)
+    assert len({scheduler.tables[request].blocks[full] for request in samples}) == 3
     for _ in range(5):
         step(scheduler)
-    assert scheduler.counts.copies == 2  # and nothing else is ever copied
+    copies = 2 if (length - 1) % size else 0
+    assert scheduler.counts.copies == copies  # and nothing else is ever copied
 
 
 def test_a_copy_comes_from_the_parents_last_block_and_waits_for_one_of_its_own():

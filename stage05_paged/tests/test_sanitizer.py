@@ -57,6 +57,10 @@ class Before:
         table(engine, "b").adopt([block])
         return "written while 2 tables hold it", block, "a, b"
 
+    def a_table_is_too_short(engine: Any):
+        table(engine, "a").blocks.pop()
+        return "positions 14 to 14 are beyond the table's 12", None, "a"
+
     def a_published_block_is_written(engine: Any):
         block = table(engine, "a").blocks[-1]
         engine.scheduler.pool.publish(block, b"as if it were full")
@@ -138,21 +142,18 @@ class After:
         return "swapped out, but not waiting", None, "a"
 
 
-def rules(moment):
-    return [rule for name, rule in vars(moment).items() if not name.startswith("_")]
-
-
-def assert_named(engine, monkeypatch, owner, name, wrong):
-    """A step in which `wrong` happens right after a call of owner.name is stopped with an error
-    that names it."""
-    right, found = getattr(owner, name), []
+def assert_named(engine, monkeypatch, moment, wrong):
+    """A step in which `wrong` happens at a moment, right after a call of `schedule` or of `run`, is
+    stopped with an error that names it."""
+    owner = engine.scheduler if moment == "schedule" else engine.runner
+    right, found = getattr(owner, moment), []
 
     def and_then(*given):
         result = right(*given)
         found.append(wrong(engine))
         return result
 
-    monkeypatch.setattr(owner, name, and_then)
+    monkeypatch.setattr(owner, moment, and_then)
     with pytest.raises(SanitizerError) as error:
         engine.step()
     what, block, sequences = found[0]
@@ -161,27 +162,18 @@ def assert_named(engine, monkeypatch, owner, name, wrong):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("wrong", rules(Before), ids=lambda wrong: wrong.__name__)
-def test_every_rule_when_broken_before_a_pass_is_named(wrong, engine, monkeypatch):
-    assert_named(engine, monkeypatch, engine.scheduler, "schedule", wrong)
-
-
-@pytest.mark.parametrize("wrong", rules(After), ids=lambda wrong: wrong.__name__)
-def test_every_rule_when_broken_is_named(wrong, engine, monkeypatch):
+@pytest.mark.parametrize(
+    "moment, wrong",
+    [
+        pytest.param(moment, wrong, id=name)
+        for moment, rules in (("schedule", Before), ("run", After))
+        for name, wrong in vars(rules).items()
+        if not name.startswith("_")
+    ],
+)
+def test_every_rule_when_broken_is_named(moment, wrong, engine, monkeypatch):
     """In the step that breaks it."""
-    assert_named(engine, monkeypatch, engine.runner, "run", wrong)
-
-
-def test_a_table_one_token_short_is_named(tiny_model, monkeypatch):
-    engine = engine_of(8, 256, tiny_model, 16, 4)
-    ask(engine, 8, 4, "a")
-    engine.step()
-
-    def cut(engine: Any):
-        table(engine, "a").blocks.pop()
-        return "positions 8 to 8 are beyond the table's 8", None, "a"
-
-    assert_named(engine, monkeypatch, engine.scheduler, "schedule", cut)
+    assert_named(engine, monkeypatch, moment, wrong)
 
 
 def test_what_is_still_in_use_at_idle_is_named(tiny_model, monkeypatch):
@@ -194,7 +186,7 @@ def test_what_is_still_in_use_at_idle_is_named(tiny_model, monkeypatch):
         engine.scheduler.swapped[gone] = [engine.scheduler.swap_pool.take()]
         return "1 blocks are owned, and there is no request", None, "none"
 
-    assert_named(engine, monkeypatch, engine.scheduler, "schedule", forget)
+    assert_named(engine, monkeypatch, "schedule", forget)
 
 
 def test_a_wrong_digest_is_seen_even_if_its_request_ends_in_that_step(tiny_model, monkeypatch):
@@ -207,7 +199,7 @@ def test_a_wrong_digest_is_seen_even_if_its_request_ends_in_that_step(tiny_model
         mine.digests[0] = b"what another one holds"
         return "found under tokens that it does not hold", mine.blocks[0], "last"
 
-    assert_named(engine, monkeypatch, engine.runner, "run", misname)
+    assert_named(engine, monkeypatch, "run", misname)
 
 
 def test_without_a_sanitizer_memory_is_left_alone(tiny_model):

@@ -1,7 +1,7 @@
 """The seams carry what comes next: each toy is plugged in without an edit of stages 01 to 06.
 
-A second model family, a cache of another layout, a runner in another process, and a step that
-proposes several tokens. All answers are the naive engine's.
+A cache of another layout, a runner in another process, and a step that proposes several tokens; the
+second model family is stage 08. All answers are the naive engine's.
 """
 
 from __future__ import annotations
@@ -9,21 +9,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
-from shared.checkpoint import Config
-from shared.parity import random_prompt
-from stage01_forward.make import make as make_naive
-from stage01_forward.params import SamplingParams
-from stage02_kv_cache.make import make as make_cached
 from stage03_batching.attention import masked_attention
-from stage03_batching.make import make as make_static
 from stage04_continuous.engine import Engine
-from stage04_continuous.make import make as make_continuous
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 from stage04_continuous.runner import Runner
@@ -39,67 +30,11 @@ from stage04_continuous.tests.oracle import (
 )
 from stage05_paged.blocks import BlockPool, Move
 from stage05_paged.cache import PagedCache
-from stage05_paged.engine import make as make_paged
+from stage05_paged.engine import make
 from stage05_paged.records import Recorder
 from stage05_paged.scheduler import Scheduler
 
 BLOCKS, SIZE, SWAP = 14, 4, 8
-
-
-class Grouped:
-    """Rotary positions, RMS norms, no MLP, two query heads for each head of keys and values, and
-    two end ids. With `repeat`, every query head has keys of its own, which are copies."""
-
-    def __init__(self, repeat: bool = False) -> None:
-        heads = 4 if repeat else 2
-        self.config = Config(101, 64, 32, 2, 4, n_kv_head=heads, eos_ids=(38, 96), name="grouped")
-        self.repeat, self.dtype, self.device = repeat, torch.float64, torch.device("cpu")
-        draw = torch.Generator().manual_seed(5)
-        shapes = [(101, 32)] + [(32, width) for width in (32, 16, 16, 32)] * 2
-        self.wte, *self.weights = (
-            torch.randn(shape, generator=draw, dtype=torch.float64) / 2 for shape in shapes
-        )
-
-    def __call__(self, ids, positions, attend):
-        x = self.wte[ids]
-        for layer in range(2):
-            wq, wk, wv, wo = self.weights[4 * layer : 4 * layer + 4]
-            q, k, v = ((rms(x) @ w).unflatten(-1, (-1, 8)) for w in (wq, wk, wv))
-            if self.repeat:
-                k, v = k.repeat_interleave(2, -2), v.repeat_interleave(2, -2)
-            mixed = attend(layer, rotated(q, positions), rotated(k, positions), v)
-            x = x + mixed.flatten(-2) @ wo
-        return x
-
-    def logits(self, hidden):
-        return rms(hidden) @ self.wte.T
-
-
-def rms(x):
-    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-
-
-def rotated(x, positions):
-    """x (..., H, D): each pair of channels is turned by an angle that grows with the position."""
-    angles = positions[..., None, None] * 0.1 ** torch.arange(4)  # (..., 1, D / 2)
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
-
-
-@pytest.mark.parametrize(
-    "make", [make_naive, make_cached, make_static, make_continuous, make_paged], ids=range(1, 6)
-)
-def test_a_second_model_family_runs_in_every_stage(make):
-    prompts = [random_prompt(length, CONFIG, "grouped") for length in (1, 5, 9, 23, 40)]
-    params = [replace(DRAWN, max_tokens=16, logprobs=None, seed=seed) for seed in range(3)]
-    params += [SamplingParams(max_tokens=40)] * 2
-    repeated: Any = Grouped(repeat=True)
-    want = make_naive(repeated).generate(prompts, params)
-    got = make(Grouped()).generate(prompts, params)
-    assert [output.token_ids for output in got] == [output.token_ids for output in want]
-    assert [output.finish_reason for output in got] == [output.finish_reason for output in want]
-    last = {output.token_ids[-1] for output in want if output.finish_reason == "stop"}
-    assert last == {38, 96}  # each of the two has ended an answer
 
 
 class TokensFirst:
@@ -218,7 +153,7 @@ def test_a_runner_in_another_process():
 
 def test_a_step_may_propose_several_tokens_and_take_some_back():
     """Speculation: drafts are computed beside the newest token; rejected ones leave no trace."""
-    engine = make_paged(the_model(), pool=BlockPool(40, 4))
+    engine = make(the_model(), pool=BlockPool(40, 4))
     runner, scheduler = engine.runner, engine.scheduler
     asked = {request.id: request for request in (ask(engine, n, 20) for n in (5, 9, 14))}
     want = {id: answer(len(asked[id].output.prompt_ids), 20) for id in asked}
