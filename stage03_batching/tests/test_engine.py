@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -195,7 +196,8 @@ def test_calls_that_are_errors(engine, tiny_model):
 )
 def test_an_unfit_prompt_fails_alone_and_takes_no_seat(tiny_model, naive, prompt, options, says):
     engine, good = Engine(tiny_model, max_batch=2), [[1, 2, 3], [4], [6, 5]]
-    params, wrong = (SamplingParams(max_tokens=4, logprobs=0, **each) for each in ({}, options))
+    params = SamplingParams(max_tokens=4, logprobs=0)
+    wrong = replace(params, **options)
     sampling = [wrong, params, wrong, params, params]
     outputs = engine.generate([prompt, good[0], prompt, *good[1:]], sampling)
     for bad in (outputs.pop(2), outputs.pop(0)):
