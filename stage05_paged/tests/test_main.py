@@ -42,8 +42,7 @@ def show(
     model: Any, prompts: list[str], blocks: int = 100, most: int = 9, samples: int = 1, **more: Any
 ) -> stage.Show:
     engine = engine_of(**{"sequences": 6, "budget": 64} | more, model=model, blocks=blocks)
-    drawn = {"temperature": float(samples > 1), "seed": 1}
-    sampling = SamplingParams(max_tokens=most, ignore_eos=True, **drawn)
+    sampling = SamplingParams(most, temperature=float(samples > 1), seed=1, ignore_eos=True)
     return stage.Show(engine, loaded(model), [(text, most) for text in prompts], sampling, samples)
 
 

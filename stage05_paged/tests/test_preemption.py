@@ -219,10 +219,13 @@ def test_swap_blocks_are_taken_if_there_is_room_and_given_back_after_an_abort(ro
 )
 def test_auto_asks_which_is_cheaper(preemption, swap_blocks, answer, asked):
     questions: list[int] = []
-    options = {"cheaper": lambda tokens: questions.append(tokens) or answer}
-    scheduler, (_, _, c) = three_that_fill_the_pool(
-        swap_blocks=swap_blocks, preemption=preemption, **options
-    )
+
+    def cheaper(tokens):
+        questions.append(tokens)
+        return answer
+
+    options = {"preemption": preemption, "cheaper": cheaper}
+    scheduler, (_, _, c) = three_that_fill_the_pool(swap_blocks=swap_blocks, **options)
     step(scheduler)
     assert questions == asked
     assert (c in scheduler.swapped) == ((answer if asked else preemption) == "swap")
