@@ -88,9 +88,17 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features, self.gelu = plain.in_features, plain.out_features, gelu
         # No parameters and no buffers: a state_dict cannot store the packed layout.
         self.bias = None if plain.bias is None else plain.bias.detach()
-        self.packed = pack(plain.weight.detach())
+        self.packed, self.dtype = pack(plain.weight.detach()), plain.weight.dtype
         self.single: OneRow | None = None
         self.rows: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (out, in) again: what the layer makes of the unit matrix, which is exact."""
+        if self.rows is not None:
+            return self.rows
+        unit = torch.eye(self.in_features, dtype=self.dtype)
+        return packed_linear(unit, self.packed, None).t()
 
     def by_rows(self, rows: Tensor, single: OneRow) -> PackedLinear:
         """A copy that shares the packed weight and takes `single`, with the weight (out, in) by

@@ -7,7 +7,7 @@ how to address it to the cache alone. So both are new in this stage, and `make` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ def make(
     eos_ids: Sequence[int] | None = None,
     observers: Sequence[Observer] = (),
     steps_kept: int = STEPS_KEPT,
+    make_cache: Callable[..., Any] = PagedCache,
+    make_runner: Callable[..., Any] = Runner,
     **options: Any,
 ) -> Engine:
     """The engine with the blocks of `pool`, or with blocks for `contexts` whole contexts, or, with
@@ -46,6 +48,7 @@ def make(
     dtype: of the cache; None: the model's.
     sanitize: check after every step that no block is lost, shared by mistake or read after it was
         given back; slow.
+    make_cache, make_runner: of another stage, with the arguments of PagedCache and Runner.
     options: those of Scheduler. Raises UserError for invalid settings.
     """
     config, dtype = model.config, model.dtype if dtype is None else dtype
@@ -56,8 +59,8 @@ def make(
     elif pool is None:
         pool = BlockPool(contexts * -(-config.n_positions // block_size), block_size)
     swap_blocks = swap_pool.count if swap_pool else 0
-    cache = PagedCache(config, pool.count, pool.block_size, swap_blocks, dtype, model.device)
-    runner = Runner(model, cache)
+    cache = make_cache(config, pool.count, pool.block_size, swap_blocks, dtype, model.device)
+    runner = make_runner(model, cache)
     if swap_pool and options.get("preemption", "auto") == "auto" and "cheaper" not in options:
         options["cheaper"] = measure_cost(runner, pool, swap_pool, dtype).cheaper
     widest = max(config.windows, default=ALL)

@@ -87,13 +87,14 @@ def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
             "--sanitize and --swap-memory are for blocks, which the engine "
             f"'{settings.engine}' does not have: leave them out."
         )
+    made = import_module(f"{stage}.make") if stage >= "stage05" else None
     options = argparse.Namespace(
         model=settings.model,
         random_weights=settings.random_weights,
         seed=0,
         device=settings.device,
         dtype=settings.dtype,
-        linear=settings.linear,
+        linear=getattr(made, "LINEAR", settings.linear),
         threads=settings.threads or None,
     )
     loaded = cli.load_model_from(options, families)
@@ -112,7 +113,8 @@ def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
     if settings.swap_memory:
         swap = parse_memory(settings.swap_memory, free_memory("cpu"))
         swap_pool = make_pool(swap, config, dtype, block_size)
-    engine = import_module(f"{stage}.make").make(
+    assert made is not None
+    engine = made.make(
         loaded.model,
         pool=make_pool(memory, config, dtype, block_size),
         swap_pool=swap_pool,

@@ -172,8 +172,8 @@ def test_memory_by_arithmetic_is_what_the_caches_take(results: Results) -> None:
     assert many[0] == "40" and many[3] == "15 (100% of it)"  # 4 blocks of 60 each
     assert last[2] == last[4] == "from 1 on"
     plan = {"plan": {"block_size": 16, "table": FULL.table, "batches": FULL.batches}}
-    *_, last = benchmark.memory_lines(Results({**results.content, "configuration": plan}))
-    assert list(last.values())[2] == "from 30 on"  # between 24 and 32, as the reference found
+    *_, line = benchmark.memory_lines(Results({**results.content, "configuration": plan}))
+    assert list(line.values())[2] == "from 30 on"  # between 24 and 32, as the reference found
 
 
 def test_a_pair_holds_the_same_and_is_noticed_if_it_does_not(subject: Subject) -> None:
@@ -202,7 +202,8 @@ def test_only_a_later_request_finds_the_system_prompt(results: Results) -> None:
     for row in results.rows("prefix"):
         hit, length = row.variant == HIT, TINY.system + TINY.own
         assert row["computed"] == [TINY.own if hit else length] * 2, row.variant
-        assert benchmark.COLUMNS["found in the cache"](row) == ("76%" if hit else "0%")
+        found: Any = benchmark.COLUMNS["found in the cache"]
+        assert found(row) == ("76%" if hit else "0%")
         assert row["proof"]["tokens"] == 2
         assert (benchmark.first_token_limit(row) < benchmark.first_token_limit(row.of(MISS))) == hit
 
