@@ -1,0 +1,12 @@
+"""Stage 09: kernels of our own, in C, which read keys and values where they are.
+
+`attention.c` is attention over blocks; `library.py` compiles it at first use and loads it;
+`cache.py` is stage 05's cache in the layout that the kernel likes.
+"""
+
+from shared import openmp
+
+QUESTION: str = "What is left on the table when every operator is a library's?"
+FIRST_FILE: str = "attention.c"
+
+openmp.choose()  # before PyTorch is loaded

@@ -1,0 +1,37 @@
+"""Stage 09 on the command line: `python -m stage09_kernels "Once upon a time"`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared import cli
+
+if TYPE_CHECKING:
+    import argparse
+
+ABOUT = (
+    "Stage 09, kernels: continue a text on stage 05's engine, with each step in one call of C that "
+    "reads keys and values where they are."
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = cli.generation_parser("stage09_kernels", ABOUT).parse_args(argv)
+    return speak(options, cli.read_prompt(options))
+
+
+def speak(options: argparse.Namespace, prompt: str) -> int:
+    from stage01_forward import families
+    from stage01_forward.params import SamplingParams
+
+    from .make import LINEAR, make
+
+    sampling = SamplingParams(**cli.sampling_fields(options))
+    options.linear = LINEAR
+    loaded = cli.load_model_from(options, families)
+    cli.speak(make(loaded.model, contexts=1, insist=True), loaded, prompt, sampling)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

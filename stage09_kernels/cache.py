@@ -1,0 +1,216 @@
+"""Stage 05's cache in the layout that the kernel reads: a block of one head lies together.
+
+The addresses are stage 05's. What is new is that nothing is gathered: `attend` hands the tables to
+a kernel, which writes the new keys and values and then reads each block where it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shared.config import ALL, Config
+from shared.paths import ROOT
+from stage05_paged.blocks import NOWHERE, Move
+from stage05_paged.cache import Share, batches
+
+from . import library
+from .library import NoKernels
+
+# With attention.c and linear.c in it. Students' copies of this file have no C beside them.
+SOURCE = ROOT / "stage09_kernels" / "step.c"
+ROUND, QUERIES = 16, 8  # as in numbers.h and attention.c
+WIDEST = 512
+SIZES = {torch.float32: 4, torch.bfloat16: 2, torch.float64: 8}
+
+
+def padded(count: int) -> int:
+    """`count`, rounded up to what rows are padded to."""
+    return -(-count // ROUND) * ROUND
+
+
+class Attention(ctypes.Structure):
+    """`struct attention` of attention.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "cache")),
+        *((name, ctypes.c_void_p) for name in ("shares", "items", "tables")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "out_stride")),
+        *((name, ctypes.c_int64) for name in ("block_stride", "heads", "group", "width", "block")),
+        ("window", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+    ]
+
+
+class KernelCache:
+    """Keys and values in `blocks` blocks: `kv` is (layers, blocks, H, numbers), with the H heads of
+    keys and values. The numbers of a block and head are its keys, (D, B padded), then its values,
+    (B, D padded). `swapped` is the same for `swap_blocks` blocks.
+
+    level: of instructions, one of `library.levels()`; the best if empty. Raises NoKernels for a
+    dtype, a head size or a device that the kernel has not, or without a compiler.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        blocks: int,
+        block_size: int = 16,
+        swap_blocks: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        level: str = "",
+    ) -> None:
+        check(config, dtype, device)
+        self.blocks, self.block_size, self.level = blocks, block_size, level
+        self.windows = config.windows
+        self.heads, self.width = config.n_kv_head, config.head_dim
+        numbers = self.width * padded(block_size) + block_size * padded(self.width)
+        self.kv = torch.zeros(config.n_layer, blocks, self.heads, numbers, dtype=dtype)
+        self.swapped = torch.zeros(config.n_layer, swap_blocks, self.heads, numbers, dtype=dtype)
+        self.group = config.n_head // config.n_kv_head
+        self.real = torch.float64 if dtype == torch.float64 else torch.float32
+        self.library(dtype)  # compiled now, not during the first request
+
+    def library(self, weights: torch.dtype) -> ctypes.CDLL:
+        """The kernels for this cache and weights of a dtype."""
+        sizes = {"REAL": self.real, "WEIGHT": weights, "CACHE": self.kv.dtype}
+        defines = tuple(f"{name}={SIZES[dtype]}" for name, dtype in sizes.items())
+        return library.load(SOURCE, defines, self.level)
+
+    def attention(self, layer: int) -> Attention:
+        """What attention in `layer` needs of the cache."""
+        kv = self.kv[layer]  # (blocks, H, numbers)
+        window = self.windows[layer] if self.windows else ALL
+        return Attention(
+            cache=kv.data_ptr(),
+            block_stride=kv.stride(0),
+            heads=self.heads,
+            group=self.group,
+            width=self.width,
+            block=self.block_size,
+            window=window if window < ALL else 0,
+            scale=self.width**-0.5,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Memory taken, used or not, without the swap pool."""
+        return self.kv.nbytes
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Do `moves`, as if one after the other."""
+        for kind, batch in batches(moves):
+            sources = torch.tensor([move.source for move in batch])
+            targets = torch.tensor([move.target for move in batch])
+            if kind == "wipe":
+                self.kv.index_fill_(1, targets, 0)
+            elif kind == "copy":
+                self.kv.index_copy_(1, targets, self.kv.index_select(1, sources))
+            elif kind == "out":
+                self.swapped.index_copy_(1, targets, self.kv.index_select(1, sources))
+            else:
+                self.kv.index_copy_(1, targets, self.swapped.index_select(1, sources))
+
+    def read(self, blocks: Sequence[int]) -> Tensor:
+        """A copy of the content of `blocks`, (blocks, numbers of each): for checks."""
+        return self.kv.index_select(1, torch.tensor(blocks)).movedim(1, 0).flatten(1)
+
+    def fill(self, blocks: Sequence[int], value: float) -> None:
+        """Overwrite `blocks` with one value: for checks."""
+        self.kv.index_fill_(1, torch.tensor(blocks), value)
+
+    def extend(self, shares: Sequence[Share]) -> KernelAttention:
+        """The attention of a pass whose tokens are those of `shares`, one share after the other.
+
+        Raises ValueError for a share outside its blocks, or a block outside the cache.
+        """
+        for blocks, start, count in shares:
+            if not (start >= 0 and count >= 1 and start + count <= len(blocks) * self.block_size):
+                raise ValueError(
+                    f"no place for {count} tokens at {start} in {len(blocks)} blocks of "
+                    f"{self.block_size}"
+                )
+        return KernelAttention(self, shares)
+
+
+def check(config: Config, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    """Raise NoKernels for what the kernel has not."""
+    if torch.device(device).type != "cpu":
+        raise NoKernels(f"The kernels run on the CPU, not on {device}.")
+    if dtype not in SIZES:
+        raise NoKernels(
+            f"The kernels have no {str(dtype).removeprefix('torch.')}: choose float32 or bfloat16."
+        )
+    if config.head_dim > WIDEST:
+        raise NoKernels(
+            f"The kernels have heads of at most {WIDEST} numbers, and {config.name} has "
+            f"{config.head_dim}."
+        )
+
+
+class KernelAttention:
+    """Attention of one pass over N packed tokens, in the caller's order.
+
+    What is the same in every layer (tables, and the items that threads take) is worked out once.
+    """
+
+    def __init__(self, cache: KernelCache, shares: Sequence[Share]) -> None:
+        self.cache = cache
+        counts = torch.tensor([count for _, _, count in shares])
+        starts = torch.tensor([start for _, start, _ in shares])
+        lengths = torch.tensor([len(blocks) for blocks, _, _ in shares])
+        rows = counts.cumsum(0) - counts
+        self.tables = torch.tensor(
+            [block for blocks, _, _ in shares for block in blocks], dtype=torch.int32
+        )
+        if not (int(self.tables.min()) >= NOWHERE and int(self.tables.max()) < cache.blocks):
+            raise ValueError(f"a block outside the {cache.blocks} of the cache")
+        self.shares = torch.stack((lengths.cumsum(0) - lengths, starts, counts, rows), 1)
+        total = int(counts.sum())
+        self.order = torch.arange(total)
+        owners = torch.arange(len(shares)).repeat_interleave(counts)
+        self.positions = self.order - (rows - starts)[owners]  # (N,)
+        self.items = cut(counts, max(1, QUERIES // cache.group))
+        pointers = {name: getattr(self, name).data_ptr() for name in ("shares", "items", "tables")}
+        self.call = Attention(**pointers)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q of the packed tokens (N, heads, D); k and v (N, H, D) -> (N, heads, D)."""
+        cache, dtype = self.cache, q.dtype
+        q, k, v = (_rows(x.to(cache.real)) for x in (q, k, v))
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        call = cache.attention(layer)
+        for name in ("shares", "items", "tables"):
+            setattr(call, name, getattr(self.call, name))
+        for name, tensor in zip(("q", "k", "v", "out"), (q, k, v, out), strict=True):
+            setattr(call, name, tensor.data_ptr())
+            setattr(call, f"{name}_stride", tensor.stride(0))
+        failed = cache.library(cache.kv.dtype).attend(
+            ctypes.byref(call),
+            ctypes.c_int64(len(self.shares)),
+            ctypes.c_int64(len(self.items)),
+            library.parallel_for(),
+        )
+        if failed:
+            raise RuntimeError(f"torch_parallel_for failed with {failed}")
+        return out.to(dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with the numbers of a token together."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def cut(counts: Tensor, most: int) -> Tensor:
+    """Cut shares of `counts` (S,) tokens into items of at most `most` tokens, which threads take.
+
+    Returns (I, 3): the share, its first token in the item, and the item's tokens, in order.
+    """
+    pieces = -(-counts // most)  # of each share
+    owner = torch.arange(len(counts)).repeat_interleave(pieces)  # (I,)
+    first = (torch.arange(len(owner)) - (pieces.cumsum(0) - pieces)[owner]) * most
+    return torch.stack((owner, first, (counts[owner] - first).clamp(max=most)), 1)

@@ -1,0 +1,148 @@
+"""C files, compiled once by the machine's compiler and loaded with ctypes.
+
+A library is kept in the cache folder under a name that has everything in it on which its bytes
+depend: source, flags, compiler, and the instructions of this processor. So a library made for
+another processor is never loaded. It is written under a temporary name and renamed: two processes
+that compile at once do the work twice and nothing else.
+
+Nothing of PyTorch's is compiled in. Its thread pool is used through one exported C function,
+`torch_parallel_for`, whose address a kernel takes as an argument: one pool, and
+`torch.set_num_threads` counts for kernels too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from shared.errors import UserError
+from shared.measure import cache_folder
+
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi")
+WIDE = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512"
+WIDE_NEEDS = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx2", "fma3")
+LEVELS = {  # instructions, by the flags that turn them on and what the processor must have
+    "avx512_bf16": (f"{WIDE} -mavx512bf16", (*WIDE_NEEDS, "avx512_bf16")),
+    "avx512": (WIDE, WIDE_NEEDS),
+    "avx2": ("-mavx2 -mfma", ("avx2", "fma3")),
+    "plain": ("", ()),
+}
+SECONDS = 120  # to compile one file
+
+
+class NoKernels(UserError):
+    """There is no kernel for this model or machine, or no compiler that works here."""
+
+
+def levels() -> list[str]:
+    """The levels of instructions that this processor has, the best first."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ["plain"]  # on ARM that includes NEON
+    can = torch.cpu.get_capabilities()
+    return [level for level, (_, needed) in LEVELS.items() if all(can.get(n) for n in needed)]
+
+
+def compilers() -> list[list[str]]:
+    """The commands of the compilers to try: $CC alone if it is set."""
+    if os.environ.get("CC"):
+        return [shlex.split(os.environ["CC"])]
+    found = [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
+    if find_spec("ziglang"):  # a package that brings a whole compiler
+        found.append([sys.executable, "-m", "ziglang", "cc"])
+    return found
+
+
+@cache
+def load(source: Path, defines: tuple[str, ...] = (), level: str = "") -> ctypes.CDLL:
+    """The library of a C file. level: one of `levels()`, the best if empty.
+
+    Raises NoKernels if no compiler makes it.
+    """
+    level = level or levels()[0]
+    if level not in levels():
+        raise NoKernels(f"This processor has no {level}: choose {' or '.join(levels())}.")
+    flags = [*FLAGS, *LEVELS[level][0].split(), *(f"-D{define}" for define in defines)]
+    if not compilers():
+        raise NoKernels(
+            "There is no C compiler here (cc, gcc, clang): install one, or set CC to its command."
+        )
+    reasons = []
+    for compiler in compilers():
+        try:
+            return ctypes.CDLL(str(_built(source, flags, compiler)))
+        except (OSError, subprocess.SubprocessError) as error:
+            output = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            reasons.append(
+                f"{shlex.join(compiler)}: {output[0] if output else type(error).__name__}"
+            )
+    raise NoKernels(f"{source.name} cannot be compiled ({'; '.join(reasons)}).")
+
+
+def _built(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> Path:
+    """The compiled file. Raises OSError or SubprocessError."""
+    can = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
+    included = sorted(source.parent.glob("*.[ch]"))  # a file may include all of its folder
+    texts = [file.read_text(encoding="utf-8") for file in included]
+    parts = [source.name, *texts, *flags, *compiler, _version(tuple(compiler)), *can]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    suffix = ".dll" if sys.platform == "win32" else ".so"
+    folder = _writable(cache_folder() / "kernels")
+    path = folder / f"{source.stem}-{key}{suffix}"
+    if not path.exists():
+        handle, name = tempfile.mkstemp(suffix=suffix, prefix="building-", dir=folder)
+        os.close(handle)
+        try:
+            libraries = [] if sys.platform == "win32" else ["-lm"]
+            command = [*compiler, *flags, str(source), "-o", name, *libraries]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+            os.replace(name, path)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    return path
+
+
+def _writable(folder: Path) -> Path:
+    """`folder`, or one of this process alone where that cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="staircase-kernels-"))
+
+
+@cache
+def _version(compiler: tuple[str, ...]) -> str:
+    shown = subprocess.run(
+        [*compiler, "--version"], check=True, capture_output=True, text=True, timeout=SECONDS
+    )
+    return shown.stdout
+
+
+@cache
+def parallel_for() -> ctypes.c_void_p:
+    """The address of PyTorch's parallel loop. Raises NoKernels if this PyTorch has none."""
+    folder = Path(torch.__file__).parent / "lib"
+    name = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(
+        sys.platform, "libtorch_cpu.so"
+    )
+    try:
+        function = ctypes.CDLL(str(folder / name)).torch_parallel_for
+    except (OSError, AttributeError):
+        raise NoKernels(
+            f"PyTorch {torch.__version__} has no torch_parallel_for: kernels need 2.10 or later."
+        ) from None
+    return ctypes.cast(function, ctypes.c_void_p)

@@ -1,0 +1,308 @@
+"""A model as a list of operations that one C call runs.
+
+The list is made once, when the model is loaded: the weights are laid out for linear.c, and the
+model's own are freed. A pass fills in what changes, which is the number of rows and three pointers.
+
+    GPT-2, a layer: norm, q k v, attend, projection + residual, norm, up + GELU, down + residual
+    Llama, a layer: norm, q k v, (norms of q and k), turn, attend, projection + residual, norm,
+                    gate and up, down + residual
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import library
+from .cache import Attention, KernelAttention, KernelCache
+
+PANEL = 64  # as in linear.c
+NORM, LINEAR, TURN, ATTEND = range(4)  # as in step.c
+PLAIN, GELU, GATED = range(3)  # as in linear.c
+
+
+def _fields(pointers: str, numbers: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_void_p) for name in pointers.split()] + [
+        (name, ctypes.c_int64) for name in numbers.split()
+    ]
+
+
+class Norm(ctypes.Structure):
+    _fields_ = [
+        *_fields("x out gain bias chosen", "x_stride out_stride width heads rows centred"),
+        ("epsilon", ctypes.c_double),
+    ]
+
+
+class Linear(ctypes.Structure):
+    _fields_ = _fields(
+        "x out weights pairs bias", "x_stride out_stride inputs outputs rows way residual"
+    )
+
+
+class Turn(ctypes.Structure):
+    _fields_ = _fields("x cosines sines", "stride width heads rows")
+
+
+class _Any(ctypes.Union):
+    _fields_ = [("norm", Norm), ("linear", Linear), ("turn", Turn), ("attention", Attention)]
+
+
+class Operation(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int64), ("wanted", ctypes.c_int64), ("of", _Any)]
+
+
+def pack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Weights (outputs, inputs), one after the other, as (panels, inputs, 64) of `dtype`."""
+    outputs, inputs = sum(len(weight) for weight in weights), weights[0].shape[1]
+    panels = torch.zeros(-(-outputs // PANEL), inputs, PANEL, dtype=dtype)
+    row = 0
+    for weight in weights:  # piece by piece: no second copy of all
+        for piece in weight.split(PANEL - row % PANEL if row % PANEL else PANEL):
+            done = 0
+            while done < len(piece):
+                panel, place = divmod(row, PANEL)
+                some = min(PANEL - place, len(piece) - done)
+                panels[panel, :, place : place + some] = piece[done : done + some].t()
+                done, row = done + some, row + some
+    return panels
+
+
+def lay_out(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """`pack`, in bfloat16 with two inputs beside each other: (panels, inputs / 2, 64, 2)."""
+    panels = pack(weights, dtype)
+    if dtype != torch.bfloat16:
+        return panels
+    even = nn.functional.pad(panels, (0, 0, 0, panels.shape[1] % 2))
+    return even.unflatten(1, (-1, 2)).transpose(2, 3).contiguous()
+
+
+def interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """Rows of `gate` and `up` (F, ...), 32 of the one and 32 of the other in turn, padded."""
+    half = PANEL // 2
+    count = -(-len(gate) // half) * half
+    parts = []
+    for part in (gate, up):
+        whole = part.new_zeros(count, *part.shape[1:])
+        whole[: len(part)] = part
+        parts.append(whole.unflatten(0, (-1, half)))
+    return torch.stack(parts, 1).flatten(0, 2)
+
+
+class Program:
+    """The operations of a model over the keys and values in `cache`."""
+
+    def __init__(self, model: Any, cache: KernelCache) -> None:
+        self.model, self.cache, self.config = model, cache, model.config
+        self.dtype = model.dtype  # of the weights
+        self.real = cache.real
+        if self.dtype not in (cache.real, torch.bfloat16):
+            raise library.NoKernels(
+                f"The kernels have no {self.dtype} weights beside a cache of {cache.kv.dtype}."
+            )
+        self.library = cache.library(self.dtype)
+        self.kept: list[Tensor] = []  # what operations point to
+        self.operations: list[Operation] = []
+        self.buffers: dict[str, Tensor] = {}
+        self.widths: dict[str, int] = {}
+        self.rows = 0
+        build = _gpt2 if hasattr(model, "wpe") else _llama
+        build(self, model)
+        self.array = (Operation * len(self.operations))(*self.operations)
+
+    # ---- building
+
+    def keep(self, tensor: Tensor) -> int:
+        tensor = tensor.contiguous()
+        self.kept.append(tensor)
+        return tensor.data_ptr()
+
+    def vector(self, tensor: Tensor | None) -> int | None:
+        return None if tensor is None else self.keep(tensor.detach().to(self.real))
+
+    def buffer(self, name: str, width: int) -> str:
+        """A matrix of `width` numbers for each row of a pass."""
+        self.widths[name] = max(width, self.widths.get(name, 0))
+        return name
+
+    def norm(
+        self, layer: Any, x: str, out: str, heads: int = 1, wanted: bool = False, **place: int
+    ) -> None:
+        """`layer`: LayerNorm or RMSNorm."""
+        operation = Operation(NORM, wanted)
+        centred = isinstance(layer, nn.LayerNorm)
+        epsilon = layer.eps if isinstance(layer, nn.LayerNorm) else layer.epsilon
+        operation.of.norm = Norm(
+            gain=self.vector(layer.weight),
+            bias=self.vector(getattr(layer, "bias", None)),
+            width=len(layer.weight),
+            heads=heads,
+            centred=centred,
+            epsilon=epsilon,
+        )
+        self._add(operation, x=x, out=out, **place)
+
+    def linear(
+        self,
+        layers: Sequence[Any],
+        x: str,
+        out: str,
+        way: int = PLAIN,
+        residual: bool = False,
+        wanted: bool = False,
+    ) -> None:
+        """`layers` side by side; for GATED the gate and what it opens."""
+        weights = [layer.weight.detach() for layer in layers]
+        biases = [layer.bias for layer in layers]
+        outputs = sum(map(len, weights))
+        bias = None
+        if any(each is not None for each in biases):
+            bias = torch.cat(
+                [
+                    torch.zeros(len(weight), dtype=self.real)
+                    if each is None
+                    else each.to(self.real)
+                    for each, weight in zip(biases, weights, strict=True)
+                ]
+            )
+        if way == GATED:
+            outputs = len(weights[0])
+            weights = [interleave(*weights)]
+            bias = None if bias is None else interleave(*bias.chunk(2))
+        if bias is not None:
+            padding = -len(bias) % PANEL
+            bias = torch.cat((bias, bias.new_zeros(padding)))
+        operation = Operation(LINEAR, wanted)
+        operation.of.linear = Linear(
+            weights=self.keep(lay_out(weights, self.dtype)),
+            bias=self.vector(bias),
+            inputs=weights[0].shape[1],
+            outputs=outputs,
+            way=way,
+            residual=residual,
+        )
+        self.buffer(out, outputs)
+        self._add(operation, x=x, out=out)
+
+    def turn(self, x: str, heads: int) -> None:
+        operation = Operation(TURN)
+        operation.of.turn = Turn(width=self.config.head_dim, heads=heads)
+        self._add(operation, x=x)
+
+    def attend(self, layer: int, x: str, out: str) -> None:
+        operation = Operation(ATTEND)
+        operation.of.attention = self.cache.attention(layer)
+        self._add(operation, x=x, out=out)
+
+    def _add(self, operation: Operation, **places: Any) -> None:
+        self.operations.append(operation)
+        self.places = getattr(self, "places", [])
+        self.places.append(places)
+
+    # ---- running
+
+    def _make_room(self, rows: int) -> None:
+        """Buffers for `rows` rows; pointers to them in the operations."""
+        if rows <= self.rows:
+            return
+        self.rows = max(rows, 2 * self.rows)
+        self.buffers = {
+            name: torch.empty(self.rows, width, dtype=self.real)
+            for name, width in self.widths.items()
+        }
+        most = max(op.of.linear.inputs for op in self.array if op.kind == LINEAR)
+        self.pairs = torch.empty(self.rows, (most + 1) // 2, dtype=torch.int32)
+        for operation, places in zip(self.array, self.places, strict=True):
+            x = self.buffers[places["x"]]
+            start = x.data_ptr() + places.get("first", 0) * x.itemsize
+            if operation.kind == TURN:
+                operation.of.turn.x, operation.of.turn.stride = start, x.stride(0)
+                continue
+            out = self.buffers[places["out"]]
+            out_start = out.data_ptr() + places.get("first", 0) * out.itemsize
+            if operation.kind == ATTEND:
+                one = operation.of.attention
+                width = one.width * x.itemsize
+                heads = one.heads * one.group
+                one.q, one.k, one.v = (start + width * at for at in (0, heads, heads + one.heads))
+                one.q_stride = one.k_stride = one.v_stride = x.stride(0)
+                one.out, one.out_stride = out_start, out.stride(0)
+            else:
+                one = operation.of.norm if operation.kind == NORM else operation.of.linear
+                if operation.kind == LINEAR:
+                    one.pairs = self.pairs.data_ptr()
+                one.x, one.x_stride = start, x.stride(0)
+                one.out, one.out_stride = out_start, out.stride(0)
+
+    def run(
+        self, ids: Tensor, positions: Tensor, attention: KernelAttention, rows: Tensor
+    ) -> Tensor:
+        """Logits (R, V) of `rows` (R,) of a pass over the tokens `ids` (N,) at `positions` (N,)."""
+        model, count = self.model, len(ids)
+        self._make_room(max(count, len(rows)))
+        cosines = sines = None
+        if hasattr(model, "wpe"):
+            hidden = model.wte(ids) + model.wpe(positions)
+        else:
+            hidden = model.embed_tokens(ids)
+            from stage08_llama.rope import rotation
+
+            turns = rotation(positions, model.frequencies, self.config.rope.scale)
+            cosines, sines = (each.to(self.real).contiguous() for each in turns)
+        self.buffers["stream"][:count, : hidden.shape[1]] = hidden
+        failed = self.library.step(
+            self.array,
+            ctypes.c_int64(len(self.array)),
+            ctypes.byref(attention.call),
+            ctypes.c_int64(len(attention.shares)),
+            ctypes.c_int64(len(attention.items)),
+            ctypes.c_void_p(None if cosines is None else cosines.data_ptr()),
+            ctypes.c_void_p(None if sines is None else sines.data_ptr()),
+            ctypes.c_void_p(rows.data_ptr()),
+            ctypes.c_int64(count),
+            ctypes.c_int64(len(rows)),
+            library.parallel_for(),
+        )
+        if failed:
+            raise RuntimeError(f"torch_parallel_for failed with {failed}")
+        return self.buffers["logits"][: len(rows)]
+
+
+def _gpt2(p: Program, model: Any) -> None:
+    width = p.config.n_embd
+    stream, normed = p.buffer("stream", width), p.buffer("normed", width)
+    for layer, block in enumerate(model.h):
+        p.norm(block.ln_1, stream, normed)
+        p.linear([block.attn.c_attn], normed, "qkv")
+        p.attend(layer, "qkv", p.buffer("mixed", width))
+        p.linear([block.attn.c_proj], "mixed", stream, residual=True)
+        p.norm(block.ln_2, stream, normed)
+        p.linear([block.mlp.c_fc], normed, "inner", way=GELU)
+        p.linear([block.mlp.c_proj], "inner", stream, residual=True)
+    p.norm(model.ln_f, stream, normed, wanted=True)
+    p.linear([model.lm_head], normed, "logits", wanted=True)
+
+
+def _llama(p: Program, model: Any) -> None:
+    config = p.config
+    stream, normed = p.buffer("stream", config.n_embd), p.buffer("normed", config.n_embd)
+    heads, width = config.n_head, config.head_dim
+    for number, layer in enumerate(model.layers):
+        own = layer.self_attn
+        p.norm(layer.input_layernorm, stream, normed)
+        p.linear([own.q_proj, own.k_proj, own.v_proj], normed, "qkv")
+        if config.qk_norm:
+            p.norm(own.q_norm, "qkv", "qkv", heads)
+            p.norm(own.k_norm, "qkv", "qkv", config.n_kv_head, first=heads * width)
+        p.turn("qkv", heads + config.n_kv_head)
+        p.attend(number, "qkv", p.buffer("mixed", heads * width))
+        p.linear([own.o_proj], "mixed", stream, residual=True)
+        p.norm(layer.post_attention_layernorm, stream, normed)
+        p.linear([layer.mlp.gate_proj, layer.mlp.up_proj], normed, "inner", way=GATED)
+        p.linear([layer.mlp.down_proj], "inner", stream, residual=True)
+    p.norm(model.norm, stream, normed, wanted=True)
+    p.linear([model.lm_head], normed, "logits", wanted=True)

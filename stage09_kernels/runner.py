@@ -1,0 +1,36 @@
+"""The runner whose passes are one C call each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stage05_paged.cache import Share
+
+from .cache import KernelCache
+from .program import Program
+
+
+class KernelRunner:
+    """Runs passes of `model` over the keys and values in `cache`, as stage 04's Runner does."""
+
+    def __init__(self, model: Any, cache: KernelCache) -> None:
+        self.cache, self.config = cache, model.config
+        self.program = Program(model, cache)
+        self.unused = getattr(model, "unused", None)
+
+    def move(self, moves: Sequence[Any]) -> None:
+        self.cache.move(moves)
+
+    @torch.inference_mode()
+    def run(self, ids: Sequence[int], shares: Sequence[Share], rows: Sequence[int]) -> Tensor:
+        """Logits (R, V) of one pass over N packed tokens, valid until the next pass."""
+        if not ids:
+            return torch.empty(0, self.config.vocab_size)
+        attention = self.cache.extend(shares)
+        wanted = torch.tensor(rows, dtype=torch.int64)
+        logits = self.program.run(torch.tensor(ids), attention.positions, attention, wanted)
+        return logits if self.unused is None else logits.index_fill_(-1, self.unused, -torch.inf)

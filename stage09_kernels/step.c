@@ -1,0 +1,111 @@
+/* A forward pass as one call: a list of operations, each a loop over PyTorch's threads.
+
+   The list is made once for a model (program.py). Between two operations all threads meet, because
+   the next one reads what all of them wrote. */
+
+#include "attention.c"
+#include "linear.c"
+
+enum { NORM, LINEAR, TURN, ATTEND };
+
+struct norm { /* (x - mean) / deviation * gain + bias, or x / rms * gain; of `heads` parts of a row */
+    const real *x;
+    real *out;
+    const real *gain, *bias;
+    const int64_t *chosen; /* rows of x, or none: all */
+    int64_t x_stride, out_stride, width, heads, rows, centred;
+    double epsilon;
+};
+
+struct turn { /* rotary positions, in place: pairs (i, i + width / 2) of `heads` heads */
+    real *x;
+    const real *cosines, *sines; /* (rows, width / 2) */
+    int64_t stride, width, heads, rows;
+};
+
+struct operation {
+    int64_t kind, wanted; /* wanted: over the rows whose logits are wanted, not over all tokens */
+    union {
+        struct norm norm;
+        struct linear linear;
+        struct turn turn;
+        struct attention attention;
+    } of;
+};
+
+static real sum_of(const real *x, int64_t count, real mean, int squared) {
+    lanes total = {0};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        lanes part = *(const lanes *)(x + i) - mean;
+        total += squared ? part * part : part;
+    }
+    real sum = 0;
+    for (int t = 0; t < LANES; t++) sum += total[t];
+    for (; i < count; i++) sum += squared ? (x[i] - mean) * (x[i] - mean) : x[i] - mean;
+    return sum;
+}
+
+static void norm_rows(int64_t first, int64_t last, void *context) {
+    const struct norm *n = context;
+    for (int64_t item = first; item < last; item++) {
+        int64_t row = item / n->heads, place = item % n->heads * n->width;
+        const real *x = n->x + (n->chosen ? n->chosen[row] : row) * n->x_stride + place;
+        real *out = n->out + row * n->out_stride + place;
+        real mean = n->centred ? sum_of(x, n->width, 0, 0) / n->width : 0;
+        real scale = 1 / sqrt(sum_of(x, n->width, mean, 1) / n->width + n->epsilon);
+        for (int64_t i = 0; i < n->width; i++)
+            out[i] = (x[i] - mean) * scale * n->gain[i] + (n->bias ? n->bias[i] : 0);
+    }
+}
+
+static void turn_rows(int64_t first, int64_t last, void *context) {
+    const struct turn *t = context;
+    int64_t half = t->width / 2;
+    for (int64_t item = first; item < last; item++) {
+        int64_t row = item / t->heads;
+        real *x = t->x + row * t->stride + item % t->heads * t->width;
+        const real *c = t->cosines + row * half, *s = t->sines + row * half;
+        for (int64_t i = 0; i < half; i++) {
+            real a = x[i], b = x[half + i];
+            x[i] = a * c[i] - b * s[i];
+            x[half + i] = b * c[i] + a * s[i];
+        }
+    }
+}
+
+/* Run `count` operations over `tokens` tokens, of which `wanted` rows get logits. `pass` has what
+   all layers share of attention. Returns 0, or what the parallel loop returned. */
+int step(struct operation *operations, int64_t count, const struct attention *pass, int64_t shares,
+         int64_t items, const real *cosines, const real *sines, const int64_t *chosen,
+         int64_t tokens, int64_t wanted, parallel_for run) {
+    int failed = 0;
+    for (int64_t i = 0; i < count && !failed; i++) {
+        struct operation *o = operations + i;
+        int64_t rows = o->wanted ? wanted : tokens;
+        switch (o->kind) {
+            case NORM:
+                o->of.norm.rows = rows;
+                o->of.norm.chosen = o->wanted ? chosen : 0;
+                failed = run(0, rows * o->of.norm.heads, 8, norm_rows, &o->of.norm);
+                break;
+            case LINEAR:
+                o->of.linear.rows = rows;
+                failed = linear(&o->of.linear, run);
+                break;
+            case TURN:
+                o->of.turn.rows = rows;
+                o->of.turn.cosines = cosines;
+                o->of.turn.sines = sines;
+                failed = run(0, rows * o->of.turn.heads, 8, turn_rows, &o->of.turn);
+                break;
+            case ATTEND:
+                o->of.attention.shares = pass->shares;
+                o->of.attention.items = pass->items;
+                o->of.attention.tables = pass->tables;
+                failed = attend(&o->of.attention, shares, items, run);
+                break;
+        }
+    }
+    return failed;
+}
