@@ -1,0 +1,78 @@
+"""The contract of engines with the kernels: GPT-2, and Llamas without and with a sliding window."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from stage04_continuous.tests import oracle
+from stage04_continuous.tests.lives import live
+from stage05_paged.tests import test_contract as paged
+from stage05_paged.tests.engines import engine_of
+from stage08_llama.model import RMSNorm
+from stage08_llama.tests.test_contract import SHAPES
+from stage09_kernels.cache import KernelCache
+from stage09_kernels.runner import KernelRunner
+
+KERNELS: dict[str, Any] = {"make_cache": KernelCache, "make_runner": KernelRunner}
+
+
+def wide_norm(self, x):
+    """RMSNorm without its float32 island: in float64 the kernels compute in float64 throughout."""
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
+    return self.weight * x * scale
+
+
+@pytest.fixture(scope="module", autouse=True, params=["gpt2", *SHAPES])
+def shape(request):
+    """Llamas have another epsilon here, so that no other test gets answers of `wide_norm`."""
+    config = oracle.CONFIG
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param in SHAPES:
+            patch.setattr(RMSNorm, "forward", wide_norm)
+            config = replace(SHAPES[request.param], layer_norm_epsilon=2e-5)
+        with oracle.shape(config):
+            yield config
+
+
+class TestKernels(paged.TestPaged):
+    @staticmethod
+    def engine(*args: Any, **options: Any) -> Any:
+        return engine_of(*args, **(KERNELS | options))
+
+    @pytest.fixture
+    def watched(self, monkeypatch):
+        """The passes of the kernels, which call no module of the model, and errors to raise."""
+        seen: list[tuple[int, int]] = []
+        errors: list[Exception] = []
+        run = KernelRunner.run
+
+        def watch(self, ids, shares, rows):
+            if ids and errors:
+                raise errors.pop()
+            if ids:
+                seen.append((len(ids), len(rows)))
+            return run(self, ids, shares, rows)
+
+        monkeypatch.setattr(KernelRunner, "run", watch)
+        return seen, errors
+
+    @pytest.fixture
+    def passes(self, watched):
+        return lambda: watched[0]
+
+    @pytest.fixture
+    def broken(self, watched):
+        return lambda: watched[1].append(RuntimeError("out of memory"))
+
+
+class KernelLife(paged.PagedLife):
+    def make(self, sequences, token_budget, **options):
+        return super().make(sequences, token_budget, **KERNELS, **options)
+
+
+def test_lives_of_fifty_calls(shape):
+    live(KernelLife, 10)

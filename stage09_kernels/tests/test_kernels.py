@@ -1,0 +1,363 @@
+"""Each kernel against PyTorch in float64: every shape, dtype and level of instructions."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shared import linear
+from shared.config import Config
+from shared.course.testing import random_checkpoint
+from shared.errors import UserError
+from stage01_forward.families import load_model
+from stage01_forward.params import SamplingParams
+from stage05_paged.cache import PagedCache
+from stage09_kernels import library
+from stage09_kernels.cache import SIZES, SOURCE, KernelCache
+from stage09_kernels.make import make
+from stage09_kernels.program import GATED, GELU, PANEL, PLAIN, Linear, interleave, lay_out
+from stage09_kernels.runner import KernelRunner
+
+LEVELS = library.levels()
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
+BLOCKS = 220
+EACH = [  # levels and dtypes; those but the first are compiled for this test alone
+    pytest.param(level, dtype, marks=() if level == LEVELS[0] else pytest.mark.slow)
+    for level in LEVELS
+    for dtype in TOLERANCE
+]
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def caches(heads, kv_heads, width, block, dtype, window=0, level=""):
+    windows = (window, window) if window else ()
+    config = Config(11, 4096, heads * width, 2, heads, kv_heads, width, windows=windows)
+    kernel = KernelCache(config, BLOCKS, block, dtype=dtype, level=level)
+    kernel.kv.fill_(torch.nan)  # slots that no token has written must not be read
+    return PagedCache(config, BLOCKS, block, dtype=torch.float64), kernel
+
+
+def passes(block, lengths, cuts=3):
+    """Passes that write sequences of `lengths` in `cuts` pieces each, into blocks in any order."""
+    free = torch.randperm(BLOCKS).tolist()
+    tables = [[free.pop() for _ in range(-(-length // block))] for length in lengths]
+    done = [0] * len(lengths)
+    for cut in range(cuts):
+        shares = []
+        for row, length in enumerate(lengths):
+            left = length - done[row]
+            count = left if cut == cuts - 1 else -(-left // 3)
+            if count:
+                shares.append((tables[row], done[row], count))
+                done[row] += count
+        if shares:
+            yield shares
+
+
+def agree(heads, kv_heads, width, block, dtype, lengths, **options):
+    torch.manual_seed(0)
+    oracle, kernel = caches(heads, kv_heads, width, block, dtype, **options)
+    for shares in passes(block, lengths):
+        total = sum(count for _, _, count in shares)
+        shape = [(total, count, width) for count in (heads, kv_heads, kv_heads)]
+        q, k, v = (torch.randn(each, dtype=torch.float64).to(dtype) for each in shape)
+        whole = oracle.extend(shares)
+        for layer in (0, 1):
+            inputs = (x[whole.order].double() for x in (q, k, v))
+            wanted = torch.empty(total, heads, width, dtype=torch.float64)
+            wanted[whole.order] = whole.attend(layer, *inputs)
+            found = kernel.extend(shares).attend(layer, q, k, v)
+            assert found.dtype == dtype
+            torch.testing.assert_close(
+                found.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+            )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("block", [1, 7, 16, 32])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"),
+    [
+        (3, 3, 16),
+        (4, 1, 32),
+        (6, 2, 40),
+        (12, 12, 64),
+        (9, 3, 80),
+        (8, 8, 128),
+        (2, 1, 256),
+        (3, 3, 17),
+    ],
+)
+def test_attention_reads_blocks_in_place(heads, kv_heads, width, block, dtype):
+    lengths = [1, 2, block, block + 1, 3 * block + 1, 61] if block > 1 else [1, 5, 60, 33]
+    agree(heads, kv_heads, width, block, dtype, lengths)
+
+
+@pytest.mark.parametrize(("level", "dtype"), EACH)
+def test_every_level_of_instructions_agrees(level, dtype):
+    agree(6, 2, 64, 16, dtype, [1, 300, 515, 700], level=level)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 250, 300])
+def test_a_window_hides_what_is_behind_it(window):
+    agree(4, 2, 32, 16, torch.float64, [1, 20, 256, 700], window=window)
+
+
+def test_large_scores_and_strided_queries():
+    _, kernel = caches(2, 2, 64, 16, torch.float32)
+    packed = 100 * torch.randn(40, 3 * 2 * 64)  # scores of +-1e4
+    q, k, v = (part.unflatten(1, (2, 64)) for part in packed.chunk(3, 1))
+    found = kernel.extend([([3, 1, 7], 0, 40)]).attend(0, q, k, v)
+    whole = [x.double().transpose(0, 1) for x in (q, k, v)]
+    wanted = F.scaled_dot_product_attention(whole[0], whole[1], whole[2], is_causal=True).transpose(
+        0, 1
+    )
+    torch.testing.assert_close(found.double(), wanted, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype):
+    """A sequence of 300 tokens: alone and whole, in pieces beside others, by one thread and by more
+    threads than there are items."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(300, 6, 64).to(dtype) for _ in range(3))
+    outputs = []
+    for count, cuts, others in (
+        (1, [300], 0),
+        (2, [1, 7, 292], 3),
+        (3, [299, 1], 1),
+        (16, [300], 0),
+    ):
+        torch.set_num_threads(count)
+        _, kernel = caches(6, 6, 64, 16, dtype)
+        start, parts = 0, []
+        for cut in cuts:
+            extra = [([60 + 20 * i], 0, 3 + i) for i in range(others)]
+            noise = sum(share[2] for share in extra)
+            mixed = [
+                torch.cat((torch.randn(noise, 6, 64).to(dtype), x[start : start + cut]))
+                for x in (q, k, v)
+            ]
+            shares = [*extra, (list(range(20)), start, cut)]
+            parts.append(kernel.extend(shares).attend(0, *mixed)[noise:])
+            start += cut
+        outputs.append(torch.cat(parts))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_two_python_threads_at_once():
+    failed = []
+
+    def work():
+        try:
+            agree(3, 3, 32, 16, torch.float64, [50, 9, 120])
+        except AssertionError as error:
+            failed.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failed
+
+
+def test_nothing_is_written_outside_the_blocks_of_a_share():
+    _, kernel = caches(2, 1, 24, 5, torch.float32)
+    kernel.kv.fill_(7.0)
+    inputs = [torch.randn(8, heads, 24) for heads in (2, 1, 1)]
+    kernel.extend([([4, 9], 1, 8)]).attend(1, *inputs)
+    changed = (kernel.kv != 7.0).flatten(2).any(2)  # (layers, blocks)
+    assert changed.nonzero().tolist() == [[1, 4], [1, 9]]
+    assert int((kernel.kv[1] != 7.0).sum()) == 2 * 8 * 24
+
+
+@pytest.mark.parametrize("block", [-2, BLOCKS])
+def test_a_block_outside_the_cache_is_refused(block):
+    _, kernel = caches(2, 2, 16, 16, torch.float32)
+    with pytest.raises(ValueError, match="a block outside"):
+        kernel.extend([([block], 0, 1)])
+    with pytest.raises(ValueError, match="no place for 5 tokens at 12"):
+        kernel.extend([([0], 12, 5)])
+
+
+# ---- linear layers
+
+
+def multiply(x, weights, bias, way, residual, level=""):
+    """What linear.c makes of x (M, K) and `weights` of any dtype, in the dtype of x."""
+    dtype, real = weights[0].dtype, x.dtype
+    cache: Any = SimpleNamespace(real=real, kv=SimpleNamespace(dtype=dtype), level=level)
+    lib = KernelCache.library(cache, dtype)
+    rows = [interleave(*weights)] if way == GATED else weights
+    outputs = sum(map(len, weights)) if way != GATED else len(weights[0])
+    packed = lay_out(rows, dtype)
+    if bias is not None:
+        bias = F.pad(bias, (0, -len(bias) % PANEL))
+    out = (
+        residual.clone()
+        if residual is not None
+        else torch.full((len(x), outputs), torch.nan, dtype=real)
+    )
+    pairs = torch.empty(len(x), (x.shape[1] + 1) // 2, dtype=torch.int32)
+    call = Linear(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        weights=packed.data_ptr(),
+        pairs=pairs.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+        inputs=x.shape[1],
+        outputs=outputs,
+        rows=len(x),
+        way=way,
+        residual=residual is not None,
+    )
+    assert lib.linear(ctypes.byref(call), library.parallel_for()) == 0
+    return out
+
+
+@pytest.mark.parametrize(("level", "dtype"), EACH)
+@pytest.mark.parametrize("way", [PLAIN, GELU, GATED])
+def test_linear_layers(way, dtype, level):
+    torch.manual_seed(2)
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    for rows, inputs, outputs in ((1, 7, 5), (2, 64, 64), (5, 33, 130), (6, 16, 32), (13, 100, 97)):
+        x = torch.randn(rows, inputs, dtype=real)
+        if dtype == torch.bfloat16:  # some levels round x as well
+            x = x.bfloat16().to(real)
+        shapes = [outputs, outputs] if way == GATED else [outputs, 3]
+        weights = [torch.randn(n, inputs, dtype=real).to(dtype) for n in shapes]
+        numbers = torch.randn(outputs + 3, dtype=real)
+        bias = None if way == GATED else numbers
+        products = [x.double() @ weight.double().t() for weight in weights]
+        if way == GATED:
+            wanted = F.silu(products[0]) * products[1]
+        else:
+            wanted = torch.cat(products, 1) + numbers.double()
+            wanted = F.gelu(wanted, approximate="tanh") if way == GELU else wanted
+        before = torch.randn(wanted.shape, dtype=real)
+        for residual in (None, before):
+            found = multiply(x, weights, bias, way, residual, level)
+            sum_ = wanted if residual is None else wanted + before.double()
+            least = 1e-11 if real == torch.float64 else 2e-4
+            torch.testing.assert_close(found.double(), sum_, atol=least, rtol=least)
+
+
+def test_a_row_of_a_product_does_not_depend_on_the_others():
+    x, weight = torch.randn(32, 96), [torch.randn(200, 96)]
+    together = multiply(x, weight, None, PLAIN, None)
+    alone = torch.cat([multiply(x[row : row + 1], weight, None, PLAIN, None) for row in range(32)])
+    assert torch.equal(together, alone)
+
+
+# ---- what there is no kernel for
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """An empty cache folder; what was compiled and loaded before is forgotten."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.load.cache_clear()
+    yield tmp_path / "staircase" / "kernels"
+    library.load.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": torch.float16}, "have no float16: choose float32 or bfloat16"),
+        ({"device": "meta"}, "run on the CPU, not on meta"),
+        ({"level": "avx1024"}, "This processor has no avx1024"),
+    ],
+)
+def test_what_there_is_no_kernel_for(options, words):
+    with pytest.raises(UserError, match=words):
+        KernelCache(Config(11, 64, 32, 1, 2), 4, **options)
+    with pytest.raises(UserError, match="heads of at most 512 numbers"):
+        KernelCache(Config(11, 64, 1026, 1, 2), 4)
+
+
+def test_weights_and_cache_compute_in_one_dtype():
+    """Other pairs would read numbers of another size."""
+    model = load_model(random_checkpoint(Config(11, 64, 32, 1, 2)), dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(UserError, match="no torch.float64 weights beside a cache of"):
+            KernelRunner(model, KernelCache(model.config, 4, dtype=dtype))
+    model = load_model(random_checkpoint(Config(11, 64, 32, 1, 2)), dtype=torch.bfloat16)
+    for dtype in SIZES:
+        logits = KernelRunner(model, KernelCache(model.config, 4, dtype=dtype)).run(
+            [1, 2, 3], [([2], 0, 3)], [2]
+        )
+        assert logits.isfinite().all() and logits.dtype != torch.bfloat16
+
+
+def test_without_kernels_stage_05_answers_and_a_warning_tells(fresh, monkeypatch, caplog):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    model = load_model(random_checkpoint(Config(11, 64, 32, 1, 2)), dtype=torch.float32)
+    engine = make(model, 1)
+    assert isinstance(getattr(engine.runner, "cache", None), PagedCache)
+    assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4
+    assert "cannot be compiled" in caplog.text and "as stage 05 does" in caplog.text
+    with pytest.raises(library.NoKernels):
+        make(model, 1, insist=True)
+
+
+def test_layers_that_were_packed_before_are_unpacked():
+    model = load_model(random_checkpoint(Config(11, 64, 32, 1, 2)), dtype=torch.float32)
+    if not linear.can_pack(torch.device("cpu"), torch.float32):
+        pytest.skip("this build of PyTorch packs no weights")
+    given = [1, 2, 3], [([2], 0, 3)], [2]
+    before = KernelRunner(model, KernelCache(model.config, 4)).run(*given).clone()
+    linear.optimize(model, "packed")
+    assert torch.equal(before, KernelRunner(model, KernelCache(model.config, 4)).run(*given))
+
+
+def test_a_library_is_compiled_once(fresh, monkeypatch):
+    defines = ("REAL=4", "WEIGHT=4", "CACHE=4")
+    library.load(SOURCE, defines)
+    (made,) = fresh.iterdir()
+    when = made.stat().st_mtime_ns
+    library.load.cache_clear()
+    library.load(SOURCE, defines)
+    assert [(file, file.stat().st_mtime_ns) for file in fresh.iterdir()] == [(made, when)]
+    copy = fresh.parent / "source"  # a file that is included has changed
+    shutil.copytree(SOURCE.parent, copy, ignore=lambda *_: ["tests"])
+    (copy / "attention.c").write_text((copy / "attention.c").read_text() + "/* new */\n")
+    library.load(copy / SOURCE.name, defines)
+    assert len(list(fresh.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("compiler", "words"),
+    [("no-such-compiler", "cannot be compiled.*no-such-compiler"), ("false", "cannot be compiled")],
+)
+def test_without_a_compiler_that_works(fresh, monkeypatch, compiler, words):
+    monkeypatch.setenv("CC", compiler)
+    library._version.cache_clear()
+    with pytest.raises(library.NoKernels, match=words):
+        library.load(SOURCE, ("REAL=4", "WEIGHT=4", "CACHE=4"))
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(library.NoKernels, match="no C compiler here .* install one"):
+        library.load(SOURCE, ("REAL=4", "WEIGHT=4", "CACHE=4"))
+
+
+def test_a_cache_folder_that_cannot_be_written(fresh):
+    fresh.parent.mkdir(parents=True)
+    fresh.write_text("a file, where the folder should be")
+    assert library.load(SOURCE, ("REAL=4", "WEIGHT=4", "CACHE=4")).attend
