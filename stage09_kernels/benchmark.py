@@ -1,0 +1,288 @@
+"""What the kernels buy, one after the other: `python -m stage09_kernels.benchmark`.
+
+Products of one layer, attention over blocks, a decode step, a prompt, and whole answers; each
+beside stage 05 with the fastest layers that PyTorch has. Every step is proved by stage 05's logits,
+and every answer by stage 01.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared import cli, linear, measure
+from shared.bench import kit, rows
+from shared.bench.kit import Case, Group, Subject
+from shared.bench.rows import Results, Row
+from shared.roofline import forward_cost
+from stage01_forward import families
+from stage04_continuous.runner import Runner
+from stage05_paged.cache import PagedCache
+from stage05_paged.make import make as make_paged
+
+from . import library
+from .cache import KernelCache
+from .make import make
+from .program import Linear, lay_out
+from .runner import KernelRunner
+
+STAGE = "stage09_kernels"
+PAGED, ATTENTION, KERNELS = "paged", "attention in place", "one call"
+PLAIN, PACKED, OURS = "F.linear", "oneDNN, packed", "ours"
+SMOL = "HuggingFaceTB/SmolLM2-135M"
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Sizes(kit.Plan):
+    models: tuple[str, ...] = ("gpt2", SMOL)
+    rows: tuple[int, ...] = (1, 8, 32, 64)
+    contexts: tuple[int, ...] = (128, 256, 1000)
+    prompt: int = 512
+    counts: tuple[int, ...] = (1, 8, 32, 512)  # rows of a product
+    requests: tuple[int, ...] = (1, 8, 32)
+    lengths: tuple[int, int] = (64, 64)
+    repeats: int = 9
+    whole_repeats: int = 3
+
+
+FULL = Sizes()
+QUICK = kit.quick(FULL, rows=(1, 8), counts=(1, 8), contexts=(128,), requests=(8,))
+
+
+# ---- measurements -------------------------------------------------------------------------------
+
+
+def products(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """One linear layer: PyTorch's, oneDNN's with the weight packed, and linear.c."""
+    config, dtype = subject.config, subject.dtype
+    width = config.n_embd
+    lib = KernelCache(config, 1, dtype=dtype).library(dtype)
+    for name, outputs in (("MLP up", 4 * width), ("head", config.vocab_size)):
+        weight = (torch.randn(outputs, width) / width**0.5).to(dtype)
+        mine, theirs = lay_out([weight], dtype), linear.pack(weight)
+        for count in plan.counts:
+            x = torch.randn(count, width).to(dtype)
+            wide, out = x.float(), torch.empty(count, outputs)
+            pairs = torch.empty(count, (width + 1) // 2, dtype=torch.int32)
+            call = Linear(
+                x=wide.data_ptr(),
+                out=out.data_ptr(),
+                weights=mine.data_ptr(),
+                pairs=pairs.data_ptr(),
+                x_stride=width,
+                out_stride=outputs,
+                inputs=width,
+                outputs=outputs,
+                rows=count,
+            )
+            ways = {
+                PLAIN: partial(F.linear, x, weight),
+                PACKED: partial(linear.packed_linear, x, theirs, None),
+                OURS: partial(lib.linear, ctypes.byref(call), library.parallel_for()),
+            }
+            taken = measure.alternate(ways, plan.repeats)
+            yield {"layer": name, "shape": [outputs, width], "count": count, "seconds": taken}
+
+
+def copy_to(kernel: KernelCache, paged: PagedCache) -> None:
+    """The same keys and values in the kernels' layout. Block and head size are whole vectors."""
+    keys, values = paged.kv.unbind(1)  # each (layers, H, blocks, block, D)
+    both = torch.cat((keys.transpose(3, 4).flatten(3), values.flatten(3)), 3)
+    kernel.kv.copy_(both.transpose(1, 2))
+
+
+def filled(subject: Subject, count: int, context: int) -> tuple[PagedCache, KernelCache, Any]:
+    """Both caches with `count` random sequences of `context` tokens, and the shares of a decode."""
+    config, dtype = subject.config, subject.dtype
+    each = -(-(context + 1) // BLOCK)
+    paged = PagedCache(config, count * each, BLOCK, dtype=dtype)
+    kernel = KernelCache(config, count * each, BLOCK, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    paged.kv.normal_(generator=generator)
+    copy_to(kernel, paged)
+    order = torch.randperm(count * each, generator=generator).tolist()
+    tables = [order[row * each : (row + 1) * each] for row in range(count)]
+    return paged, kernel, [(table, context, 1) for table in tables]
+
+
+def steps(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """A decode step: stage 05, stage 05 with attention in place, and the whole step as one call."""
+    plain = families.load_model(subject.shape, dtype=subject.dtype)
+    for count in plan.rows:
+        for context in plan.contexts:
+            paged, kernel, shares = filled(subject, count, context)
+            given = [7] * count, shares, list(range(count))
+            ways = {
+                PAGED: partial(Runner(subject.model, paged).run, *given),
+                ATTENTION: partial(Runner(subject.model, kernel).run, *given),
+                KERNELS: partial(KernelRunner(plain, kernel).run, *given),
+            }
+            logits = ways[PAGED]().float()
+            proofs = {
+                name: kit.prove(logits, ways[name]().argmax(-1), subject.dtype)
+                for name in (ATTENTION, KERNELS)
+            }
+            taken = measure.alternate(ways, plan.repeats)
+            yield {"count": count, "context": context, "seconds": taken, "proof": proofs}
+
+
+def attention(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """Attention of all layers in a decode step: gathered, and in place."""
+    config = subject.config
+    for count in plan.rows:
+        for context in plan.contexts:
+            paged, kernel, shares = filled(subject, count, context)
+            heads = (config.n_head, config.n_kv_head, config.n_kv_head)
+            inputs = [torch.randn(count, n, config.head_dim).to(subject.dtype) for n in heads]
+            ways = {
+                name: partial(all_layers, cache.extend(shares), config.n_layer, inputs)
+                for name, cache in ((PAGED, paged), (ATTENTION, kernel))
+            }
+            read = count * context * config.kv_bytes_per_token(subject.dtype)
+            taken = measure.alternate(ways, plan.repeats)
+            yield {"count": count, "context": context, "bytes": read, "seconds": taken}
+
+
+def all_layers(whole: Any, layers: int, inputs: list[Tensor]) -> None:
+    for layer in range(layers):
+        whole.attend(layer, *inputs)
+
+
+def prefill(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """One prompt."""
+    plain = families.load_model(subject.shape, dtype=subject.dtype)
+    (ids,) = subject.prompts([plan.prompt], "prefill")
+    blocks = -(-len(ids) // BLOCK)
+    options: dict[str, Any] = {"block_size": BLOCK, "dtype": subject.dtype}
+    given = ids, [(list(range(blocks)), 0, len(ids))], [len(ids) - 1]
+    runners: dict[str, Any] = {
+        PAGED: Runner(subject.model, PagedCache(subject.config, blocks, **options)),
+        KERNELS: KernelRunner(plain, KernelCache(subject.config, blocks, **options)),
+    }
+    ways = {name: partial(runner.run, *given) for name, runner in runners.items()}
+    proof = kit.prove(ways[PAGED]().float(), ways[KERNELS]().argmax(-1), subject.dtype)
+    taken = measure.alternate(ways, plan.repeats)
+    yield {"count": len(ids), "context": 0, "seconds": taken, "proof": proof}
+
+
+def answers(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """Whole answers by both engines, scheduling and sampling included."""
+    plain = families.load_model(subject.shape, dtype=subject.dtype)
+    for count in plan.requests:
+        options: dict[str, Any] = {
+            "contexts": count,
+            "max_sequences": count,
+            "prefix_caching": False,
+        }
+        engines = {PAGED: make_paged(subject.model, **options), KERNELS: make(plain, **options)}
+        lengths = [plan.lengths] * count
+        yield kit.compare(subject, engines, lengths, plan.whole_repeats)[0]
+
+
+# ---- tables and charts --------------------------------------------------------------------------
+
+
+def bound(row: Row) -> float:
+    """Seconds that a pass takes at least, by bytes and operations and the machine's limits."""
+    new = 1 if row["context"] else row["count"]
+    count = row["count"] if row["context"] else 1
+    return row.least([forward_cost(row.config, row.kind, new, row["context"], rows=count)])
+
+
+def share(row: Row) -> str:
+    return f"{bound(row) / row.of(KERNELS).median:.0%}"
+
+
+def over(variant: str, base: str) -> rows.Column:
+    return lambda row: f"{row.of(base).median / row.of(variant).median:.2f}x"
+
+
+def product_rate(variant: str) -> rows.Column:
+    """GB/s for one row, where reading the weight is the limit; GFLOP/s for more."""
+
+    def text(row: Row) -> str:
+        outputs, inputs = row["shape"]
+        taken = row.of(variant).median
+        if row["count"] == 1:
+            return f"{outputs * inputs * row.kind.itemsize / taken / 1e9:,.0f} GB/s"
+        return f"{2 * outputs * inputs * row['count'] / taken / 1e9:,.0f} GFLOP/s"
+
+    return text
+
+
+def attention_rate(variant: str) -> rows.Column:
+    return lambda row: f"{row['bytes'] / row.of(variant).median / 1e9:.1f}"
+
+
+COLUMNS: dict[str, rows.Column] = {
+    "rows": "count",
+    "in place": over(ATTENTION, PAGED),
+    "one call more": over(KERNELS, ATTENTION),
+    "together": over(KERNELS, PAGED),
+    "of the bound": share,
+    "gathered, GB/s": attention_rate(PAGED),
+    "in place, GB/s": attention_rate(ATTENTION),
+    **{name: product_rate(name) for name in (PLAIN, PACKED, OURS)},
+    "requests": lambda row: row.requests,
+    "same tokens": lambda row: row.of(KERNELS).proof,
+}
+TABLES = rows.tables(
+    COLUMNS,
+    f"""
+    steps: model | dtype | rows | context | paged, ms | {ATTENTION}, ms | {KERNELS}, ms | together
+      | of the bound | same tokens
+    few < main: rows | context | paged, ms | {KERNELS}, ms | together | of the bound
+    parts < parts: dtype | rows | context | in place | one call more | together
+    attention: dtype | rows | context | gathered, GB/s | in place, GB/s | in place
+    products: dtype | layer | rows | {PLAIN} | {PACKED} | {OURS}
+    prefill: model | dtype | paged, ms | {KERNELS}, ms | together | of the bound
+    answers: model | dtype | requests | paged, tok/s | {KERNELS}, tok/s | together
+    """,
+    main=lambda results: results.groups("steps", model="gpt2", dtype="float32"),
+    parts=lambda results: results.groups("steps", model="gpt2"),
+)
+CHARTS = {
+    "steps": rows.bars(
+        "A decode step: attention in place, then all of it in one call",
+        ("milliseconds (GPT-2 124M shape, float32)",),
+        lambda results: results.groups("steps", model="gpt2", dtype="float32", context=256),
+        lambda row: f"{row['count']} row{'s' if row['count'] > 1 else ''}",
+        {name: name for name in (PAGED, ATTENTION, KERNELS)} | {"machine's limit": bound},
+        unit=1e3,
+    )
+}
+
+
+def headline(results: Results) -> str:
+    row = max(
+        results.groups("steps", model="gpt2", dtype="float32"),
+        key=lambda row: (row["context"] == 256, row["count"] == 32),
+    )
+    gain = row.of(PAGED).median / row.of(KERNELS).median
+    return (
+        f"{gain:.1f}x stage 05's decode step with {row['count']} rows of {row['context']} tokens "
+        "(GPT-2 124M shape, float32)"
+    )
+
+
+ABOUT = "Measures the kernels on this CPU: products, attention, decode steps, prompts, answers."
+WORK = kit.cases(
+    Case(steps, models=None),
+    Case(attention),
+    Case(products),
+    Case(prefill, models=None),
+    Case(answers, models=None),
+)
+BENCHMARK = kit.Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    cli.run(main)
