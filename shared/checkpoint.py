@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STORIES = Path(__file__).parent / "stories" / "model"
+EMBEDDED = {"stories": STORIES, "stories-chat": STORIES.with_name("chat-model")}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
@@ -77,7 +78,7 @@ def load(
     readers: Mapping[str, Reader] = READERS,
     presets: Mapping[str, Config] = PRESETS,
 ) -> Checkpoint:
-    """Load a model by name: "stories" (embedded), a folder, or a hub name: "gpt2", "owner/name".
+    """Load a model by name: an embedded one, a folder, or a hub name: "gpt2", "owner/name".
 
     The names in `presets` mean the presets; write "./gpt2" for a folder of that name. `readers`
     read config.json, by its model_type: stage01_forward/families.py passes those of all stages.
@@ -146,13 +147,13 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
 
 
 def _is_known(name: str) -> bool:
-    return name in PRESETS or name == "stories"
+    return name in PRESETS or name in EMBEDDED
 
 
 def _local_folder(name: str) -> Path | None:
     """The existing folder of this name, or None."""
-    if name == "stories":
-        return STORIES
+    if name in EMBEDDED:
+        return EMBEDDED[name]
     if not name or name in PRESETS:
         return None
     try:
@@ -185,7 +186,7 @@ def _find_folder(name: str) -> Path:
 
 
 def _unknown(name: str) -> UserError:
-    known = ", ".join(dict.fromkeys(["stories", *PRESETS]))
+    known = ", ".join(dict.fromkeys([*EMBEDDED, *PRESETS]))
     shown = repr(name if len(name) <= 100 else name[:100] + "...")
     return UserError(
         f"No model and no folder is called {shown}: choose {known}, a checkpoint folder, or a hub "

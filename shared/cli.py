@@ -203,8 +203,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="stories",
         metavar="NAME",
-        help="stories (embedded, works offline), a folder with config.json and safetensors, or a "
-        "name on the Hugging Face hub such as gpt2 or gpt2-medium, downloaded once",
+        help="stories or stories-chat (embedded, work offline), a folder with config.json and "
+        "safetensors, or a name on the Hugging Face hub such as gpt2 or gpt2-medium, downloaded "
+        "once",
     )
     group.add_argument(
         "--random-weights",

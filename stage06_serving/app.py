@@ -25,7 +25,7 @@ from shared.cli import Loaded
 from shared.errors import UserError
 
 from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, log
-from .chat import ChatTemplate, own_template
+from .chat import ChatTemplate, OwnTemplate, own_template
 from .errors import ApiError, error_body, validation_message
 from .formats import Chat, Completion, Echo, Format, Generate, Offsets, Scores, completion_logprobs
 from .guard import Guard
@@ -298,8 +298,10 @@ def create_app(
         return await state.api.chat(request, body)
 
     def card() -> dict[str, Any]:
-        about = {"id": state.service.name, "object": "model", "created": created}
-        return about | {"owned_by": "staircase", "max_model_len": state.service.context}
+        service: Service = state.service
+        about = {"id": service.name, "object": "model", "created": created}
+        chat = settings.chat or isinstance(service.template, OwnTemplate)  # the page asks
+        return about | {"owned_by": "staircase", "max_model_len": service.context, "chat": chat}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.cli import Parser, with_default
@@ -34,8 +34,16 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", protected_namespaces=())
 
     model: Annotated[
-        str, Field(description="the embedded model 'stories', a name on the hub, or a folder")
+        str,
+        Field(
+            description="the embedded model 'stories' or 'stories-chat', a name on the hub, or a "
+            "folder"
+        ),
     ] = "stories"
+    chat: Annotated[
+        bool,
+        Field(description="a page to chat on, and 'stories-chat' unless --model names another"),
+    ] = False
     served_model_name: Annotated[
         str, Field(description="name of the model for clients; by default its own")
     ] = ""
@@ -134,6 +142,19 @@ class Settings(BaseSettings):
         if name not in engines():
             raise ValueError(f"choose one of {', '.join(engines())}")
         return name
+
+    @field_validator("chat_template")
+    @classmethod
+    def _for_chats(cls, name: str, others: ValidationInfo) -> str:
+        if name == "none" and others.data.get("chat"):
+            raise ValueError("--chat needs a template: leave one of the two out")
+        return name
+
+    @model_validator(mode="after")
+    def _a_model_to_chat_with(self) -> Settings:
+        if self.chat and "model" not in self.model_fields_set:
+            self.model = "stories-chat"
+        return self
 
     @field_validator("kv_memory", "swap_memory")
     @classmethod

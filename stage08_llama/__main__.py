@@ -13,24 +13,30 @@ if TYPE_CHECKING:
     from stage05_paged.engine import Engine
 
 ABOUT = (
-    "Stage 08, the Llama family: continue a text, or chat, on stage 05's engine. --model takes "
-    "Llama 2 and 3, TinyLlama, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3."
+    "Stage 08, the Llama family: continue a text, or chat, on stage 05's engine. The default is "
+    "the embedded stories-chat; --model takes Llama 2 and 3, TinyLlama, SmolLM2, Mistral, Qwen2, "
+    "Qwen2.5 and Qwen3."
 )
 
 
 def make_parser() -> cli.Parser:
-    parser = cli.generation_parser("stage08_llama", ABOUT, "--chat --model FOLDER")
+    parser = cli.generation_parser("stage08_llama", ABOUT, "--chat")
+    parser.set_defaults(model="stories-chat")
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="a conversation in place of one prompt; the model's folder must have a chat template; "
-        "off by default",
+        help="a conversation in place of one prompt, by default at temperature 0.8 and top-p 0.95; "
+        "the model's folder must have a chat template; off by default",
     )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.chat:
+        parser.set_defaults(temperature=0.8, top_p=0.95, max_tokens=600)
+        options = parser.parse_args(argv)
     if options.chat and (options.prompt is not None or options.prompt_ids is not None):
         raise UserError("--chat asks for its questions itself: leave the prompt out.")
     prompt = "" if options.chat else cli.read_prompt(options)

@@ -23,43 +23,63 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .. import cli
 from ..errors import UserError
-from . import grammar
+from . import chat_evaluation, grammar, train
+from .train import END_OF_TEXT
 
 TEMPERATURE = 0.8
 TOP_P = 0.95  # common in servers; without it the tail of every distribution is sampled too
 LONGEST_STORY = 600  # tokens; the grammar's longest are under 500
 
 
-def text_nats(model: Any, ids: list[int], start: int = 0) -> float:
-    """-ln p of ids[start + 1:] given what stands before them, in nats."""
+def predictions(model: Any, ids: list[int], start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each of ids[start + 1:], given what is before it: -ln p in nats, and whether it is the
+    likeliest token; each (T,)."""
     logits = model(torch.tensor([ids])).logits[0, start:-1].float()  # (T, V)
-    return float(
-        torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start + 1 :]), reduction="sum")
-    )
+    targets = torch.tensor(ids[start + 1 :])
+    nats = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return nats, logits.argmax(-1) == targets
+
+
+def end_of_text(tokenizer: Any) -> int:
+    return int(tokenizer.convert_tokens_to_ids(END_OF_TEXT))
+
+
+def copied_tokens(tokenizer: Any, story: grammar.Story) -> tuple[list[int], list[bool]]:
+    """The tokens of a story, and whether each is in a word that repeats a filling."""
+    encoded = tokenizer(story.text, return_offsets_mapping=True)
+    repeated = bytearray(len(story.text))
+    for first, last in story.copies:
+        repeated[first:last] = b"\1" * (last - first)
+    return encoded.input_ids, [any(repeated[a:b]) for a, b in encoded.offset_mapping]
 
 
 def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
     """Model and floor on the same `count` unseen stories, with an end-of-text on both sides."""
-    end = tokenizer.eos_token_id
-    nats, floor, tokens = 0.0, 0.0, 0
+    end = end_of_text(tokenizer)
+    nats, floor, tokens, copied, right = 0.0, 0.0, 0, 0, 0
     stories = itertools.islice(grammar.stories("held out"), count)
     for story in tqdm(stories, total=count, unit="story", desc="held out"):
-        ids = [end, *tokenizer.encode(story.text), end]
-        nats += text_nats(model, ids)
+        ids, copies = copied_tokens(tokenizer, story)
+        each, likeliest = predictions(model, [end, *ids, end])
+        nats += float(each.sum())
         floor -= story.log_probability
-        tokens += len(ids) - 1
+        tokens += len(ids) + 1
+        copied += sum(copies)
+        right += int(likeliest[:-1][torch.tensor(copies)].sum())
     return {
         "stories": count,
         "tokens": tokens,
         "cross_entropy": nats / tokens,
         "floor": floor / tokens,
         "excess": nats / floor - 1,
+        "copied_tokens": copied,
+        "copied_right": right / copied,
     }
 
 
 def far_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
     """The same for stories that begin behind position 512, with other stories before them."""
-    end, supply = tokenizer.eos_token_id, grammar.stories("far out")
+    end, supply = end_of_text(tokenizer), grammar.stories("far out")
     nats, floor, tokens = 0.0, 0.0, 0
     for _ in tqdm(range(count), unit="story", desc="far out"):
         ids = [end]
@@ -67,9 +87,9 @@ def far_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
             ids += [*tokenizer.encode(next(supply).text), end]
         story = next(supply)
         whole = [*ids, *tokenizer.encode(story.text), end]
-        if len(whole) > model.config.n_positions:
+        if len(whole) > model.config.max_position_embeddings:
             continue
-        nats += text_nats(model, whole, start=len(ids) - 1)
+        nats += float(predictions(model, whole, start=len(ids) - 1)[0].sum())
         floor -= story.log_probability
         tokens += len(whole) - len(ids)
     return {
@@ -85,7 +105,7 @@ def sampled(
 ) -> dict[str, Any]:
     """Sample `count` stories, and count those that the grammar can read. Keeps three others."""
     torch.manual_seed(0)
-    end = tokenizer.eos_token_id
+    end = end_of_text(tokenizer)
     texts: list[str] = []
     for _ in tqdm(range(count // batch), unit="batch", desc="sampling"):
         prompt = torch.full((batch, 1), end)
@@ -97,6 +117,7 @@ def sampled(
             top_k=0,
             top_p=top_p,
             max_new_tokens=LONGEST_STORY,
+            eos_token_id=end,
             pad_token_id=end,
         )
         texts += [tokenizer.decode(row[1:], skip_special_tokens=True) for row in rows]
@@ -135,15 +156,15 @@ CARD = """---
 license: mit
 language: en
 library_name: transformers
-tags: [gpt2, stories, education]
+tags: [{family}, stories, education]
 ---
 
-# stories
+# {name}
 
-A GPT-2 small enough to travel with its repository: {layers} layers, {width} wide, {heads} heads,
-{vocabulary:,} tokens, 1,024 positions, {parameters:,} parameters, {megabytes:.1f} MB in float32. It
-writes children's stories, which it learnt from a grammar of {plots} plots, {variants} sentence
-variants and {words} words that fill their slots (`shared/stories`).
+A {architecture} small enough to travel with its repository: {layers} layers, {width} wide,
+{heads} heads{kv_heads}, {vocabulary:,} tokens, 1,024 positions, {parameters:,} parameters,
+{megabytes:.1f} MB in float32. It {purpose}, learnt from a grammar of {plots} plots,
+{variants} sentence variants and {words} words that fill their slots (`shared/stories`).
 
 | what | figure |
 |---|--:|
@@ -152,7 +173,8 @@ variants and {words} words that fill their slots (`shared/stories`).
 | cross-entropy on {held} held-out stories ({held_tokens:,} tokens) | {cross:.4f} nats a token |
 | floor on the same stories | {floor:.4f} nats a token |
 | above the floor | {excess:.1%} |
-| the same for stories that begin behind position 512 | \
+| repeated words: the right token is the likeliest | {copied_right:.2%} of {copied:,} |
+| the same cross-entropy for stories that begin behind position 512 | \
 {far_cross:.4f}, {far_excess:.1%} above their floor |
 | sampled at temperature {temperature}, straight from first to last line | \
 {straight} of {sampled} stories |
@@ -160,7 +182,7 @@ variants and {words} words that fill their slots (`shared/stories`).
 | trained on | {train_tokens:,} tokens, every story new, {steps:,} steps |
 | training time | {minutes:.0f} minutes, {threads} threads |
 
-**How the floor is computed.** Every choice of the grammar is uniform and independent, so the
+{chat}**How the floor is computed.** Every choice of the grammar is uniform and independent, so the
 probability of a story is a product of 1/n over its choices, and its information is -ln of that. The
 entropy is the mean of this over {draws:,} stories. It is the entropy of the text itself, not only a
 bound, because a text has exactly one derivation (the grammar reads its own stories back; a test
@@ -174,9 +196,9 @@ it does not.
 **How it was trained.** {runs} The grammar may have changed between two runs; all figures above are
 for the grammar as it is.
 
-**Train it again:** `python -m shared.stories.train`, then `python -m shared.stories.evaluate`. The
-exact weights depend on torch, transformers, the number of threads and the kind of processor, and so
-does how soon the model learns to copy.
+**Train it again:** `python -m shared.stories.train{flags}`, then
+`python -m shared.stories.evaluate{flags}`. The exact weights depend on torch, transformers, the
+number of threads and the kind of processor, and so does how soon the model learns to copy.
 
 A sampled story, at temperature {temperature}:
 
@@ -211,10 +233,20 @@ def write_card(
     held, far, drawn, floor = (
         evaluation[name] for name in ("held_out", "far_out", "sampled", "entropy")
     )
+    chat = config.model_type == "llama"
     text = CARD.format(
-        layers=config.n_layer,
-        width=config.n_embd,
-        heads=config.n_head,
+        name="stories-chat" if chat else "stories",
+        family=config.model_type,
+        architecture="Llama" if chat else "GPT-2",
+        purpose="answers requests for children's stories"
+        if chat
+        else "continues children's stories",
+        flags=" --chat" * chat,
+        chat=chat_evaluation.section(evaluation) if chat else "",
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=" (one of keys and values)" * chat,
         vocabulary=config.vocab_size,
         parameters=training["parameters"],
         megabytes=weights.stat().st_size / 1e6,
@@ -230,6 +262,8 @@ def write_card(
         cross=held["cross_entropy"],
         floor=held["floor"],
         excess=held["excess"],
+        copied=held["copied_tokens"],
+        copied_right=held["copied_right"],
         far_cross=far["cross_entropy"],
         far_excess=far["excess"],
         temperature=drawn["temperature"],
@@ -254,21 +288,24 @@ def main(argv: list[str] | None = None) -> None:
         "  python -m shared.stories.evaluate\n  python -m shared.stories.evaluate --folder "
         "my-model --stories 100",
     )
-    folder = grammar.FOLDER / "model"
     parser.add_argument(
-        "--folder", type=Path, default=folder, help="the checkpoint; default: the embedded one"
+        "--chat", action="store_true", help="judge stories-chat; default: stories, a GPT-2"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="the checkpoint; default: the embedded one of its kind"
     )
     parser.add_argument(
         "--stories", type=cli.whole_number(10, 100_000), default=1000, help="held-out stories"
     )
     options = parser.parse_args(argv)
-    if not (options.folder / "training.json").exists():
+    folder = options.folder or (train.Chat if options.chat else train.Stories).folder
+    if not (folder / "training.json").exists():
         raise UserError(
-            f"{options.folder} has no training.json: train a model there with python -m "
+            f"{folder} has no training.json: train a model there with python -m "
             "shared.stories.train."
         )
-    tokenizer = AutoTokenizer.from_pretrained(options.folder)
-    model = AutoModelForCausalLM.from_pretrained(options.folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     started = time.perf_counter()
     with torch.inference_mode():
         evaluation: dict[str, Any] = {
@@ -278,12 +315,15 @@ def main(argv: list[str] | None = None) -> None:
             "sampled": sampled(model, tokenizer, 200, top_p=1.0),
             "sampled_top_p": sampled(model, tokenizer, 200, top_p=TOP_P),
         }
+        if model.config.model_type == "llama":
+            evaluation["chat"] = chat_evaluation.judge(model, tokenizer, 200, TEMPERATURE, TOP_P)
+            evaluation["beyond"] = chat_evaluation.beyond(model, tokenizer, 20)
     evaluation["seconds"] = round(time.perf_counter() - started, 1)
-    (options.folder / "evaluation.json").write_text(
+    (folder / "evaluation.json").write_text(
         json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    training = json.loads((options.folder / "training.json").read_text(encoding="utf-8"))
-    write_card(options.folder, evaluation, training, model.config)
+    training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    write_card(folder, evaluation, training, model.config)
     held, drawn = evaluation["held_out"], evaluation["sampled"]
     loss, floor = held["cross_entropy"], held["floor"]
     print(

@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 INTERLUDE_PROBABILITY = 0.5
+CREATURE = "animal0"  # the filling of a hero that is an animal: no other animal is of its kind
 
 PRONOUNS = {
     "girl": {
@@ -81,12 +82,16 @@ class Plot:
 
 @dataclass(frozen=True)
 class Story:
-    """A text, the plot it follows, what fills its slots, and ln p(text) in nats."""
+    """A text, the plot it follows, what fills its slots, and ln p(text) in nats.
+
+    copies: where the text repeats a filling, as (start, end); a story that was read has none.
+    """
 
     text: str
     plot: str
     fillings: dict[str, str]
     log_probability: float
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 def parse_template(source: str) -> Template:
@@ -110,7 +115,7 @@ def parse_beat(line: str) -> Beat:
 
 def insert_synonyms(text: str, synonyms: str) -> str:
     """Turn every phrase that opens a line of `synonyms` into `[phrase|other|...]`, wherever it
-    stands in `text`."""
+    stands in `text` below its headings."""
     lines = [
         line.split(" | ") for line in synonyms.splitlines() if line and not line.startswith("#")
     ]
@@ -119,7 +124,10 @@ def insert_synonyms(text: str, synonyms: str) -> str:
         return text
     longest_first = sorted(marked, key=len, reverse=True)
     pattern = r'(?<!["\w{.])(?:' + "|".join(map(re.escape, longest_first)) + r")(?![\w-])"
-    return re.sub(pattern, lambda match: marked[match.group()], text)
+    return "\n".join(
+        line if line.startswith("#") else re.sub(pattern, lambda found: marked[found[0]], line)
+        for line in text.splitlines()
+    )
 
 
 def parse_headings(text: str) -> dict[str, list[str]]:
@@ -154,7 +162,7 @@ class Grammar:
             for w in self.words[k]
         }
         sections = parse_headings(frame)
-        self.openings: Beat = tuple(t for line in sections["openings"] for t in parse_beat(line))
+        self.openings = parse_beat(sections["openings"][0])
         self.habits: Beat = tuple(parse_template(line) for line in sections["habits"])
         self.interludes: Beat = tuple(parse_template(line) for line in sections["interludes"])
         self.endings: Beat = tuple(parse_template(line) for line in sections["endings"])
@@ -181,69 +189,104 @@ class Grammar:
         """What an unfilled slot may become: two slots of one kind differ, and friend is of the
         other gender than hero."""
         if slot.kind == "hero":
-            return self.words["girl"] + self.words["boy"]
+            return self.hero_names()
         if slot.kind == "friend":
-            return self.words["boy" if self.gender[fillings["hero"]] == "girl" else "girl"]
+            return self.words["boy" if self.hero_gender(fillings) == "girl" else "girl"]
         if slot.kind == "elder":
             return self.words["elder_woman"] + self.words["elder_man"]
         taken = {word for name, word in fillings.items() if name.rstrip("0123456789") == slot.kind}
         return [word for word in self.words[slot.kind] if word not in taken]
 
-    def spell(self, slot: Slot, word: str) -> str:
-        """The slot's text once it is filled with `word`."""
-        text = PRONOUNS[self.gender[word]][slot.form] if slot.form else word
+    def hero_names(self) -> list[str]:
+        return self.words["girl"] + self.words["boy"]
+
+    def hero_gender(self, fillings: Mapping[str, str]) -> str:
+        """ "girl" or "boy": that of a name of the grammar's own, else what was given."""
+        return fillings.get("gender") or self.gender[fillings["hero"]]
+
+    def spell(self, slot: Slot, fillings: Mapping[str, str]) -> str:
+        """The slot's text; its filling is in `fillings`."""
+        word = text = fillings[slot.name]
+        if slot.form:
+            hero = slot.name == "hero"
+            text = PRONOUNS[self.hero_gender(fillings) if hero else self.gender[word]][slot.form]
+            if hero and slot.form == "girl":
+                text = fillings.get(CREATURE, text)
         return capitalise(text) if slot.capital else text
 
     # ---- writing ---------------------------------------------------------------------------------
 
-    def sample(self, rng: random.Random) -> Story:
-        """One story, drawn with `rng`."""
-        fillings: dict[str, str] = {}
-        log_probability = 0.0
+    def sample(
+        self,
+        rng: random.Random,
+        given: Mapping[str, str] | None = None,
+        plots: Sequence[Plot] = (),
+        openings: Beat = (),
+        habits: bool = True,
+    ) -> Story:
+        """One story, drawn with `rng`: with the fillings in `given`, one of `plots`, an opening out
+        of `openings` (all of the grammar's, if empty). Its probability is that of what was drawn.
+        """
+        fillings = dict(given or {})
+        copies: list[tuple[int, int]] = []
+        text, log_probability = "", 0.0
 
         def choose(options):
             nonlocal log_probability
             log_probability -= math.log(len(options))
             return options[rng.randrange(len(options))]
 
-        def write(template: Template) -> str:
-            text = ""
-            for part in template:
+        def write(beat: Beat, joint: str) -> None:
+            nonlocal text
+            text += joint
+            for part in choose(beat):
                 if isinstance(part, Phrase):
-                    part = choose(part.options)
+                    text += choose(part.options)
                 elif isinstance(part, Slot):
-                    if part.name not in fillings:
+                    known = part.name in fillings
+                    if not known:
                         fillings[part.name] = choose(self.candidates(part, fillings))
-                    part = self.spell(part, fillings[part.name])
-                text += part
-            return text
+                    start = len(text)
+                    text += self.spell(part, fillings)
+                    if known:
+                        copies.append((start, len(text)))
+                else:
+                    text += part
 
-        plot = choose(self.plots)
-        first = [write(choose(self.openings)), write(choose(self.habits))] + [
-            write(choose(beat)) for beat in plot.before
-        ]
+        plot = choose(plots or self.plots)
+        write(openings or self.openings, "")
+        if habits:
+            write(self.habits, " ")
+        for beat in plot.before:
+            write(beat, " ")
         with_interlude = rng.random() < INTERLUDE_PROBABILITY
         log_probability += math.log(
             INTERLUDE_PROBABILITY if with_interlude else 1 - INTERLUDE_PROBABILITY
         )
-        second = [write(choose(self.interludes))] if with_interlude else []
-        second += [write(choose(beat)) for beat in plot.after]
-        ending = write(choose(self.endings))
-        return Story(
-            "\n".join([" ".join(first), " ".join(second), ending]),
-            plot.name,
-            fillings,
-            log_probability,
-        )
+        after = [self.interludes, *plot.after] if with_interlude else plot.after
+        for number, beat in enumerate(after):
+            write(beat, " " if number else "\n")
+        write(self.endings, "\n")
+        return Story(text, plot.name, fillings, log_probability, tuple(copies))
 
     # ---- reading ---------------------------------------------------------------------------------
 
-    def read(self, text: str) -> list[Story]:
-        """Every derivation of `text`; an empty list if this grammar cannot have written it."""
+    def read(
+        self,
+        text: str,
+        given: Mapping[str, str] | None = None,
+        plots: Sequence[Plot] = (),
+        openings: Beat = (),
+        habits: bool = True,
+    ) -> list[Story]:
+        """Every derivation of `text`, with the arguments of `sample`; an empty list if this grammar
+        cannot have written it."""
+        plots = plots or self.plots
+        frame = [("", openings or self.openings)] + [(" ", self.habits)] * habits
         return [
-            Story(text, plot.name, fillings, log_p - math.log(len(self.plots)))
-            for plot in self.plots
-            for end, fillings, log_p in self._read_plot(plot, text)
+            Story(text, plot.name, fillings, log_p - math.log(len(plots)))
+            for plot in plots
+            for end, fillings, log_p in self._read_plot(plot, text, frame, dict(given or {}))
             if end == len(text)
         ]
 
@@ -254,10 +297,12 @@ class Grammar:
         self.read(text)
         return self._furthest
 
-    def _read_plot(self, plot: Plot, text: str) -> Iterator[tuple[int, dict[str, str], float]]:
-        plain = [("", self.openings), (" ", self.habits), *((" ", beat) for beat in plot.before)]
+    def _read_plot(
+        self, plot: Plot, text: str, frame: list[tuple[str, Beat]], given: dict[str, str]
+    ) -> Iterator[tuple[int, dict[str, str], float]]:
+        plain = [*frame, *((" ", beat) for beat in plot.before)]
         no, yes = math.log(1 - INTERLUDE_PROBABILITY), math.log(INTERLUDE_PROBABILITY)
-        for end, fillings, log_p in self._read_beats(plain, text, 0, {}):
+        for end, fillings, log_p in self._read_beats(plain, text, 0, given):
             rest = [(" ", beat) for beat in plot.after]
             without = [("\n", plot.after[0]), *rest[1:], ("\n", self.endings)]
             within = [("\n", self.interludes), *rest, ("\n", self.endings)]
@@ -304,9 +349,9 @@ class Grammar:
         known = part.name in fillings
         options = [fillings[part.name]] if known else self.candidates(part, fillings)
         for word in options:
-            spelled = self.spell(part, word)
+            filled = fillings if known else {**fillings, part.name: word}
+            spelled = self.spell(part, filled)
             if text.startswith(spelled, start):
-                filled = fillings if known else {**fillings, part.name: word}
                 for end, all_filled, log_p in self._read_template(
                     rest, text, start + len(spelled), filled
                 ):

@@ -28,50 +28,218 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from .. import cli, measure
 from ..errors import UserError
-from . import grammar
+from . import conversations, grammar
 
-VOCABULARY = 2048  # 256 bytes, 1,791 merges, <|endoftext|>
+VOCABULARY = 2048  # 256 bytes, merges, and the control tokens at the end
 END_OF_TEXT = "<|endoftext|>"
+TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"  # as Qwen and SmolLM2 write a conversation
 POSITIONS = 1024
-TOKENS_PER_MICRO_BATCH = (
-    2048  # logits of 16 MB: larger ones leave the cache and pay a page fault a page
-)
+# logits of 16 MB: larger ones leave the cache and pay a page fault a page
+TOKENS_PER_MICRO_BATCH = 2048
 MICRO_BATCHES = 2
 WINDOW = 512
-FULL_WINDOW_SHARE = 0.15  # of the steps, at the end
 COPYING_STEPS = 500  # at the start: one story three times in a window
+COPY_WEIGHT = 3.0  # of a token that repeats a filling, in the loss of the chat model
+PLAIN_SHARE = 0.25  # of the chat model's documents: stories without a conversation
 EMBEDDING_SPREAD = 0.1  # GPT-2's own 0.02 is made for 768 channels, ours are 192
 PEAK_LEARNING_RATE = 3e-3
 EMBEDDING_LEARNING_RATE_SHARE = 0.4
-SECOND_LEARNING_RATE_SHARE = (
-    1 / 3
-)  # of the peak, for a model that goes on from another: it knows nearly all already
+# of the peak, for a model that goes on from another: it knows nearly all already
+SECOND_LEARNING_RATE_SHARE = 1 / 3
 WARMUP_STEPS = 100
 
+Document = tuple[list[int], list[float]]  # token ids, and the weight of each in the loss
 
-def train_tokenizer(count: int = 20_000) -> Tokenizer:
-    """A byte-level BPE in GPT-2's format. Special tokens last, so that ids 0..255 are the bytes."""
-    tokenizer = Tokenizer(models.BPE())
+
+class Stories:
+    """What is particular to `stories`: a GPT-2 that continues a text."""
+
+    folder = grammar.FOLDER / "model"
+    control = (END_OF_TEXT,)
+    full_window_share = 0.15  # of the steps, at the end
+
+    @staticmethod
+    def texts(seed: int | str) -> Iterator[str]:
+        return (story.text for story in grammar.stories(seed))
+
+    @staticmethod
+    def documents(tokenizer: Tokenizer, seed: int | str) -> Iterator[Document]:
+        for story in grammar.stories(seed):
+            ids = [*tokenizer.encode(story.text).ids, VOCABULARY - 1]
+            yield ids, [1.0] * len(ids)
+
+    @staticmethod
+    def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+        """In GPT-2's format, vocab.json and merges.txt."""
+        tokenizer.model.save(str(folder))
+        ordered = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
+        (folder / "vocab.json").write_text(
+            json.dumps(ordered, ensure_ascii=False), encoding="utf-8"
+        )
+        names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+        write_settings(folder, {"tokenizer_class": "GPT2Tokenizer", **names})
+
+    @staticmethod
+    def load_tokenizer(folder: Path) -> Tokenizer:
+        vocabulary, merges = models.BPE.read_file(
+            str(folder / "vocab.json"), str(folder / "merges.txt")
+        )
+        vocabulary.pop(END_OF_TEXT)
+        return byte_level(models.BPE(vocabulary, merges), Stories.control)
+
+    @staticmethod
+    def config(width: int, layers: int, heads: int) -> PretrainedConfig:
+        end = VOCABULARY - 1
+        return GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=POSITIONS,
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=end,
+            eos_token_id=end,
+            # GPT-2's own curve as one operator; saved under its old name below
+            activation_function="gelu_pytorch_tanh",
+        )
+
+
+class Chat:
+    """What is particular to `stories-chat`: a Llama that answers requests for stories.
+
+    Its keys and values are those of one head, a third of what `stories` keeps.
+    """
+
+    folder = grammar.FOLDER / "chat-model"
+    control = (TURN, END_OF_TURN, END_OF_TEXT)
+    full_window_share = 0.35  # a second answer often lies beyond 512 tokens
+
+    @staticmethod
+    def texts(seed: int | str) -> Iterator[str]:
+        for turns in conversations.conversations(seed):
+            for turn in turns:
+                yield f"user\n{turn.question}"
+                yield f"assistant\n{turn.answer}"
+
+    @staticmethod
+    def documents(tokenizer: Tokenizer, seed: int | str) -> Iterator[Document]:
+        """Conversations and, between them, plain stories. Questions weigh nothing, nor does the end
+        of an answer that was cut."""
+        rng = random.Random(f"documents {seed}")
+        plain, chats = grammar.stories(seed), conversations.conversations(seed)
+        turn, end_of_turn, end = (tokenizer.token_to_id(name) for name in Chat.control)
+        line, assistant = (tokenizer.encode(text).ids for text in ("\n", "assistant\n"))
+        while True:
+            pieces: list[Document] = []
+            if rng.random() < PLAIN_SHARE:
+                story = next(plain)
+                pieces += [weighted(tokenizer, story.text, story, 0), ([end], [1.0])]
+            else:
+                for each in next(chats):
+                    asked = tokenizer.encode(f"user\n{each.question}").ids
+                    question = [turn, *asked, end_of_turn, *line, turn, *assistant]
+                    pieces += [
+                        (question, [0.0] * len(question)),
+                        weighted(tokenizer, each.answer, each.story, each.start),
+                        ([end_of_turn, *line], [float(each.whole)] + [0.0] * len(line)),
+                    ]
+                pieces.append(([end], [0.0]))
+            yield [i for ids, _ in pieces for i in ids], [w for _, many in pieces for w in many]
+
+    @staticmethod
+    def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+        tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+        names = {"eos_token": END_OF_TURN, "pad_token": END_OF_TEXT}
+        write_settings(folder, {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+        (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+
+    @staticmethod
+    def load_tokenizer(folder: Path) -> Tokenizer:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    @staticmethod
+    def config(width: int, layers: int, heads: int) -> PretrainedConfig:
+        return LlamaConfig(
+            vocab_size=VOCABULARY,
+            max_position_embeddings=POSITIONS,
+            hidden_size=width,
+            intermediate_size=width * 8 // 3,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=1,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=[VOCABULARY - 2, VOCABULARY - 1],
+            pad_token_id=None,
+        )
+
+
+# What the model was not trained on is left out: other roles than these two.
+TEMPLATE = """\
+{%- for message in messages if message.role in ('user', 'assistant') %}
+{{- '<|im_start|>' + message.role + '\n' + message.content | trim + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+
+Recipe = type[Stories] | type[Chat]
+
+
+def weighted(
+    tokenizer: Tokenizer, text: str, story: grammar.Story, start: int
+) -> tuple[list[int], list[float]]:
+    """The tokens of `text`, story.text from `start` on, and the weight of each."""
+    encoding = tokenizer.encode(text)
+    copied = bytearray(len(story.text))
+    for first, last in story.copies:
+        copied[first:last] = b"\1" * (last - first)
+    weights = [
+        COPY_WEIGHT if any(copied[start + first : start + last]) else 1.0
+        for first, last in encoding.offsets
+    ]
+    return encoding.ids, weights
+
+
+def byte_level(model: models.BPE, control: tuple[str, ...]) -> Tokenizer:
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(control))
+    return tokenizer
+
+
+def train_tokenizer(recipe: Recipe, count: int = 20_000) -> Tokenizer:
+    """A byte-level BPE. Control tokens last, so that ids 0..255 are the bytes."""
+    tokenizer = byte_level(models.BPE(), ())
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - 1,
+        vocab_size=VOCABULARY - len(recipe.control),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=[],
         show_progress=False,
     )
-    texts = (story.text for story in itertools.islice(grammar.stories("tokenizer"), count))
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.train_from_iterator(itertools.islice(recipe.texts("tokenizer"), count), trainer)
+    tokenizer.add_special_tokens(list(recipe.control))
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise RuntimeError(
             f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {VOCABULARY}: the "
@@ -80,88 +248,61 @@ def train_tokenizer(count: int = 20_000) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.model.save(str(folder))
-    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-    vocabulary[END_OF_TEXT] = VOCABULARY - 1
-    ordered = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
-    (folder / "vocab.json").write_text(json.dumps(ordered, ensure_ascii=False), encoding="utf-8")
-    names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    settings = {
-        "tokenizer_class": "GPT2Tokenizer",
-        "model_max_length": POSITIONS,
-        "add_prefix_space": False,
-        **names,
-    }
+def write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    fields = {"model_max_length": POSITIONS, "add_prefix_space": False, **settings}
     (folder / "tokenizer_config.json").write_text(
-        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+        json.dumps(fields, indent=2) + "\n", encoding="utf-8"
     )
 
 
-def windows(
-    tokenizer: Tokenizer, length: int, rng: random.Random, supply: Iterator[grammar.Story]
-) -> Iterator[list[int]]:
-    """Windows of `length` + 1 tokens that open with a whole story; every second one without
+def windows(length: int, rng: random.Random, documents: Iterator[Document]) -> Iterator[Document]:
+    """Windows of `length` + 1 tokens that open with a whole document; every second one without
     <|endoftext|> before it, as a user's prompt comes without it."""
-    end = VOCABULARY - 1
     while True:
-        window: list[int] = [] if rng.random() < 0.5 else [end]
-        while len(window) <= length:
-            window += tokenizer.encode(next(supply).text).ids + [end]
-        yield window[: length + 1]
+        ids: list[int] = [] if rng.random() < 0.5 else [VOCABULARY - 1]
+        weights = [0.0] * len(ids)
+        while len(ids) <= length:
+            more, weight = next(documents)
+            ids, weights = ids + more, weights + weight
+        yield ids[: length + 1], weights[: length + 1]
 
 
-def repeating_windows(
-    tokenizer: Tokenizer, length: int, supply: Iterator[grammar.Story]
-) -> Iterator[list[int]]:
-    """Windows of `length` + 1 tokens that tell the beginning of one story three times."""
+def repeating_windows(length: int, documents: Iterator[Document]) -> Iterator[Document]:
+    """Windows of `length` + 1 tokens that have the beginning of one document three times."""
     while True:
-        beginning = tokenizer.encode(next(supply).text).ids[: length // 3] + [VOCABULARY - 1]
-        yield (beginning * 4)[: length + 1]
+        beginning = [*next(documents)[0][: length // 3], VOCABULARY - 1]
+        yield (beginning * 4)[: length + 1], [1.0] * (length + 1)
 
 
 def micro_batch(
-    source: Iterator[list[int]], length: int, rng: random.Random
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (B, length + 1) and positions (B, length): one window in three starts at 0, the
-    others anywhere."""
+    source: Iterator[Document], length: int, rng: random.Random
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids and weights (B, length + 1), positions (B, length): one window in three starts at
+    0, the others anywhere."""
     rows = TOKENS_PER_MICRO_BATCH // length
     offsets = [
         0 if rng.random() < 1 / 3 else rng.randint(0, POSITIONS - length) for _ in range(rows)
     ]
-    ids = torch.tensor([next(source) for _ in range(rows)])
-    return ids, torch.tensor(offsets)[:, None] + torch.arange(length)
+    ids, weights = zip(*(next(source) for _ in range(rows)), strict=True)
+    positions = torch.tensor(offsets)[:, None] + torch.arange(length)
+    return torch.tensor(ids), torch.tensor(weights), positions
 
 
-def build_model(width: int, layers: int, heads: int, seed: int) -> GPT2LMHeadModel:
+def build_model(recipe: Recipe, width: int, layers: int, heads: int, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    end = VOCABULARY - 1
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=POSITIONS,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=end,
-        eos_token_id=end,
-        # GPT-2's own curve as one operator; saved under its old name below
-        activation_function="gelu_pytorch_tanh",
-        attn_implementation="sdpa",
-    )
-    model = GPT2LMHeadModel(config)
-    torch.nn.init.normal_(model.transformer.wte.weight, std=EMBEDDING_SPREAD)
+    config = recipe.config(width, layers, heads)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_SPREAD)
     return model
 
 
-def build_optimizers(model: GPT2LMHeadModel, peak: float) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: PreTrainedModel, peak: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the blocks, AdamW for embeddings, biases and norms; `peak` is
     the learning rate."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".h." in name]
-    rest = [p for name, p in model.named_parameters() if not (p.ndim == 2 and ".h." in name)]
+    matrices, rest = [], []
+    for name, parameter in model.named_parameters():
+        inside = parameter.ndim == 2 and (".h." in name or ".layers." in name)
+        (matrices if inside else rest).append(parameter)
     slow = peak * EMBEDDING_LEARNING_RATE_SHARE
     return [
         torch.optim.Muon(matrices, lr=peak, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
@@ -174,55 +315,67 @@ def learning_rate_share(step: int, steps: int) -> float:
     return min((step + 1) / WARMUP_STEPS, (steps - step) / max(1, steps - WARMUP_STEPS))
 
 
-def save_model(model: GPT2LMHeadModel, folder: Path) -> None:
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    name = getattr(model.config, "activation_function", None)
+    if name is None:
+        model.save_pretrained(folder)
+        return
     model.config.activation_function = "gelu_new"
     model.save_pretrained(folder)
-    model.config.activation_function = "gelu_pytorch_tanh"
+    model.config.activation_function = name
 
 
-def load_start(folder: Path) -> tuple[GPT2LMHeadModel, Tokenizer, dict]:
+def load_start(recipe: Recipe, folder: Path) -> tuple[PreTrainedModel, Tokenizer, dict]:
     """Model, tokenizer and training facts of a folder that `train` wrote. Raises UserError if it is
     none."""
     try:
         before = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-        vocabulary, merges = models.BPE.read_file(
-            str(folder / "vocab.json"), str(folder / "merges.txt")
-        )
-        model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
+        tokenizer = recipe.load_tokenizer(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    except Exception as error:  # tokenizers raises nothing narrower
         raise UserError(
             f"{folder} is no folder that this command wrote ({error}): give one, or leave --start "
             "out."
         ) from None
-    vocabulary.pop(END_OF_TEXT)
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END_OF_TEXT])
-    for block in model.transformer.h:
-        block.mlp.act = torch.nn.GELU(approximate="tanh")
+    if recipe is Stories:
+        for block in model.transformer.h:
+            block.mlp.act = torch.nn.GELU(approximate="tanh")
     return model, tokenizer, before
 
 
 def train(
-    out: Path, steps: int, seed: int, width: int, layers: int, heads: int, start: Path | None = None
+    recipe: Recipe,
+    out: Path,
+    steps: int,
+    seed: int,
+    width: int,
+    layers: int,
+    heads: int,
+    start: Path | None = None,
+    compiled: bool = False,
 ) -> dict:
     """Train and save to `out`; returns the facts of the run for the model card. `start`: go on from
-    an earlier result."""
+    an earlier result. `compiled`: by torch.compile, which needs a C++ compiler."""
+    peak, before = PEAK_LEARNING_RATE, None
     if start is None:
-        model, tokenizer, before = build_model(width, layers, heads, seed), train_tokenizer(), None
-        optimizers = build_optimizers(model, PEAK_LEARNING_RATE)
+        model = build_model(recipe, width, layers, heads, seed)
+        tokenizer = train_tokenizer(recipe)
     else:
-        model, tokenizer, before = load_start(start)
-        optimizers = build_optimizers(model, PEAK_LEARNING_RATE * SECOND_LEARNING_RATE_SHARE)
-    save_tokenizer(tokenizer, out)
+        model, tokenizer, before = load_start(recipe, start)
+        peak *= SECOND_LEARNING_RATE_SHARE
+    optimizers = build_optimizers(model, peak)
+    out.mkdir(parents=True, exist_ok=True)
+    recipe.save_tokenizer(tokenizer, out)
     model.train()
+    forward = torch.compile(model) if compiled else model
     copying_steps = COPYING_STEPS if start is None else 0
     rng = random.Random(seed)
-    supply = grammar.stories(f"training {seed}" if start is None else f"training {seed} on")
-    copying = repeating_windows(tokenizer, WINDOW, supply)
-    sources = {length: windows(tokenizer, length, rng, supply) for length in (WINDOW, POSITIONS)}
-    full_from = int(steps * (1 - FULL_WINDOW_SHARE))
+    documents = recipe.documents(
+        tokenizer, f"training {seed}" if start is None else f"training {seed} on"
+    )
+    copying = repeating_windows(WINDOW, documents)
+    sources = {length: windows(length, rng, documents) for length in (WINDOW, POSITIONS)}
+    full_from = int(steps * (1 - recipe.full_window_share))
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(each, lambda step: learning_rate_share(step, steps))
         for each in optimizers
@@ -233,19 +386,18 @@ def train(
         length = POSITIONS if step >= max(full_from, copying_steps) else WINDOW
         total = 0.0
         for _ in range(MICRO_BATCHES):
-            ids, positions = micro_batch(
+            ids, weights, positions = micro_batch(
                 copying if step < copying_steps else sources[length], length, rng
             )
             with torch.autocast("cpu", torch.bfloat16):
-                logits = model(
+                logits = forward(
                     input_ids=ids[:, :-1], position_ids=positions, use_cache=False
                 ).logits
-            loss = (
-                torch.nn.functional.cross_entropy(
-                    logits.float().flatten(0, 1), ids[:, 1:].flatten()
-                )
-                / MICRO_BATCHES
+            nats = torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
             )
+            weight = weights[:, 1:].flatten()
+            loss = (nats * weight).sum() / weight.sum() / MICRO_BATCHES
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -260,7 +412,9 @@ def train(
             save_model(model, out)
     return {
         "command": f"python -m shared.stories.train --seed {seed} --steps {steps}"
-        + (" --start BEFORE" if start else ""),
+        + " --chat" * (recipe is Chat)
+        + " --compile" * compiled
+        + " --start BEFORE" * (start is not None),
         "before": before,
         "seed": seed,
         "steps": steps,
@@ -281,14 +435,13 @@ def main(argv: list[str] | None = None) -> None:
         "  python -m shared.stories.train --out my-model\n  python -m shared.stories.evaluate "
         "--folder my-model",
     )
-    folder = grammar.FOLDER / "model"
     steps = cli.whole_number(1, 1_000_000)
     small = cli.whole_number(1, 4096)
     parser.add_argument(
-        "--out",
-        type=Path,
-        default=folder,
-        help="folder for the checkpoint; default: the embedded one",
+        "--chat", action="store_true", help="train stories-chat, a Llama; default: stories, a GPT-2"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for the checkpoint; default: the embedded one"
     )
     parser.add_argument("--steps", type=steps, default=6000, help="optimizer steps of 4,096 tokens")
     parser.add_argument(
@@ -300,6 +453,11 @@ def main(argv: list[str] | None = None) -> None:
         "--seed", type=cli.whole_number(0, 2**31), default=0, help="of weights and stories"
     )
     parser.add_argument("--threads", type=small, default=2, help="the exact weights depend on it")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="a third faster, and needs a C++ compiler; off by default",
+    )
     parser.add_argument("--width", type=small, default=192, help="width of the model")
     parser.add_argument("--layers", type=small, default=4, help="layers")
     parser.add_argument("--heads", type=small, default=3, help="attention heads")
@@ -310,17 +468,21 @@ def main(argv: list[str] | None = None) -> None:
             "multiple."
         )
     torch.set_num_threads(options.threads)
+    recipe: Recipe = Chat if options.chat else Stories
+    out = options.out or recipe.folder
     facts = train(
-        options.out,
+        recipe,
+        out,
         options.steps,
         options.seed,
         options.width,
         options.layers,
         options.heads,
         options.start,
+        options.compile,
     )
-    (options.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    print(f"Saved to {options.out}. Next: python -m shared.stories.evaluate --folder {options.out}")
+    (out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    print(f"Saved to {out}. Next: python -m shared.stories.evaluate --folder {out}")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from shared.errors import UserError
 from shared.peers import transformers_greedy
 from shared.stories import grammar
 from shared.stories.evaluate import runs_of, write_card
-from shared.stories.train import load_start, train
-from shared.tokenizer import Tokenizer
+from shared.stories.train import Chat, Stories, load_start, train
+from shared.tokenizer import Tokenizer, load_tokenizer
 
 GRAMMAR = grammar.load()
 
@@ -149,34 +149,37 @@ def test_sampled_stories_are_consistent(loaded):
     assert sum(bool(GRAMMAR.read(text)) for text in texts) >= 6
 
 
-def test_the_card_is_written_from_the_measurements(tmp_path):
+@pytest.mark.parametrize("name", checkpoint.EMBEDDED)
+def test_the_card_is_written_from_the_measurements(tmp_path, name):
     """No number in the card was typed by hand: written again from its data, it is the same."""
-    for name in ("model.safetensors", "README.md"):
-        (tmp_path / name).write_bytes((checkpoint.STORIES / name).read_bytes())
+    folder = checkpoint.EMBEDDED[name]
+    for file in ("model.safetensors", "README.md"):
+        (tmp_path / file).write_bytes((folder / file).read_bytes())
     evaluation, training = (
-        json.loads((checkpoint.STORIES / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("evaluation", "training")
+        json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
+        for part in ("evaluation", "training")
     )
     before = (tmp_path / "README.md").read_text(encoding="utf-8")
-    write_card(tmp_path, evaluation, training, AutoConfig.from_pretrained(checkpoint.STORIES))
+    write_card(tmp_path, evaluation, training, AutoConfig.from_pretrained(folder))
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == before
 
 
 @pytest.mark.slow
-def test_training_is_deterministic_and_continues_from_an_earlier_result(tmp_path):
+@pytest.mark.parametrize("recipe", [Stories, Chat])
+def test_training_is_deterministic_and_continues_from_an_earlier_result(tmp_path, recipe):
     """With its vocabulary and its weights; the facts have both runs."""
     torch.set_num_threads(2)
     first, again, second = (tmp_path / name for name in ("first", "again", "second"))
-    facts = [train(each, steps=12, seed=3, width=48, layers=2, heads=2) for each in (first, again)]
+    small = {"seed": 3, "width": 48, "layers": 2, "heads": 2}
+    facts = [train(recipe, each, steps=12, **small) for each in (first, again)]
     weights = [(each / "model.safetensors").read_bytes() for each in (first, again)]
     assert weights[0] == weights[1]
     (first / "training.json").write_text(json.dumps(facts[0]), encoding="utf-8")
-    model, tokenizer, before = load_start(first)
+    model, tokenizer, before = load_start(recipe, first)
     assert before == facts[0] and tokenizer.get_vocab_size() == model.config.vocab_size
     prompt = "Once upon a time"
-    assert Tokenizer.from_folder(first).encode(prompt) == tokenizer.encode(prompt).ids
-    more = train(second, steps=1, seed=3, width=0, layers=0, heads=0, start=first)
+    assert load_tokenizer(first).encode(prompt) == tokenizer.encode(prompt).ids
+    more = train(recipe, second, steps=1, **small, start=first)
     assert [run["steps"] for run in runs_of(more)] == [12, 1]
-    assert (second / "vocab.json").read_bytes() == (first / "vocab.json").read_bytes()
     with pytest.raises(UserError, match="no folder that this command wrote"):
-        load_start(tmp_path)
+        load_start(recipe, tmp_path)

@@ -420,3 +420,32 @@ def test_the_page_reports_a_lost_server_and_finds_it_again(browser, house, recit
         assert page.texts() == [expected(20)]
         browser.get("about:blank")
     browser.get_log("browser")
+
+
+def test_a_conversation_goes_on_until_a_new_one_begins(browser, house):
+    """With the model that --chat serves. Each message is asked with all that was said before."""
+    page = Page(browser, house("--chat").url)
+    page.until(lambda: page["new-chat"].is_displayed(), "the form is for messages")
+    assert not page["samples"].is_displayed() and "Pim" in page["prompt"].get_attribute("value")
+
+    def send(*words: str) -> int:
+        before = page["status"].text
+        page["prompt"].send_keys(*words, Keys.ENTER)
+        page.until(
+            lambda: page["status"].text.startswith("Done") and page["status"].text != before,
+            "it is done",
+        )
+        assert page["prompt"].get_attribute("value") == ""
+        return int(re.findall(r"\d+", page["status"].text)[0])
+
+    page["temperature"].clear()
+    page["temperature"].send_keys("0")
+    first, second = send(), send("Go on")
+    answers = page.texts()
+    assert len(answers) == 2 and all(answers) and second > first + 30
+    assert page["answers"].text.index("Go on") > page["answers"].text.index(answers[0][:40])
+    page["new-chat"].click()
+    assert page.texts() == [] and not page["answers"].is_displayed()
+    assert send("Tell me a story about a brave goat called Pim and a lost key") == first
+    assert page.texts() == answers[:1]
+    browser.get("about:blank")

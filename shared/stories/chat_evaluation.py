@@ -1,0 +1,169 @@
+"""Judge stories-chat: does an answer keep to its request, stay straight, and go on when asked?
+
+The grammar reads every answer, as it reads the stories of the other model, and here it is also
+given the hero, the creature, the trait and the plots that the request demands: an answer counts
+only if the grammar could have written all of it for this request.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from . import grammar
+from .conversations import KEPT, phrases, request, sequels
+
+LONGEST_ANSWER = 600  # tokens
+BATCH = 50
+
+Messages = list[dict[str, str]]
+
+
+def judge(
+    model: Any, tokenizer: Any, count: int, temperature: float, top_p: float
+) -> dict[str, Any]:
+    """Ask for `count` stories, then to go on, then for the other halves of `count` stories."""
+    rng, source = random.Random("evaluation"), grammar.load()
+
+    def answer(chats: list[Messages], what: str) -> list[str]:
+        return answers(model, tokenizer, chats, what, temperature, top_p)
+
+    def asked(text: str, reply: str) -> Messages:
+        question = rng.choice(phrases()["go on"])
+        return [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": reply},
+            {"role": "user", "content": question},
+        ]
+
+    requests = [request(rng, full=True) for _ in range(count)]
+    firsts = answer([[{"role": "user", "content": each.text}] for each in requests], "stories")
+    readings = [
+        source.read(text, each.given, each.plots)
+        for each, text in zip(requests, firsts, strict=True)
+    ]
+    right = [at for at, found in enumerate(readings) if found]
+    invented = [at for at, each in enumerate(requests) if each.given["hero"] not in source.gender]
+
+    seconds = answer([asked(requests[at].text, firsts[at]) for at in right], "going on")
+    gone_on = 0
+    for at, text in zip(right, seconds, strict=True):
+        (story, *_) = readings[at]
+        kept = {name: story.fillings[name] for name in KEPT if name in story.fillings}
+        others = [plot for plot in source.plots if plot.name != story.plot]
+        gone_on += bool(source.read(text, kept, others, sequels(), habits=False))
+
+    halves = []
+    for each in requests:
+        text = source.sample(rng, each.given, each.plots).text
+        halves.append((each, text[: rng.choice([i for i, c in enumerate(text) if c == " "])]))
+    rests = answer([asked(each.text, half) for each, half in halves], "other halves")
+    completed = sum(
+        bool(source.read(f"{half} {rest}", each.given, each.plots))
+        for (each, half), rest in zip(halves, rests, strict=True)
+    )
+    wrong = next((at for at in range(count) if at not in right), None)
+    return {
+        "requests": count,
+        "temperature": temperature,
+        "top_p": top_p,
+        "kept": len(right),
+        "invented_names": len(invented),
+        "kept_invented_names": len(set(invented) & set(right)),
+        "went_on": gone_on,
+        "halves": count,
+        "completed": completed,
+        "example": {"question": requests[right[0]].text, "answer": firsts[right[0]]}
+        if right
+        else None,
+        "broken": None
+        if wrong is None
+        else {"question": requests[wrong].text, "answer": firsts[wrong]},
+    }
+
+
+def answers(
+    model: Any, tokenizer: Any, chats: list[Messages], what: str, temperature: float, top_p: float
+) -> list[str]:
+    """The sampled answer to each conversation."""
+    torch.manual_seed(0)
+    tokenizer.padding_side = "left"
+    texts: list[str] = []
+    for start in tqdm(range(0, len(chats), BATCH), unit="batch", desc=what):
+        prompts = tokenizer.apply_chat_template(
+            chats[start : start + BATCH],
+            add_generation_prompt=True,
+            padding=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        rows = model.generate(
+            **prompts,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            top_p=top_p,
+            max_new_tokens=LONGEST_ANSWER,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        width = prompts["input_ids"].shape[1]
+        texts += [tokenizer.decode(row[width:], skip_special_tokens=True) for row in rows]
+    return texts
+
+
+def beyond(model: Any, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+    """Cross-entropy by position over texts of 2,048 tokens; training ended at 1,024."""
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    supply = grammar.stories("beyond")
+    nats = torch.zeros(2048)
+    for _ in tqdm(range(count), unit="text", desc="beyond"):
+        ids = [end]
+        while len(ids) <= 2048:
+            ids += [*tokenizer.encode(next(supply).text), end]
+        logits = model(torch.tensor([ids[:2048]])).logits[0].float()
+        targets = torch.tensor(ids[1:2049])
+        nats += torch.nn.functional.cross_entropy(logits, targets, reduction="none") / count
+    edges = (512, 1024, 1152, 1280, 1536, 2048)
+    return [
+        {"from": first, "to": last, "cross_entropy": float(nats[first:last].mean())}
+        for first, last in zip(edges, edges[1:], strict=False)
+    ]
+
+
+SECTION = """\
+| what was asked of it, at temperature {temperature} and top-p {top_p} | right |
+|---|--:|
+| a story about a given hero, creature, trait and thing: keeps to it, and is straight | \
+{kept} of {requests} |
+| of these, with a hero's name that is not in the grammar | \
+{kept_invented_names} of {invented_names} |
+| then to go on: another story of the same hero | {went_on} of {kept} |
+| to go on after half a story: its other half | {completed} of {halves} |
+
+Asked: "{question}"
+
+> {answer}
+
+{beyond}
+
+"""
+
+
+def section(evaluation: dict[str, Any]) -> str:
+    """The part of the card that only a chat model has."""
+    chat, example = evaluation["chat"], evaluation["chat"]["example"]
+    far = evaluation["beyond"]
+    steps = ", ".join(
+        f"{each['cross_entropy']:.2f} from {each['from']:,} to {each['to']:,}" for each in far
+    )
+    return SECTION.format(
+        **{name: value for name, value in chat.items() if name not in ("example", "broken")},
+        question=example["question"],
+        answer=example["answer"].replace("\n", "\n>\n> "),
+        beyond="**Past the positions it was trained on.** Nats a token, by position: "
+        + steps
+        + ".",
+    )

@@ -1,0 +1,138 @@
+"""Conversations about stories, for `stories-chat`: a request, a story that keeps to it, and on.
+
+A request may name the hero, what kind of creature it is, a trait, and a thing that the story must
+be about; what it leaves open the grammar draws. The second turn asks to go on: after a whole story
+follows another one of the same hero, after half a story its other half.
+
+Half of the names are put together from syllables. No embedding can know these: the model must copy
+them from the request, as it must copy the names that its users think of.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from . import grammar
+
+FULL_SHARE = 0.7  # of the requests: those that name everything
+SECOND_SHARE = 0.5  # of the conversations: those with a second turn
+HALF_SHARE = 0.3  # of these: those whose first answer was cut
+KEPT = ("hero", "gender", grammar.CREATURE, "trait", "home")  # what a sequel keeps
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question, and what it demands of the story: fillings, and plots (none: any)."""
+
+    text: str
+    given: dict[str, str]
+    plots: tuple[grammar.Plot, ...]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and its answer.
+
+    story: what the answer is, or is a part of. start: where in the story's text the answer begins.
+    whole: the answer ends where the story does; one that was cut has no end to learn.
+    """
+
+    question: str
+    answer: str
+    story: grammar.Story
+    start: int = 0
+    whole: bool = True
+
+
+@cache
+def phrases() -> dict[str, list[str]]:
+    """The sections of chat.txt."""
+    return grammar.parse_headings((grammar.FOLDER / "chat.txt").read_text(encoding="utf-8"))
+
+
+@cache
+def things() -> dict[str, tuple[grammar.Plot, ...]]:
+    """Each thing that can be asked for, and the plots about it."""
+    plots = {plot.name: plot for plot in grammar.load().plots}
+    pairs = [line.split(": ") for line in phrases()["things"]]
+    if sorted(name for name, _ in pairs) != sorted(plots):
+        raise ValueError("chat.txt must have one thing for each plot of plots.txt")
+    kinds = dict.fromkeys(thing for _, thing in pairs)
+    return {kind: tuple(plots[name] for name, thing in pairs if thing == kind) for kind in kinds}
+
+
+@cache
+def sequels() -> grammar.Beat:
+    """The openings of a second story of the same hero."""
+    return grammar.parse_beat(phrases()["sequels"][0])
+
+
+def invented_name(rng: random.Random) -> str:
+    """A name of two or three syllables that the grammar has not."""
+    source = grammar.load()
+    while True:
+        syllables = rng.choices(phrases()["syllables"][0].split(), k=rng.choice((1, 1, 2)))
+        syllables.append(rng.choice(phrases()["last syllables"][0].split()))
+        name = grammar.capitalise("".join(syllables))
+        if name not in source.gender and len(name) < 9:
+            return name
+
+
+def request(rng: random.Random, full: bool) -> Request:
+    """A request; `full`: one that names hero, creature, trait and thing."""
+    source = grammar.load()
+    template = rng.choice(phrases()["full requests" if full else "short requests"])
+    given: dict[str, str] = {}
+    if "{hero}" in template:
+        own = rng.random() < 0.5
+        given["hero"] = rng.choice(source.hero_names()) if own else invented_name(rng)
+        if not own:
+            given["gender"] = rng.choice(("girl", "boy")) if "{kind}" in template else "boy"
+    if "{kind}" in template:
+        if rng.random() < 0.5:
+            given[grammar.CREATURE] = rng.choice(source.words["animal"])
+            if "gender" in given:
+                given["gender"] = "boy"  # an animal whose name tells nothing is a he
+        elif "hero" not in given:
+            given["hero"] = rng.choice(source.hero_names())
+    if "{trait}" in template:
+        given["trait"] = rng.choice(source.words["trait"])
+    thing = rng.choice(list(things()))
+    kind = given.get(grammar.CREATURE) or (source.hero_gender(given) if "hero" in given else "")
+    text = template.format(hero=given.get("hero"), kind=kind, trait=given.get("trait"), thing=thing)
+    plots = things()[thing] if "{thing}" in template else ()
+    if rng.random() < 0.2:
+        text = text[0].lower() + text[1:]
+    return Request(text + rng.choice((".", ".", "")) * (text[-1] != "?"), given, plots)
+
+
+def conversation(rng: random.Random) -> list[Turn]:
+    """One or two turns."""
+    source = grammar.load()
+    asked = request(rng, rng.random() < FULL_SHARE)
+    story = source.sample(rng, asked.given, asked.plots)
+    first = Turn(asked.text, story.text, story)
+    if rng.random() >= SECOND_SHARE:
+        return [first]
+    question = rng.choice(phrases()["go on"])
+    if rng.random() < HALF_SHARE:
+        spaces = [place for place, letter in enumerate(story.text) if letter in " \n"]
+        cut = rng.choice(spaces)
+        return [
+            Turn(asked.text, story.text[:cut], story, whole=False),
+            Turn(question, story.text[cut + 1 :], story, start=cut + 1),
+        ]
+    kept = {name: story.fillings[name] for name in KEPT if name in story.fillings}
+    others = [plot for plot in source.plots if plot.name != story.plot]
+    second = source.sample(rng, kept, others, sequels(), habits=False)
+    return [first, Turn(question, second.text, second)]
+
+
+def conversations(seed: int | str) -> Iterator[list[Turn]]:
+    """Conversations without end; the same seed gives the same ones on every machine."""
+    rng = random.Random(f"conversations {seed}")
+    while True:
+        yield conversation(rng)
