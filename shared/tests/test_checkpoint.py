@@ -204,7 +204,9 @@ FILE_FAULTS: list[tuple[dict[str, Any], str]] = [  # None removes a file
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"), [*TENSOR_FAULTS, *FILE_FAULTS], ids=lambda value: str(value)[:40]
+    ("spoil", "words"),
+    [*TENSOR_FAULTS, *FILE_FAULTS],
+    ids=lambda value: None if callable(value) else str(value)[:40],
 )
 def test_each_fault_of_a_folder_is_one_sentence(folder, spoil, words):
     if callable(spoil):
