@@ -248,7 +248,11 @@ TABLES = rows.tables(
     prefill: model | dtype | paged, ms | {KERNELS}, ms | together | of the bound
     answers: model | dtype | requests | paged, tok/s | {KERNELS}, tok/s | together
     """,
-    main=lambda results: results.groups("steps", model="gpt2", dtype="float32"),
+    main=lambda results: [
+        row
+        for row in results.groups("steps", model="gpt2", dtype="float32")
+        if row["context"] > 128
+    ],
     parts=lambda results: results.groups("steps", model="gpt2"),
 )
 CHARTS = {

@@ -11,11 +11,15 @@ model's own are freed. A pass fills in what changes, which is the number of rows
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from stage01_forward.model import GPT2
+from stage08_llama.model import Llama
+from stage08_llama.rope import rotation
 
 from . import library
 from .cache import Attention, KernelAttention, KernelCache
@@ -97,6 +101,8 @@ class Program:
     """The operations of a model over the keys and values in `cache`."""
 
     def __init__(self, model: Any, cache: KernelCache) -> None:
+        if type(model) not in BUILDERS:
+            raise library.NoKernels(f"The kernels do not know a {type(model).__name__}.")
         self.model, self.cache, self.config = model, cache, model.config
         self.dtype = model.dtype  # of the weights
         self.real = cache.real
@@ -110,8 +116,7 @@ class Program:
         self.buffers: dict[str, Tensor] = {}
         self.widths: dict[str, int] = {}
         self.rows = 0
-        build = _gpt2 if hasattr(model, "wpe") else _llama
-        build(self, model)
+        BUILDERS[type(model)](self, model)
         self.array = (Operation * len(self.operations))(*self.operations)
 
     # ---- building
@@ -245,12 +250,10 @@ class Program:
         model, count = self.model, len(ids)
         self._make_room(max(count, len(rows)))
         cosines = sines = None
-        if hasattr(model, "wpe"):
+        if isinstance(model, GPT2):
             hidden = model.wte(ids) + model.wpe(positions)
         else:
             hidden = model.embed_tokens(ids)
-            from stage08_llama.rope import rotation
-
             turns = rotation(positions, model.frequencies, self.config.rope.scale)
             cosines, sines = (each.to(self.real).contiguous() for each in turns)
         self.buffers["stream"][:count, : hidden.shape[1]] = hidden
@@ -306,3 +309,6 @@ def _llama(p: Program, model: Any) -> None:
         p.linear([layer.mlp.down_proj], "inner", stream, residual=True)
     p.norm(model.norm, stream, normed, wanted=True)
     p.linear([model.lm_head], normed, "logits", wanted=True)
+
+
+BUILDERS: dict[type, Callable[[Program, Any], None]] = {GPT2: _gpt2, Llama: _llama}

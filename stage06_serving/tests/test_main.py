@@ -25,7 +25,13 @@ VALUES |= {"device": "cpu", "dtype": "float64", "linear": "plain", "threads": 3,
 VALUES |= {"host": "::1", "port": 81, "api_key": "a, b,,", "max_sequences": 5, "token_budget": 77}
 VALUES |= {"kv_memory": "1GB", "block_size": 8, "swap_memory": "2MB", "preemption": "swap"}
 VALUES |= {"prefix_caching": False, "sanitize": True, "max_queue": 0, "request_timeout": 1.5}
-VALUES |= {"grace": 0, "chat_template": "none", "allowed_host": "here", "api_key_file": __file__}
+VALUES |= {
+    "grace": 0,
+    "chat_template": "simple",
+    "chat": True,
+    "allowed_host": "here",
+    "api_key_file": __file__,
+}
 VALUES |= {"log_requests": True}
 
 

@@ -176,7 +176,7 @@ def test_a_visit(home, capsys):
         main(["check", "09"])
     status, out = visit("plant", "09")
     right, wrong = out.split("With the reference: ")[1].split("With your copy: ")
-    assert status == 0 and "47 tokens in 13 passes" in right and "47 tokens in 47 passes" in wrong
+    assert status == 0 and "47 tokens in 13 steps" in right and "47 tokens in 47 steps" in wrong
     assert not any(text in out for text in (exhibit.bug, exhibit.new, exhibit.hint))
     assert f"09 {exhibit.title} (planted)" in visit("list")[1]
     assert visit("hint", "9") == (0, exhibit.hint)
