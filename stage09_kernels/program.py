@@ -311,4 +311,4 @@ def _llama(p: Program, model: Any) -> None:
     p.linear([model.lm_head], normed, "logits", wanted=True)
 
 
-BUILDERS: dict[type, Callable[[Program, Any], None]] = {GPT2: _gpt2, Llama: _llama}
+BUILDERS: dict[Any, Callable[[Program, Any], None]] = {GPT2: _gpt2, Llama: _llama}
