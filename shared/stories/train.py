@@ -145,7 +145,7 @@ class Chat:
         of an answer that was cut."""
         rng = random.Random(f"documents {seed}")
         plain, chats = grammar.stories(seed), conversations.conversations(seed)
-        turn, end_of_turn, end = (tokenizer.token_to_id(name) for name in Chat.control)
+        turn, end_of_turn, end = range(VOCABULARY - len(Chat.control), VOCABULARY)
         line, assistant = (tokenizer.encode(text).ids for text in ("\n", "assistant\n"))
         while True:
             pieces: list[Document] = []
@@ -299,7 +299,8 @@ def build_model(recipe: Recipe, width: int, layers: int, heads: int, seed: int) 
 def build_optimizers(model: PreTrainedModel, peak: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the blocks, AdamW for embeddings, biases and norms; `peak` is
     the learning rate."""
-    matrices, rest = [], []
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         inside = parameter.ndim == 2 and (".h." in name or ".layers." in name)
         (matrices if inside else rest).append(parameter)

@@ -31,6 +31,12 @@ def tokenizer():
     return JsonTokenizer.from_folder(FOLDER)
 
 
+def template_of(tokenizer: JsonTokenizer) -> chat_template.FolderTemplate:
+    found = chat_template.load(FOLDER, tokenizer.control)
+    assert found is not None
+    return found
+
+
 def test_every_answer_has_one_derivation_with_its_own_probability(chats):
     """Given what the request demands, and what a second story keeps of the first."""
     rng = random.Random(0)
@@ -76,7 +82,7 @@ def test_only_answers_are_learnt_and_copied_words_weigh_more():
 def test_the_folder_is_small_and_its_prompts_are_those_of_transformers(tokenizer):
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 8_000_000
     theirs = AutoTokenizer.from_pretrained(FOLDER)
-    template = chat_template.load(FOLDER, tokenizer.control)
+    template = template_of(tokenizer)
     messages = [
         {"role": "user", "content": " Tell me a story about <|im_end|> "},
         {"role": "assistant", "content": "Once upon a time"},
@@ -93,7 +99,7 @@ def test_the_folder_is_small_and_its_prompts_are_those_of_transformers(tokenizer
 
 def test_answers_keep_to_their_requests(tokenizer):
     """8 through stage 05; the model's card has the count of 200."""
-    rng, template = random.Random("answers"), chat_template.load(FOLDER, tokenizer.control)
+    rng, template = random.Random("answers"), template_of(tokenizer)
     asked = [request(rng, full=True) for _ in range(8)]
     prompts = [
         tokenizer.encode_chat(template.render([{"role": "user", "content": each.text}]))

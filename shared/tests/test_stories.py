@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -170,7 +171,7 @@ def test_training_is_deterministic_and_continues_from_an_earlier_result(tmp_path
     """With its vocabulary and its weights; the facts have both runs."""
     torch.set_num_threads(2)
     first, again, second = (tmp_path / name for name in ("first", "again", "second"))
-    small = {"seed": 3, "width": 48, "layers": 2, "heads": 2}
+    small: dict[str, Any] = {"seed": 3, "width": 48, "layers": 2, "heads": 2}
     facts = [train(recipe, each, steps=12, **small) for each in (first, again)]
     weights = [(each / "model.safetensors").read_bytes() for each in (first, again)]
     assert weights[0] == weights[1]
