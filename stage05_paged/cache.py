@@ -60,19 +60,7 @@ class PagedCache:
 
     def move(self, moves: Sequence[Move]) -> None:
         """Do `moves`, as if one after the other."""
-        for kind, batch in batches(moves):
-            sources = torch.tensor([move.source for move in batch])
-            targets = torch.tensor([move.target for move in batch])
-            here, there = targets.to(self.kv.device), sources.to(self.kv.device)
-            if kind == "wipe":
-                self.kv.index_fill_(3, here, 0)
-            elif kind == "copy":
-                self.kv.index_copy_(3, here, self.kv.index_select(3, there))
-            elif kind == "out":
-                self.swapped.index_copy_(3, targets, self.kv.index_select(3, there).to("cpu"))
-            else:
-                blocks = self.swapped.index_select(3, sources).to(self.kv.device)
-                self.kv.index_copy_(3, here, blocks)
+        do_moves(self.kv, self.swapped, 3, moves)
 
     def read(self, blocks: Sequence[int]) -> Tensor:
         """A copy of the content of `blocks`, (blocks, numbers of each): for checks."""
@@ -88,13 +76,34 @@ class PagedCache:
 
         Raises ValueError for a share outside its blocks.
         """
-        for blocks, start, count in shares:
-            if not (start >= 0 and count >= 1 and start + count <= len(blocks) * self.block_size):
-                raise ValueError(
-                    f"no place for {count} tokens at {start} in {len(blocks)} blocks of "
-                    f"{self.block_size}"
-                )
+        check_places(shares, self.block_size)
         return by_layer(self.windows, lambda window: PagedAttention(self.kv, shares, window))
+
+
+def check_places(shares: Sequence[Share], block_size: int) -> None:
+    """Raise ValueError for a share outside its blocks."""
+    for blocks, start, count in shares:
+        if not (start >= 0 and count >= 1 and start + count <= len(blocks) * block_size):
+            raise ValueError(
+                f"no place for {count} tokens at {start} in {len(blocks)} blocks of {block_size}"
+            )
+
+
+def do_moves(kv: Tensor, swapped: Tensor, axis: int, moves: Sequence[Move]) -> None:
+    """Do `moves` of blocks, which `axis` of `kv` and of `swapped` counts, as if one after the
+    other."""
+    for kind, batch in batches(moves):
+        sources = torch.tensor([move.source for move in batch])
+        targets = torch.tensor([move.target for move in batch])
+        here, there = targets.to(kv.device), sources.to(kv.device)
+        if kind == "wipe":
+            kv.index_fill_(axis, here, 0)
+        elif kind == "copy":
+            kv.index_copy_(axis, here, kv.index_select(axis, there))
+        elif kind == "out":
+            swapped.index_copy_(axis, targets, kv.index_select(axis, there).to("cpu"))
+        else:
+            kv.index_copy_(axis, here, swapped.index_select(axis, sources).to(kv.device))
 
 
 def batches(moves: Sequence[Move]) -> list[tuple[str, list[Move]]]:

@@ -300,7 +300,7 @@ def create_app(
     def card() -> dict[str, Any]:
         service: Service = state.service
         about = {"id": service.name, "object": "model", "created": created}
-        chat = settings.chat or isinstance(service.template, OwnTemplate)  # the page asks
+        chat = settings.chat or isinstance(service.template, OwnTemplate)  # for the page
         return about | {"owned_by": "staircase", "max_model_len": service.context, "chat": chat}
 
     @app.get("/v1/models")

@@ -41,6 +41,11 @@ static inline cached *values_of(const struct attention *c, cached *keys) {
     return keys + c->width * padded(c->block);
 }
 
+/* The first key that a query at `position` sees. */
+static inline int64_t first_of(const struct attention *c, int64_t position) {
+    return c->window && position >= c->window ? position - c->window + 1 : 0;
+}
+
 /* Write the keys and values of the tokens of shares `first` to `last`. */
 static void write_shares(int64_t first, int64_t last, void *context) {
     const struct attention *c = context;
@@ -62,8 +67,8 @@ static void write_shares(int64_t first, int64_t last, void *context) {
 
 /* The output of `count` queries that share their keys: tokens of one share, heads of one group. */
 static inline __attribute__((always_inline)) void
-attend_queries(const struct attention *c, const int64_t *share, int64_t head, const real **q, real **out,
-               const int64_t *positions, const int count) {
+attend_queries(const struct attention *c, const int64_t *share, int64_t head, const real **q,
+               real **out, const int64_t *positions, const int count) {
     const int64_t line = padded(c->block), row_of_value = padded(c->width);
     const int32_t *table = c->tables + share[0];
     real query[QUERIES][WIDEST], result[QUERIES][WIDEST], scores[QUERIES][CHUNK + ROUND];
@@ -75,8 +80,7 @@ attend_queries(const struct attention *c, const int64_t *share, int64_t head, co
         most[i] = -INFINITY;
         sum[i] = 0;
         if (positions[i] + 1 > seen) seen = positions[i] + 1;
-        int64_t from = c->window && positions[i] >= c->window ? positions[i] - c->window + 1 : 0;
-        if (from < begin) begin = from;
+        if (first_of(c, positions[i]) < begin) begin = first_of(c, positions[i]);
     }
     for (int64_t chunk = begin / CHUNK * CHUNK; chunk < seen; chunk += CHUNK) {
         int64_t start = chunk > begin ? chunk : begin;
@@ -111,8 +115,7 @@ attend_queries(const struct attention *c, const int64_t *share, int64_t head, co
         }
         /* Softmax so far. What a query does not see weighs nothing. */
         for (int i = 0; i < count; i++) {
-            int64_t from = c->window && positions[i] >= c->window ? positions[i] - c->window + 1 : 0;
-            int64_t low = from > chunk ? from - chunk : 0;
+            int64_t from = first_of(c, positions[i]), low = from > chunk ? from - chunk : 0;
             int64_t high = positions[i] + 1 - chunk < CHUNK ? positions[i] + 1 - chunk : CHUNK;
             for (int64_t t = 0; t < low && t < CHUNK; t++) scores[i][t] = -INFINITY;
             if (high < 0) high = 0;

@@ -37,7 +37,7 @@ from .runner import KernelRunner
 
 STAGE = "stage09_kernels"
 PAGED, ATTENTION, KERNELS = "paged", "attention in place", "one call"
-PLAIN, PACKED, OURS = "F.linear", "oneDNN, packed", "ours"
+PLAIN, PACKED, OURS, AVX2 = "F.linear", "oneDNN, packed", "ours", "ours, AVX2"
 SMOL = "HuggingFaceTB/SmolLM2-135M"
 BLOCK = 16
 
@@ -63,10 +63,15 @@ QUICK = kit.quick(FULL, rows=(1, 8), counts=(1, 8), contexts=(128,), requests=(8
 
 
 def products(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """One linear layer: PyTorch's, oneDNN's with the weight packed, and linear.c."""
+    """One linear layer: PyTorch's, oneDNN's with the weight packed, and linear.c, with the best
+    instructions of this processor and, where these are better than AVX2, with AVX2."""
     config, dtype = subject.config, subject.dtype
     width = config.n_embd
-    lib = KernelCache(config, 1, dtype=dtype).library(dtype)
+    levels = {OURS: "", AVX2: "avx2"} if "avx2" in library.levels()[1:] else {OURS: ""}
+    kernels = {
+        name: KernelCache(config, 1, dtype=dtype, level=level).library(dtype)
+        for name, level in levels.items()
+    }
     for name, outputs in (("MLP up", 4 * width), ("head", config.vocab_size)):
         weight = (torch.randn(outputs, width) / width**0.5).to(dtype)
         mine, theirs = lay_out([weight], dtype), linear.pack(weight)
@@ -88,8 +93,9 @@ def products(subject: Subject, plan: Sizes) -> Iterator[Group]:
             ways = {
                 PLAIN: partial(F.linear, x, weight),
                 PACKED: partial(linear.packed_linear, x, theirs, None),
-                OURS: partial(lib.linear, ctypes.byref(call), library.parallel_for()),
             }
+            for ours, kernel in kernels.items():
+                ways[ours] = partial(kernel.linear, ctypes.byref(call), library.parallel_for())
             taken = measure.alternate(ways, plan.repeats)
             yield {"layer": name, "shape": [outputs, width], "count": count, "seconds": taken}
 
@@ -212,6 +218,8 @@ def product_rate(variant: str) -> rows.Column:
 
     def text(row: Row) -> str:
         outputs, inputs = row["shape"]
+        if variant not in row["seconds"]:
+            return ""
         taken = row.of(variant).median
         if row["count"] == 1:
             return f"{outputs * inputs * row.kind.itemsize / taken / 1e9:,.0f} GB/s"
@@ -232,7 +240,7 @@ COLUMNS: dict[str, rows.Column] = {
     "of the bound": share,
     "gathered, GB/s": attention_rate(PAGED),
     "in place, GB/s": attention_rate(ATTENTION),
-    **{name: product_rate(name) for name in (PLAIN, PACKED, OURS)},
+    **{name: product_rate(name) for name in (PLAIN, PACKED, OURS, AVX2)},
     "requests": lambda row: row.requests,
     "same tokens": lambda row: row.of(KERNELS).proof,
 }
@@ -244,7 +252,7 @@ TABLES = rows.tables(
     few < main: rows | context | paged, ms | {KERNELS}, ms | together | of the bound
     parts < parts: dtype | rows | context | in place | one call more | together
     attention: dtype | rows | context | gathered, GB/s | in place, GB/s | in place
-    products: dtype | layer | rows | {PLAIN} | {PACKED} | {OURS}
+    products: dtype | layer | rows | {PLAIN} | {PACKED} | {OURS} | {AVX2}
     prefill: model | dtype | paged, ms | {KERNELS}, ms | together | of the bound
     answers: model | dtype | requests | paged, tok/s | {KERNELS}, tok/s | together
     """,

@@ -15,7 +15,7 @@ from torch import Tensor
 from shared.config import ALL, Config
 from shared.paths import ROOT
 from stage05_paged.blocks import NOWHERE, Move
-from stage05_paged.cache import Share, batches
+from stage05_paged.cache import Share, check_places, do_moves
 
 from . import library
 from .library import NoKernels
@@ -103,17 +103,7 @@ class KernelCache:
 
     def move(self, moves: Sequence[Move]) -> None:
         """Do `moves`, as if one after the other."""
-        for kind, batch in batches(moves):
-            sources = torch.tensor([move.source for move in batch])
-            targets = torch.tensor([move.target for move in batch])
-            if kind == "wipe":
-                self.kv.index_fill_(1, targets, 0)
-            elif kind == "copy":
-                self.kv.index_copy_(1, targets, self.kv.index_select(1, sources))
-            elif kind == "out":
-                self.swapped.index_copy_(1, targets, self.kv.index_select(1, sources))
-            else:
-                self.kv.index_copy_(1, targets, self.swapped.index_select(1, sources))
+        do_moves(self.kv, self.swapped, 1, moves)
 
     def read(self, blocks: Sequence[int]) -> Tensor:
         """A copy of the content of `blocks`, (blocks, numbers of each): for checks."""
@@ -128,12 +118,7 @@ class KernelCache:
 
         Raises ValueError for a share outside its blocks, or a block outside the cache.
         """
-        for blocks, start, count in shares:
-            if not (start >= 0 and count >= 1 and start + count <= len(blocks) * self.block_size):
-                raise ValueError(
-                    f"no place for {count} tokens at {start} in {len(blocks)} blocks of "
-                    f"{self.block_size}"
-                )
+        check_places(shares, self.block_size)
         return KernelAttention(self, shares)
 
 

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,11 +48,16 @@ class NoKernels(UserError):
     """There is no kernel for this model or machine, or no compiler that works here."""
 
 
+def capabilities() -> dict[str, Any]:
+    """What PyTorch knows about this processor; nothing in versions before it could tell."""
+    return getattr(torch.cpu, "get_capabilities", dict)()
+
+
 def levels() -> list[str]:
     """The levels of instructions that this processor has, the best first."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ["plain"]  # on ARM that includes NEON
-    can = torch.cpu.get_capabilities()
+    can = capabilities()
     return [level for level, (_, needed) in LEVELS.items() if all(can.get(n) for n in needed)]
 
 
@@ -93,7 +99,7 @@ def load(source: Path, defines: tuple[str, ...] = (), level: str = "") -> ctypes
 
 def _built(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> Path:
     """The compiled file. Raises OSError or SubprocessError."""
-    can = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
+    can = sorted(name for name, has in capabilities().items() if has is True)
     included = sorted(source.parent.glob("*.[ch]"))  # a file may include all of its folder
     texts = [file.read_text(encoding="utf-8") for file in included]
     parts = [source.name, *texts, *flags, *compiler, _version(tuple(compiler)), *can]

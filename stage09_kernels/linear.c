@@ -1,7 +1,7 @@
 /* Linear layers over weights that were laid out once, when the model was loaded.
 
-   The outputs are cut into panels of 64. A panel has its weights input by input, 64 numbers each, so
-   that a product reads memory forwards. Up to 6 rows share what is read. Their sums stay in
+   The outputs are cut into panels of 64. A panel has its weights input by input, 64 numbers each,
+   so that a product reads memory forwards. Up to 6 rows share what is read. Their sums stay in
    registers, and each is made input by input, in order: the bits of a row do not depend on the rows
    beside it.
 
@@ -67,9 +67,9 @@ panel_rows(const struct linear *l, int64_t panel, int64_t row, const int rows) {
                 read[j] = *(const wholes *)(w + 2 * (k * PANEL + (part + j) * LANES));
             for (int i = 0; i < rows; i++) {
 #if PAIRED
-                wholes two = (wholes){0} + l->pairs[(row + i) * half + k];
+                __m512bh two = (__m512bh)((wholes){0} + l->pairs[(row + i) * half + k]);
                 for (int j = 0; j < WIDE; j++)
-                    some[i][j] = (lanes)_mm512_dpbf16_ps((__m512)some[i][j], (__m512bh)read[j], (__m512bh)two);
+                    some[i][j] = _mm512_dpbf16_ps(some[i][j], (__m512bh)read[j], two);
 #else
                 real even = x[i * l->x_stride + 2 * k];
                 real odd = 2 * k + 1 < l->inputs ? x[i * l->x_stride + 2 * k + 1] : 0;

@@ -1,9 +1,9 @@
 /* Numbers of the kernels: one type to compute with, and what weights and caches are stored as.
 
    REAL, WEIGHT and CACHE are bytes: REAL 4 or 8, WEIGHT and CACHE 2 (bfloat16) or as REAL. A vector
-   is one register of the processor: 64 bytes with AVX-512, 32 with AVX2, else 16. In memory rows are
-   padded to 16 numbers, so that the layout is the same for all. Sums are made in the order that the
-   source says: no -ffast-math, and the same bits for any number of threads. */
+   is one register of the processor: 64 bytes with AVX-512, 32 with AVX2, else 16. In memory rows
+   are padded to 16 numbers, so that the layout is the same for all. Sums are made in the order that
+   the source says: no -ffast-math, and the same bits for any number of threads. */
 
 #pragma once
 

@@ -1,7 +1,7 @@
 """A model as a list of operations that one C call runs.
 
-The list is made once, when the model is loaded: the weights are laid out for linear.c, and the
-model's own are freed. A pass fills in what changes, which is the number of rows and three pointers.
+The list is made once, when the model is loaded: the weights are laid out for linear.c, beside the
+model's own. A pass fills in what changes, which is the number of rows and a few pointers.
 
     GPT-2, a layer: norm, q k v, attend, projection + residual, norm, up + GELU, down + residual
     Llama, a layer: norm, q k v, (norms of q and k), turn, attend, projection + residual, norm,
@@ -113,6 +113,7 @@ class Program:
         self.library = cache.library(self.dtype)
         self.kept: list[Tensor] = []  # what operations point to
         self.operations: list[Operation] = []
+        self.places: list[dict[str, Any]] = []  # the buffers of each, by name, and where in them
         self.buffers: dict[str, Tensor] = {}
         self.widths: dict[str, int] = {}
         self.rows = 0
@@ -205,7 +206,6 @@ class Program:
 
     def _add(self, operation: Operation, **places: Any) -> None:
         self.operations.append(operation)
-        self.places = getattr(self, "places", [])
         self.places.append(places)
 
     # ---- running

@@ -8,7 +8,7 @@
 
 enum { NORM, LINEAR, TURN, ATTEND };
 
-struct norm { /* (x - mean) / deviation * gain + bias, or x / rms * gain; of `heads` parts of a row */
+struct norm { /* (x - mean) / deviation * gain + bias, or x / rms * gain, in parts of a row */
     const real *x;
     real *out;
     const real *gain, *bias;

@@ -7,8 +7,8 @@ it is checked:
   compared: `...` in a line matches any text, `...` on a line of its own any lines, and a number
   behind `~` any number.
 - `sh` lists commands to try. They do not run, but every option must be one that the module has.
-- `python` quotes code of the stage, of an earlier one, or of `shared`; `...` on a line of its own
-  leaves lines out.
+- `python` and `c` quote code of the stage, of an earlier one, or of `shared`; `...` on a line of
+  its own leaves lines out.
 
 More words say how: `console slow` takes more than a moment, and a default run of the tests leaves
 it out; `console server` and `python server` run while a server of stage 06 answers at
@@ -89,7 +89,7 @@ def blocks(path: Path) -> list[Block]:
 
 def checked() -> list[Block]:
     """The blocks of all lessons that can be checked."""
-    kinds = ("console", "sh", "python")
+    kinds = ("console", "sh", "python", "c")
     return [block for path in lessons() for block in blocks(path) if block.kind in kinds]
 
 
@@ -106,7 +106,7 @@ def check(block: Block, address: str = "") -> list[str]:
         program = "\n".join(block.lines).replace(ADDRESS, address)
         status, output = run([sys.executable, "-c", program])
         return [f"the program ended with status {status}:\n{output}"] if status else []
-    if block.kind == "python":
+    if block.kind in ("python", "c"):
         return _check_quote(block)
     return [
         problem
@@ -257,7 +257,8 @@ def _check_quote(block: Block) -> list[str]:
             parts[-1].append(line)
     stage = block.path.parent.name
     folders = [name for name in reversed(paths.discover()) if name <= stage] + ["shared"]
-    sources = [path for name in folders for path in sorted((paths.ROOT / name).glob("*.py"))]
+    ends = "*.py" if block.kind == "python" else "*.[ch]"
+    sources = [path for name in folders for path in sorted((paths.ROOT / name).glob(ends))]
     if any(_quotes(parts, path.read_text(encoding="utf-8").splitlines()) for path in sources):
         return []
     return ["no file has these lines:\n" + "\n".join(block.lines)]

@@ -114,25 +114,6 @@ def answers(
     return texts
 
 
-def beyond(model: Any, tokenizer: Any, count: int) -> list[dict[str, Any]]:
-    """Cross-entropy by position over texts of 2,048 tokens; training ended at 1,024."""
-    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    supply = grammar.stories("beyond")
-    nats = torch.zeros(2048)
-    for _ in tqdm(range(count), unit="text", desc="beyond"):
-        ids = [end]
-        while len(ids) <= 2048:
-            ids += [*tokenizer.encode(next(supply).text), end]
-        logits = model(torch.tensor([ids[:2048]])).logits[0].float()
-        targets = torch.tensor(ids[1:2049])
-        nats += torch.nn.functional.cross_entropy(logits, targets, reduction="none") / count
-    edges = (512, 1024, 1152, 1280, 1536, 2048)
-    return [
-        {"from": first, "to": last, "cross_entropy": float(nats[first:last].mean())}
-        for first, last in zip(edges, edges[1:], strict=False)
-    ]
-
-
 SECTION = """\
 | what was asked of it, at temperature {temperature} and top-p {top_p} | right |
 |---|--:|

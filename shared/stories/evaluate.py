@@ -47,10 +47,7 @@ def end_of_text(tokenizer: Any) -> int:
 def copied_tokens(tokenizer: Any, story: grammar.Story) -> tuple[list[int], list[bool]]:
     """The tokens of a story, and whether each is in a word that repeats a filling."""
     encoded = tokenizer(story.text, return_offsets_mapping=True)
-    repeated = bytearray(len(story.text))
-    for first, last in story.copies:
-        repeated[first:last] = b"\1" * (last - first)
-    return encoded.input_ids, [any(repeated[a:b]) for a, b in encoded.offset_mapping]
+    return encoded.input_ids, [story.copied(*place) for place in encoded.offset_mapping]
 
 
 def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
@@ -98,6 +95,22 @@ def far_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
         "floor": floor / tokens,
         "excess": nats / floor - 1,
     }
+
+
+def beyond(model: Any, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+    """Cross-entropy by position over `count` texts of 2,048 tokens; training ended at 1,024."""
+    end, supply = end_of_text(tokenizer), grammar.stories("beyond")
+    nats = torch.zeros(2048)
+    for _ in tqdm(range(count), unit="text", desc="beyond"):
+        ids = [end]
+        while len(ids) <= len(nats):
+            ids += [*tokenizer.encode(next(supply).text), end]
+        nats += predictions(model, ids[: len(nats) + 1])[0] / count
+    edges = (512, 1024, 1152, 1280, 1536, 2048)
+    return [
+        {"from": first, "to": last, "cross_entropy": float(nats[first:last].mean())}
+        for first, last in itertools.pairwise(edges)
+    ]
 
 
 def sampled(
@@ -180,7 +193,7 @@ A {architecture} small enough to travel with its repository: {layers} layers, {w
 {straight} of {sampled} stories |
 | the same with top-p {top_p} | {straight_top_p} of {sampled} stories |
 | trained on | {train_tokens:,} tokens, every story new, {steps:,} steps |
-| training time | {minutes:.0f} minutes, {threads} threads |
+| training time | {minutes:.0f} minutes, {threads} |
 
 {chat}**How the floor is computed.** Every choice of the grammar is uniform and independent, so the
 probability of a story is a product of 1/n over its choices, and its information is -ln of that. The
@@ -275,7 +288,7 @@ def write_card(
         steps=sum(run["steps"] for run in runs),
         runs=" ".join(commands),
         minutes=sum(run["seconds"] for run in runs) / 60,
-        threads=training["threads"],
+        threads=f"{training['threads']} thread{'s' * (training['threads'] > 1)}",
         example=drawn["example"].replace("\n", "\n>\n> "),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
@@ -317,7 +330,7 @@ def main(argv: list[str] | None = None) -> None:
         }
         if model.config.model_type == "llama":
             evaluation["chat"] = chat_evaluation.judge(model, tokenizer, 200, TEMPERATURE, TOP_P)
-            evaluation["beyond"] = chat_evaluation.beyond(model, tokenizer, 20)
+            evaluation["beyond"] = beyond(model, tokenizer, 20)
     evaluation["seconds"] = round(time.perf_counter() - started, 1)
     (folder / "evaluation.json").write_text(
         json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"

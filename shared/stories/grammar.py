@@ -93,6 +93,10 @@ class Story:
     log_probability: float
     copies: tuple[tuple[int, int], ...] = ()
 
+    def copied(self, start: int, end: int) -> bool:
+        """Whether a character of text[start:end] repeats a filling."""
+        return any(first < end and start < last for first, last in self.copies)
+
 
 def parse_template(source: str) -> Template:
     parts: list[str | Slot | Phrase] = []

@@ -211,11 +211,8 @@ def weighted(
 ) -> tuple[list[int], list[float]]:
     """The tokens of `text`, story.text from `start` on, and the weight of each."""
     encoding = tokenizer.encode(text)
-    copied = bytearray(len(story.text))
-    for first, last in story.copies:
-        copied[first:last] = b"\1" * (last - first)
     weights = [
-        COPY_WEIGHT if any(copied[start + first : start + last]) else 1.0
+        COPY_WEIGHT if story.copied(start + first, start + last) else 1.0
         for first, last in encoding.offsets
     ]
     return encoding.ids, weights
@@ -415,6 +412,7 @@ def train(
         "command": f"python -m shared.stories.train --seed {seed} --steps {steps}"
         + " --chat" * (recipe is Chat)
         + " --compile" * compiled
+        + f" --threads {torch.get_num_threads()}"
         + " --start BEFORE" * (start is not None),
         "before": before,
         "seed": seed,

@@ -16,7 +16,7 @@ import torch
 from shared import checkpoint, parity
 from shared.bench.kit import prove_answer
 from shared.course import stages
-from shared.course.testing import random_checkpoint
+from shared.course.testing import random_checkpoint, wide_norm
 from shared.peers import transformers_greedy
 from shared.tokenizer import load_tokenizer
 
@@ -39,13 +39,6 @@ def family(request, tiny_model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model.norm), "forward", wide_norm)
         yield model
-
-
-def wide_norm(self, x):
-    """The norm without its float32 island, which an engine of another language cannot copy to the
-    last bit. Stage 08's own tests compare it with transformers."""
-    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
-    return self.weight * x * scale
 
 
 @pytest.mark.parametrize("scenario", NAMES)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
+from shared.course.testing import wide_norm
 from stage04_continuous.tests import oracle
 from stage04_continuous.tests.lives import live
 from stage05_paged.tests import test_contract as paged
@@ -18,12 +18,6 @@ from stage09_kernels.cache import KernelCache
 from stage09_kernels.runner import KernelRunner
 
 KERNELS: dict[str, Any] = {"make_cache": KernelCache, "make_runner": KernelRunner}
-
-
-def wide_norm(self, x):
-    """RMSNorm without its float32 island: in float64 the kernels compute in float64 throughout."""
-    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
-    return self.weight * x * scale
 
 
 @pytest.fixture(scope="module", autouse=True, params=["gpt2", *SHAPES])
