@@ -1,0 +1,110 @@
+"""A kit for pictures of mechanisms, in the house style of `shared/charts.py`.
+
+A picture is a function without arguments that returns a Figure, in a module a stage, and stands in
+its tuple DRAW: `stage03.static` is drawn to reports/figures/stage03_static.svg by
+`python -m shared.course.figures`. A picture is a `canvas` with boxes, cells, arrows and words on
+it, or a chart of `shared.charts`. Its title states the finding. It shows no measured number.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from ... import charts, paths
+from ...charts import INK
+
+NAVY, VIOLET, ORANGE, TEAL, YELLOW = charts.COLOURS
+WHITE, PALE = "#ffffff", "#f1f1f4"
+WASTE = (PALE, "////")  # the look of work in vain and of memory unused
+FOLDER = Path("reports", "figures")
+Look = tuple[str, str]  # fill and hatch
+Point = tuple[float, float]
+
+
+def pictures() -> dict[str, Callable[[], Figure]]:
+    """All pictures by name, found by module."""
+    modules = sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name[0] != "_")
+    drawn = {name: importlib.import_module(f"{__name__}.{name}").DRAW for name in modules}
+    return {f"{name}_{draw.__name__}": draw for name, draws in drawn.items() for draw in draws}
+
+
+def place(name: str) -> Path:
+    """The file of a picture."""
+    return paths.ROOT / FOLDER / f"{name}.svg"
+
+
+def canvas(title: str, width: float, height: float) -> tuple[Figure, Any]:
+    """An empty sheet of `width` x `height` units of a tenth of an inch (72 is a page), with the
+    origin at the top left and y growing downwards. A letter is about 0.8 wide, a line 1.6 high."""
+    figure, axes = charts.new_figure(title, "", "", size=(width / 10, height / 10))
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+    axes.set_aspect("equal")
+    axes.axis("off")
+    return figure, axes
+
+
+def words(axes: Any, x: float, y: float, text: str, *, ha: str = "center", **look: Any) -> None:
+    """Text at (x, y), its vertical middle; look: matplotlib's, such as color, weight, rotation."""
+    look = {"fontsize": 9, "color": INK, "va": "center", "linespacing": 1.25} | look
+    with matplotlib.rc_context(charts.style()):
+        axes.text(x, y, text, ha=ha, **look)
+
+
+def box(
+    axes: Any, x: float, y: float, width: float, height: float, text: str = "",
+    *, fill: str = WHITE, hatch: str = "", edge: str = INK, dashed: bool = False, **look: Any,
+) -> None:  # fmt: skip
+    """A rectangle with its top left corner at (x, y) and `text` in its middle, white on dark."""
+    dark = sum(part * weight for part, weight in zip(to_rgb(fill), (0.3, 0.6, 0.1), strict=True))
+    style = {"facecolor": fill, "edgecolor": edge, "hatch": hatch, "linewidth": 0.9}
+    with matplotlib.rc_context(charts.style() | {"hatch.color": "#9a9aa6"}):
+        axes.add_patch(Rectangle((x, y), width, height, linestyle="--" * dashed or "-", **style))
+    if text:
+        colour = {"color": "white" if dark < 0.5 else INK}
+        words(axes, x + width / 2, y + height / 2, text, **colour | look)
+
+
+def cells(
+    axes: Any, x: float, y: float, rows: Sequence[Sequence[str]], look: Callable[[str], Look],
+    *, size: Point = (3.0, 3.0), label: Callable[[str], str] = str,
+) -> None:  # fmt: skip
+    """A grid of boxes from (x, y) on: a row of keys a line, " " leaves a place empty.
+
+    look: key -> fill and hatch. label: key -> the text in the box. size: of a box.
+    """
+    for down, row in enumerate(rows):
+        for right, key in enumerate(row):
+            if key != " ":
+                fill, hatch = look(key)
+                corner = x + right * size[0], y + down * size[1]
+                box(axes, *corner, *size, label(key), fill=fill, hatch=hatch)
+
+
+def arrow(
+    axes: Any, start: Point, end: Point, *, colour: str = INK, bend: float = 0.0,
+    dashed: bool = False, both: bool = False, width: float = 1.2,
+) -> None:  # fmt: skip
+    """From `start` to `end`; bend: how far it bows to its right, as a share of its length."""
+    look = {
+        "arrowstyle": "<|-|>" if both else "-|>", "color": colour, "linewidth": width,
+        "linestyle": "--" * dashed or "-", "shrinkA": 0, "shrinkB": 0,
+        "connectionstyle": f"arc3,rad={bend}", "mutation_scale": 10,
+    }  # fmt: skip
+    with matplotlib.rc_context(charts.style()):
+        axes.annotate("", end, start, arrowprops=look)
+
+
+def line(axes: Any, *points: Point, colour: str = INK, dashed: bool = False) -> None:
+    """A line through the points."""
+    across, down = zip(*points, strict=True)
+    axes.plot(across, down, color=colour, linewidth=1.2, linestyle="--" * dashed or "-")
