@@ -62,7 +62,7 @@ def judge(
         halves.append((each, text[: rng.choice([i for i, c in enumerate(text) if c == " "])]))
     rests = answer([asked(each.text, half) for each, half in halves], "other halves")
     completed = sum(
-        bool(source.read(f"{half} {rest}", each.given, each.plots))
+        bool(source.read(half + rest, each.given, each.plots))
         for (each, half), rest in zip(halves, rests, strict=True)
     )
     wrong = next((at for at in range(count) if at not in right), None)

@@ -19,7 +19,7 @@ from . import grammar
 
 FULL_SHARE = 0.7  # of the requests: those that name everything
 SECOND_SHARE = 0.5  # of the conversations: those with a second turn
-HALF_SHARE = 0.3  # of these: those whose first answer was cut
+HALF_SHARE = 0.4  # of these: those whose first answer was cut
 KEPT = ("hero", "gender", grammar.CREATURE, "trait", "home")  # what a sequel keeps
 
 
@@ -123,7 +123,7 @@ def conversation(rng: random.Random) -> list[Turn]:
         cut = rng.choice(spaces)
         return [
             Turn(asked.text, story.text[:cut], story, whole=False),
-            Turn(question, story.text[cut + 1 :], story, start=cut + 1),
+            Turn(question, story.text[cut:], story, start=cut),  # its first token has the space
         ]
     kept = {name: story.fillings[name] for name in KEPT if name in story.fillings}
     others = [plot for plot in source.plots if plot.name != story.plot]

@@ -62,7 +62,7 @@ def test_half_an_answer_and_its_other_half_are_a_story(chats):
     assert len(cut) > 10
     for half, rest in cut:
         text, place = half.story.text, rest.start
-        assert (half.answer, rest.answer) == (text[: place - 1], text[place:])
+        assert (half.answer, rest.answer) == (text[:place], text[place:])
 
 
 def test_only_answers_are_learnt_and_copied_words_weigh_more():
