@@ -2,21 +2,29 @@
 
    A block has B tokens of one layer. For each head it holds the keys as D rows of B numbers and the
    values as B rows of D numbers, so that both are read forwards, a vector at a time: with AVX-512
-   16 keys are 16 scores of one query, and 16 numbers of a value are a part of its output.
+   16 keys are 16 scores of one query, and 16 numbers of a value are a part of its output. In
+   bfloat16 two rows of keys lie in each other, number by number: one vector of pairs is two of
+   float32 by a shift and a mask.
 
    The sums of a query are made in an order that depends on its position alone: over the width of a
-   key in two halves (even and odd), over keys in chunks of 256 counted from position 0. So its bits
-   do not depend on the number of threads, on its neighbours in the pass, or on how its prompt was
-   cut into chunks.
+   key in two halves (even and odd), over keys in chunks of 256 counted from position 0, and over
+   chunks in order. So its bits do not depend on the number of threads, on its neighbours in the
+   pass, or on how its prompt was cut into chunks.
 
    The groups of a model whose heads share keys (GQA) are queries of one item, so keys are read once
    for all of them. */
 
 #include "numbers.h"
 
-#define CHUNK 256 /* keys between two corrections of the running maximum */
+#define CHUNK 256 /* keys of one softmax */
 #define QUERIES 8 /* that share the keys and values which an item reads */
 #define WIDEST 512
+#define BESIDE 4 /* vectors of keys at a time for one query: additions take 4 cycles each */
+#if BYTES == 64
+#define ROOM 16 /* sums to keep in registers */
+#else
+#define ROOM 8
+#endif
 
 struct attention {
     const real *q, *k, *v;            /* rows of packed tokens: heads of width numbers */
@@ -29,16 +37,17 @@ struct attention {
     int64_t block_stride;             /* numbers from a block to the next */
     int64_t heads, group, width, block; /* of keys; queries a head of keys; numbers; tokens */
     int64_t window;                   /* tokens that a token sees, itself included; 0: all */
+    int64_t single;                   /* set by `attend` */
     double scale;
 };
 
-static inline cached *keys_of(const struct attention *c, int64_t block, int64_t head) {
-    int64_t each = c->width * padded(c->block) + c->block * padded(c->width);
-    return c->cache + block * c->block_stride + head * each;
+static inline int64_t key_numbers(const struct attention *c) {
+    return (c->width + c->width % 2) * padded(c->block);
 }
 
-static inline cached *values_of(const struct attention *c, cached *keys) {
-    return keys + c->width * padded(c->block);
+static inline cached *keys_of(const struct attention *c, int64_t block, int64_t head) {
+    int64_t each = key_numbers(c) + c->block * padded(c->width);
+    return c->cache + block * c->block_stride + head * each;
 }
 
 /* The first key that a query at `position` sees. */
@@ -46,118 +55,203 @@ static inline int64_t first_of(const struct attention *c, int64_t position) {
     return c->window && position >= c->window ? position - c->window + 1 : 0;
 }
 
-/* Write the keys and values of the tokens of shares `first` to `last`. */
-static void write_shares(int64_t first, int64_t last, void *context) {
-    const struct attention *c = context;
-    int64_t line = padded(c->block), row_of_value = padded(c->width);
-    for (int64_t item = first; item < last; item++) {
-        const int64_t *share = c->shares + 4 * (item / c->heads);
-        int64_t head = item % c->heads;
-        for (int64_t i = 0; i < share[2]; i++) {
-            int64_t position = share[1] + i, slot = position % c->block;
-            cached *keys = keys_of(c, c->tables[share[0] + position / c->block], head);
-            cached *value = values_of(c, keys) + slot * row_of_value;
-            const real *k = c->k + (share[3] + i) * c->k_stride + head * c->width;
-            const real *v = c->v + (share[3] + i) * c->v_stride + head * c->width;
-            for (int64_t d = 0; d < c->width; d++) keys[d * line + slot] = to_cached(k[d]);
-            for (int64_t d = 0; d < c->width; d++) value[d] = to_cached(v[d]);
-        }
+/* Write the keys and values of the tokens of one share and head. */
+static void write_share(const struct attention *c, const int64_t *share, int64_t head) {
+    int64_t line = padded(c->block), row = padded(c->width), even = c->width + c->width % 2;
+    for (int64_t i = 0; i < share[2]; i++) {
+        int64_t position = share[1] + i, slot = position % c->block;
+        cached *keys = keys_of(c, c->tables[share[0] + position / c->block], head);
+        cached *value = keys + key_numbers(c) + slot * row;
+        const real *k = c->k + (share[3] + i) * c->k_stride + head * c->width;
+        const real *v = c->v + (share[3] + i) * c->v_stride + head * c->width;
+        for (int64_t d = 0; d < even; d++)
+            keys[(d / PAIR * line + slot) * PAIR + d % PAIR] = to_cached(d < c->width ? k[d] : 0);
+        for (int64_t d = 0; d < c->width; d++) value[d] = to_cached(v[d]);
     }
 }
 
-/* The output of `count` queries that share their keys: tokens of one share, heads of one group. */
+static void write_shares(int64_t first, int64_t last, void *context) {
+    const struct attention *c = context;
+    for (int64_t number = first; number < last; number++)
+        write_share(c, c->shares + 4 * (number / c->heads), number % c->heads);
+}
+
+/* Ask for the cache line at p, which will be read soon: a processor's own guesses end with each
+   block. Reading keys asks for the values of their block; reading values, for the next keys. */
+static inline void fetch(const cached *p) { __builtin_prefetch(p); }
+
+/* Keys `start` to `end` of a chunk that begins with key `first`. */
+struct part {
+    int64_t first, start, end;
+    cached *blocks[CHUNK + 1], *ahead[CHUNK + 1]; /* of these keys; read after them */
+};
+
+/* The blocks with keys `start` to `end` of a share and head; returns how many. */
+static inline int64_t blocks_of(const struct attention *c, const int64_t *share, int64_t head,
+                                int64_t start, int64_t end, cached **blocks) {
+    int64_t count = 0;
+    for (int64_t b = start / c->block; b * c->block < end; b++)
+        blocks[count++] = keys_of(c, c->tables[share[0] + b], head);
+    return count;
+}
+
+/* A vector of keys, and where its scores go among those of a chunk. */
+struct place {
+    const cached *keys;
+    int64_t at;
+};
+
+/* What an item knows of its queries: tokens of one share, heads of one group. */
+struct queries {
+    const int64_t *share, *next; /* next: the share of the item that follows */
+    int64_t head, next_head, next_position;
+    const real *q[QUERIES];
+    real *out[QUERIES];
+    int64_t positions[QUERIES];
+};
+
+typedef real scores_of[CHUNK + 2 * ROUND]; /* of one query; the vector of the first key may begin
+                                              before the chunk does */
+
+/* The scores of `count` queries and the keys of `beside` places. */
 static inline __attribute__((always_inline)) void
-attend_queries(const struct attention *c, const int64_t *share, int64_t head, const real **q,
-               real **out, const int64_t *positions, const int count) {
-    const int64_t line = padded(c->block), row_of_value = padded(c->width);
-    const int32_t *table = c->tables + share[0];
-    real query[QUERIES][WIDEST], result[QUERIES][WIDEST], scores[QUERIES][CHUNK + ROUND];
+score(const struct attention *c, const struct place *places, const real (*query)[WIDEST],
+      scores_of *scores, const int count, const int beside) {
+    const int64_t line = padded(c->block), values = key_numbers(c); /* values follow keys */
+    lanes even[QUERIES][BESIDE], odd[QUERIES][BESIDE];
+    for (int i = 0; i < count; i++)
+        for (int p = 0; p < beside; p++) even[i][p] = odd[i][p] = (lanes){0};
+    for (int64_t d = 0; d < c->width; d += 2)
+        for (int p = 0; p < beside; p++) {
+            lanes a, b;
+            const cached *keys = places[p].keys + d * line;
+            load_rows(keys, line, &a, &b);
+            fetch(keys + values);
+            if (PAIR == 1) fetch(keys + values + line);
+            for (int i = 0; i < count; i++) {
+                even[i][p] += query[i][d] * a;
+                odd[i][p] += query[i][d + 1] * b;
+            }
+        }
+    for (int i = 0; i < count; i++)
+        for (int p = 0; p < beside; p++)
+            *(lanes *)(scores[i] + ROUND + places[p].at) = even[i][p] + odd[i][p];
+}
+
+/* `wide` vectors of values from `d` on, each times its weight. */
+static inline __attribute__((always_inline)) void
+mix(const struct attention *c, const struct part *p, int64_t d, const scores_of *weights,
+    real (*mixed)[WIDEST], const int count, const int wide) {
+    const int64_t row = padded(c->width), keys = key_numbers(c);
+    lanes sums[QUERIES][ROOM];
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < wide; j++) sums[i][j] = (lanes){0};
+    int64_t slot = p->start % c->block, key = p->start;
+    for (int64_t b = 0; key < p->end; b++, slot = 0) {
+        const cached *value = p->blocks[b] + keys + slot * row + d;
+        int64_t next = p->ahead[b] - p->blocks[b] - keys;
+        int64_t stop = key + c->block - slot < p->end ? key + c->block - slot : p->end;
+        for (; key < stop; key++, value += row)
+            for (int j = 0; j < wide; j++) {
+                lanes v = load_cached(value + j * LANES);
+                if (j * LANES * sizeof(cached) % 64 == 0) fetch(value + j * LANES + next);
+                for (int i = 0; i < count; i++)
+                    sums[i][j] += weights[i][ROUND + key - p->first] * v;
+            }
+    }
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < wide; j++) *(lanes *)(mixed[i] + d + j * LANES) = sums[i][j];
+}
+
+/* The output of `count` queries that share their keys. */
+static inline __attribute__((always_inline)) void
+attend_queries(const struct attention *c, const struct queries *given, const int count) {
+    const int64_t row = padded(c->width);
+    const int beside = count == 1 ? BESIDE : count <= 4 ? 2 : 1;
+    real query[QUERIES][WIDEST], result[QUERIES][WIDEST], mixed[QUERIES][WIDEST];
+    scores_of scores[QUERIES];
     real most[QUERIES], sum[QUERIES];
     int64_t seen = 0, begin = INT64_MAX; /* keys that some query sees: begin to seen - 1 */
     for (int i = 0; i < count; i++) {
-        for (int64_t d = 0; d < c->width; d++) query[i][d] = q[i][d] * (real)c->scale;
-        memset(result[i], 0, sizeof(real) * row_of_value);
+        int64_t position = given->positions[i], from = first_of(c, position);
+        for (int64_t d = 0; d < c->width; d++) query[i][d] = given->q[i][d] * (real)c->scale;
+        if (c->width % 2) query[i][c->width] = 0;
+        memset(result[i], 0, sizeof(real) * row);
         most[i] = -INFINITY;
         sum[i] = 0;
-        if (positions[i] + 1 > seen) seen = positions[i] + 1;
-        if (first_of(c, positions[i]) < begin) begin = first_of(c, positions[i]);
+        if (position + 1 > seen) seen = position + 1;
+        if (from < begin) begin = from;
     }
     for (int64_t chunk = begin / CHUNK * CHUNK; chunk < seen; chunk += CHUNK) {
-        int64_t start = chunk > begin ? chunk : begin;
-        int64_t end = chunk + CHUNK < seen ? chunk + CHUNK : seen;
-        /* Scores, a vector of keys at a time. Blocks need not begin where chunks do. */
-        for (int64_t key = start; key < end;) {
-            int64_t slot = key % c->block, first = slot / LANES * LANES; /* of the vector */
-            int64_t some = c->block - first < LANES ? c->block - first : LANES;
-            int64_t here = some - (slot - first) < end - key ? some - (slot - first) : end - key;
-            const cached *keys = keys_of(c, table[key / c->block], head) + first;
-            lanes even[QUERIES], odd[QUERIES];
-            for (int i = 0; i < count; i++) even[i] = odd[i] = (lanes){0};
-            int64_t d = 0;
-            for (; d + 1 < c->width; d += 2) {
-                lanes a = load_cached(keys + d * line), b = load_cached(keys + (d + 1) * line);
-                for (int i = 0; i < count; i++) {
-                    even[i] += query[i][d] * a;
-                    odd[i] += query[i][d + 1] * b;
-                }
-            }
-            if (d < c->width) {
-                lanes a = load_cached(keys + d * line);
-                for (int i = 0; i < count; i++) even[i] += query[i][d] * a;
-            }
-            for (int i = 0; i < count; i++) {
-                real all[LANES];
-                lanes score = even[i] + odd[i];
-                memcpy(all, &score, sizeof all);
-                memcpy(scores[i] + (key - chunk), all + (slot - first), here * sizeof(real));
-            }
-            key += here;
+        struct part p;
+        p.first = chunk;
+        p.start = chunk > begin ? chunk : begin;
+        p.end = chunk + CHUNK < seen ? chunk + CHUNK : seen;
+        int64_t used = blocks_of(c, given->share, given->head, p.start, p.end, p.blocks), soon;
+        if (p.end < seen) {
+            int64_t after = p.end + CHUNK < seen ? p.end + CHUNK : seen;
+            soon = blocks_of(c, given->share, given->head, p.end, after, p.ahead);
+        } else {
+            int64_t from = first_of(c, given->next_position), after = (from / CHUNK + 1) * CHUNK;
+            if (after > given->next_position) after = given->next_position + 1;
+            soon = blocks_of(c, given->next, given->next_head, from, after, p.ahead);
         }
-        /* Softmax so far. What a query does not see weighs nothing. */
+        for (; soon < used; soon++) p.ahead[soon] = p.blocks[soon]; /* nothing more to ask for */
+        struct place places[CHUNK + 1];
+        int vectors = 0;
+        for (int64_t b = 0; b < used; b++)
+            for (int64_t slot = 0; slot < c->block; slot += LANES) {
+                int64_t key = (p.start / c->block + b) * c->block + slot;
+                if (key < p.end && key + LANES > p.start)
+                    places[vectors++] = (struct place){p.blocks[b] + slot * PAIR, key - chunk};
+            }
+        int v = 0;
+        for (; v + beside <= vectors; v += beside)
+            score(c, places + v, query, scores, count, beside);
+        for (; v < vectors; v++) score(c, places + v, query, scores, count, 1);
+        /* Softmax of this chunk. What a query does not see weighs nothing. */
+        real factor[QUERIES];
         for (int i = 0; i < count; i++) {
-            int64_t from = first_of(c, positions[i]), low = from > chunk ? from - chunk : 0;
-            int64_t high = positions[i] + 1 - chunk < CHUNK ? positions[i] + 1 - chunk : CHUNK;
-            for (int64_t t = 0; t < low && t < CHUNK; t++) scores[i][t] = -INFINITY;
-            if (high < 0) high = 0;
-            for (int64_t t = high; t < padded(end - chunk); t++) scores[i][t] = -INFINITY;
+            real *own = scores[i] + ROUND;
+            int64_t from = first_of(c, given->positions[i]) - chunk;
+            int64_t high = given->positions[i] + 1 - chunk, size = padded(p.end - chunk);
+            for (int64_t t = 0; t < from && t < size; t++) own[t] = -INFINITY;
+            for (int64_t t = high > 0 ? high : 0; t < size; t++) own[t] = -INFINITY;
+            lanes top = (lanes){0} - INFINITY, total = {0};
+            for (int64_t t = 0; t < size; t += LANES) {
+                lanes s = *(lanes *)(own + t);
+                top = choose(s > top, s, top);
+            }
             real now = most[i];
-            for (int64_t t = low; t < high; t++) now = scores[i][t] > now ? scores[i][t] : now;
-            real correction = 1;
-            if (now > most[i]) correction = most[i] == -INFINITY ? 0 : (real)exp(most[i] - now);
+            for (int t = 0; t < LANES; t++) now = top[t] > now ? top[t] : now;
+            factor[i] = now > most[i] ? (real)exp(most[i] - now) : 1;
             most[i] = now;
             real shift = now == -INFINITY ? 0 : now;
-            lanes total = {0};
-            for (int64_t t = 0; t < padded(end - chunk); t += LANES) {
-                lanes weight = exponential(*(lanes *)(scores[i] + t) - shift);
-                *(lanes *)(scores[i] + t) = weight;
+            for (int64_t t = 0; t < size; t += LANES) {
+                lanes weight = exponential(*(lanes *)(own + t) - shift);
+                *(lanes *)(own + t) = weight;
                 total += weight;
             }
             real part = 0;
             for (int t = 0; t < LANES; t++) part += total[t];
-            sum[i] = sum[i] * correction + part;
-            for (int64_t d = 0; d < row_of_value; d += LANES)
-                *(lanes *)(result[i] + d) *= correction;
+            sum[i] = sum[i] * factor[i] + part;
         }
-        /* Values. Those behind `end` or before `start` may be anything, NaN included: not read. */
-        for (int64_t d = 0; d < row_of_value; d += LANES) {
-            lanes mixed[QUERIES];
-            for (int i = 0; i < count; i++) mixed[i] = *(lanes *)(result[i] + d);
-            for (int64_t key = start; key < end;) {
-                int64_t slot = key % c->block;
-                int64_t here = c->block - slot < end - key ? c->block - slot : end - key;
-                cached *keys = keys_of(c, table[key / c->block], head);
-                const cached *value = values_of(c, keys) + slot * row_of_value + d;
-                for (int64_t t = 0; t < here; t++, value += row_of_value) {
-                    lanes v = load_cached(value);
-                    for (int i = 0; i < count; i++) mixed[i] += scores[i][key - chunk + t] * v;
-                }
-                key += here;
+        /* Values. Those before `start` or behind `end` may be anything, NaN included: not read. */
+        for (int64_t d = 0, wide; d < row; d += wide * LANES) {
+            wide = (row - d) / LANES < ROOM / count ? (row - d) / LANES : ROOM / count;
+            if (wide >= 8) mix(c, &p, d, scores, mixed, count, wide = 8);
+            else if (wide >= 4) mix(c, &p, d, scores, mixed, count, wide = 4);
+            else if (wide >= 2) mix(c, &p, d, scores, mixed, count, wide = 2);
+            else mix(c, &p, d, scores, mixed, count, wide = 1);
+        }
+        for (int i = 0; i < count; i++)
+            for (int64_t d = 0; d < row; d += LANES) {
+                lanes *place = (lanes *)(result[i] + d);
+                *place = *place * factor[i] + *(lanes *)(mixed[i] + d);
             }
-            for (int i = 0; i < count; i++) *(lanes *)(result[i] + d) = mixed[i];
-        }
     }
     for (int i = 0; i < count; i++)
-        for (int64_t d = 0; d < c->width; d++) out[i][d] = result[i][d] / sum[i];
+        for (int64_t d = 0; d < c->width; d++) given->out[i][d] = result[i][d] / sum[i];
 }
 
 /* Items `first` to `last`, each of some tokens of a share and one head of keys. */
@@ -167,32 +261,38 @@ static void attend_items(int64_t first, int64_t last, void *context) {
         const int64_t *item = c->items + 3 * (number / c->heads);
         const int64_t *share = c->shares + 4 * item[0];
         int64_t head = number % c->heads, total = item[2] * c->group;
-        for (int64_t done = 0; done < total; done += QUERIES) {
-            const real *q[QUERIES];
-            real *out[QUERIES];
-            int64_t positions[QUERIES];
-            int count = total - done < QUERIES ? (int)(total - done) : QUERIES;
+        if (c->single) write_share(c, share, head);
+        int64_t following = number + 1 < last ? number + 1 : number;
+        const int64_t *next = c->items + 3 * (following / c->heads);
+        for (int64_t done = 0; done < total;) {
+            struct queries some = {.share = share, .head = head, .next_head = following % c->heads};
+            some.next = c->shares + 4 * next[0];
+            some.next_position = some.next[1] + next[1];
+            int64_t left = total - done < QUERIES ? total - done : QUERIES;
+            int count = left == 7 ? 6 : left == 5 ? 4 : (int)left;
             for (int i = 0; i < count; i++) {
                 int64_t token = item[1] + (done + i) / c->group;
                 int64_t row = share[3] + token, which = head * c->group + (done + i) % c->group;
-                q[i] = c->q + row * c->q_stride + which * c->width;
-                out[i] = c->out + row * c->out_stride + which * c->width;
-                positions[i] = share[1] + token;
+                some.q[i] = c->q + row * c->q_stride + which * c->width;
+                some.out[i] = c->out + row * c->out_stride + which * c->width;
+                some.positions[i] = share[1] + token;
             }
             switch (count) { /* a constant number of queries keeps their sums in registers */
-                case 1: attend_queries(c, share, head, q, out, positions, 1); break;
-                case 2: attend_queries(c, share, head, q, out, positions, 2); break;
-                case 3: attend_queries(c, share, head, q, out, positions, 3); break;
-                case 4: attend_queries(c, share, head, q, out, positions, 4); break;
-                case 8: attend_queries(c, share, head, q, out, positions, 8); break;
-                default: attend_queries(c, share, head, q, out, positions, count);
+                case 1: attend_queries(c, &some, 1); break;
+                case 2: attend_queries(c, &some, 2); break;
+                case 3: attend_queries(c, &some, 3); break;
+                case 4: attend_queries(c, &some, 4); break;
+                case 6: attend_queries(c, &some, 6); break;
+                case 8: attend_queries(c, &some, 8); break;
             }
+            done += count;
         }
     }
 }
 
 /* Write the new keys and values, then attend. `run` is PyTorch's own parallel loop. */
 int attend(struct attention *c, int64_t shares, int64_t items, parallel_for run) {
-    int failed = run(0, shares * c->heads, 16, write_shares, c);
+    c->single = items == shares; /* each is one item, which alone reads what it writes */
+    int failed = c->single ? 0 : run(0, shares * c->heads, 16, write_shares, c);
     return failed ? failed : run(0, items * c->heads, 1, attend_items, c);
 }

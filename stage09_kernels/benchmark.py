@@ -107,9 +107,11 @@ def filled(subject: Subject, plan: Sizes) -> tuple[PagedCache, KernelCache]:
     paged = PagedCache(config, blocks, BLOCK, dtype=dtype)
     kernel = KernelCache(config, blocks, BLOCK, dtype=dtype)
     paged.kv.normal_(generator=torch.Generator().manual_seed(0))
+    pairs = 2 if dtype == torch.bfloat16 else 1  # rows of keys that lie in each other
     for layer in range(config.n_layer):  # the same in the kernels' layout, a layer at a time
         keys, values = paged.kv[layer]  # each (H, blocks, block, D)
-        both = torch.cat((keys.transpose(2, 3).flatten(2), values.flatten(2)), 2)
+        turned = keys.transpose(2, 3).unflatten(2, (-1, pairs)).transpose(3, 4)
+        both = torch.cat((turned.flatten(2), values.flatten(2)), 2)
         kernel.kv[layer] = both.transpose(0, 1)
     return paged, kernel
 

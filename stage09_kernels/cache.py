@@ -40,15 +40,16 @@ class Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("shares", "items", "tables")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "out_stride")),
         *((name, ctypes.c_int64) for name in ("block_stride", "heads", "group", "width", "block")),
-        ("window", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("window", "single")),
         ("scale", ctypes.c_double),
     ]
 
 
 class KernelCache:
     """Keys and values in `blocks` blocks: `kv` is (layers, blocks, H, numbers), with the H heads of
-    keys and values. The numbers of a block and head are its keys, (D, B padded), then its values,
-    (B, D padded). `swapped` is the same for `swap_blocks` blocks.
+    keys and values. The numbers of a block and head are its keys, (D even, B padded), in bfloat16
+    (D even / 2, B padded, 2), then its values, (B, D padded). `swapped` is the same for
+    `swap_blocks` blocks.
 
     level: of instructions, one of `library.levels()`; the best if empty. Raises NoKernels for a
     dtype, a head size or a device that the kernel has not, or without a compiler.
@@ -68,7 +69,8 @@ class KernelCache:
         self.blocks, self.block_size, self.level = blocks, block_size, level
         self.windows = config.windows
         self.heads, self.width = config.n_kv_head, config.head_dim
-        numbers = self.width * padded(block_size) + block_size * padded(self.width)
+        keys = (self.width + self.width % 2) * padded(block_size)
+        numbers = keys + block_size * padded(self.width)
         self.kv = torch.zeros(config.n_layer, blocks, self.heads, numbers, dtype=dtype)
         self.swapped = torch.zeros(config.n_layer, swap_blocks, self.heads, numbers, dtype=dtype)
         self.group = config.n_head // config.n_kv_head

@@ -10,6 +10,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #define ROUND 16 /* numbers that a row in memory is padded to */
 #if defined(__AVX512F__)
@@ -47,6 +50,9 @@ static inline lanes floats(wholes bits) {
 }
 
 static inline lanes widen(const uint16_t *p) {
+#if REAL == 4 && BYTES == 64 /* what the next line means, which gcc 12 takes for two halves */
+    return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16);
+#endif
     return floats(__builtin_convertvector(*(const halves *)p, wholes) << 16);
 }
 
@@ -58,12 +64,25 @@ static inline uint16_t narrow(float x) {
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+/* load_rows: two rows of LANES numbers, `row` from each other or, if PAIR is 2, in each other. */
 #if CACHE == 2
+#define PAIR 2
 typedef uint16_t cached;
+static inline void load_rows(const cached *p, int64_t row, lanes *a, lanes *b) {
+    (void)row;
+    wholes both = *(const wholes *)p;
+    *a = floats(both << 16);
+    *b = floats(both & 0xffff0000u);
+}
 static inline cached to_cached(real x) { return narrow((float)x); }
 static inline lanes load_cached(const cached *p) { return widen(p); }
 #else
+#define PAIR 1
 typedef real cached;
+static inline void load_rows(const cached *p, int64_t row, lanes *a, lanes *b) {
+    *a = *(const lanes *)p;
+    *b = *(const lanes *)(p + row);
+}
 static inline cached to_cached(real x) { return x; }
 static inline lanes load_cached(const cached *p) { return *(const lanes *)p; }
 #endif

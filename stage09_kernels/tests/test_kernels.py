@@ -128,12 +128,14 @@ def test_large_scores_and_strided_queries():
     torch.testing.assert_close(found.double(), wanted, atol=1e-3, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kv_heads", [6, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype):
+def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype, kv_heads):
     """A sequence of 300 tokens: alone and whole, in pieces beside others, by one thread and by more
     threads than there are items."""
     torch.manual_seed(1)
-    q, k, v = (torch.randn(300, 6, 64).to(dtype) for _ in range(3))
+    shapes = [(300, heads, 64) for heads in (6, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
     outputs = []
     for count, cuts, others in (
         (1, [300], 0),
@@ -142,13 +144,13 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype):
         (16, [300], 0),
     ):
         torch.set_num_threads(count)
-        _, kernel = caches(6, 6, 64, 16, dtype)
+        _, kernel = caches(6, kv_heads, 64, 16, dtype)
         start, parts = 0, []
         for cut in cuts:
             extra = [([60 + 20 * i], 0, 3 + i) for i in range(others)]
             noise = sum(share[2] for share in extra)
             mixed = [
-                torch.cat((torch.randn(noise, 6, 64).to(dtype), x[start : start + cut]))
+                torch.cat((torch.randn(noise, *x.shape[1:]).to(dtype), x[start : start + cut]))
                 for x in (q, k, v)
             ]
             shares = [*extra, (list(range(20)), start, cut)]
@@ -183,6 +185,25 @@ def test_nothing_is_written_outside_the_blocks_of_a_share():
     changed = (kernel.kv != 7.0).flatten(2).any(2)  # (layers, blocks)
     assert changed.nonzero().tolist() == [[1, 4], [1, 9]]
     assert int((kernel.kv[1] != 7.0).sum()) == 2 * 8 * 24
+
+
+def test_a_table_that_changed_since_the_last_pass_is_read_anew():
+    """Its list is the same object and as long as before: one block came in another's place."""
+    _, kernel = caches(2, 2, 16, 16, torch.float32)
+    first, table = torch.randn(3, 40, 2, 16), [3, 5, 7]
+    kernel.extend([(table, 0, 40), ([8], 0, 3)]).attend(
+        0, *(torch.cat((x, torch.randn(3, 2, 16))) for x in first)
+    )
+    kernel.kv[0, 9] = kernel.kv[0, 7]
+    kernel.kv[0, 7] = torch.nan
+    table[2] = 9
+    q, k, v = torch.randn(3, 1, 2, 16)
+    found = kernel.extend([(table, 40, 1)]).attend(0, q, k, v)
+    whole = [
+        torch.cat((old, new)).transpose(0, 1) for old, new in zip(first[1:], (k, v), strict=True)
+    ]
+    wanted = F.scaled_dot_product_attention(q.transpose(0, 1), *whole).transpose(0, 1)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("block", [-2, BLOCKS])
