@@ -15,10 +15,11 @@ import torch
 
 from shared import cli, measure
 from shared.bench import kit, rows
+from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, first, gain, ms
 from shared.peers import transformers_model
-from shared.roofline import forward_cost
+from shared.roofline import forward_cost, naive_costs
 
 from .attention import Recompute, explicit_attention, fused_attention
 from .engine import Engine
@@ -121,6 +122,28 @@ def limit(row: Row) -> float:
     return row.least([forward_cost(row.config, row.kind, row["context"])])
 
 
+def claims(results: Results) -> Iterator[Claim]:
+    """What the lesson predicts, for GPT-2 in float32."""
+    forwards = first("forward")(results)
+    one, *_, last = forwards
+    for row, why in (
+        (one, "a product of one row reads at about half of the bandwidth"),
+        (last, "norms, GELU and softmax are not counted; no product reaches the peak"),
+    ):
+        tokens = "one token" if row is one else f"{row['context']:,} tokens"
+        measured = row.of(OURS).median
+        yield Claim(f"a pass over {tokens}", limit(row) * 1e3, measured * 1e3, "ms", why)
+    few = "a product of few rows reaches neither the bandwidth nor the peak"
+    for row, why in zip(forwards[1:3], ("the weights are read once for all", few), strict=False):
+        what = f"{row['context']} tokens, over one token"
+        quotient = row.of(OURS).median / one.of(OURS).median
+        yield Claim(what, limit(row) / limit(one), quotient, "x", why)
+    answer = first("generation")(results)[0].of(OURS)
+    least = answer.least(naive_costs(answer.config, answer.kind, answer.lengths))
+    what, why = f"{answer.tokens} new tokens", "its passes are short, far from both limits"
+    yield Claim(what, answer.tokens / least, answer.rate.median, "tok/s", why)
+
+
 COLUMNS: dict[str, rows.Column] = {
     "tokens": "context",
     "layers": "linear",
@@ -147,9 +170,9 @@ TABLES = rows.tables(
       | over transformers | same tokens
     """,
     profile=rows.operators,
+    claims=closing(claims),
 )
 BOUND = "machine's limit"
-LOG: dict[str, Any] = {"log_x": True, "log_y": True, "unit": 1e3}
 CHARTS = {
     "forward": rows.lines(
         "Eight tokens in one step cost less than two steps of one token",
@@ -157,17 +180,11 @@ CHARTS = {
         first("forward"),
         "context",
         {"transformers": PEER, "plain layers": PLAIN, "packed layers": OURS, BOUND: limit},
+        unit=1e3,
         dashed=[BOUND],
-        **LOG,
-    ),
-    "attention": rows.lines(
-        "Attention without storing the scores",
-        ("tokens (one layer, 12 heads of 64, float32)", "milliseconds"),
-        first("attention"),
-        "context",
-        {"explicit": "explicit", "fused": "fused"},
-        **LOG,
-    ),
+        log_x=True,
+        log_y=True,
+    )
 }
 
 

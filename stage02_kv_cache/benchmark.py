@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 
 from shared import cli, measure
 from shared.bench import kit, rows
+from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, first, median
-from shared.checkpoint import PRESETS
 from shared.roofline import forward_cost, naive_costs, static_costs
 from stage01_forward.engine import Engine as NaiveEngine
 from stage01_forward.generation import Output
@@ -43,11 +42,10 @@ class Sizes(kit.Plan):
     peers: tuple[tuple[int, int], ...] = ((512, 1), (64, 64))  # prefill, decode
     peer_repeats: int = 3
     profiled: tuple[int, int] = (64, 16)
-    peaks: bool = True
 
 
 FULL = Sizes()
-QUICK = kit.quick(FULL, peaks=False)
+QUICK = kit.quick(FULL)
 
 
 def engines(subject: Subject) -> dict[str, NaiveEngine | Engine]:
@@ -107,17 +105,6 @@ def profile(subject: Subject, plan: Sizes) -> Iterator[Group]:
         yield kit.profiled(subject, titles[name], run)
 
 
-def memory(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """Peak of a fresh process: a stage's own command on a prompt that nearly fills the context.
-
-    Without a tokenizer of its own the model reads bytes: a thousand letters are as many tokens.
-    """
-    options = ["--model", "gpt2", "--random-weights", "--linear", "plain", "--max-tokens", "2"]
-    for name, stage in ((NAIVE, "stage01_forward"), (CACHED, STAGE)) if plan.peaks else ():
-        peak = measure.peak_memory(stage, ["x" * 1000, *options])
-        yield {"name": f"{name} engine", "bytes": peak}
-
-
 def predicted(row: Row) -> float:
     costs = naive_costs if row.variant == NAIVE else static_costs
     return row.least(costs(row.config, row.kind, row.lengths))
@@ -150,19 +137,20 @@ def step_times(results: Results) -> Iterator[dict[str, float]]:
         }
 
 
-def memory_table(results: Results) -> str:
-    """By arithmetic, and below it the peaks of fresh processes in float32, where they were
-    taken."""
-    config, lines = PRESETS["gpt2"], []
-    for kind in (torch.float32, torch.bfloat16):
-        each = config.kv_bytes_per_token(kind)
-        sizes = [config.parameter_count * kind.itemsize / 1e6, each / 1024, 1024 * each / 1e6]
-        headings = ("weights, MB", "cache a token, KiB", "cache of 1,024 tokens, MB")
-        cells = {name: f"{size:.0f}" for name, size in zip(headings, sizes, strict=True)}
-        lines.append({"dtype": kit.label(kind)} | cells)
-    name, found = "engine, peak of a process with 1,000 tokens", results.groups("memory")
-    peaks = [{name: row["name"], "MB": f"{row['bytes'] / 1e6:,.0f}"} for row in found]
-    return "\n\n".join(rows.table(found) for found in (lines, peaks) if found)
+def claims(results: Results) -> Iterator[Claim]:
+    """What the lesson predicts, for GPT-2 in float32."""
+    where = {"model": results["growth"][0]["model"], "dtype": "float32"}
+    alike = "both engines reach similar shares of their limits"
+    answers = [(row, alike) for row in counted(results, **where)]
+    null = results.groups("null", **where)[0], "the control: both do the same work"
+    for row, why in (*answers, null):
+        tokens = f"{row.tokens:,} tokens" if row.tokens > 1 else "a single token"
+        naive, cached = row.of(NAIVE), row.of(CACHED)
+        limits = predicted(naive) / predicted(cached)
+        yield Claim(f"gain over {tokens}", limits, naive.median / cached.median, "x", why)
+    cached, why = answers[-1][0].of(CACHED), "a product of one row reads at half of the bandwidth"
+    least = cached.tokens / predicted(cached)
+    yield Claim("decoding with the cache", least, cached.rate.median, "tok/s", why)
 
 
 COLUMNS: dict[str, rows.Column] = {
@@ -185,8 +173,8 @@ TABLES = rows.tables(
     growth=partial(counted, dtype="float32"),
     growth_bfloat16=partial(counted, dtype="bfloat16"),
     decoders=lambda results: [row for row in results.rows("peers") if row.tokens > 1],
-    memory=memory_table,
     profile=rows.operators,
+    claims=closing(claims),
 )
 LIMITS = ("limit, naive", "limit, cached")
 CHARTS = {
@@ -198,17 +186,7 @@ CHARTS = {
         {name: name for name in (NAIVE, CACHED, *LIMITS)},
         unit=1e3,
         dashed=LIMITS,
-    ),
-    "prompts": rows.bars(
-        lambda found: (
-            f"{found[0].tokens} tokens after a prompt: the longer it is, the more the cache saves"
-        ),
-        ("seconds (GPT-2 124M shape, float32)",),
-        first("prompts"),
-        lambda row: f"prompt of {row.lengths[0][0]}",
-        {f"{name} engine": name for name in (NAIVE, CACHED)},
-        digits=2,
-    ),
+    )
 }
 
 
@@ -220,13 +198,9 @@ def headline(results: Results) -> str:
 
 ABOUT = "Measures the engine with and without KV cache on this CPU, beside transformers."
 WORK = kit.cases(
-    Case(growth, models=None),
-    Case(prompts, models=None),
-    Case(null),
-    Case(peers),
+    Case(growth, models=None), Case(prompts, models=None), Case(null), Case(peers),
     Case(profile, dtypes=1),
-    Case(memory, dtypes=1),
-)
+)  # fmt: skip
 BENCHMARK = kit.Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 

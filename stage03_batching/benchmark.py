@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from shared import charts, cli, measure
 from shared.bench import kit, rows
+from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Lengths, Runs, Subject
 from shared.bench.rows import Results, Row, median, ms
 from shared.measure import Summary
@@ -134,13 +135,11 @@ def predicted(row: Row) -> float:
     return row.least(static_costs(row.config, row.kind, row.lengths, size))
 
 
-def against_equal(row: Row) -> str:
+def against_equal(row: Row) -> tuple[float, float]:
     """Tokens per second over those of equal rows, and what was predicted of it."""
     base, _ = row.results.groups("waste", pair=row["pair"], dtype=row["dtype"])
-    if row["case"] == base["case"]:
-        return ""
     share = (row.tokens / predicted(row)) / (base.tokens / predicted(base))
-    return f"{row.rate.median / base.rate.median:.2f}x ({share:.2f}x)"
+    return row.rate.median / base.rate.median, share
 
 
 def wasted(row: Row) -> str:
@@ -160,6 +159,35 @@ def a_second(seconds: Callable[[Row], float]) -> Callable[[Row], float]:
 
 
 RATE, LIMIT = a_second(lambda row: step(row).median), a_second(limit)
+
+
+def claims(results: Results) -> Iterator[Claim]:
+    """What the lesson predicts."""
+    few = "a product of few rows reaches neither the bandwidth nor the peak"
+    for dtype in results.plan["dtypes"]:
+        sizes = {row.requests: row for row in results.groups("scaling", dtype=dtype)}
+        one, some = sizes[1], sizes[sorted(sizes)[len(sizes) // 2 - 1]]
+        quotient = some.requests * step(one).median / step(some).median
+        what = f"{some.requests} rows, tok/s over one row, {dtype}"
+        yield Claim(what, some.requests * limit(one) / limit(some), quotient, "x", few)
+    most = max(results.groups("scaling", dtype="float32"), key=lambda row: row.requests)
+    what, why = f"decoding {most.requests} rows", "the products reach half of the peak"
+    yield Claim(what, most.requests / limit(most), most.requests / step(most).median, "tok/s", why)
+    both = "one row reaches about half of the bandwidth, and a batch less than half of the peak"
+    for row in results.groups("single", dtype="float32"):
+        what = f"gain of a batch of {row.requests}"
+        limits = predicted(row.of(SINGLE)) / predicted(row.of(BATCH))
+        why = both if row.requests > 1 else "the control: the same work"
+        yield Claim(what, limits, row.of(SINGLE).median / row.of(BATCH).median, "x", why)
+    for row in results.groups("waste"):
+        if row["case"].startswith("one long"):
+            measured, limits = against_equal(row)
+            why = "nearly all the work is a prefill, which is near its limit"
+            if row["pair"] == "answers":
+                why = "attention over many columns reads at far less than the bandwidth"
+            yield Claim(f"{row['case']}, over equal rows", limits, measured, "x", why)
+
+
 COLUMNS: dict[str, rows.Column] = {
     "batch": "requests",
     "sequences": "requests",
@@ -176,7 +204,7 @@ COLUMNS: dict[str, rows.Column] = {
     "rows": lambda row: f"{row.requests}, {row['case']}",
     "steps": "passes",
     "tokens computed (wasted)": wasted,
-    "over equal rows (predicted)": against_equal,
+    "over equal rows (predicted)": lambda row: "{:.2f}x ({:.2f}x)".format(*against_equal(row)),
     "same tokens as ours": lambda row: row.alike("ours", "ours"),
 }
 SINGLES = (
@@ -198,6 +226,7 @@ TABLES = rows.tables(
     win=lambda results: [row for row in results.groups("single") if row.requests > 1],
     null=lambda results: [row for row in results.groups("single") if row.requests == 1],
     profile=rows.operators,
+    claims=closing(claims),
 )
 
 
@@ -223,14 +252,6 @@ CHARTS = {
         dashed=["limit, {dtype}"],
         log_x=True,
         log_y=True,
-    ),
-    "waste": rows.bars(
-        lambda found: f"One longer row of {found[0].requests}, and most of the work is wasted",
-        ("tokens that went through the model",),
-        "waste",
-        "case",
-        {"useful": "useful", "wasted": "wasted"},
-        digits=0,
     ),
 }
 

@@ -23,6 +23,7 @@ TINY = replace(
 def test_everything_is_measured_proved_and_drawn() -> None:
     content = measured(benchmark.BENCHMARK, TINY)
     counts = {"limits": 1, "forward": 4, "attention": 4, "linear": 4, "generation": 4, "profile": 6}
+    counts["claims"] = 4
     assert check_drawn(benchmark.BENCHMARK, content) == counts
     results = Results(content)
     for row in results.groups("generation"):

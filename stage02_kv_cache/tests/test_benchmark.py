@@ -14,7 +14,7 @@ from stage02_kv_cache.benchmark import CACHED, NAIVE
 TINY = replace(
     benchmark.FULL, models=("tiny", "tiny"), growth=(5, 12), stride=4, growth_repeats=(1, 1),
     prompts=(4, 9), answer=5, prompt_repeats=(1, 1), null_prompts=(3,), null_repeats=1,
-    peers=((20, 1), (5, 6)), peer_repeats=1, profiled=(4, 3), peaks=False,
+    peers=((20, 1), (5, 6)), peer_repeats=1, profiled=(4, 3),
 )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def test_everything_is_measured_proved_and_drawn() -> None:
     content = measured(benchmark.BENCHMARK, TINY)
     assert check_drawn(benchmark.BENCHMARK, content) == {
         "limits": 1, "growth": 4, "growth_bfloat16": 4, "prompts": 8, "null": 2, "prefill": 12,
-        "decode": 6, "memory": 2, "profile": 6,
+        "decode": 6, "profile": 6, "claims": 6,
     }  # fmt: skip
     results = Results(content)
     for row in results.groups("prompts") + results.groups("null"):

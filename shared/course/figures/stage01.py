@@ -1,0 +1,93 @@
+"""The seam that all stages share, and one block with its shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from ...charts import COLOURS
+from . import NAVY, ORANGE, PALE, WASTE, Look, arrow, box, canvas, cells, line, words
+
+# Slots: of three sequences, of new tokens, and unused ones.
+SLOTS: dict[str, Look] = dict(zip("abc", ((COLOURS[n], "") for n in (3, 1, 4)), strict=True))
+SLOTS |= {"x": (ORANGE, ""), ".": WASTE}
+PLUGS = (
+    ("01 forward", "Recompute", "keeps nothing: all tokens are new", ["xxxxxx"]),
+    ("02 kv_cache", "CachedAttention", "slot = position", ["aaaax."]),
+    ("03 batching", "PaddedAttention", "slot = (row, padded position)",
+     ["aaaax.", "..bbx.", "...cx."]),
+    ("04 continuous", "PackedAttention", "slot = (row, position)", ["aaaax.", "bbx...", "cxxxx."]),
+    ("05 paged", "PagedAttention", "slot = (table[position // B], position % B)",
+     ["aa bb x.", "cx bx aa", ".. .. .."]),
+)  # fmt: skip
+
+
+def seam() -> Figure:
+    """One GPT-2, and the five ways in which the stages fill in `attend`."""
+    figure, axes = canvas("One model, and attend plugged in five ways", 80, 50)
+    box(axes, 3, 1, 18, 3.6, "ids, positions")
+    box(axes, 3, 6.6, 18, 3.6, "embedding", fill=PALE)
+    box(axes, 0.5, 12.2, 23, 20.4, fill=PALE)
+    words(axes, 1.5, 14, "L blocks", ha="left", weight="bold")
+    box(axes, 3, 15.8, 18, 3.6, "norm; q, k, v")
+    box(axes, 3, 21, 18, 4, "attend", fill=ORANGE, weight="bold")
+    box(axes, 3, 26.6, 18, 4.8, "projection, add\nnorm, MLP, add")
+    box(axes, 3, 34.6, 18, 3.6, "norm, output layer", fill=PALE)
+    for start, end in (
+        (4.6, 6.6),
+        (10.2, 15.8),
+        (19.4, 21),
+        (25, 26.6),
+        (31.4, 34.6),
+        (38.2, 42.6),
+    ):
+        arrow(axes, (12, start), (12, end), colour=NAVY, width=2)
+    words(axes, 12, 44, "logits")
+    line(axes, (27.5, 4.5), (27.5, 41.3), colour=ORANGE)
+    line(axes, (21, 23), (27.5, 23), colour=ORANGE)
+    for number, (stage, name, slot, rows) in enumerate(PLUGS):
+        top = 0.5 + 9.2 * number
+        arrow(axes, (27.5, top + 4), (31.5, top + 4), colour=ORANGE)
+        box(axes, 31.5, top, 48, 8.2)
+        words(axes, 32.7, top + 2, stage, ha="left", weight="bold")
+        words(axes, 32.7, top + 4.2, name, ha="left")
+        words(axes, 32.7, top + 6.4, slot, ha="left")
+        down = top + 3.2 - len(rows) * 0.8
+        cells(axes, 64, down, rows, SLOTS.__getitem__, size=(1.8, 1.6), label=lambda _: "")
+    cells(axes, 31.5, 47.4, ["x      abc           ."], SLOTS.__getitem__, size=(1.8, 1.6),
+          label=lambda _: "")  # fmt: skip
+    for left, name in ((34, "new tokens"), (50.5, "kept, by sequence"), (71, "unused")):
+        words(axes, left, 48.2, name, ha="left")
+    return figure
+
+
+def block() -> Figure:
+    """The residual stream as a rail: what leaves it, in which shape, and what is added to it."""
+    figure, axes = canvas("A block adds twice to the residual stream", 86, 23)
+    arrow(axes, (1, 18), (85.5, 18), colour=NAVY, width=5)
+    words(axes, 1, 21.4, "residual stream x: (T, C), C numbers for each token", ha="left")
+    words(axes, 40.6, 1.2, "the only place where tokens meet", color=ORANGE)
+    names = ("LayerNorm", "c_attn", "split", "attend", "c_proj")
+    _branch(axes, 5, names, ("(T, C)", "(T, 3C)", "3 x (T, H, D)", "(T, H, D)", "(T, C)"))
+    words(axes, 70, 1.2, "each token by itself")
+    _branch(axes, 61.5, ("LayerNorm", "MLP\n4C wide"), ("(T, C)", "(T, C)"))
+    return figure
+
+
+def _branch(axes: Any, left: float, names: Sequence[str], shapes: Sequence[str]) -> None:
+    """From the rail up, through boxes with the shapes of their outputs, and back onto it."""
+    line(axes, (left - 2, 18), (left - 2, 6), (left, 6))
+    for place, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        at = left + 10.4 * place
+        box(axes, at, 3.8, 8.8, 4.4, name, fill=ORANGE if name == "attend" else PALE)
+        words(axes, at + 4.4, 10, shape)
+        line(axes, (at + 8.8, 6), (at + 10.4, 6))
+    end = left + 10.4 * len(names)
+    arrow(axes, (end, 6), (end, 16.9))
+    look = {"boxstyle": "circle,pad=0.2", "facecolor": "white", "edgecolor": NAVY}
+    words(axes, end, 18, "+", weight="bold", bbox=look)
+
+
+DRAW = (seam, block)
