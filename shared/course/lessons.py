@@ -1,7 +1,7 @@
 """Checks what the lessons show: `python -m shared.course.lessons`.
 
-The lessons are README.md and each stage's README.md. The first word of a fenced block decides how
-it is checked:
+The lessons are README.md, lesson 00, each stage's README.md and the last page. The first word of a
+fenced block decides how it is checked:
 
 - `console` shows commands, each behind `$ `, and their output. The commands run, and the output is
   compared: `...` in a line matches any text, `...` on a line of its own any lines, and a number
@@ -73,8 +73,15 @@ class Block:
 
 
 def lessons() -> list[Path]:
-    """All texts to check, in reading order. A stage that is being written may have none yet."""
-    found = [paths.ROOT / LESSON, *(paths.ROOT / name / LESSON for name in paths.discover())]
+    """All texts to check, in reading order."""
+    course = paths.ROOT / "shared" / "course"
+    first, last = [paths.ROOT / LESSON, course / "LESSON_00.md"], course / "BEYOND.md"
+    return [path for path in (*first, *stage_lessons(), last) if path.exists()]
+
+
+def stage_lessons() -> list[Path]:
+    """Those of the stages. A stage that is being written may have none yet."""
+    found = [paths.ROOT / name / LESSON for name in paths.discover()]
     return [path for path in found if path.exists()]
 
 
@@ -324,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     sys.path.insert(0, str(paths.ROOT))
     wrong = 0
-    for path in lessons()[1:]:
+    for path in stage_lessons():
         text = with_tasks(path)
         if options.write:
             path.write_text(text, encoding="utf-8", newline="\n")

@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from shared import cli, paths
+from shared.checkpoint import PRESETS
 from shared.course import lessons, links, mine
 from shared.course.lessons import Block
 from shared.errors import UserError
+from shared.roofline import forward_cost
 from shared.task import Task
+from stage08_llama.config import LlamaConfig
 
 SECTIONS = (
     "What you know already", "The one new idea", "Predict", "The code, in the order it runs",
@@ -88,7 +91,7 @@ def names(texts: Iterable[str]) -> set[str]:
     return {word for word in words if "_" in word or re.search("[a-z][A-Z]", word)}
 
 
-@pytest.mark.parametrize("path", lessons.lessons()[1:], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", lessons.stage_lessons(), ids=lambda path: path.parent.name)
 def test_a_lesson_is_whole_and_its_names_exist(path):
     """All sections in their order, a command with its output, and the tasks of tasks.py. Names up
     to the exercises, which invent some, and those of tests everywhere."""
@@ -106,6 +109,37 @@ def test_a_lesson_is_whole_and_its_names_exist(path):
     spoken = names(re.findall(r"`([^`\n]+)`", prose))
     spoken |= {name for name in names([exercises]) if name.startswith("test_")}
     assert spoken and not spoken - known
+
+
+def beyond() -> str:
+    """The table of the last page: a token of two models, in bfloat16."""
+    llama = LlamaConfig(128_256, 131_072, 4096, 32, 32, n_kv_head=8, n_inner=14_336, tied=False)
+    columns = []
+    for config in (PRESETS["gpt2"], llama):
+        cost = forward_cost(config, torch.bfloat16, 1)
+        each = config.kv_bytes_per_token(torch.bfloat16)
+        room = (80e9 - 2 * config.parameter_count) / each
+        columns.append((
+            f"{cost.bytes / 1e9:.2f} GB", f"{cost.flops / 1e9:.2f} GFLOP", f"{each / 1024:.0f} KiB",
+            f"{config.n_positions:,} tokens, {config.n_positions * each / 1e9:.2f} GB",
+            f"{40e9 / cost.bytes:,.1f} tok/s", f"{3e12 / cost.bytes:,.0f} tok/s",
+            f"{800e12 * 2 / (2 * 3e12):.0f} rows", f"{room:,.0f} tokens",
+        ))  # fmt: skip
+    names = (
+        "weights that a token reads", "operations of a token", "cache of a token", "full context",
+        "one answer, at 40 GB/s at most", "one answer, on the GPU at most", "B* of the GPU",
+        "room for the cache in 80 GB",
+    )  # fmt: skip
+    return "\n".join(f"| {' | '.join(row)} |" for row in zip(names, *columns, strict=True))
+
+
+def test_lesson_00_and_the_last_page_have_the_right_numbers():
+    first, *_, last = (path.read_text(encoding="utf-8") for path in lessons.lessons()[1:])
+    merges = (paths.ROOT / "shared/stories/model/merges.txt").read_text(encoding="utf-8")
+    order = [line.split() for line in merges.splitlines() if not line.startswith("#")]
+    shown = re.findall(r"merge (\d+): +(\w+) \+ (\w+)", first)
+    assert len(shown) == 3 and all(order[int(n)] == [a, b] for n, a, b in shown)
+    assert 600 <= len(first.split()) <= 900 and beyond() in last, beyond()
 
 
 def test_what_matches():
