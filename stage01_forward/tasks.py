@@ -30,8 +30,8 @@ TASKS = (
         title="when a sequence ends",
         text="Return why a sequence ends with its newest token: 'stop' for the end of text or a "
         "stop token, 'length' when max_tokens or the context is reached, None if it does not end. "
-        "'stop' goes before 'length'; Respect min_tokens and ignore_eos.",
-        points=10,
+        "'stop' goes before 'length'. Respect min_tokens and ignore_eos.",
+        points=5,
         hints=(
             "Only the newest token can end a sequence; the older ones were checked before.",
             "A stop counts only once there are at least min_tokens tokens. ignore_eos applies to "
@@ -49,33 +49,37 @@ TASKS = (
     Task(
         number=3,
         file="numpy_gpt2.py",
-        functions=("attention",),
-        title="causal attention by hand",
-        text="Write attention for a whole sequence: project x (T, C) to queries, keys and values, "
-        "split them into heads, let each token attend to itself and those before it, put the heads "
-        "together again, and project. `prefix` names the weights.",
+        functions=("attention", "block", "gpt2"),
+        title="the page: attention, a block, the model",
+        text="Write GPT-2. `attention`: project x (T, C) to queries, keys and values, split them "
+        "into heads, let each token attend to itself and those before it, put the heads together "
+        "again, and project; `prefix` names the weights. `block` adds attention and MLP, each "
+        "after its norm. `gpt2` embeds ids and positions, runs the blocks and the last norm, and "
+        "scores every row against the output layer, which may be the embedding.",
         points=20,
         hints=(
             "The names are c_attn and c_proj behind the prefix, each with .weight and .bias. "
             "c_attn gives q, k and v side by side: (T, 3C).",
             "Bring heads to the front: (T, C) -> (T, H, D) -> (H, T, D). Scores are q times k "
             "transposed, over the square root of D: (H, T, T). Row i attends to columns 0 to i.",
-            "np.where puts -inf where np.tril of ones is false; softmax; times v; swap the axes "
-            "back and reshape to (T, C) before c_proj.",
+            "The prefixes are h.0, h.1, ... and below them attn and mlp. np.where puts -inf where "
+            "np.tril of ones is false; softmax; times v; swap the axes back and reshape to (T, C) "
+            "before c_proj.",
         ),
         tests=("tests/test_model.py::test_numpy_page_generates_what_transformers_generates",),
     ),
     Task(
         number=4,
         file="model.py",
-        functions=("Block.forward",),
-        title="one block, attention passed in",
-        text="Write a block: norm, projections, attention and the network, each added to what came "
-        "in. Attention itself is the argument `attend`, and x may have any leading shape: (T, C), "
-        "(B, T, C) or packed (N, C).",
-        points=20,
+        functions=("Block.forward", "GPT2.forward"),
+        title="the model, attention passed in",
+        text="Write a block: norm, projections, attention and the MLP, each added to what came in; "
+        "and the pass through all blocks, from ids to hidden states. Attention itself is the "
+        "argument `attend`, and x may have any leading shape: (T, C), (B, T, C) or packed (N, C).",
+        points=15,
         hints=(
-            "Compare with `block` in numpy_gpt2.py: the same two lines, with attention lifted out.",
+            "Compare with `block` and `gpt2` in numpy_gpt2.py: the same lines, with attention "
+            "lifted out, and no logits at the end.",
             "self.attn.c_attn gives (..., 3C), and self.attn.split_heads makes q, k, v of it, each "
             "(..., H, D). attend takes the number of the layer first.",
             "attend returns (..., H, D): flatten the last two axes before self.attn.c_proj. Both "
@@ -89,25 +93,33 @@ TASKS = (
     Task(
         number=5,
         file="sampling.py",
-        functions=("_filtered",),
-        title="min_p, top_k and top_p",
-        text="Drop unlikely tokens: set their weights to 0, and return float64. weights is (V,), "
-        "and the largest is 1. min_p drops what is below min_p, top_k what is below the k-th "
-        "largest of the rest, top_p what has top_p of the rest or more in heavier tokens. Tokens "
-        "of equal weight are kept or dropped together.",
-        points=15,
+        functions=("distribution", "_filtered", "draw"),
+        title="sampling by one sort",
+        text="`distribution`: the probabilities (R, V) of the next tokens. Edit each row "
+        "(_edited), refuse scores that are not finite, and give a greedy row all to its highest "
+        "score; divide the others by the temperature and filter their weights, the largest being "
+        "1. `_filtered`: min_p drops what is below min_p, top_k what is below the k-th largest of "
+        "the rest, top_p what has top_p of the rest or more in heavier tokens; equal weights are "
+        "kept or dropped together, and the result is float64. `draw`: one number of its generator "
+        "a row.",
+        points=20,
         hints=(
-            "One sort, descending, serves top_k and top_p. Each of the three judges what the one "
-            "before it kept.",
+            "Subtract the row's maximum before exp. A temperature below MIN_TEMPERATURE is raised "
+            "to it. One sort, descending, serves top_k and top_p. Each of the three judges what "
+            "the one before it kept.",
             "top_k: the limit is place k - 1 of the sorted weights, and k may be larger than the "
             "vocabulary. A weight that equals the limit stays. Drop what is below it from the "
             "sorted weights too.",
             "top_p: the running sum of the sorted weights without its own place is the weight of "
             "the heavier ones. Count the places where that is less than top_p of the sum; the last "
-            "of them is the limit.",
+            "of them is the limit. To draw, lay the probabilities end to end (cumsum), throw a "
+            "number from 0 to their sum, and find it with searchsorted(right=True).",
         ),
         tests=(
             "tests/test_sampling.py::test_what_the_filters_keep",
+            "tests/test_sampling.py::test_greedy_takes_the_lowest_id_of_a_tie_and_no_random_number",
+            "tests/test_sampling.py::"
+            "test_scores_that_are_not_finite_and_rows_that_do_not_match_are_refused",
             "tests/test_sampling.py::test_frequencies_follow_the_softmax",
             "tests/test_sampling.py::test_the_fast_sampler_takes_the_tokens_of_the_plain_one",
         ),
@@ -120,7 +132,7 @@ TASKS = (
         text="Write the generator that continues one prompt: until there is a finish reason, run "
         "the whole sequence again, sample the next token, record the step in self.steps, and yield "
         "a Token.",
-        points=25,
+        points=20,
         hints=(
             "Each round is: self._forward over prompt and output, sample, finish_reason, a "
             "StepRecord, yield.",
@@ -136,5 +148,25 @@ TASKS = (
             "tests/test_engine.py::test_stream_is_generate_token_by_token",
             "tests/test_engine.py::test_one_sampling_for_all_or_one_each",
         ),
+    ),
+    Task(
+        number=7,
+        file="scoring.py",
+        functions=("perplexity",),
+        title="judge a model",
+        text="Judge every token of a text but the first by the tokens before it, in windows of "
+        "n_positions tokens that begin `stride` apart; each token is judged in the first window "
+        "that reaches it. Return perplexity, cross_entropy (nats a token) and tokens. UserError "
+        "for fewer than two tokens or an impossible stride.",
+        points=10,
+        hints=(
+            "One forward pass a window gives the scores of all its positions: row i scores token i "
+            "+ 1.",
+            "Remember how many tokens are judged. The next window begins where it reaches exactly "
+            "one stride more, and only its last rows are new.",
+            "Run the output layer for ROWS rows at a time, sum up F.cross_entropy(..., "
+            "reduction='sum') in float32 or better, and divide by the tokens at the end.",
+        ),
+        tests=("tests/test_perplexity.py::test_sliding_windows",),
     ),
 )

@@ -8,19 +8,23 @@ TASKS = (
     Task(
         number=1,
         file="cache.py",
-        functions=("KVCache.crop", "KVCache.extend"),
-        title="take slots, and forget them",
-        text="Write the bookkeeping of the cache. `extend` takes the next slots and returns the "
-        "attention of the step that fills them; `crop` forgets all tokens from a position on and "
-        "erases nothing. Both raise ValueError for impossible arguments, and then change nothing.",
-        points=20,
+        functions=("KVCache.__init__", "KVCache.crop", "KVCache.extend"),
+        title="allocate, take slots, forget them",
+        text="Allocate the cache once, and write its bookkeeping: capacity (by default the "
+        "context; UserError if it is not from 1 to that), kv, group (query heads that share a head "
+        "of keys), windows, length. `extend` takes the next slots and returns the attention of the "
+        "step that fills them; `crop` forgets all tokens from a position on and erases nothing. "
+        "Both raise ValueError for impossible arguments, and then change nothing.",
+        points=25,
         hints=(
-            "The state is one number: self.length.",
+            "kv is (layers, 2, H_kv, capacity, D); the config has all of it. The state is one "
+            "number: self.length.",
             "Check first, change afterwards. extend refuses fewer than 1 token and more than the "
             "capacity; crop refuses a length below 0 or above what the cache holds. The messages "
             "have both numbers.",
             "CachedAttention takes the tensor, the start and the end of the step (the old length "
-            "and the new one), and self.group.",
+            "and the new one), self.group and the window; by_layer makes one for each kind of "
+            "layer.",
         ),
         tests=(
             "tests/test_cache.py::test_the_cache_refuses_more_than_it_holds",
@@ -36,7 +40,7 @@ TASKS = (
         text="Compute what is the same in every layer of a step over positions start..end-1: the "
         "views `new` and `seen`, the `positions`, whether the step is `square`, the `mask` where "
         "one is needed, and `widen` (see its use in attend).",
-        points=30,
+        points=25,
         hints=(
             "kv is (layers, 2, H_kv, capacity, D), and slicing makes views: `new` is where this "
             "step writes, `seen` is all that it reads.",

@@ -23,7 +23,7 @@ def masked_attention(
     if causal:
         return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=group > 1)
     single = q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16
-    attend = _one_query_each if single else F.scaled_dot_product_attention
+    attend = _by_hand if single else F.scaled_dot_product_attention
     if group == 1:
         return attend(q, keys, values, mask)
     # Queries that share keys become rows of one product, so that keys and values are read once.
@@ -32,14 +32,14 @@ def masked_attention(
     return attend(rows, keys, values, mask).reshape(q.shape)
 
 
-def _one_query_each(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """The same for a single query (or a few that share their keys) a row, written out.
+def _by_hand(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """The sum that the kernel computes, written out: softmax(Q K^T / sqrt(D)) V.
 
     A CPU's fused kernel is slow for one query of bfloat16. Two products are up to three times as
     fast. The first must be keys times query: query times keys is the same sum at half the speed.
     """
-    scores = keys @ (q * q.shape[-1] ** -0.5).transpose(2, 3)  # (B, H, S, 1)
-    scores = scores.transpose(2, 3).float()  # (B, H, S, 1) -> (B, H, 1, S)
+    scores = keys @ (q * q.shape[-1] ** -0.5).transpose(2, 3)  # (B, H, S, T)
+    scores = scores.transpose(2, 3).to(torch.promote_types(q.dtype, torch.float32))  # (B, H, T, S)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    return scores.softmax(-1).to(values.dtype) @ values  # (B, H, 1, S) @ (B, H, S, D)
+    return scores.softmax(-1).to(values.dtype) @ values  # (B, H, T, S) @ (B, H, S, D)

@@ -8,39 +8,46 @@ TASKS = (
     Task(
         number=1,
         file="cache.py",
-        functions=("PaddedCache.extend",),
-        title="columns for all rows",
-        text="Take the next columns of the cache, the same for every row, and return the attention "
-        "of the step that fills them. Raise ValueError if there are fewer, or for a count below 1, "
-        "and then change nothing.",
-        points=10,
+        functions=("PaddedCache.__init__", "PaddedCache.extend"),
+        title="one allocation, columns for all rows",
+        text="Allocate keys and values for all rows and columns, and note the padding of each row: "
+        "kv, padding (B,), columns, last_position (of the model's context), windows and length. "
+        "`extend` takes the next columns, the same for every row, and returns the attention of the "
+        "step that fills them. It raises ValueError if there are fewer, or for a count below 1, "
+        "and then changes nothing.",
+        points=15,
         hints=(
-            "As in stage 02, the state is one number: self.length.",
+            "kv is stage 02's with an axis for rows behind the 2. The longest prompt has no "
+            "padding.",
             "Check first. The message has the columns that cannot be added, those taken, and their "
-            "total.",
+            "total. Then the state is one number: self.length.",
             "PaddedAttention takes the tensor, the padding of the rows, the old length, the new "
-            "one, and the last position.",
+            "one, the last position and the window; by_layer makes one for each kind of layer.",
         ),
         tests=("tests/test_cache.py::test_the_cache_refuses_more_than_it_holds",),
     ),
     Task(
         number=2,
         file="attention.py",
-        functions=("_one_query_each",),
-        title="one query a row, by hand",
-        text="Attention of a single query a row, written out: q (B, H, 1, D) over keys and values "
-        "(B, H, S, D) -> (B, H, 1, D). The mask is True where a query sees a key. Softmax is "
-        "computed in float32 for every dtype.",
-        points=15,
+        functions=("masked_attention", "_by_hand"),
+        title="masked attention by hand",
+        text="Write attention over a cache, without PyTorch's kernel. masked_attention takes "
+        "queries (B, H, T, D), keys and values (B, H_kv, S, D) of any dtype, and a mask (B, 1, T, "
+        "S), True where a query sees a key; or None, and then `causal` says whether a query sees "
+        "those up to its own. H / H_kv query heads share a head of keys. `_by_hand` is the sum for "
+        "H = H_kv, with a softmax in float32 or better.",
+        points=20,
         hints=(
-            "Two matrix products with a softmax in between, over the axis of the keys.",
-            "Divide by the square root of D. What is not seen gets -inf before the softmax; with "
-            "no mask everything is seen.",
-            "Fastest on a CPU: keys times the query as a column, (B, H, S, 1), and then turned. "
-            "float() before the softmax, and back to the dtype of the values after it.",
+            "The sum is two matrix products with a softmax in between, over the axis of the keys. "
+            "Divide by the square root of D. What is not seen gets -inf before the softmax.",
+            "Heads that share keys: bring their queries into one axis, (B, H_kv, group * T, D), "
+            "and repeat the mask for each of them. The causal mask is a lower triangle.",
+            "Convert keys and values to q's dtype first. torch.promote_types(q.dtype, "
+            "torch.float32) is the dtype of the softmax; go back to that of the values after it.",
         ),
         tests=(
             "tests/test_attention.py::test_a_query_sees_what_its_mask_says",
+            "tests/test_attention.py::test_the_sum_by_hand_serves_any_number_of_queries",
             "tests/test_attention.py::test_hidden_keys_and_values_may_hold_any_finite_number",
             "tests/test_attention.py::test_rows_do_not_meet",
         ),
@@ -54,7 +61,7 @@ TASKS = (
         "the `positions` (B, T), counted from a row's first real token and always valid, and the "
         "`mask` (B, 1, T, end): a query sees the real columns up to its own. No query may be left "
         "with nothing to see.",
-        points=30,
+        points=25,
         hints=(
             "Row b begins after padding[b] columns: its position in column c is c minus that. "
             "Known elsewhere as the cumulative sum of the mask, minus one.",
@@ -82,7 +89,7 @@ TASKS = (
         text="Write the keys and values of the new columns into the cache and return the attention "
         "of their queries: q and the result are (B, T, H, D), k and v (B, T, H_kv, D). No row may "
         "see another row's keys.",
-        points=15,
+        points=10,
         hints=(
             "It is stage 02's attend with one more axis in front.",
             "self.new[layer, 0] and [layer, 1] take k and v with T and H exchanged; "
@@ -98,13 +105,14 @@ TASKS = (
     Task(
         number=5,
         file="engine.py",
-        functions=("Engine._tokens",),
+        functions=("Engine._tokens", "Engine._forward"),
         title="a batch to its last row",
         text="Write the loop of a static batch: one padded prefill, then one token a row and step, "
-        "until every row has ended. Yield (row, Token) for each row that is alive. A row that has "
-        "ended emits nothing more but stays in the rectangle. Rows without finite scores end alone "
-        "(finite_rows), and every step is recorded, with its wasted tokens.",
-        points=30,
+        "until every row has ended; `_forward` runs one step and scores the rows that are alive. "
+        "Yield (row, Token) for each row that is alive. A row that has ended emits nothing more "
+        "but stays in the rectangle. Rows without finite scores end alone (finite_rows), and every "
+        "step is recorded, with its wasted tokens.",
+        points=20,
         hints=(
             "State: the ids to run next, one list a row; which rows are alive; the output ids of "
             "each. The cache needs room for the longest prompt and the longest answer less one, "
@@ -125,6 +133,27 @@ TASKS = (
             "tests/test_engine.py::test_a_record_of_every_pass",
             "tests/test_engine.py::test_the_records_add_up",
             "tests/test_engine.py::test_scores_that_are_not_finite_end_one_row",
+        ),
+    ),
+    Task(
+        number=6,
+        file="engine.py",
+        functions=("Engine.run",),
+        title="batches, and invalid prompts aside",
+        text="Continue the prompts of `outputs`, at most max_batch at a time, and yield (index of "
+        "the output, Token), each token being appended before. An invalid prompt fails alone and "
+        "takes no place in a batch. No prompts at all raise UserError. Records and cache_bytes "
+        "begin again.",
+        points=10,
+        hints=(
+            "sampling_per_prompt makes a list of options. check_request raises UserError: give it "
+            "to output.fail, and go on.",
+            "Collect the indices of the valid ones, and cut that list into batches.",
+            "self._tokens yields rows of its batch: batch[row] is the index of the output.",
+        ),
+        tests=(
+            "tests/test_engine.py::test_an_unfit_prompt_fails_alone_and_takes_no_seat",
+            "tests/test_engine.py::test_calls_that_are_errors",
         ),
     ),
 )

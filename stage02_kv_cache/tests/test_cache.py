@@ -124,6 +124,7 @@ def test_the_cache_refuses_more_than_it_holds(tiny_model, cache):
     cache.crop(60)
     cache.extend(4)
     grouped = KVCache(Config(5, 9, 8, 1, n_head=4, n_kv_head=2))
+    assert grouped.kv.shape == (1, 2, 2, 9, 2)
     grouped.extend(2)
     mask = grouped.extend(3).mask
     assert mask is not None and mask.shape == (2 * 3, 5)  # a row for each query head of a group

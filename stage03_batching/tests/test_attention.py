@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stage03_batching.attention import masked_attention
+from stage03_batching.attention import _by_hand, masked_attention
 
 B, H, S, D = 3, 2, 17, 12
 # bfloat16 numbers of about 1 are `eps` apart. Query, scores, weights and result are rounded.
@@ -54,6 +54,18 @@ def test_a_query_sees_what_its_mask_says(dtype, stored, queries, sees, group):
     assert (out.shape, out.dtype) == (q.shape, dtype)
     bound = max(BOUNDS[dtype], BOUNDS[stored])
     assert torch.allclose(out.double(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("queries", [1, 4])
+def test_the_sum_by_hand_serves_any_number_of_queries(dtype, queries):
+    q, keys, values, mask = problem(dtype, queries)
+    for hidden in (mask, None):
+        sees = torch.ones(B, queries, S, dtype=torch.bool) if hidden is None else mask[:, 0]
+        out = _by_hand(q, keys, values, hidden)
+        assert out.dtype == dtype
+        expected = by_hand(q, keys, values, sees)
+        assert torch.allclose(out.double(), expected, rtol=0, atol=BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

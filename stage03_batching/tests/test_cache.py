@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from shared.config import Config
 from shared.parity import random_prompt
 from stage01_forward.attention import Recompute
 from stage03_batching import cache as cache_module
@@ -159,3 +160,6 @@ def test_the_cache_refuses_more_than_it_holds(cache):
         cache.extend(0)
     assert cache.length == WIDTH  # nothing was taken
     assert cache.extend(STEPS).new.shape[-2] == STEPS
+    assert cache.padding.tolist() == [WIDTH - length for length in LENGTHS]
+    grouped = PaddedCache(Config(5, 9, 8, 1, n_head=4, n_kv_head=2), [2, 1, 1], 7)
+    assert grouped.kv.shape == (1, 2, 3, 2, 7, 2) and grouped.length == 0
