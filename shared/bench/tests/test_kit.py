@@ -247,6 +247,24 @@ def test_charts_are_declared_by_source_place_and_series() -> None:
     assert drawn == {"spread": spread, "dashed": {"limit, a", "limit, b"}, "log_x": True}
 
 
+def test_a_claim_is_missed_beyond_a_quarter_of_its_bound() -> None:
+    """The prediction by hand is of the round machine, the bound of this one."""
+    about = {"configuration": {}, "limits": vars(LIMITS), "results": {}}
+
+    def claim(ms: float, form: str) -> rows.Claim:
+        return rows.Claim("it", lambda on: 600 / on.limits.bandwidth_gb_s, lambda _: ms, "so", form)
+
+    claims = [claim(25.0, "{:.1f} ms"), claim(25.1, "{:.1f} ms"), claim(16, "{:g}")]
+    claims.append(claim(15.9, "{:g}"))
+    found = lines(rows.table(rows.loop(*claims)(rows.Results(about))))
+    assert [line[1:] for line in found] == [
+        ["15.0 ms", "20.0 ms", "25.0 ms", "so"],
+        ["15.0 ms", "20.0 ms", "25.1 ms", "**missed**: so"],
+        ["15", "20", "16", "so"],
+        ["15", "20", "15.9", "**missed**: so"],
+    ]
+
+
 def test_lengths_are_packed_and_percentiles_are_measured_values() -> None:
     lengths = [(64, 32)] * 3 + [(5, 2)]
     results = rows.Results({"configuration": {}, "limits": vars(LIMITS), "results": {}})
