@@ -115,6 +115,13 @@ def neighbours(shares: Sequence[Share]) -> list[list[Share]]:
     return runs
 
 
+def addresses(shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
+    """Slots and positions, (N,) each, of the N packed tokens of `shares`."""
+    counts = torch.tensor([count for _, _, count in shares])
+    slots = torch.tensor([slot for slot, _, _ in shares]).repeat_interleave(counts)
+    return slots, torch.cat([torch.arange(start, start + count) for _, start, count in shares])
+
+
 class PackedAttention:
     """Attention of one pass over N packed tokens, each of which sees the tokens before it in its
     own slot.
@@ -127,9 +134,7 @@ class PackedAttention:
     def __init__(self, kv: Tensor, shares: Sequence[Share], window: int = ALL) -> None:
         self.kv, self.window = kv, window
         self.order, ranked = ordered(shares, key=lambda share: (share[2], share[0]))
-        counts = torch.tensor([count for _, _, count in ranked])
-        slots = torch.tensor([slot for slot, _, _ in ranked]).repeat_interleave(counts)
-        positions = torch.cat([torch.arange(start, start + count) for _, start, count in ranked])
+        slots, positions = addresses(ranked)
         self.groups: list[Group] = []
         row = 0
         for run in neighbours(ranked):
@@ -139,6 +144,7 @@ class PackedAttention:
         self.slots, self.positions = slots.to(kv.device), positions.to(kv.device)  # both (N,)
 
     def _group(self, run: Sequence[Share], rows: slice, positions: Tensor) -> Group:
+        """What a run reads and sees; `rows` of the pass are its tokens, at `positions` (B * T,)."""
         first, count = run[0][0], run[0][2]
         ends = [start + count for _, start, _ in run]
         end = max(ends)

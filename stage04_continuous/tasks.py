@@ -7,78 +7,86 @@ from shared.task import Task
 TASKS = (
     Task(
         number=1,
-        file="request.py",
-        functions=("Request.tokens",),
-        title="the tokens of a request",
-        text="Return the ids at positions start..start+count-1 of prompt, answer and drafts "
-        "together, without joining the prompt to the rest first.",
+        file="plan.py",
+        functions=("Plan.tokens",),
+        title="pack a step",
+        text="Turn the plan of a step into what the runner takes: the ids of all shares, one after "
+        "the other; for each share where its sequence is kept, its first position and its number "
+        "of tokens; and the places among the ids whose logits are wanted.",
         points=5,
         hints=(
-            "The positions may be in the prompt, after it, or across the border.",
-            "A slice of the prompt, plus a slice of answer and drafts: positions in the answer are "
-            "smaller by the prompt's length.",
-            "A slice may begin after the end of a list, and is then empty; but it must not begin "
-            "before 0, where it would count from the end.",
+            "Each Work knows its request, its table, where it starts and how many tokens it has. "
+            "A request gives its own ids.",
+            "A share wants the logits of its last `rows` tokens. Where are these in the pack, once "
+            "its ids have been added?",
+            "If n ids are packed after a share, its wanted places end at n - 1.",
         ),
-        tests=("tests/test_request.py::test_tokens_across_the_border_of_prompt_and_answer",),
+        tests=("tests/test_request.py::test_a_plan_is_packed_share_by_share",),
     ),
     Task(
         number=2,
         file="cache.py",
-        functions=("SlotCache.move",),
-        title="a clean slot for the next sequence",
-        text="For each wipe among the moves, zero the first `used` positions of its slot, in all "
-        "layers, keys and values alike, and nothing else.",
-        points=5,
+        functions=("addresses", "PackedAttention._group"),
+        title="addresses and masks of a packed step",
+        text="Work out what is the same in every layer of a step. `addresses` gives the slot and "
+        "the position of each packed token. `_group` describes a run of B adjacent sequences with "
+        "T new tokens each: how many keys attention reads of each slot, and which of them each "
+        "query sees. No mask is made where none is needed: where all is visible, or where one "
+        "whole prompt attends alone, which is `causal`. (For stage 08: with more keys than "
+        "`window`, nothing is causal and the mask is that of `sees`.)",
+        points=20,
         hints=(
-            "Which axis of (layers, 2, slots, H, slot_tokens, D) is which?",
-            "One assignment of 0 to a slice does it, for each wipe.",
-            "Index the axis of slots with the slot and the axis of tokens with a slice up to "
-            "`used`; take all others whole.",
+            "Neither needs a loop over tokens: torch.repeat_interleave and torch.arange make all "
+            "addresses from the shares.",
+            "A query at position p sees the keys 0 to p of its own slot. All sequences of a group "
+            "are read as far as the longest needs.",
+            "Compare the numbers of the keys with the positions of the queries, shaped so that "
+            "they broadcast to (B, 1, T, end). When is every entry of that mask True?",
         ),
-        tests=("tests/test_cache.py::test_a_wipe_clears_one_slot_up_to_what_was_used",),
+        tests=("tests/test_cache.py::test_groups_of_a_pass",),
     ),
     Task(
         number=3,
         file="cache.py",
-        functions=("neighbours",),
-        title="who attends together",
-        text="Cut the shares of a step into runs that can attend in one call: adjacent slots, the "
-        "same number of new tokens, and similar lengths. Two lengths differ too much if more than "
-        "CALL keys would be read in vain.",
+        functions=("PackedAttention.attend",),
+        title="attention over packed tokens",
+        text="Write the keys and values of N packed tokens to their slots and positions, and "
+        "return the attention of their queries, group by group. q and the result are (N, heads, "
+        "D), k and v (N, H, D). Keys and values that were written before are read in place.",
         points=15,
         hints=(
-            "Go through the shares in order; each joins the run before it or begins a new one.",
-            "It joins if its slot is the last one's plus 1, its count is the same, and the padding "
-            "is worth it. Padding is counted in keys: all are read as long as the longest.",
-            "If the new share is longer than the run's longest start, every share of the run reads "
-            "the difference; if it is shorter, it reads the difference itself. Multiply by the new "
-            "tokens, and compare with CALL.",
+            "self.kv[layer] gives keys and values, each (slots, H, slot_tokens, D). self.slots and "
+            "self.positions, both (N,), are the addresses of all tokens.",
+            "One assignment with two index tensors writes all keys. Attention wants the heads "
+            "before the tokens: which rows of q does a group have, and of how many sequences?",
+            "A slice is a view, a list of slots would be a copy. masked_attention takes the "
+            "group's mask and its `causal`; its result goes back the way that the queries came.",
         ),
         tests=(
-            "tests/test_cache.py::test_grouping_rules",
+            "tests/test_cache.py::test_any_packing_is_explicit_attention_of_each_sequence",
+            "tests/test_cache.py::test_heads_share_keys_and_the_cache_has_a_dtype_of_its_own",
             "tests/test_cache.py::test_keys_and_values_are_read_in_place",
         ),
     ),
     Task(
         number=4,
         file="scheduler.py",
-        functions=("Scheduler.schedule",),
+        functions=("Scheduler.schedule", "Scheduler._share", "Scheduler._work", "Scheduler.finish"),
         title="who runs in the next step",
         text="Make the plan of the next step: who runs, and how many tokens of each. Decoding "
         "requests go first; the rest of the budget goes to chunks of prompts, and then to waiting "
         "requests for which a slot is free. No request overtakes the first in line. Admission "
         "means: out of the line, RUNNING, the lowest free slot, a Wipe of what the slot's last "
-        "sequence used, among the running.",
+        "sequence used, among the running. `finish` undoes it. `_share` is how much of a request "
+        "fits into a budget, `_work` its entry in the plan.",
         points=30,
         hints=(
-            "self._share gives the number of tokens of a request that fit into the budget left, "
-            "and self._work makes its Work for the plan.",
-            "Decodes and chunks are one list: the running requests, sorted by whether they are "
-            "decoding. Python's sort keeps the order of equals.",
-            "While a request waits and a slot is free, look at self._next_waiting(); if its share "
-            "is 0, stop. Count the step before anything else; free_slots is a heap, and dirty has "
-            "the positions used of each slot.",
+            "Decodes and chunks are one list. Python's sort keeps the order of equals.",
+            "A share is limited by what remains, by max_chunk and by the budget; without chunks it "
+            "is all or nothing. Logits are wanted when the last token is computed, of that token "
+            "and of each draft.",
+            "Count the step before anything else. free_slots is a heap, and dirty has the "
+            "positions used of each slot: who writes it, and when?",
         ),
         tests=(
             "tests/test_scheduler.py::test_a_long_prompt_goes_in_chunks_and_samples_after_the_last",
@@ -88,48 +96,49 @@ TASKS = (
             "test_without_chunks_a_prompt_runs_whole_and_none_overtakes_it",
             "tests/test_scheduler.py::"
             "test_the_lowest_free_slot_is_taken_and_a_freed_one_is_filled_in_the_next_pass",
-            "tests/test_scheduler.py::"
-            "test_no_request_starves_under_a_constant_stream_of_urgent_ones",
             "tests/test_scheduler.py::test_a_slot_is_wiped_as_far_as_its_last_sequence_came",
+            "tests/test_contract.py::TestSlots::test_abort_at_any_moment_changes_no_other_request",
         ),
     ),
     Task(
         number=5,
-        file="cache.py",
-        functions=("PackedAttention.attend",),
-        title="attention over packed tokens",
-        text="Write the keys and values of N packed tokens to their slots and positions, and "
-        "return the attention of their queries, group by group. q and the result are (N, heads, "
-        "D), k and v (N, H, D).",
-        points=20,
+        file="scheduler.py",
+        functions=("Scheduler._next_waiting", "Scheduler._waited"),
+        title="next in line, with patience",
+        text='Choose the next waiting request. "fcfs" is first come, first served. Under '
+        '"priority" the lowest number goes first, ties by arrival, and every `patience` steps '
+        "of waiting are worth one priority, so that no request waits forever.",
+        points=10,
         hints=(
-            "self.kv[layer] gives keys and values, each (slots, H, slot_tokens, D). self.slots and "
-            "self.positions, both (N,), are the addresses of all tokens.",
-            "An assignment with two index tensors writes them all at once, in the dtype of the "
-            "cache. Then each group attends: its rows of q, unpacked to B sequences of T tokens "
-            "with heads in front.",
-            "keys[group.slots, :, :group.end] is a view, (B, H, end, D). masked_attention takes "
-            "the group's mask and its `causal`; turn its result back, and store it in the group's "
-            "rows.",
+            "self.waiting is in the order of arrival.",
+            "How long has a request waited? It knows the scheduler's step at its arrival.",
+            "Python's min takes a key, and tuples compare from left to right. Only whole "
+            "priorities count.",
         ),
-        tests=("tests/test_cache.py::test_any_packing_is_explicit_attention_of_each_sequence",),
+        tests=(
+            "tests/test_scheduler.py::"
+            "test_no_request_starves_under_a_constant_stream_of_urgent_ones",
+            "tests/test_scheduler.py::test_the_policy_decides_who_is_next_and_ties_go_by_arrival",
+        ),
     ),
     Task(
         number=6,
         file="engine.py",
-        functions=("Engine._postprocess",),
-        title="after the step",
-        text="Note what a step has computed and sampled: the scheduler advances every request by "
-        "its share, each sampled token goes to its output with the finish reason, and ended "
-        "requests are released. Return the tokens, each with the id of its request.",
-        points=25,
+        functions=("Engine.step", "Engine._postprocess"),
+        title="a step",
+        text="Write a step of the engine: schedule, move, run, sample, postprocess; observers see "
+        "the plan before the pass and after the step, and the recorder's `model_time` measures the "
+        "pass. While nothing is planned, self.plan is empty: `fail` must know which requests a "
+        "failed pass had. `_postprocess` notes what was computed and sampled, releases the "
+        "requests that have ended, and returns the tokens, each with the id of its request.",
+        points=20,
         hints=(
-            "self.scheduler.advance first; then a loop over the samples, and one over the plan's "
-            "work for the requests that have ended.",
-            "Append the token before you call finish_reason, which looks at the newest.",
-            "The output's finish_reason is set from finish_reason(...); the Token that is returned "
-            "carries it too. A request may also end without a token (its logits were not finite): "
-            "look at the outputs of all the work, and release with self._finish.",
+            "The lesson's step 4 has the order. When does self.plan change, if moving memory may "
+            "fail too?",
+            "Append the token before you call finish_reason, which looks at the newest. The Token "
+            "that is returned carries the reason.",
+            "A request may also end without a token, if its logits were not finite: look at the "
+            "outputs of all the work of the plan.",
         ),
         tests=(
             "tests/test_contract.py::TestSlots::test_the_whole_record_of_a_small_crowd",
@@ -138,6 +147,10 @@ TASKS = (
             "tests/test_contract.py::TestSlots::test_each_of_several_end_ids_ends_its_own_request",
             "tests/test_contract.py::"
             "TestSlots::test_prompt_and_answer_fill_the_context_and_no_more",
+            "tests/test_contract.py::TestSlots::test_a_failure_outside_of_a_pass_ends_all",
+            "tests/test_contract.py::"
+            "TestSlots::test_a_pass_that_fails_ends_its_requests_and_no_other",
+            "tests/test_contract.py::TestSlots::test_records_are_timed_and_limited",
         ),
     ),
 )

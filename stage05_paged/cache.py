@@ -59,7 +59,7 @@ class PagedCache:
         return self.kv.nbytes
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Do `moves`, as if one after the other."""
+        """Do `moves`, one after the other."""
         do_moves(self.kv, self.swapped, 3, moves)
 
     def read(self, blocks: Sequence[int]) -> Tensor:
@@ -90,35 +90,13 @@ def check_places(shares: Sequence[Share], block_size: int) -> None:
 
 
 def do_moves(kv: Tensor, swapped: Tensor, axis: int, moves: Sequence[Move]) -> None:
-    """Do `moves` of blocks, which `axis` of `kv` and of `swapped` counts, as if one after the
-    other."""
-    for kind, batch in batches(moves):
-        sources = torch.tensor([move.source for move in batch])
-        targets = torch.tensor([move.target for move in batch])
-        here, there = targets.to(kv.device), sources.to(kv.device)
-        if kind == "wipe":
-            kv.index_fill_(axis, here, 0)
-        elif kind == "copy":
-            kv.index_copy_(axis, here, kv.index_select(axis, there))
-        elif kind == "out":
-            swapped.index_copy_(axis, targets, kv.index_select(axis, there).to("cpu"))
-        else:
-            kv.index_copy_(axis, here, swapped.index_select(axis, sources).to(kv.device))
-
-
-def batches(moves: Sequence[Move]) -> list[tuple[str, list[Move]]]:
-    """Cut `moves` into runs that one operator can do: of one kind, and independent of what earlier
-    moves of the run have written."""
-    runs: list[tuple[str, list[Move]]] = []
-    written: set[int] = set()
+    """Do `moves` of blocks, which `axis` of `kv` and of `swapped` counts, one after the other."""
     for move in moves:
-        clash = move.target in written or (move.kind == "copy" and move.source in written)
-        if not runs or runs[-1][0] != move.kind or clash:
-            runs.append((move.kind, []))
-            written = set()
-        runs[-1][1].append(move)
-        written.add(move.target)
-    return runs
+        target = (swapped if move.kind == "out" else kv).select(axis, move.target)
+        if move.kind == "wipe":
+            target.zero_()
+        else:
+            target.copy_((swapped if move.kind == "in" else kv).select(axis, move.source))
 
 
 @dataclass(frozen=True)
@@ -154,6 +132,29 @@ def runs(shares: Sequence[Share]) -> list[list[Share]]:
     return result
 
 
+def padded(shares: Sequence[Share], window: int) -> Tensor:
+    """The tables of `shares`, (sequences, width).
+
+    A table shorter than the widest is padded with its own last block. A mask hides what is read
+    there; but a NaN would come through, and it must not be a neighbour's.
+    """
+    width = max(len(blocks) for blocks, _, _ in shares)
+    tables = torch.tensor([blocks + blocks[-1:] * (width - len(blocks)) for blocks, _, _ in shares])
+    if window < ALL:  # blocks behind a window are given back, and may be a neighbour's too
+        tables = torch.where(tables == NOWHERE, tables[:, -1:], tables)
+    return tables
+
+
+def addresses(tables: Tensor, shares: Sequence[Share], size: int) -> tuple[Tensor, Tensor]:
+    """Slots and positions, (N,) each, of the N packed tokens of `shares`, whose `tables` are
+    (sequences, width). The slots of block b of `size` tokens are b * size and those after it."""
+    starts = torch.tensor([start for _, start, _ in shares])
+    counts = torch.tensor([count for _, _, count in shares])
+    owners = torch.arange(len(shares)).repeat_interleave(counts)  # (N,)
+    positions = torch.arange(len(owners)) - (counts.cumsum(0) - counts - starts)[owners]
+    return tables[owners, positions // size] * size + positions % size, positions
+
+
 class PagedAttention:
     """Attention of one pass over N packed tokens, each of which sees the tokens before it in its
     own blocks.
@@ -165,22 +166,14 @@ class PagedAttention:
     def __init__(self, kv: Tensor, shares: Sequence[Share], window: int = ALL) -> None:
         self.kv, self.window = kv, window
         self.order, ranked = ordered(shares, key=lambda share: (share[2], share[1]))
-        size, width = kv.shape[4], max(len(blocks) for blocks, _, _ in ranked)
-        # A table shorter than the widest is padded with its own last block. A mask hides what is
-        # read there; but a NaN would come through, and it must not be a neighbour's.
-        tables = torch.tensor(
-            [blocks + blocks[-1:] * (width - len(blocks)) for blocks, _, _ in ranked]
-        )  # (sequences, width)
-        if window < ALL:  # blocks behind a window are given back, and may be a neighbour's too
-            tables = torch.where(tables == NOWHERE, tables[:, -1:], tables)
-        starts = torch.tensor([start for _, start, _ in ranked])
-        counts = torch.tensor([count for _, _, count in ranked])
-        owners = torch.arange(len(ranked)).repeat_interleave(counts)  # (N,), as the next two
-        positions = torch.arange(len(owners)) - (counts.cumsum(0) - counts - starts)[owners]
-        slots = tables[owners, positions // size] * size + positions % size
+        size = kv.shape[4]
+        tables = padded(ranked, window)  # (sequences, width)
+        slots, positions = addresses(tables, ranked, size)
         self.prompts: list[tuple[slice, int]] = []  # whole prompts: their rows and length
         self.tiles: list[Tile] = []
-        self.buffer = kv.new_empty(max(TILE // kv.itemsize, 2 * width * kv[0, 0, 0, 0].numel()))
+        self.buffer = kv.new_empty(
+            max(TILE // kv.itemsize, 2 * tables.shape[1] * kv[0, 0, 0, 0].numel())
+        )
         row = sequence = 0
         for run in runs(ranked):
             count = run[0][2]

@@ -15,7 +15,7 @@ TASKS = (
         "table more, `give_back` one less, and the last one leaves the block cached if it was "
         "published, else free. Each takes constant time, and raises RuntimeError for a call that "
         "cannot be.",
-        points=20,
+        points=15,
         hints=(
             "A block is in one of three states: in self.free, in self.cached, or with references "
             "above 0. Every call keeps that true.",
@@ -39,80 +39,97 @@ TASKS = (
     Task(
         number=2,
         file="blocks.py",
-        functions=("BlockTable.replace",),
-        title="copy-on-write",
-        text="Put a new block in place of the shared one at a position, and return (old, new), so "
-        "that the content can be copied before it is written.",
-        points=5,
-        hints=(
-            "Position p is in blocks[p // block_size].",
-            "Take before you give back: the other way round, the pool might return the very block "
-            "that was just released.",
-            "Take a block from the pool, put it into the table, give the old one back, return both "
-            "numbers.",
-        ),
-        tests=("tests/test_blocks.py::test_a_table_that_writes_to_a_shared_block_gets_its_own",),
-    ),
-    Task(
-        number=3,
-        file="blocks.py",
-        functions=("BlockTable.digest",),
+        functions=("BlockTable.digest", "BlockPool.publish", "BlockPool.match"),
         title="names of full blocks",
-        text="Compute the digests of the full blocks of `tokens`, which follow the blocks digested "
-        "so far, and return all digests. It must be right however the tokens are divided into "
-        "calls, and never hash a token twice.",
+        text="Name full blocks, so that a text with the same beginning finds them. `digest` adds "
+        "the names of the full blocks of `tokens`, which follow the blocks named so far, and "
+        "returns all; it must be right however the tokens are divided into calls, and hash no "
+        "token twice. `publish` makes a block findable by its name, unless another block is "
+        "already, or it has a name. `match` finds the blocks of the longest known beginning.",
         points=10,
         hints=(
-            "`chain` makes a digest of its parent's and the tokens of one block. Tokens after the "
+            "`chain` makes a name of the parent's and the tokens of one block. Tokens after the "
             "last full block are left out.",
-            "The parent is the last digest so far; for the first, it is the SHA-256 of the salt.",
-            "Go through `tokens` in steps of the block size, as long as a whole block is left, and "
-            "append to self.digests.",
+            "What is the parent of the first block? The salt decides who shares with whom.",
+            "pool.found leads from a name to a block and pool.digests back: keep both in step. "
+            "Looking a name up does not take the block.",
         ),
         tests=(
             "tests/test_blocks.py::"
             "test_digests_are_worked_out_once_a_full_block_and_whatever_the_pieces",
             "tests/test_blocks.py::test_other_salts_find_nothing",
+            "tests/test_blocks.py::"
+            "test_the_first_of_two_equal_blocks_is_found_and_only_behind_its_beginning",
+        ),
+    ),
+    Task(
+        number=3,
+        file="cache.py",
+        functions=("padded", "addresses"),
+        title="addresses through a table",
+        text="`padded` puts the tables of a step into one tensor: a short one is filled up with "
+        "its own last block, and a place that is NOWHERE (given back behind a window, stage 08) "
+        "likewise. `addresses` gives the slot and the position of each packed token: the slots of "
+        "block b are b * size and those after it.",
+        points=10,
+        hints=(
+            "Which sequence does packed token i belong to, and what is its position there? A loop "
+            "may answer that first; repeat_interleave and cumsum do it without one.",
+            "The block of a position is an entry of the table of its sequence; what is left of the "
+            "position is the place in that block.",
+            "Tensors can be indexed by two tensors of equal shape, here the sequences and the "
+            "entries of their tables.",
+        ),
+        tests=(
+            "tests/test_cache.py::test_addresses_go_through_the_tables",
+            "tests/test_cache.py::"
+            "test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees",
         ),
     ),
     Task(
         number=4,
         file="cache.py",
-        functions=("batches",),
-        title="moves that go together",
-        text="Cut a list of moves into runs that one operator can do: of one kind, in order, and "
-        "none that reads or writes a block that an earlier move of its run has written.",
+        functions=("PagedAttention.attend",),
+        title="attention with a gather",
+        text="Write the keys and values of N packed tokens to their slots, and return the "
+        "attention of their queries. q and the result are (N, heads, D), k and v (N, H, D). Whole "
+        "prompts attend over the keys and values that were just computed. The others attend tile "
+        "by tile, over what is gathered from the blocks into the tile's memory.",
         points=15,
         hints=(
-            "Go through the moves in order, and note which blocks the current run has written.",
-            "Only a copy reads where the others write: 'out' and 'in' go between two memories, and "
-            "'wipe' reads nothing.",
-            "A new run begins if there is none, if the kind differs, or if the move's target, or a "
-            "copy's source, was written in this run; then nothing is written yet.",
+            "kv[layer] is (2, H, blocks, block_size, D). Seen as (2, H, slots, D) it takes new "
+            "keys and values by slot; seen as rows of block_size * D numbers it is what a tile's "
+            "`lines` count.",
+            "torch.index_select copies rows in any order, and `out` says where to. tile.keys and "
+            "tile.values are that same memory, as attention reads it.",
+            "Heads of queries may share a head of keys: q.shape[1] // k.shape[1] of them. A tile "
+            "has some heads of keys; which rows and heads of q attend to them?",
         ),
         tests=(
-            "tests/test_cache.py::test_moves_that_clash_do_not_go_together",
-            "tests/test_cache.py::test_moves_are_done_as_if_one_after_the_other",
+            "tests/test_cache.py::test_any_packing_is_explicit_attention_of_each_sequence",
+            "tests/test_cache.py::test_heads_share_keys_and_the_cache_has_a_dtype_of_its_own",
         ),
     ),
     Task(
         number=5,
         file="scheduler.py",
-        functions=("Scheduler._preempt",),
-        title="give memory back and wait",
-        text="Take the blocks of a running request and put it back in line, at the place of its "
-        "arrival. Either its computed blocks move to the swap pool, or its keys and values are "
-        "dropped and computed again; self._swaps decides. Its answer so far stays.",
+        functions=("Scheduler._make_room", "Scheduler._grow", "Scheduler._preempt"),
+        title="make room",
+        text="Before a step every running request needs blocks for its tokens. `_make_room` goes "
+        "from the most senior to the most junior and lets each `_grow`: new blocks, each wiped by "
+        "a move. Where blocks are missing, it preempts the most junior, until there are enough or "
+        "the request itself has gone. It returns whether a request was preempted. `_preempt` takes "
+        "the blocks of a running request and puts it back in line, at the place of its arrival, "
+        "with its answer so far. Either its computed blocks move to the swap pool, or its keys and "
+        "values are dropped and computed again; self._swaps decides.",
         points=20,
         hints=(
-            "Only computed tokens are worth swapping: pool.blocks_for(computed) blocks of the "
-            "table.",
-            "To swap: take blocks from the swap pool, add a Move('out', from, to) for each pair to "
-            "the plan's moves, note the blocks in self.swapped. Else: computed is 0. Each way has "
-            "its counter.",
-            "Then release the table, remember the request in self._preempted, take it out of the "
-            "running, move it to WAITING, and insert it into the line by arrival (insort with a "
-            "key).",
+            "self._rank is seniority: the lowest keeps its memory longest. A request that was "
+            "preempted in this round must not grow in it.",
+            "Only computed blocks are worth swapping, and none behind a window (self.behind). The "
+            "moves must name the table's blocks before it is released, and come before any wipe.",
+            "Each way has its counter. What must `computed` be after each of them, and where else "
+            "is the request noted: self.swapped, self._preempted, self.running, self.waiting?",
         ),
         tests=(
             "tests/test_preemption.py::test_the_most_junior_gives_its_memory_back",
@@ -128,6 +145,7 @@ TASKS = (
             "test_only_computed_blocks_are_swapped_and_without_one_the_request_recomputes",
             "tests/test_preemption.py::"
             "test_swap_blocks_are_taken_if_there_is_room_and_given_back_after_an_abort",
+            "tests/test_preemption.py::test_a_step_that_preempts_admits_no_request",
         ),
     ),
     Task(

@@ -104,7 +104,7 @@ class KernelCache:
         return self.kv.nbytes
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Do `moves`, as if one after the other."""
+        """Do `moves`, one after the other."""
         do_moves(self.kv, self.swapped, 1, moves)
 
     def read(self, blocks: Sequence[int]) -> Tensor:

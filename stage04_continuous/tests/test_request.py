@@ -8,6 +8,7 @@ import pytest
 
 from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
+from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request, State
 
 LEGAL = {
@@ -64,3 +65,13 @@ def test_the_prompt_is_a_copy_and_requests_alike_are_still_two():
     mine[0] = 99
     assert first.tokens(0, 3) == [1, 2, 3] and first != second
     assert first.generator is not second.generator and first.output is not second.output
+
+
+def test_a_plan_is_packed_share_by_share():
+    """A decode with two drafts, a chunk in the middle of a prompt, and the end of another."""
+    drafted, cut, ends = answered([1, 2], [3]), answered([4, 5, 6, 7], []), answered([8, 9], [])
+    drafted.drafts = [10, 11]
+    work = [Work(drafted, 5, 2, 3, 3), Work(cut, 0, 1, 2, 0), Work(ends, 2, 0, 2, 1)]
+    ids, shares = [3, 10, 11, 5, 6, 8, 9], [(5, 2, 3), (0, 1, 2), (2, 0, 2)]
+    assert Plan(work=work).tokens() == (ids, shares, [0, 1, 2, 6])
+    assert Plan().tokens() == ([], [], [])

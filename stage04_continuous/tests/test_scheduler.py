@@ -61,6 +61,7 @@ def test_a_long_prompt_goes_in_chunks_and_samples_after_the_last():
         [("a", 0, 10, 1, True)],
         [("a", 0, 11, 1, True)],
     ]
+    assert scheduler.step == 5
 
 
 def test_decodes_go_first_and_prompts_share_the_rest():
@@ -124,6 +125,17 @@ def test_no_request_starves_under_a_constant_stream_of_urgent_ones(priority, pat
         scheduler.finish(work.request)
         passes += 1
     assert passes == priority * patience + (patience == 1)
+
+
+@pytest.mark.parametrize("policy, order", [("fcfs", "abcd"), ("priority", "bdac")])
+def test_the_policy_decides_who_is_next_and_ties_go_by_arrival(policy, order):
+    scheduler, served = Scheduler(max_sequences=1, policy=policy), ""
+    for id, priority in zip("abcd", (1, 0, 1, 0), strict=True):
+        ask(scheduler, 1, id, priority)
+    while scheduler.unfinished:
+        served += step(scheduler)[0][0]
+        scheduler.finish(scheduler.running[0])
+    assert served == order
 
 
 def test_work_knows_its_prompt_tokens():

@@ -162,6 +162,21 @@ def test_other_salts_find_nothing():
         assert pool.match(BlockTable(pool, salt).digest(tokens)) == found
 
 
+def test_the_first_of_two_equal_blocks_is_found_and_only_behind_its_beginning():
+    """A block has one name and a name one block."""
+    pool = BlockPool(4)
+    first, twin, last = (pool.take() for _ in range(3))
+    for block, name in ((first, b"a"), (twin, b"a"), (first, b"b"), (last, b"c")):
+        pool.publish(block, name)
+    assert (pool.found, pool.digests) == ({b"a": first, b"c": last}, [b"a", None, b"c", None])
+    for names, found in (
+        ([b"a", b"c"], [first, last]),
+        ([b"a", b"b", b"c"], [first]),
+        ([b"b"], []),
+    ):
+        assert pool.match(names) == found
+
+
 CALLS = ["begin", "grow", "grow", "grow", "adopt", "replace", "shrink", "release", "lose"]
 
 

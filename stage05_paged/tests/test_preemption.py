@@ -73,6 +73,18 @@ def test_the_senior_is_served_first_even_if_it_was_admitted_later():
     assert plan.moves == [Move("wipe", work.table[2], work.table[2])]
 
 
+def test_a_step_that_preempts_admits_no_request():
+    """A block is left over, and yet the urgent one waits, or the two could swap places forever."""
+    scheduler = scheduler_of(7, policy="priority", prefix_caching=False)
+    for id in "abc":
+        ask(scheduler, 8, id)
+    step(scheduler)
+    ask(scheduler, 1, "urgent", -1)
+    assert [id for id, *_ in step(scheduler)] == ["a", "b"]
+    assert (ids(scheduler.waiting), scheduler.pool.available) == (["c", "urgent"], 1)
+    assert [id for id, *_ in step(scheduler)] == ["a", "b", "urgent"]
+
+
 def test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_again():
     """Prompt and answer so far in one go: then comes its next token, and none twice."""
     scheduler, (a, b, c) = three_that_fill_the_pool()

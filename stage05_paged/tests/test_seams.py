@@ -1,7 +1,7 @@
 """The seams carry what comes next: each toy is plugged in without an edit of stages 01 to 06.
 
-A cache of another layout, a runner in another process, and a step that proposes several tokens; the
-second model family is stage 08. All answers are the naive engine's.
+A runner in another process, and a step that proposes several tokens. The second model family is
+stage 08, the cache of another layout stage 09. All answers are the naive engine's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from stage03_batching.attention import masked_attention
 from stage04_continuous.engine import Engine
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
@@ -35,47 +34,6 @@ from stage05_paged.records import Recorder
 from stage05_paged.scheduler import Scheduler
 
 BLOCKS, SIZE, SWAP = 14, 4, 8
-
-
-class TokensFirst:
-    """(layers, 2, blocks, block_size, H, D), which kernels like. The swap pool is behind the
-    blocks, tokens are packed in reverse order, and each sequence attends alone."""
-
-    def __init__(self, config, blocks, size, swap_blocks=0):
-        shape = (config.n_layer, 2, blocks + swap_blocks, size, config.n_kv_head, config.head_dim)
-        self.kv, self.size = torch.zeros(shape, dtype=torch.float64), size
-        self.offsets = {"out": (0, blocks), "in": (blocks, 0)}
-
-    def move(self, moves):
-        for move in moves:
-            source, target = self.offsets.get(move.kind, (0, 0))
-            value = 0 if move.kind == "wipe" else self.kv[:, :, source + move.source]
-            self.kv[:, :, target + move.target] = value
-
-    def extend(self, shares):
-        return TokensFirstAttention(self, shares)
-
-
-class TokensFirstAttention:
-    def __init__(self, cache, shares):
-        self.cache, self.shares = cache, shares[::-1]
-        positions = [start + i for _, start, count in shares for i in range(count)]
-        self.order = torch.arange(len(positions)).flip(0)
-        self.positions = torch.tensor(positions)[self.order]
-
-    def attend(self, layer, q, k, v):
-        out, row = torch.empty_like(q), 0
-        for blocks, _, count in self.shares:
-            rows, table = slice(row, row := row + count), torch.tensor(blocks)
-            places = self.positions[rows]
-            address = table[places // self.cache.size], places % self.cache.size
-            for which, fresh in enumerate((k, v)):
-                self.cache.kv[(layer, which, *address)] = fresh[rows]
-            keys, values = self.cache.kv[layer][:, table].flatten(1, 2).transpose(1, 2)[:, None]
-            mask = torch.arange(keys.shape[2]) <= places.view(1, 1, -1, 1)
-            queries = q[None, rows].transpose(1, 2)  # (1, H, T, D)
-            out[rows] = masked_attention(queries, keys, values, mask)[0].transpose(0, 1)
-        return out
 
 
 def crowded_engine(runner):
@@ -101,12 +59,6 @@ def assert_crowd_is_answered(engine):
     assert_answered(*requests)
     counts = engine.scheduler.counts
     assert min(counts.swapped_in, counts.copies, counts.hit_tokens) > 0
-
-
-def test_a_cache_of_another_layout():
-    assert_crowd_is_answered(
-        crowded_engine(Runner(the_model(), TokensFirst(CONFIG, BLOCKS, SIZE, SWAP)))
-    )
 
 
 def serve(pipe):

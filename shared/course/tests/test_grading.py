@@ -23,8 +23,8 @@ from shared.course.testing import python
 from shared.errors import UserError
 from shared.task import Task
 
-STAGE, FILE = "stage04_continuous", "request.py"
-TASK = mine.find_task(STAGE, 1)  # Request.tokens
+STAGE, FILE = "stage04_continuous", "plan.py"
+TASK = mine.find_task(STAGE, 1)  # Plan.tokens
 TEST = f"{STAGE}/{TASK.tests[0]}"
 REFERENCE = mine.read(paths.ROOT / STAGE / FILE)
 SHORT = Limits(seconds=300, memory=2048, disk=32)  # with time enough for a busy machine
@@ -53,17 +53,19 @@ def judge(trusted: Path, tmp_path: Path) -> Iterator[Any]:
 
 def inside(code: str) -> str:
     """The reference with code at the beginning of the task's function."""
-    line = "        prompt, answer = self.output.prompt_ids, self.output.token_ids\n"
+    line = "        ids: list[int] = []\n"
     assert REFERENCE.count(line) == 1
     return REFERENCE.replace(line, textwrap.indent(code, " " * 8) + "\n" + line)
 
 
 def above(code: str) -> str:
     """The reference with code that runs when it is imported."""
-    return REFERENCE.replace("class State(Enum):", f"{code}\n\n\nclass State(Enum):", 1)
+    return REFERENCE.replace(
+        "class Observer(Protocol):", f"{code}\n\n\nclass Observer(Protocol):", 1
+    )
 
 
-WRONG = REFERENCE + "\n\nRequest.tokens = lambda self, start, count: None\n"
+WRONG = REFERENCE + "\n\nPlan.tokens = lambda self: None\n"
 
 
 def test_a_grader_that_is_killed_takes_the_judged_process_with_it(tmp_path):
