@@ -7,24 +7,20 @@ had (slots times steps), the share that computed for a request which was still t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
-from shared import charts, cli, measure
+from shared import cli, measure
 from shared.bench import kit, rows
 from shared.bench.forecast import CONTINUOUS as OURS
-from shared.bench.forecast import SINGLE, STATIC, costs, least, pass_cost, simulate
+from shared.bench.forecast import STATIC, costs, least, pass_cost, simulate
 from shared.bench.kit import Case, Group, Lengths, Subject
-from shared.bench.rows import Results, Row, is_peer, median, percentile
-from shared.peers import PAGE, TransformersContinuous
-from stage02_kv_cache.engine import Engine as SingleEngine
+from shared.bench.rows import Claim, Results, Row, is_peer, median, percentile
+from shared.peers import TransformersContinuous
 from stage03_batching.engine import Engine as StaticEngine
 
 from . import timeline
@@ -38,25 +34,14 @@ WHOLE = "whole"  # a prompt that is not cut into chunks
 
 
 @dataclass(frozen=True)
-class Sizes(kit.Plan):
-    """A budget is that of a pass, in tokens."""
+class Sizes(kit.Crowd):
+    """Win: the crowd. Null, and beside transformers: as many equal requests as slots. Lose: a long
+    prompt arrives among neighbours that are in the middle of their answers."""
 
-    # Win: answers of very different lengths, all there at the start; half are below `middle`.
-    requests: int = 72
     slots: int = 24
-    budget: int = 256
-    prompts: tuple[int, int] = (16, 64)
-    answers: tuple[int, int] = (8, 256)
-    middle: int = 48
-    repeats: tuple[int, int] = (2, 1)  # of this stage, of the others
-    # Null and peers: as many equal requests as slots. The first pass takes all prompts.
     equal_slots: tuple[int, ...] = (8, 32)
     equal: tuple[int, int] = (16, 32)
     equal_repeats: tuple[int, int] = (2, 1)  # of this stage, of the others
-    # Lose: one request.
-    single: tuple[int, int] = (64, 64)
-    single_repeats: int = 2
-    # A long prompt arrives among neighbours in the middle of their answers.
     neighbours: int = 8
     neighbours_prompt: int = 64
     before: int = 24  # tokens of each neighbour before the long prompt arrives
@@ -72,73 +57,40 @@ FULL = Sizes()
 QUICK = kit.quick(FULL)
 
 
-def workload(plan: Sizes) -> Lengths:
-    """The requests of the winning case."""
-    return kit.lognormal(plan.requests, plan.prompts, plan.answers, plan.middle)
-
-
 def runner(subject: Subject, slots: int, slot_tokens: int) -> Runner:
     return Runner(subject.model, SlotCache(subject.config, slots, slot_tokens, subject.dtype))
 
 
 def side_by_side(
-    subject: Subject,
-    kinds: Iterable[str],
-    lengths: Lengths,
-    slots: int,
-    budget: int,
-    repeats: tuple[int, int],
+    subject: Subject, lengths: Lengths, slots: int, budget: int, repeats: tuple[int, int]
 ) -> tuple[Group, Any]:
-    """One workload on stage 03, this stage and transformers with the attentions `kinds`, all with
-    the same slots."""
+    """One workload on stage 03, this stage and transformers, all with the same slots."""
     most = max(prompt + answer for prompt, answer in lengths)
-    engines: dict[str, Any] = {
-        STATIC: StaticEngine(subject.model, max_batch=slots),
-        OURS: Engine(runner(subject, slots, most), Scheduler(slots, budget)),
-    }
-    with ExitStack() as stack:
-        for kind in kinds:
-            peer = TransformersContinuous(subject.peer(kind), slots, most, budget)
-            passes = partial(getattr, peer, "passes")
-            engines[f"transformers, {kind}"] = kit.Peer(stack.enter_context(peer).generate, passes)
+    with TransformersContinuous(subject.peer("sdpa"), slots, most, budget) as peer:
+        engines = {
+            STATIC: StaticEngine(subject.model, max_batch=slots),
+            OURS: Engine(runner(subject, slots, most), Scheduler(slots, budget)),
+            "transformers, sdpa": kit.Peer(peer.generate, partial(getattr, peer, "passes")),
+        }
         often = {name: repeats[name != OURS] for name in engines}
         about: dict[str, Any] = {"slots": slots, "slot_tokens": most, "budget": budget}
         return kit.compare(subject, engines, lengths, often, like=OURS, **about)
 
 
 def equal(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """Equal requests, one for each slot; and the bookkeeping of every pass that decodes them
-    all."""
+    """Equal requests, one for each slot."""
     for slots in plan.equal_slots:
-        lengths, budget = [plan.equal] * slots, slots * plan.equal[0]
-        kinds, repeats = ("sdpa", "eager"), plan.equal_repeats
-        group, runs = side_by_side(subject, kinds, lengths, slots, budget, repeats)
-        decode = [[one for one in run if one.decode_tokens == slots] for run in runs[OURS].steps]
-        yield group | {
-            "step": [[step.seconds for step in steps] for steps in decode],
-            "bookkeeping": [[step.bookkeeping_seconds for step in steps] for steps in decode],
-        }
+        budget = slots * plan.equal[0]
+        yield side_by_side(subject, [plan.equal] * slots, slots, budget, plan.equal_repeats)[0]
 
 
 def win(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """Answers of very different lengths; and what the slots did, for the charts."""
-    lengths, (slots, steps) = workload(plan), plan.gantt
-    group, runs = side_by_side(subject, ("sdpa",), lengths, plan.slots, plan.budget, plan.repeats)
+    """Answers of very different lengths; and what the slots did, for the chart."""
+    lengths, (slots, steps) = plan.crowd, plan.gantt
+    group, runs = side_by_side(subject, lengths, plan.slots, plan.budget, plan.repeats)
     bars = timeline.bars(runs[OURS].steps[-1][:steps])
     drawn = [list(asdict(bar).values()) for bar in bars if bar.slot < slots]
     yield group | {"gantt": {"slots": slots, "steps": steps, "bars": drawn}}
-
-
-def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """A single request on the engines of three stages, with the slots of the winning case."""
-    about: dict[str, Any] = {"slots": plan.slots, "budget": plan.budget}
-    most = min(plan.prompts[1] + plan.answers[1], subject.config.n_positions)
-    engines = {
-        SINGLE: SingleEngine(subject.model),
-        STATIC: StaticEngine(subject.model, max_batch=plan.slots),
-        OURS: Engine(runner(subject, plan.slots, most), Scheduler(plan.slots, plan.budget)),
-    }
-    yield kit.compare(subject, engines, [plan.single], plan.single_repeats, "single", **about)[0]
 
 
 def arrive(subject: Subject, plan: Sizes, engine: Engine) -> Group:
@@ -225,19 +177,7 @@ def gap(share: float) -> Callable[[Row], float]:
 
 
 def occupancy(row: Row) -> float:
-    return 1.0 if row.variant == SINGLE else row["busy"] / (row["slots"] * row["passes"])
-
-
-def cache(row: Row) -> str:
-    pages = math.ceil(row.get("slot_tokens", 0) / PAGE) * PAGE * row["slots"]
-    held = pages * row.config.kv_bytes_per_token(row.kind) if is_peer(row.variant) else row["bytes"]
-    return f"{held / 1e6:,.0f}"
-
-
-def share_of_step(row: Row) -> str:
-    runs = [np.divide(own, step) for own, step in zip(row["bookkeeping"], row["step"], strict=True)]
-    own = [median(run) for run in runs]
-    return f"{median(np.concatenate(runs)):.1%} ({min(own):.1%} to {max(own):.1%})"
+    return row["busy"] / (row["slots"] * row["passes"])
 
 
 def passes(row: Row) -> str:
@@ -247,19 +187,9 @@ def passes(row: Row) -> str:
 
 COLUMNS = rows.limits_of(least) | {
     "slots in use": lambda row: f"{occupancy(row):.0%}",
-    "steps": passes,
     "steps (predicted)": passes,
-    "cache, MB": cache,
     "over stage 03 (predicted)": rows.gain(STATIC, least),
-    "over stage 02 (predicted)": rows.gain(SINGLE, least),
-    "stage 04 over it": lambda row: f"{row.median / row.of(OURS).median:.2f}x",
-    "same tokens": lambda row: row.alike(OURS, "stage 04") if "same" in row.group else row.proof,
-    "step p50, ms": lambda row: f"{median(sum(row['step'], [])) * 1e3:.1f}",
-    "scheduler, sampling, postprocessing p50, ms": lambda row: (
-        f"{median(sum(row['bookkeeping'], [])) * 1e3:.2f}"
-    ),
-    "share p50": share_of_step,
-    "steps with all rows": lambda row: sum(map(len, row["step"])),
+    "same tokens": lambda row: row.alike(OURS, "stage 04"),
     "long prompt": chunk_name,
     "ITL p50, ms": lambda row: f"{gap(0.5)(row):,.1f}",
     "p99, ms": lambda row: f"{gap(0.99)(row):,.1f}",
@@ -273,60 +203,105 @@ COLUMNS = rows.limits_of(least) | {
     ),
     "tokens proved": lambda row: row.proof if row.variant else "",
 }
+
+
+def crowd(results: Results) -> Row:
+    """The winning case."""
+    return results.groups("win")[0]
+
+
+def at_once(results: Results) -> Row:
+    """The null control with the most slots, in float32."""
+    return results.groups("equal", dtype="float32")[-1]
+
+
+def steps_by_hand(found: Results) -> float:
+    """Static over continuous, were no slot ever empty."""
+    row = crowd(found)
+    longest = max(answer for _, answer in row.lengths)
+    return len(costs(row.of(STATIC))) / max(longest, row.tokens / row["slots"])
+
+
+def delay(what: str, way: int, first: bool, why: str) -> Claim:
+    """Of milliseconds that a long prompt costs: its neighbours, or itself before its `first`
+    token."""
+
+    def row(found: Results) -> Row:
+        return found.groups("chunking", dtype="float32")[0].variants[way]
+
+    def measured(found: Results) -> float:
+        return median(row(found)["seconds"]) * 1e3 if first else gap(1)(row(found))
+
+    return Claim(what, lambda found: arrival(row(found))[first] * 1e3, measured, why, "{:,.0f} ms")
+
+
+LOOP = rows.loop(
+    Claim(
+        "steps of the crowd, static over continuous",
+        lambda found: len(costs(crowd(found).of(STATIC))) / len(costs(crowd(found).of(OURS))),
+        lambda found: crowd(found).of(STATIC)["passes"] / crowd(found).of(OURS)["passes"],
+        "by hand no slot is ever empty, but the last long answers begin late and leave a tail",
+        by_hand=steps_by_hand,
+    ),
+    rows.faster(
+        "seconds of the crowd, static over continuous", crowd, (STATIC, OURS), least,
+        "only the steps are saved: one with fewer rows took as long as stage 03's, because it "
+        "attends in several calls a layer and not in one",
+    ),
+    rows.faster(
+        "the same for equal answers that arrive together", at_once, (STATIC, OURS), least,
+        "nothing to refill; the runs differ by more",
+    ),
+    delay(
+        "longest gap of a neighbour, long prompt run whole", -1, False,
+        "a prefill reaches two thirds of the best rate of a product",
+    ),
+    delay(
+        "longest gap of a neighbour, chunks of 64", 0, False,
+        "products of 70 rows reach less of that rate, and a chunk attends, through a mask, to all "
+        "chunks before it",
+    ),
+    delay("first token of the long prompt, chunks of 64", 0, True, "the same in all its steps"),
+)  # fmt: skip
 TABLES = rows.tables(
     COLUMNS,
     """
     win: engine | tok/s | slots in use | steps (predicted) | over stage 03 (predicted)
       | same tokens
-    win_seconds < win: dtype | engine | seconds, limit | cache, MB | stage 04 over it
-    null: dtype | slots | engine | tok/s | seconds, limit | slots in use | steps (predicted)
-      | over stage 03 (predicted)
-    peers: dtype | slots | engine | tok/s | slots in use | steps | stage 04 over it | same tokens
-    lose < single: dtype | engine | tok/s | limit, tok/s | slots in use | cache, MB
-      | over stage 02 (predicted) | same tokens
+    null < equal: dtype | slots | engine | tok/s | seconds, limit | slots in use
+      | steps (predicted) | over stage 03 (predicted) | same tokens
     chunking: dtype | long prompt | ITL p50, ms | p99, ms | max, ms (limit)
       | its first token, limit, ms | tokens proved
-    overhead < equal: dtype | slots | steps with all rows | step p50, ms
-      | scheduler, sampling, postprocessing p50, ms | share p50
     """,
-    null=lambda results: [row for row in results.rows("equal") if not is_peer(row.variant)],
-    peers=lambda results: [row for row in results.rows("equal") if row.variant != STATIC],
     chunking=chunked,
+    loop=LOOP,
 )
 
 
 def gantt_chart(results: Results) -> Figure:
-    drawn = results["win"][0]["gantt"]
+    row = crowd(results)
+    drawn, ours = row["gantt"], row.of(OURS)
     bars = [timeline.Bar(*bar) for bar in drawn["bars"]]
-    title = "Slots are handed on while their neighbours decode"
-    return timeline.draw(bars, drawn["steps"], title, drawn["slots"])
-
-
-def occupancy_chart(results: Results) -> Figure:
-    """All places of all passes; those in use are dark."""
-    (group,) = results.groups("win")
-    title, drawn = "Places that compute for a request, and places that do not", {}
-    for row in (group.of(OURS), group.of(STATIC)):
-        share = f"{row['passes']:,} steps, {occupancy(row):.0%} of the places in use"
-        drawn[f"{row.variant}: {share}"] = (row["rows"], row["slots"])
-    return charts.bands(title, "forward pass", "rows in use", drawn)
+    part = (
+        f"{drawn['slots']} of {row['slots']} slots, the first {drawn['steps']} of "
+        f"{ours['passes']} steps"
+    )
+    return timeline.draw(bars, drawn["steps"], f"Slots are handed on: {part}", drawn["slots"])
 
 
 def headline(results: Results) -> str:
-    group = results.groups("win")[0]
-    ours, static = group.of(OURS), group.of(STATIC)
+    ours, static = crowd(results).of(OURS), crowd(results).of(STATIC)
     return (
         f"{static.median / ours.median:.1f}x static batching where answers differ in length: "
         f"{occupancy(ours):.0%} of the slots in use instead of {occupancy(static):.0%} "
-        f"(GPT-2 124M shape, {group['dtype']})"
+        f"(GPT-2 124M shape, {ours['dtype']})"
     )
 
 
 ABOUT = "Measures continuous batches on this CPU, beside static ones and those of transformers."
-WORK = kit.cases(Case(equal), Case(win, dtypes=1), Case(single), Case(chunking))
+WORK = kit.cases(Case(equal), Case(win, dtypes=1), Case(chunking))
 CHARTS = {
     "gantt": gantt_chart,
-    "occupancy": occupancy_chart,
     "chunking": rows.bars(
         lambda found: (
             f"In chunks, a prompt of {found[0].results.plan['long_prompt']} tokens holds its "

@@ -285,9 +285,6 @@ class Film:
         self.frames: list[array[int]] = []
         self.seen = 0
         self.room = max(1, MOST_CELLS // scheduler.pool.count)
-        from shared import charts
-
-        self.marks = blockmap.Marks(len(charts.COLOURS))
 
     def before(self, plan: Plan) -> None:
         """The map is taken after the step."""
@@ -296,8 +293,7 @@ class Film:
         """Add the current map, if there is room for one more."""
         self.seen += 1
         if self.seen <= self.room:
-            states = self.marks.of(blockmap.blockmap(self.scheduler))
-            self.frames.append(array("i", states))
+            self.frames.append(array("i", blockmap.blockmap(self.scheduler)))
 
     def write(self, path: Path) -> None:
         """Draw the picture. Raises UserError if the file cannot be written."""

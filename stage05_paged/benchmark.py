@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count as counting
@@ -22,14 +22,11 @@ from tqdm import tqdm
 
 from shared import charts, cli, measure
 from shared.bench import forecast, kit, rows
-from shared.bench.forecast import CONTINUOUS, SINGLE, STATIC, Part, Watch
-from shared.bench.kit import Case, Group, Lengths, Runs, Subject
-from shared.bench.rows import Results, Row, median
-from shared.checkpoint import PRESETS
-from shared.measure import summarize
+from shared.bench.forecast import CONTINUOUS, Part, Watch
+from shared.bench.kit import Case, Group, Lengths, Subject
+from shared.bench.rows import Claim, Results, Row, median
+from shared.measure import Summary, summarize
 from stage01_forward.generation import Output
-from stage02_kv_cache.engine import Engine as SingleEngine
-from stage03_batching.engine import Engine as StaticEngine
 from stage04_continuous.cache import SlotCache
 from stage04_continuous.make import make as make_slots
 from stage04_continuous.request import Request, State
@@ -43,43 +40,30 @@ from .engine import Engine, make
 from .memory import Cost, block_bytes, free_memory, measure_cost
 from .scheduler import Scheduler
 
-OURS, PAGED_STATIC = "stage 05, paged", "stage 05, in static batches"
+OURS = "stage 05, paged"
 WIN, NULL = "answers of unlike lengths", "all at full length"
 MISS, HIT = "shared, first request", "shared, later ones"
 FRESH_ON, FRESH_OFF = "none shared, caching on", "none shared, caching off"
 RECOMPUTE, SWAP, FOUND = "recompute", "swap", "recompute, own blocks cached"
-DRAWN = 48  # blocks on the map: more would be thinner than a letter
+DRAWN = 48  # blocks on the map: more would be thinner than a number
 
 
 @dataclass(frozen=True)
-class Sizes(kit.Plan):
-    """Lengths, budgets (of a pass) and the memory are in tokens."""
+class Sizes(kit.Crowd):
+    """The memory is in tokens. Win: the crowd. Null: requests that fill a context each. Lose: the
+    gather."""
 
     models: tuple[str, ...] = ("gpt2", "stories")
     memory: int = 4096  # the same for all; a contiguous engine makes whole contexts of it
     block_size: int = 16
-    budget: int = 256
-    # Win: answers of very different lengths, nearly all much shorter than the context.
-    requests: int = 72
-    prompts: tuple[int, int] = (16, 64)
-    answers: tuple[int, int] = (8, 256)
-    middle: int = 48
-    repeats: tuple[int, int] = (2, 1)  # of this stage, of the others
-    null: tuple[int, int, int] = (6, 960, 64)  # requests, prompt, answer: each fills a context
+    null: tuple[int, int, int] = (6, 960, 64)  # requests, prompt, answer
     null_repeats: int = 2
-    # Lose: one request, and the gather.
-    singles: tuple[tuple[int, int], ...] = ((64, 64), (900, 32))
-    single_repeats: int = 2
     rows: tuple[int, ...] = (1, 32)
     contexts: tuple[int, ...] = (64, 128, 256, 512, 1008)
     sizes: tuple[int, ...] = (1, 8, 16, 32, 128)
-    sized: int = 256  # context of the most rows where the block size varies, and in the profile
+    sized: int = 256  # context of the most rows where the block size varies
     gather_repeats: int = 5
-    # A table by arithmetic: memory against sequences.
-    batches: tuple[int, ...] = (1, 8, 32, 128, 256, 512)
-    table: tuple[int, int, int] = (1900, 16, 50)  # blocks, prompt, answer
-    # A system prompt that all requests share, and what each has of its own.
-    system: int = 512
+    system: int = 512  # tokens that all prompts share, and what each has of its own
     own: int = 32
     prefix_repeats: int = 3
     preempted: tuple[int, ...] = (32, 128, 512, 960)
@@ -90,11 +74,6 @@ class Sizes(kit.Plan):
 
 FULL = Sizes()
 QUICK = kit.quick(FULL)
-
-
-def workload(plan: Sizes) -> Lengths:
-    """The requests of the winning case, as in stage 04."""
-    return kit.lognormal(plan.requests, plan.prompts, plan.answers, plan.middle)
 
 
 # ---- the same memory ----------------------------------------------------------------------------
@@ -108,82 +87,44 @@ def start_cold(pool: BlockPool) -> None:
 
 
 class Cold:
-    """The paged engine in the memory of a plan; every call starts with an empty prefix cache.
+    """The paged engine in the memory of a plan; every call starts with an empty prefix cache."""
 
-    batch: at most this many prompts at a time, the next ones when the last of them has ended, as a
-    static engine takes them; 0: all.
-    """
-
-    def __init__(self, subject: Subject, plan: Sizes, budget: int, batch: int = 0) -> None:
+    def __init__(self, subject: Subject, plan: Sizes) -> None:
         pool = BlockPool(plan.memory // plan.block_size, plan.block_size)
-        rows = min(pool.count, budget)
+        rows, budget = min(pool.count, plan.budget), plan.budget
         self.engine = make(subject.model, pool=pool, max_sequences=rows, token_budget=budget)
-        self.runner, self.batch = self.engine.runner, batch
-        self.steps: list[Any] = []
+        self.runner, self.steps = self.engine.runner, self.engine.steps
 
     def generate(self, prompts: list[list[int]], sampling: Sequence[Any]) -> list[Output]:
         start_cold(self.engine.scheduler.pool)
-        self.steps, outputs = [], []
-        size = self.batch or len(prompts)
-        for at in range(0, len(prompts), size):
-            outputs += self.engine.generate(prompts[at : at + size], sampling[at : at + size])
-            self.steps += self.engine.steps
-        return outputs
-
-
-def side_by_side(
-    subject: Subject,
-    plan: Sizes,
-    lengths: Lengths,
-    repeats: Mapping[str, int],
-    budget: int,
-    name: str = "request",
-) -> tuple[Group, dict[str, Runs]]:
-    """The engines of `repeats` in turn, in the same memory. A static batch of the paged one is as
-    many requests as fit at their average length."""
-    model, slots = subject.model, plan.memory // subject.config.n_positions
-    blocks, mean = plan.memory // plan.block_size, math.ceil(sum(map(sum, lengths)) / len(lengths))
-    batch = blocks // -(-mean // plan.block_size)
-    engines = {
-        SINGLE: lambda: SingleEngine(model),
-        STATIC: lambda: StaticEngine(model, max_batch=slots),
-        CONTINUOUS: lambda: make_slots(model, slots, token_budget=budget),
-        OURS: lambda: Cold(subject, plan, budget),
-        PAGED_STATIC: lambda: Cold(subject, plan, budget, batch),
-    }
-    fields: dict[str, Any] = {"budget": budget, "slots": slots, "batch": batch}
-    fields |= {"blocks": blocks, "block_size": plan.block_size}
-    made = {variant: engines[variant]() for variant in repeats}
-    return kit.compare(subject, made, lengths, repeats, name, **fields)
+        return self.engine.generate(prompts, sampling)
 
 
 def capacity(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """Workloads in the same memory, contiguous and paged; the winning one in static batches too.
-    "crowded": sequences in a pass, on average over those after which others still waited."""
-    ours, others = plan.repeats
-    requests, prompt, answer = plan.null
-    often = {CONTINUOUS: others, OURS: ours, STATIC: others, PAGED_STATIC: others}
-    loads: dict[str, tuple[Lengths, dict[str, int]]] = {
-        WIN: (workload(plan), often),
-        NULL: ([(prompt, answer)] * requests, dict.fromkeys((CONTINUOUS, OURS), plan.null_repeats)),
+    """Workloads in the same memory, contiguous and paged. "crowded": sequences in a pass, on
+    average over those after which others still waited."""
+    slots, blocks = plan.memory // subject.config.n_positions, plan.memory // plan.block_size
+    about: dict[str, Any] = {"slots": slots, "blocks": blocks, "block_size": plan.block_size}
+    requests, *each = plan.null
+    loads: dict[str, tuple[Any, dict[str, int]]] = {
+        WIN: (plan.crowd, dict(zip((OURS, CONTINUOUS), plan.repeats, strict=True))),
+        NULL: ([tuple(each)] * requests, dict.fromkeys((CONTINUOUS, OURS), plan.null_repeats)),
     }
     for case, (lengths, repeats) in loads.items():
-        group, runs = side_by_side(subject, plan, lengths, repeats, plan.budget)
-        group |= {"case": case, "crowded": {}, "preemptions": {}}
-        for name in (name for name in repeats if name != STATIC):
+        engines = {
+            CONTINUOUS: make_slots(subject.model, slots, token_budget=plan.budget),
+            OURS: Cold(subject, plan),
+        }
+        group, runs = kit.compare(
+            subject, engines, lengths, repeats, budget=plan.budget, case=case, **about
+        )
+        group |= {"crowded": {}, "preemptions": {}}
+        for name in repeats:
             steps = runs[name].steps[-1]
             crowds = [step.rows for step in steps if step.waiting]
             group["crowded"][name] = sum(crowds) / len(crowds) if crowds else 0.0
             group["preemptions"][name] = sum(getattr(step, "preempted", 0) for step in steps)
         yield group
-
-
-def single(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """A single request on the engines of three stages, each of which runs its prompt whole."""
-    repeats = dict.fromkeys((SINGLE, CONTINUOUS, OURS), plan.single_repeats)
-    for lengths in plan.singles:
-        budget = max(plan.budget, lengths[0])
-        yield side_by_side(subject, plan, [lengths], repeats, budget, "single")[0]
 
 
 def in_blocks(count: int, size: int, budget: int, lengths: Lengths) -> Watch:
@@ -207,7 +148,7 @@ def in_slots(count: int, size: int, budget: int, lengths: Lengths) -> Watch:
 def waste(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """Tokens reserved and used in the winning case with memory for all requests: by the schedulers
     alone, without a model."""
-    context, lengths, found = subject.config.n_positions, workload(plan), {}
+    context, lengths, found = subject.config.n_positions, plan.crowd, {}
     for name, size in (("whole context", context), ("exact length known", 0)):
         found[f"contiguous, {name}"] = in_slots(plan.requests, size, plan.budget, lengths)
     for size in plan.sizes:
@@ -220,9 +161,9 @@ def waste(subject: Subject, plan: Sizes) -> Iterator[Group]:
 def block_map(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """What each block held after each of the first passes of the winning case: [state, passes]
     pairs, a list a block."""
-    engine, lengths = Cold(subject, plan, plan.budget).engine, workload(plan)
-    prompts = subject.prompts(prompt for prompt, _ in lengths)
-    for prompt, (_, answer) in zip(prompts, lengths, strict=True):
+    engine = Cold(subject, plan).engine
+    prompts = subject.prompts(prompt for prompt, _ in plan.crowd)
+    for prompt, (_, answer) in zip(prompts, plan.crowd, strict=True):
         engine.add(Request(prompt, kit.greedy(answer)))
     frames: list[list[int]] = []
     while len(frames) < plan.frames and engine.requests:
@@ -280,12 +221,6 @@ def gather(subject: Subject, plan: Sizes) -> Iterator[Group]:
         seconds = measure.alternate(ways, plan.gather_repeats)
         about = {"rows": count, "context": context, "block_size": size, "bytes": pair.gathered}
         yield {**about, "seconds": seconds, "proof": proof}
-
-
-def profile(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    pair = Pair(subject, max(plan.rows), plan.sized, plan.block_size)
-    for name in ("contiguous", "paged"):
-        yield kit.profiled(subject, "", getattr(pair, name), most=100) | {"name": name}
 
 
 # ---- prefixes and preemption --------------------------------------------------------------------
@@ -362,23 +297,6 @@ def preempt(subject: Subject, engine: Engine, context: int, steps: int, way: str
 # ---- predictions --------------------------------------------------------------------------------
 
 
-@cache
-def passes(row: Row) -> Watch:
-    """What the scheduler of stage 04 or of this stage plans of a row's workload."""
-    lengths, budget = row.lengths, row["budget"]
-    if row.variant == CONTINUOUS:
-        return in_slots(row["slots"], row.config.n_positions, budget, lengths)
-    size = row["batch"] if row.variant == PAGED_STATIC else len(lengths)
-    whole, *rest = [
-        in_blocks(row["blocks"], row["block_size"], budget, lengths[start : start + size])
-        for start in range(0, len(lengths), size)
-    ]
-    for watch in rest:
-        whole.passes += watch.passes
-        whole.memory = [a + b for a, b in zip(whole.memory, watch.memory, strict=True)]
-    return whole
-
-
 def gathered(row: Row, parts: Sequence[Part]) -> int:
     """Bytes that a pass copies together: the whole blocks of each part but those of whole prompts,
     which need nothing cached."""
@@ -397,9 +315,10 @@ def pass_seconds(row: Row, parts: Sequence[Part], gathers: bool) -> float:
 @cache
 def pass_times(row: Row) -> list[float]:
     """The least seconds of each pass of a row's engine for its workload."""
-    if row.variant not in (OURS, PAGED_STATIC):
+    if row.variant != OURS:
         return [row.least([cost]) for cost in forecast.costs(row)]
-    return [pass_seconds(row, parts, True) for parts in passes(row).passes]
+    watch = in_blocks(row["blocks"], row["block_size"], row["budget"], row.lengths)
+    return [pass_seconds(row, parts, True) for parts in watch.passes]
 
 
 def least(row: Row) -> float:
@@ -413,65 +332,37 @@ def most_rows(row: Row) -> int:
     return max(rows for rows, _ in row["rows"])
 
 
-def unused(memory: Sequence[int]) -> float:
+def unused(row: Row) -> float:
     """The share of what was reserved that was not used."""
-    return 1 - memory[1] / memory[0]
-
-
-def same_memory(results: Results) -> list[Row]:
-    return [group.of(name) for group in results.groups("capacity") for name in (CONTINUOUS, OURS)]
+    reserved, used = row["memory"]
+    return 1 - used / reserved
 
 
 def win(results: Results) -> Row:
-    """The winning case in float32."""
     return results.groups("capacity", case=WIN)[0]
 
 
-CELLS = {
-    STATIC: "contiguous, static",
-    CONTINUOUS: "contiguous, continuous",
-    PAGED_STATIC: "paged, static",
-    OURS: "paged, continuous",
-}
+def null(results: Results) -> Row:
+    return results.groups("capacity", case=NULL)[0]
 
 
-def memory_lines(results: Results) -> Iterator[dict[str, str]]:
-    """By arithmetic: slots of whole contexts, a pool of fixed size, one of just the blocks in
-    use."""
-    size, config, kind = results.plan["block_size"], PRESETS["gpt2"], torch.float32
-    count, prompt, answer = results.plan["table"]
-    each = -(-(prompt + answer - 1) // size)  # blocks: the last token is never computed
-    block = block_bytes(config, kind, size) / 1e6
-    slot = config.n_positions * config.kv_bytes_per_token(kind) / 1e6
-    line: dict[str, str] = {}
-    for n in results.plan["batches"]:
-        here, least = min(n, count // each), n * each * block
-        line = {
-            "sequences": f"{n}",
-            "contiguous, MB": f"{n * slot:,.0f}",
-            f"pool of {count:,} blocks, MB": f"{count * block:,.0f}",
-            "at once in it": f"{here} ({here * each / count:.0%} of it)",
-            "pool of the blocks in use, MB": f"{least:,.0f}",
-            "contiguous over that": f"{n * slot / least:.1f}x",
-        }
-        yield line
-    fixed, own = (f"from {n * size // config.n_positions + 1} on" for n in (count, each))
-    yield dict(zip(line, ["smaller than contiguous", "", fixed, "", own, ""], strict=True))
-
-
-def ratio(row: Row) -> str:
-    """Paged over contiguous, of the pairs that ran side by side; and as predicted."""
-    taken = zip(row["seconds"]["paged"], row["seconds"]["contiguous"], strict=True)
+def overhead(row: Row) -> float:
+    """Paged over contiguous, as predicted."""
     parts = [Part(number, row["context"], 1) for number in range(row["rows"])]
-    slow, fast = (pass_seconds(row, parts, gathers) for gathers in (True, False))
-    return f"{summarize([one / other for one, other in taken]).show(2)}, {slow / fast:.2f}"
+    return pass_seconds(row, parts, True) / pass_seconds(row, parts, False)
 
 
-def few_pairs(results: Results) -> list[Row]:
-    """In float32, with the shortest context, one between, and the longest."""
-    found = results.groups("gather", dtype="float32", block_size=results.plan["block_size"])
-    contexts = sorted({row["context"] for row in found})
-    return [row for row in found if row["context"] in contexts[:: len(contexts) // 2]]
+def ratios(row: Row) -> Summary:
+    """Paged over contiguous, of the pairs that ran side by side."""
+    taken = zip(row["seconds"]["paged"], row["seconds"]["contiguous"], strict=True)
+    return summarize([one / other for one, other in taken])
+
+
+def crowded_step(found: Results) -> Row:
+    """The most sequences, at the context in the middle, in float32."""
+    every = found.groups("gather", dtype="float32", block_size=found.plan["block_size"])
+    crowded = [row for row in every if row["rows"] == every[-1]["rows"]]
+    return crowded[len(crowded) // 2]
 
 
 def first_token_limit(row: Row) -> float:
@@ -481,52 +372,70 @@ def first_token_limit(row: Row) -> float:
     return pass_seconds(row, [Part(0, cached, new)], True)
 
 
-def preemption_lines(results: Results) -> Iterator[dict[str, str]]:
-    """Both ways of a preemption, as measured and by what the scheduler goes by."""
-    for row in results.groups("preemption"):
-        context, cost = row["context"], Cost(row.config, row.kind, **row["rates"])
-        predicted = {RECOMPUTE: cost.recompute(context), SWAP: cost.swap(context)}
-        measured = {way: row.of(way).median for way in predicted}
-        best, expected = (min(costs, key=costs.__getitem__) for costs in (measured, predicted))
-        line = {"model": row["model"], "context": context}
-        for way, seconds in predicted.items():
-            line[f"{way}, predicted, ms"] = f"{row.of(way).ms}, {seconds * 1e3:.1f}"
-        yield line | {
-            "cheaper (predicted)": f"{best} ({expected})",
-            "recompute with own blocks cached, ms": row.of(FOUND).ms,
-            "computes at, GFLOP/s": f"{cost.flops / 1e9:,.0f}",
-            "copies at, GB/s": f"{cost.bandwidth / 1e9:.1f}",
-            "tokens proved": row.of(FOUND).proof,
-        }
+def lost(way: str, row: Row, **rates: float) -> float:
+    """Milliseconds that a preemption costs, by the rates that the scheduler goes by."""
+    cost = Cost(row.config, row.kind, **(rates or row["rates"]))
+    return 1e3 * float(getattr(cost, way)(row["context"]))
 
 
-def parts_of(operators: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds of each part of a pass."""
-    parts = dict.fromkeys(("gather", "attention", "linear layers", "rest"), 0.0)
-    for one in operators:
-        part = "gather" if one["operator"] == "index_select" else one["kind"]
-        part = part if part in parts else "linear layers" if one["product"] else "rest"
-        parts[part] += one["seconds"] * 1e3
-    return parts
+def at_best(way: str, why: str) -> Claim:
+    """Of a preemption of the longest context but one, by the machine's limits."""
+
+    def row(found: Results) -> Row:
+        return rows.first("preemption")(found)[-2]
+
+    return Claim(
+        f"preemption at 512 tokens, {way}",
+        lambda found: lost(way, row(found), flops=row(found).peak, bandwidth=row(found).bandwidth),
+        lambda found: 1e3 * row(found).of(way).median,
+        why,
+        "{:,.1f} ms",
+    )
 
 
-def parts_lines(results: Results) -> Iterator[dict[str, str]]:
-    """Milliseconds and shares of the parts of a pass, contiguous and paged."""
-    found = {row["name"]: parts_of(row["operators"]) for row in results.groups("profile")}
-    for part in found["paged"]:
-        line = {"part of a decode step": part}
-        for name, parts in found.items():
-            line[f"{name}, ms"] = f"{parts[part]:.1f}"
-            line[f"share, {name}"] = f"{parts[part] / sum(parts.values()):.0%}"
-        yield line
+def held_by_hand(found: Results) -> float:
+    """Sequences at once, each with its prompt and half of its answer."""
+    row = win(found)
+    tokens = sum(prompt + answer / 2 for prompt, answer in row.lengths) / row.requests
+    return row["blocks"] / math.ceil(tokens / row["block_size"])
 
 
+LOOP = rows.loop(
+    Claim(
+        "sequences at once in the memory of 4 slots", held_by_hand,
+        lambda found: win(found).of(OURS)["crowded"],
+        "long answers stay longer, so those that run are longer than the average", "{:,.0f}",
+    ),
+    rows.faster(
+        "seconds of the crowd, slots over blocks", win, (CONTINUOUS, OURS), least,
+        "a step over four rows reads the weights, at half of its bound; one over many rows "
+        "computes, and products of so few rows reach less of the best rate",
+    ),
+    rows.faster(
+        "the same where every request fills a slot", null, (CONTINUOUS, OURS), least,
+        "no more sequences fit, and the gather is paid",
+    ),
+    Claim(
+        "a step of 32 rows at context 256, blocks over slots",
+        lambda found: overhead(crowded_step(found)),
+        lambda found: ratios(crowded_step(found)).median,
+        "without the gather, too, the step is slower than its bound, so the gather is less of it",
+    ),
+    rows.faster(
+        "first token of 544 tokens, 512 of which are found",
+        lambda found: found.groups("prefix")[0], (MISS, HIT), first_token_limit,
+        "products of 32 rows reach less of the best rate than those of 544",
+    ),
+    at_best(RECOMPUTE, "a prefill reaches two thirds of the best rate of a product"),
+    at_best(
+        SWAP, "the copies went through new memory, which the system clears page by page; mended "
+        "since this run: see step 7",
+    ),
+)  # fmt: skip
 COLUMNS: dict[str, rows.Column] = {
     "workload": lambda row: f"{row.requests}, {row['case']}",
     "steps (predicted)": lambda row: f"{row['passes']:,} ({len(pass_times(row)):,})",
     "over stage 04 (predicted)": rows.gain(CONTINUOUS, least),
-    "over stage 03 (predicted)": rows.gain(STATIC, least),
-    "over stage 02 (predicted)": rows.gain(SINGLE, least),
     "same tokens": lambda row: (
         row.alike(CONTINUOUS, "stage 04") if "case" in row.group else row.proof
     ),
@@ -534,12 +443,11 @@ COLUMNS: dict[str, rows.Column] = {
     "most at once": most_rows,
     "mean while others wait": "crowded:.1f",
     "mean at once": lambda row: f"{row['busy'] / row['passes']:.1f}",
-    "memory unused": lambda row: f"{unused(row.get('memory') or passes(row).memory):.1%}",
-    "cache, batches": lambda row: CELLS[row.variant],
     "memory is taken": "name",
+    "memory unused": lambda row: f"{unused(row):.1%}",
     "sequences": "rows",
     "block size": "block_size",
-    "paged over contiguous, predicted": ratio,
+    "paged over contiguous, predicted": lambda row: f"{ratios(row).show(2)}, {overhead(row):.2f}",
     "gathered, MB": lambda row: f"{row['bytes'] / 1e6:,.0f}",
     "at full bandwidth, ms": lambda row: f"{row['bytes'] / row.bandwidth * 1e3:.1f}",
     "prefix": "variant",
@@ -549,34 +457,31 @@ COLUMNS: dict[str, rows.Column] = {
         f"{1 - median(row['computed']) / (row['system'] + row['own']):.0%}"
     ),
     "over the first (predicted)": rows.gain(MISS, first_token_limit),
+    "recompute, predicted, ms": lambda row: f"{row.of(RECOMPUTE).ms}, {lost(RECOMPUTE, row):.1f}",
+    "swap, predicted, ms": lambda row: f"{row.of(SWAP).ms}, {lost(SWAP, row):.1f}",
+    "recompute with own blocks cached, ms": lambda row: row.of(FOUND).ms,
+    "computes at, GFLOP/s": lambda row: f"{row['rates']['flops'] / 1e9:,.0f}",
+    "copies at, GB/s": lambda row: f"{row['rates']['bandwidth'] / 1e9:.1f}",
+    "tokens proved": lambda row: row.of(FOUND).proof,
 }
 TABLES = rows.tables(
     COLUMNS,
     """
-    capacity < same_memory: workload | engine | tok/s | steps (predicted)
-      | over stage 04 (predicted) | same tokens
-    capacity_memory < same_memory: workload | engine | most at once | mean while others wait
-      | mean at once | preemptions | memory unused | cache, MB | seconds, limit
-    grid: cache, batches | mean at once | steps (predicted) | tok/s | over stage 03 (predicted)
+    capacity: workload | engine | tok/s | steps (predicted) | over stage 04 (predicted)
       | same tokens
-    lose < single: dtype | prompt | answer | engine | tok/s | limit, tok/s
-      | over stage 02 (predicted) | same tokens
+    capacity_memory < capacity: workload | engine | most at once | mean while others wait
+      | mean at once | preemptions | cache, MB | seconds, limit
     waste: memory is taken | memory unused
-    gather < few_pairs: sequences | context | contiguous, ms | paged, ms
-      | paged over contiguous, predicted | gathered, MB
-    gather_all < gather: dtype | sequences | context | block size | contiguous, ms | paged, ms
+    gather: dtype | sequences | context | block size | contiguous, ms | paged, ms
       | paged over contiguous, predicted | gathered, MB | at full bandwidth, ms | same tokens
     prefix: model | prefix | TTFT, limit, ms | tokens computed | found in the cache
       | over the first (predicted) | same tokens
+    preemption: model | context | recompute, predicted, ms | swap, predicted, ms
+      | recompute with own blocks cached, ms | computes at, GFLOP/s | copies at, GB/s
+      | tokens proved
     """,
-    same_memory=same_memory,
-    grid=lambda results: [win(results).of(name) for name in CELLS],
-    memory=memory_lines,
-    few_pairs=few_pairs,
     prefix=lambda results: results.rows("prefix"),
-    preemption=preemption_lines,
-    parts=parts_lines,
-    profile=lambda results: rows.operators(results).split("\n\n")[-1],
+    loop=LOOP,
 )
 
 
@@ -601,20 +506,18 @@ def blocks_chart(results: Results) -> Figure:
 
 
 def headline(results: Results) -> str:
-    group = win(results)
-    ours, base = group.of(OURS), group.of(CONTINUOUS)
+    ours, base = win(results).of(OURS), win(results).of(CONTINUOUS)
     return (
-        f"in the memory of {group['slots']} slots, {ours['crowded']:.0f} sequences at once while "
+        f"in the memory of {ours['slots']} slots, {ours['crowded']:.0f} sequences at once while "
         f"others wait, and {base.median / ours.median:.1f}x the tok/s (GPT-2 124M shape, "
-        f"{group['dtype']})"
+        f"{ours['dtype']})"
     )
 
 
 ABOUT = "Measures paged memory on this CPU, beside the stages before."
 WORK = kit.cases(
-    Case(single),
     Case(gather),
-    *(Case(one, dtypes=1) for one in (capacity, profile, block_map, waste)),
+    *(Case(one, dtypes=1) for one in (capacity, block_map, waste)),
     *(Case(one, models=None, dtypes=1) for one in (prefix, preemption)),
 )
 CHARTS = {
@@ -624,7 +527,7 @@ CHARTS = {
         ("% of the reserved memory that holds nothing, over all steps",),
         "waste",
         "name",
-        {"unused": lambda row: 100 * unused(row["memory"])},
+        {"unused": lambda row: 100 * unused(row)},
     ),
     "blocks": blocks_chart,
 }

@@ -41,6 +41,7 @@ KEY = (
 
 LIGHT = 3  # from this index on, the colours of the charts are light: letters on them are dark
 LETTER = 9.5  # height and width of a letter, in points
+DIGIT = 6.5  # width of a digit
 
 Box = tuple[int, int, int]  # block, first step, end step (exclusive)
 
@@ -67,8 +68,8 @@ class Marks:
     none of the others has; a preempted one keeps its own until another takes it.
     """
 
-    def __init__(self, colours: int = len(COLOURS)) -> None:
-        self.pairs = len(LETTERS) * colours
+    def __init__(self) -> None:
+        self.pairs = len(LETTERS) * len(COLOURS)
         self.numbers: dict[int, int] = {}  # by arrival
         self._turn = 0
 
@@ -148,9 +149,10 @@ def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
 
     frames: the `blockmap` after each step.
 
-    A colour for each sequence, with its letter if it fits. Blocks after the last one in use are
-    left out; the label of the axis has their total number. Raises ValueError without frames, or if
-    they differ in length.
+    A colour for each sequence and, where it fits, its letter; if there are more sequences than
+    letters, its number, from 1 in the order of arrival. Blocks after the last one in use are left
+    out; the label of the axis has their total number. Raises ValueError without frames, or if they
+    differ in length.
     """
     if not frames:
         raise ValueError("no steps, so there is nothing to draw")
@@ -189,14 +191,15 @@ def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
         for axis in (axes.xaxis, axes.yaxis):
             axis.get_major_locator().set_params(integer=True)
         axes.grid(False)
-        keys = [
-            Patch(
-                label="one sequence's, with its letter", facecolor=charts.COLOURS[1], linewidth=0
-            ),
-            Patch(label="shared by several", linewidth=0, **looks[SHARED]),
-            Patch(label="cached", linewidth=0, **looks[CACHED]),
-            Patch(label="free", facecolor="white", edgecolor=charts.INK, linewidth=0.5),
+        sign = "letter" if max(boxes, default=0) < len(LETTERS) else "number"
+        keys = [Patch(label=f"one sequence's, with its {sign}", facecolor=charts.COLOURS[1])]
+        names = {SHARED: "shared by several", CACHED: "cached"}
+        keys += [
+            Patch(label=name, linewidth=0, **looks[state])
+            for state, name in names.items()
+            if state in boxes
         ]
+        keys.append(Patch(label="free", facecolor="white", edgecolor=charts.INK, linewidth=0.5))
         # A title may take the whole width above the axes, so the key is below them.
         place: dict[str, Any] = {"loc": "outside lower right", "borderaxespad": 0.1}
         figure.legend(handles=keys, ncols=4, frameon=False, fontsize=9, **place)
@@ -216,7 +219,7 @@ def _boxes(grid: np.ndarray) -> dict[int, list[Box]]:
 
 
 def _label(figure: Figure, axes: Any, boxes: dict[int, list[Box]]) -> None:
-    """Write its sequence's letter into each rectangle in which it fits."""
+    """Write its sequence's letter, or number, into each rectangle in which it fits."""
     from shared import charts
 
     figure.draw_without_rendering()  # lays the axes out: blocks and steps have sizes in points
@@ -227,14 +230,12 @@ def _label(figure: Figure, axes: Any, boxes: dict[int, list[Box]]) -> None:
     if high < LETTER:
         return
     style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 9}
+    lettered = max(boxes, default=0) < len(LETTERS)
     for state in filter(lambda state: state >= 0, boxes):
+        sign = mark(state) if lettered else str(state + 1)
         light = colour(state, len(charts.COLOURS)) >= LIGHT
         for block, start, end in boxes[state]:
-            if (end - start) * wide >= LETTER:
+            if (end - start) * wide >= max(LETTER, DIGIT * len(sign)):
                 axes.text(
-                    (start + end) / 2,
-                    block,
-                    mark(state),
-                    color=charts.INK if light else "white",
-                    **style,
+                    (start + end) / 2, block, sign, color=charts.INK if light else "white", **style
                 )

@@ -64,18 +64,6 @@ def packed(lengths: Lengths) -> list[list[int]]:
     return [[*pair, times] for pair, times in run_lengths(lengths)]
 
 
-def lognormal(
-    requests: int, prompts: tuple[int, int], answers: tuple[int, int], middle: int
-) -> Lengths:
-    """Prompts of any length within bounds, and lognormal answers, half of them below `middle`: most
-    are short, and a few very long. Were all alike, a scheduler would have nothing to win."""
-    rng, lengths = random.Random("lengths of stage 04"), []
-    for _ in range(requests):
-        answer = round(rng.lognormvariate(math.log(middle), 1.0))
-        lengths.append((rng.randint(*prompts), min(max(answer, answers[0]), answers[1])))
-    return lengths
-
-
 # ---- what is measured, and the proof that comes first -------------------------------------------
 
 
@@ -85,6 +73,30 @@ class Plan:
 
     models: tuple[str, ...] = ("gpt2",)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Crowd(Plan):
+    """Requests with answers of very different lengths that arrive together, half of the answers
+    shorter than `middle`. The budget is that of a pass."""
+
+    requests: int = 72
+    prompts: tuple[int, int] = (16, 64)
+    answers: tuple[int, int] = (8, 256)
+    middle: int = 48
+    budget: int = 256
+    repeats: tuple[int, int] = (2, 1)  # of the stage itself, of the others
+
+    @property
+    def crowd(self) -> Lengths:
+        """Prompts of any length within bounds, and lognormal answers: most are short, and a few
+        very long. Were all alike, a scheduler would have nothing to win."""
+        rng, lengths = random.Random("lengths of stage 04"), []
+        for _ in range(self.requests):
+            answer = round(rng.lognormvariate(math.log(self.middle), 1.0))
+            bounded = min(max(answer, self.answers[0]), self.answers[1])
+            lengths.append((rng.randint(*self.prompts), bounded))
+        return lengths
 
 
 def quick(plan: Any, **changes: Any) -> Any:

@@ -347,6 +347,23 @@ def loop(*claims: Claim) -> Callable[[Results], list[dict[str, str]]]:
     return lines
 
 
+def faster(
+    what: str,
+    source: Callable[[Results], Row],
+    variants: tuple[str, str],
+    least: Callable[[Row], float],
+    why: str,
+) -> Claim:
+    """How many times as fast as the first of two variants of a row the second is, predicted by
+    `least` seconds."""
+    slow, fast = variants
+
+    def ratio(seconds: Callable[[Row], float]) -> Callable[[Results], float]:
+        return lambda found: seconds(source(found).of(slow)) / seconds(source(found).of(fast))
+
+    return Claim(what, ratio(least), ratio(lambda row: row.median), why)
+
+
 def whole(key: str) -> Callable[[Mapping[str, Any]], str]:
     """Rounded, or nothing where there is no number."""
     return lambda row: "" if row[key] is None else f"{row[key]:,.0f}"

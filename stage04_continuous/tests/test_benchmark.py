@@ -4,6 +4,7 @@ predictions are exact where they count passes."""
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -12,20 +13,22 @@ from functools import partial
 import pytest
 import torch
 
+from shared.bench import kit
 from shared.bench.forecast import simulate
-from shared.bench.rows import Results, Row
-from shared.bench.tests.tools import check_drawn, measured
+from shared.bench.rows import ROUND, Results, Row
+from shared.bench.tests.tools import check_drawn, check_sums, measured
 from shared.checkpoint import PRESETS, Checkpoint
 from shared.parity import random_prompt
 from shared.peers import TransformersContinuous, transformers_greedy, transformers_model
+from shared.roofline import block_weights, forward_cost
 from stage04_continuous import benchmark
-from stage04_continuous.benchmark import FULL, OURS, QUICK, SINGLE, STATIC, WHOLE, workload
+from stage04_continuous.benchmark import FULL, OURS, QUICK, STATIC, WHOLE
 from stage04_continuous.scheduler import Scheduler
 
 TINY = replace(
     FULL, models=("tiny",), requests=9, slots=3, budget=8, prompts=(2, 6), answers=(2, 20),
     middle=5, repeats=(1, 1), equal_slots=(2, 4), equal=(3, 4), equal_repeats=(2, 1),
-    single=(4, 3), single_repeats=1, neighbours=2, neighbours_prompt=4, before=3, after=9,
+    neighbours=2, neighbours_prompt=4, before=3, after=9,
     long_prompt=30, long_answer=2, chunks=(6, 16), chunk_repeats=1, gantt=(2, 12),
 )  # fmt: skip
 
@@ -50,15 +53,14 @@ def side_by_side(results: Results) -> list[Row]:
 
 def test_everything_is_drawn(results: Results) -> None:
     assert check_drawn(benchmark.BENCHMARK, dict(results.content)) == {
-        "limits": 1, "win": 3, "win_seconds": 3, "null": 8, "peers": 12, "lose": 6, "chunking": 8,
-        "overhead": 4,
+        "limits": 1, "win": 3, "null": 12, "chunking": 8, "loop": 6,
     }  # fmt: skip
 
 
 def test_answers_of_the_winning_workload_differ_in_length() -> None:
     """Were all alike, every batch would end at once, and there would be nothing to win."""
     for plan in (FULL, QUICK):
-        lengths = workload(plan)
+        lengths = plan.crowd
         answers = sorted(count for _, count in lengths)
         assert len(lengths) == plan.requests and len(set(answers)) > plan.requests / 3
         assert answers[-1] > 4 * answers[len(answers) // 2]  # the longest, and the median
@@ -66,18 +68,53 @@ def test_answers_of_the_winning_workload_differ_in_length() -> None:
         static = sum(max(count for _, count in batch) for batch in batches)
         assert static > 1.5 * len(simulate(Scheduler(plan.slots, plan.budget), lengths).passes)
         assert plan.long_prompt + plan.long_answer <= PRESETS["gpt2"].n_positions
-    few, many = (sum(count for _, count in workload(plan)) for plan in (QUICK, FULL))
+    few, many = (sum(count for _, count in plan.crowd) for plan in (QUICK, FULL))
     assert few < many / 8 and 60 < many / FULL.requests < 90
 
 
+def test_the_sums_of_the_lesson() -> None:
+    """Every number that it predicts, worked out again."""
+    about = {"configuration": {"plan": asdict(FULL)}, "limits": vars(ROUND), "results": {}}
+    model = {"model": "gpt2", "dtype": "float32"}
+    row = partial(Row, Results(about), model)
+    (whole, first), (chunk, last) = (benchmark.arrival(row(name)) for name in (WHOLE, "64"))
+    batches = [FULL.crowd[at : at + FULL.slots] for at in range(0, FULL.requests, FULL.slots)]
+    steps = [max(answer for _, answer in batch) for batch in batches]
+    tokens, places = sum(answer for _, answer in FULL.crowd), sum(steps) * FULL.slots
+    crowd = {"slots": FULL.slots, "budget": FULL.budget, "lengths": kit.packed(FULL.crowd)}
+    static, ours = (Row(Results(about), model | crowd, name) for name in (STATIC, OURS))
+    config, kind = PRESETS["gpt2"], torch.float32
+    one, many = (forward_cost(config, kind, 1, rows=rows) for rows in (1, 32))
+    blocks, pairs = block_weights(config), FULL.long_prompt * (FULL.long_prompt + 1) / 2
+    reading = 4 * blocks / 40e9
+    check_sums(
+        "stage04_continuous",
+        f"together they have {tokens:,}.",
+        f"three batches, 3 * {steps[0]} = {sum(steps)} steps, in which {tokens:,} tokens fill "
+        f"{100 * tokens / places:.0f} % of {places:,} places",
+        f"at least {tokens:,} / {FULL.slots} = {math.ceil(tokens / FULL.slots)} steps, and never "
+        f"fewer than the longest answer, {max(steps)}",
+        f"{one.bytes / 1e6:.0f} MB of weights, {one.bytes / 40e6:.1f} ms, and computes "
+        f"{one.flops / 1e9:.3f} GFLOP a row, {one.flops / 200e6:.1f} ms",
+        f"32 rows take {many.seconds(ROUND, kind) * 1e3:.0f} ms",
+        f"the {len(benchmark.costs(ours))} that the scheduler below needs make the crowd "
+        f"{benchmark.least(static) / benchmark.least(ours):.1f} times as fast",
+        f"{2 * blocks * FULL.long_prompt / 1e9:.0f} GFLOP in the blocks and "
+        f"{4 * config.n_embd * config.n_layer * pairs / 1e9:.0f} in attention",
+        f"one step of {whole * 1e3:.0f} ms",
+        f"no step is longer than {chunk * 1e3:.0f} ms",
+        f"after {last * 1e3:.0f} ms instead of {first * 1e3:.0f}",
+        f"{4 * blocks / 1e6:.0f} MB or {reading * 1e3:.1f} ms",
+        f"tokens take {FULL.long_prompt * reading:.1f} s",
+    )
+
+
 def test_every_answer_was_proved_and_is_the_same_in_all_engines(results: Results) -> None:
-    for row in side_by_side(results) + results.groups("single"):
+    for row in side_by_side(results):
         ours = [name for name in row["seconds"] if not name.startswith("transformers")]
         assert {row["proof"][name]["tokens"] for name in ours} == {row.tokens}
         if row["dtype"] == "float32":
             assert set(row["same"].values()) == {row.requests}  # transformers' too
-    for row in results.groups("single"):
-        assert list(row["seconds"]) == [SINGLE, STATIC, OURS] and set(row["passes"].values()) == {3}
     for row in results.groups("chunking"):
         neighbours = TINY.neighbours * (1 + TINY.before + TINY.after)
         proved = {name: proof["tokens"] for name, proof in row["proof"].items()}
@@ -120,11 +157,8 @@ def test_a_long_prompt_runs_in_the_chunks_of_its_name(results: Results) -> None:
             assert (longest == least) == (row.variant == WHOLE)
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "eager"])
-def test_transformers_batches_continuously_with_a_limit_for_each_request(
-    tiny: Checkpoint, kind: str
-) -> None:
-    model = transformers_model(tiny, torch.float32, kind)
+def test_transformers_batches_continuously_with_a_limit_for_each_request(tiny: Checkpoint) -> None:
+    model = transformers_model(tiny, torch.float32, "sdpa")
     prompts, counts = [random_prompt(2 + i, tiny.config, i) for i in range(5)], [1, 6, 3, 4, 2]
     threads = threading.active_count()
     with TransformersContinuous(model, slots=2, slot_tokens=16, token_budget=8) as peer:

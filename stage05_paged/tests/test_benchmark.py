@@ -3,35 +3,45 @@ predictions are exact where they count passes and memory."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
-from shared.bench.forecast import Part, Watch, simulate
+from shared.bench import kit
+from shared.bench.forecast import Part, Watch, pass_cost, simulate
 from shared.bench.kit import Subject, greedy, prove
-from shared.bench.rows import Results, Row
-from shared.bench.tests.tools import check_drawn, measured
+from shared.bench.rows import ROUND, Results, Row
+from shared.bench.tests.tools import check_drawn, check_sums, measured
 from shared.checkpoint import PRESETS, Checkpoint
 from shared.parity import random_prompt
-from stage04_continuous import benchmark as continuous
-from stage04_continuous.cache import SlotCache
 from stage04_continuous.make import make as make_slots
 from stage05_paged import benchmark
-from stage05_paged.benchmark import FULL, HIT, MISS, OURS, QUICK, WIN, Cold, Pair
+from stage05_paged.benchmark import (
+    FULL,
+    HIT,
+    MISS,
+    OURS,
+    QUICK,
+    WIN,
+    Cold,
+    Pair,
+    in_blocks,
+    in_slots,
+)
 from stage05_paged.blockmap import CACHED
 from stage05_paged.blocks import BlockPool
-from stage05_paged.cache import PagedCache
 from stage05_paged.make import make
+from stage05_paged.memory import Cost
 from stage05_paged.scheduler import Scheduler
 
 TINY = replace(
     FULL, models=("tiny",), memory=128, block_size=4, budget=16, requests=14, prompts=(2, 6),
     answers=(2, 40), middle=16, repeats=(1, 1), null=(5, 56, 8), null_repeats=1,
-    singles=((4, 3), (40, 4)), single_repeats=1, rows=(1, 3), contexts=(5, 30), sized=20,
-    gather_repeats=2, sizes=(1, 4, 16), batches=(1, 3, 40), table=(60, 4, 10), system=16, own=5,
-    prefix_repeats=2, preempted=(8, 32), preemption_repeats=1, frames=25,
+    rows=(1, 3), contexts=(5, 20, 30), sized=20, gather_repeats=2, sizes=(1, 4, 16), system=16,
+    own=5, prefix_repeats=2, preempted=(8, 32), preemption_repeats=1, frames=25,
 )  # fmt: skip
 
 
@@ -51,17 +61,15 @@ def capacity(results: Results, case: str) -> Row:
 
 def test_everything_is_drawn(results: Results) -> None:
     assert check_drawn(benchmark.BENCHMARK, dict(results.content)) == {
-        "limits": 1, "capacity": 4, "capacity_memory": 4, "grid": 4, "lose": 12,
-        "waste": 5, "memory": 4, "gather": 4, "gather_all": 12, "prefix": 4,
-        "preemption": 2, "parts": 4, "profile": 6,
+        "limits": 1, "capacity": 4, "capacity_memory": 4, "waste": 5, "gather": 16,
+        "prefix": 4, "preemption": 2, "loop": 7,
     }  # fmt: skip
 
 
-def test_the_winning_workload_is_that_of_stage_04_and_fills_the_memory() -> None:
-    assert benchmark.workload(FULL) == continuous.workload(continuous.FULL)
+def test_the_winning_workload_fills_the_memory() -> None:
     pool = BlockPool(FULL.memory // FULL.block_size, FULL.block_size)
     scheduler = Scheduler(pool, pool.count, FULL.budget)
-    watch = simulate(scheduler, benchmark.workload(FULL))
+    watch = simulate(scheduler, FULL.crowd)
     assert FULL.requests > max(map(len, watch.passes)) > FULL.memory // PRESETS["gpt2"].n_positions
     assert scheduler.counts.preemptions > 0  # so all blocks were owned at some time
 
@@ -71,37 +79,71 @@ def test_the_plans_can_show_what_they_are_for(plan: Any) -> None:
     config = PRESETS[plan.models[0]]
     assert plan.memory % config.n_positions == plan.memory % plan.block_size == 0
     assert plan is QUICK or plan.null[1] + plan.null[2] == config.n_positions
-    assert max(plan.contexts) < config.n_positions >= max(map(sum, plan.singles))
+    assert max(plan.contexts) < config.n_positions
     assert max(plan.preempted) + plan.plain_steps + 1 <= config.n_positions
     assert not any(length % plan.block_size for length in (plan.system, *plan.preempted))
     assert plan.sized in plan.contexts
 
 
-def test_passes_and_rows_are_predicted_to_the_last_one(results: Results) -> None:
+def test_passes_rows_and_memory_are_predicted_to_the_last_one(
+    results: Results, subject: Subject
+) -> None:
+    """Reserved and used in every pass of the real engines, too."""
     each = PRESETS["tiny"].kv_bytes_per_token(torch.float32)
     assert capacity(results, WIN).of(OURS)["preemptions"] > 0
     for row in results.rows("capacity"):
         assert len(benchmark.pass_times(row)) == row["passes"], row.variant
-        if row.variant != benchmark.STATIC:
-            assert row["bytes"] == TINY.memory * each
-            assert [len(parts) for parts in benchmark.passes(row).passes] == [
-                rows for rows, times in row["rows"] for _ in range(times)
-            ]
+        assert row["bytes"] == TINY.memory * each
+    ours, slots = Cold(subject, TINY).engine, make_slots(subject.model, 2, token_budget=16)
+    lengths = TINY.crowd
+    for engine, reserved, predicted in (
+        (ours, lambda: ours.scheduler.pool.owned * 4, in_blocks(32, 4, 16, lengths)),
+        (slots, lambda: len(slots.scheduler.running) * 64, in_slots(2, 64, 16, lengths)),
+    ):
+        engine.observers.append(watch := Watch(engine.scheduler, reserved))
+        prompts = subject.prompts([prompt for prompt, _ in lengths])
+        engine.generate(prompts, [greedy(answer) for _, answer in lengths])
+        assert watch.memory == predicted.memory
+        assert list(map(len, watch.passes)) == list(map(len, predicted.passes))
 
 
-def test_memory_is_predicted_too(results: Results, subject: Subject) -> None:
-    """Reserved and used, in every pass of the real engines."""
-    ours, slots = Cold(subject, TINY, 16).engine, make_slots(subject.model, 2, token_budget=16)
-    reserved = {
-        OURS: lambda: ours.scheduler.pool.owned * 4,
-        benchmark.CONTINUOUS: lambda: len(slots.scheduler.running) * 64,
-    }
-    for name, engine in ((OURS, ours), (benchmark.CONTINUOUS, slots)):
-        row = capacity(results, WIN).of(name)
-        engine.observers.append(watch := Watch(engine.scheduler, reserved[name]))
-        prompts = subject.prompts([prompt for prompt, _ in row.lengths])
-        engine.generate(prompts, [greedy(answer) for _, answer in row.lengths])
-        assert watch.memory == benchmark.passes(row).memory
+def test_the_sums_of_the_lesson() -> None:
+    """Every number that it predicts, worked out again on the round machine."""
+    plan = {"plan": asdict(FULL)}
+    about = Results({"configuration": plan, "limits": vars(ROUND), "results": {}})
+    config, kind, size = PRESETS["gpt2"], torch.float32, FULL.block_size
+    each, n = config.kv_bytes_per_token(kind), FULL.requests
+    model = {"model": "gpt2", "dtype": "float32", "block_size": size}
+    prompts, answers = (sum(pair[which] for pair in FULL.crowd) / n for which in (0, 1))
+    held, blocks = math.ceil((prompts + answers / 2) / size), FULL.memory // size
+    crowd = {"slots": 4, "blocks": blocks, "budget": FULL.budget, "lengths": kit.packed(FULL.crowd)}
+    slots, ours = (Row(about, model | crowd, name) for name in (benchmark.CONTINUOUS, OURS))
+    gain = benchmark.least(slots) / benchmark.least(ours)
+    rows = [Row(about, model | {"rows": count, "context": FULL.sized}) for count in FULL.rows]
+    bytes_gathered = [
+        benchmark.gathered(row, [Part(0, FULL.sized, 1)] * row["rows"]) for row in rows
+    ]
+    found = {"system": FULL.system, "own": FULL.own}
+    hit, miss = (benchmark.first_token_limit(Row(about, model | found, way)) for way in (HIT, MISS))
+    cpu, gpu = (Cost(config, kind, *rates) for rates in ((200e9, 40e9), (100e12, 25e9)))
+    four = Row(about, model).least([pass_cost(config, kind, [Part(0, 64, 1)] * 4)])
+    check_sums(
+        "stage05_paged",
+        f"takes {each:,} bytes, so a block of {size} takes {size * each / 1e6:.2f} MB, and a slot "
+        f"of 1,024 takes {1024 * each / 1e6:.1f} MB",
+        f"{FULL.memory * each / 1e6:.0f} MB, is {blocks} blocks",
+        f"prompts of {prompts:.0f} tokens and answers of {answers:.0f} on average",
+        f"some {prompts + answers / 2:.0f} tokens or {held} blocks. So {blocks // held} requests",
+        f"reads the weights, {four * 1e3:.0f} ms",
+        f"That makes {gain:.1f} times, with the gather below",
+        f"{bytes_gathered[1] / 1e6:.0f} MB, {bytes_gathered[1] / 40e6:.0f} ms",
+        f"{benchmark.overhead(rows[1]):.2f} times as long. For one row it is "
+        f"{benchmark.overhead(rows[0]):.2f} times",
+        f"{hit * 1e3:.0f} ms to the first token instead of {miss * 1e3:.0f}",
+        f"{cpu.recompute(512) * 1e3:.0f} ms to compute them again",
+        f"{cpu.swap(512) * 1e3:.1f} ms to swap, two copies of {512 * each / 1e6:.0f} MB",
+        f"it is {gpu.recompute(512) * 1e3:.1f} ms against {gpu.swap(512) * 1e3:.1f} ms",
+    )
 
 
 def test_blocks_hold_more_sequences_unless_all_are_as_long_as_a_slot(results: Results) -> None:
@@ -119,23 +161,15 @@ def test_every_answer_was_proved_and_is_the_same_in_all_engines(results: Results
     for row in results.groups("capacity"):
         assert {proof["tokens"] for proof in row["proof"].values()} == {row.tokens}
         assert set(row["same"].values()) == {row.requests}
-    for row in results.groups("single"):
-        assert list(row["seconds"]) == [benchmark.SINGLE, benchmark.CONTINUOUS, OURS]
-        assert {proof["tokens"] for proof in row["proof"].values()} == {row.tokens}
     for row in results.groups("gather"):
         assert row["proof"]["tokens"] == row["rows"]
         parts = [Part(number, row["context"], 1) for number in range(row["rows"])]
         assert row["bytes"] == benchmark.gathered(row, parts)
 
 
-def test_an_engine_starts_cold_and_takes_static_batches_to_their_end(subject: Subject) -> None:
-    engine = Cold(subject, TINY, budget=16, batch=2)
-    pool = engine.engine.scheduler.pool
-    prompts = [random_prompt(3, subject.config, i) for i in range(4)]
-    outputs = engine.generate(prompts, [greedy(count) for count in (2, 6, 3, 1)])
-    assert [len(output.token_ids) for output in outputs] == [2, 6, 3, 1]
-    assert [step.rows for step in engine.steps] == [2, 2, 1, 1, 1, 1] + [2, 1, 1]
-    prompt = random_prompt(13, subject.config, "again")
+def test_an_engine_starts_cold(subject: Subject) -> None:
+    engine = Cold(subject, TINY)
+    pool, prompt = engine.engine.scheduler.pool, random_prompt(13, subject.config, "again")
     for _ in range(2):  # the second finds nothing of the first
         engine.generate([prompt], [greedy(2)])
         assert sum(step.prefill_tokens for step in engine.steps) == 13
@@ -145,35 +179,20 @@ def test_an_engine_starts_cold_and_takes_static_batches_to_their_end(subject: Su
 
 
 def test_more_is_unused_in_larger_blocks_and_most_in_whole_contexts(results: Results) -> None:
-    found = {row["name"]: row["memory"] for row in results.groups("waste")}
-    shares = {name: benchmark.unused(memory) for name, memory in found.items()}
+    shares = {row["name"]: benchmark.unused(row) for row in results.groups("waste")}
     whole, exact = (
         shares.pop(f"contiguous, {name}") for name in ("whole context", "exact length known")
     )
     assert list(shares.values()) == sorted(shares.values())
     assert max(shares.values()) < exact < whole < 1
-    assert len({used for _, used in found.values()}) == 1  # the same passes, another memory
+    used = {row["memory"][1] for row in results.groups("waste")}
+    assert len(used) == 1  # the same passes, another memory
 
 
 def test_reserved_and_used_are_counted_in_every_pass() -> None:
     for size, reserved in ((64, 5 * 64), (0, 5 * 7)):  # passes with 3, 4, 5, 6 and 7 keys
-        assert benchmark.in_slots(2, size, 8, [(3, 5)]).memory == [reserved, 25]
-    assert benchmark.in_blocks(8, 4, 8, [(3, 5)]).memory == [32, 25]
-
-
-def test_memory_by_arithmetic_is_what_the_caches_take(results: Results) -> None:
-    config, count = PRESETS["tiny"], TINY.table[0]
-    each = benchmark.block_bytes(config, torch.float32, 4)
-    assert PagedCache(config, count, 4).bytes == count * each
-    fixed = count * 4 // config.n_positions + 1
-    below, above = (SlotCache(config, slots).bytes for slots in (fixed - 1, fixed))
-    assert below <= PagedCache(config, count, 4).bytes < above
-    *_, many, last = (list(line.values()) for line in benchmark.memory_lines(results))
-    assert many[0] == "40" and many[3] == "15 (100% of it)"  # 4 blocks of 60 each
-    assert last[2] == last[4] == "from 1 on"
-    plan = {"plan": {"block_size": 16, "table": FULL.table, "batches": FULL.batches}}
-    *_, line = benchmark.memory_lines(Results({**results.content, "configuration": plan}))
-    assert list(line.values())[2] == "from 30 on"  # between 24 and 32, as the reference found
+        assert in_slots(2, size, 8, [(3, 5)]).memory == [reserved, 25]
+    assert in_blocks(8, 4, 8, [(3, 5)]).memory == [32, 25]
 
 
 def test_a_pair_holds_the_same_and_is_noticed_if_it_does_not(subject: Subject) -> None:
@@ -222,17 +241,9 @@ def test_a_preempted_request_is_measured_each_way(subject: Subject) -> None:
     assert (counts.recomputed, counts.swapped_out, counts.swapped_in) == (2, 1, 1)
 
 
-def test_the_map_has_every_pass_and_the_parts_make_the_whole(results: Results) -> None:
+def test_the_map_has_every_pass(results: Results) -> None:
     blocks = results["block_map"][0]["blocks"]
     assert len(blocks) == TINY.memory // TINY.block_size
     assert {sum(times for _, times in runs) for runs in blocks} == {TINY.frames}
     states = {state for runs in blocks for state, _ in runs}
     assert CACHED in states and max(states) > 2
-    selected = {}
-    for row in results.groups("profile"):
-        parts = benchmark.parts_of(row["operators"])
-        seconds = sum(one["seconds"] for one in row["operators"])
-        assert sum(parts.values()) == pytest.approx(seconds * 1e3) and min(parts.values()) > 0
-        calls = [one["calls"] for one in row["operators"] if one["operator"] == "index_select"]
-        selected[row["name"]] = sum(calls)
-    assert selected["paged"] >= selected["contiguous"] + PRESETS["tiny"].n_layer

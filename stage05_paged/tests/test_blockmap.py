@@ -150,6 +150,13 @@ def test_the_picture_shows_every_state_of_every_step(frames):
     assert keys == ["one sequence's, with its letter", "shared by several", "cached", "free"]
 
 
+def test_more_sequences_than_letters_have_numbers():
+    figure = picture([list(range(20, 60))] * 9, "Blocks")
+    assert [text.get_text() for text in figure.axes[0].texts] == [str(n) for n in range(21, 61)]
+    keys = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert keys == ["one sequence's, with its number", "free"]
+
+
 def test_the_picture_has_no_limit_of_size():
     many = [[block % 60 for block in range(700)] + [FREE] * 300] * 40
     figure = picture(many, "700 of 1,000 blocks")

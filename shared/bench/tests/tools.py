@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared import charts, measure
+from shared import charts, measure, paths
 from shared.bench.kit import Benchmark
 
 LIMITS = measure.Limits("cpu", 1, 30.0, {"float32": 100.0, "bfloat16": 200.0})
@@ -24,6 +24,14 @@ def measured(benchmark: Benchmark, plan: Any) -> dict[str, Any]:
 def lines(text: str) -> list[list[str]]:
     """The cells of a table, line by line, without its head."""
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+
+def check_sums(stage: str, *sentences: str) -> None:
+    """That a lesson predicts what `sentences` say, wherever their lines break."""
+    text = (paths.ROOT / stage / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Predict a number")[2].partition("\n## ")[0]
+    for sentence in sentences:
+        assert sentence in " ".join(section.split())
 
 
 def check_drawn(benchmark: Benchmark, content: dict[str, Any]) -> dict[str, int]:
