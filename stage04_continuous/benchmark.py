@@ -254,7 +254,7 @@ LOOP = rows.loop(
     ),
     delay(
         "longest gap of a neighbour, long prompt run whole", -1, False,
-        "a prefill reaches two thirds of the best rate of a product",
+        "a prefill reaches some 70 % of the best rate of a product",
     ),
     delay(
         "longest gap of a neighbour, chunks of 64", 0, False,

@@ -424,9 +424,9 @@ LOOP = rows.loop(
     rows.faster(
         "first token of 544 tokens, 512 of which are found",
         lambda found: found.groups("prefix")[0], (MISS, HIT), first_token_limit,
-        "products of 32 rows reach less of the best rate than those of 544",
+        "a step of 32 rows reaches less of its bound than one of 544",
     ),
-    at_best(RECOMPUTE, "a prefill reaches two thirds of the best rate of a product"),
+    at_best(RECOMPUTE, "a prefill reaches some 70 % of the best rate of a product"),
     at_best(
         SWAP, "the copies went through new memory, which the system clears page by page; mended "
         "since this run: see step 7",

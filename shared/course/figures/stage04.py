@@ -74,8 +74,8 @@ def packed() -> Figure:
     figure, axes = canvas("Linear layers see five rows; only attention knows their slots", 84, 33)
     tops = [6 + 4.2 * row for row in range(5)]
     for name, left, width in (
-        ("q, k, v:\none product\nfor 5 rows", 9, 10),
-        ("projection\nand MLP:\none product\neach, 5 rows", 61, 10),
+        ("q, k, v:\none product\nfor 5 rows", 9.0, 10),
+        ("projection\nand MLP:\none product\neach, 5 rows", 61.0, 10),
     ):
         box(axes, left, 5, width, 21.4, name, fill=PALE)
     words(axes, 40, 3.2, "attention, slot by slot, in place", weight="bold")
