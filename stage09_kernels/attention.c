@@ -187,14 +187,16 @@ attend_queries(const struct attention *c, const struct queries *given, const int
         p.first = chunk;
         p.start = chunk > begin ? chunk : begin;
         p.end = chunk + CHUNK < seen ? chunk + CHUNK : seen;
-        int64_t used = blocks_of(c, given->share, given->head, p.start, p.end, p.blocks), soon;
+        int64_t used = blocks_of(c, given->share, given->head, p.start, p.end, p.blocks), soon = 0;
         if (p.end < seen) {
             int64_t after = p.end + CHUNK < seen ? p.end + CHUNK : seen;
             soon = blocks_of(c, given->share, given->head, p.end, after, p.ahead);
-        } else {
-            int64_t from = first_of(c, given->next_position), after = (from / CHUNK + 1) * CHUNK;
-            if (after > given->next_position) after = given->next_position + 1;
-            soon = blocks_of(c, given->next, given->next_head, from, after, p.ahead);
+        }
+        if (soon < used) {
+            int64_t from = first_of(c, given->next_position), last = given->next_position + 1;
+            int64_t after = from - from % c->block + (used - soon) * c->block;
+            if (after > last) after = last;
+            soon += blocks_of(c, given->next, given->next_head, from, after, p.ahead + soon);
         }
         for (; soon < used; soon++) p.ahead[soon] = p.blocks[soon]; /* nothing more to ask for */
         struct place places[CHUNK + 1];

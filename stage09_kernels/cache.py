@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,9 +72,11 @@ class KernelCache:
         self.heads, self.width = config.n_kv_head, config.head_dim
         keys = (self.width + self.width % 2) * padded(block_size)
         numbers = keys + block_size * padded(self.width)
-        self.kv = torch.zeros(config.n_layer, blocks, self.heads, numbers, dtype=dtype)
+        zeros = torch.zeros((), dtype=dtype).expand(config.n_layer, blocks, self.heads, numbers)
+        self.kv = library.large_pages(zeros)
         self.swapped = torch.zeros(config.n_layer, swap_blocks, self.heads, numbers, dtype=dtype)
         self.group = config.n_head // config.n_kv_head
+        self.tables = Tables(blocks)
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
         self.library(dtype)  # compiled now, not during the first request
 
@@ -104,8 +107,9 @@ class KernelCache:
         return self.kv.nbytes
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Do `moves`, one after the other."""
-        do_moves(self.kv, self.swapped, 1, moves)
+        """Do `moves`, one after the other. No block needs a wipe: `attend` reads what was written
+        for a sequence, and nothing else."""
+        do_moves(self.kv, self.swapped, 1, [move for move in moves if move.kind != "wipe"])
 
     def read(self, blocks: Sequence[int]) -> Tensor:
         """A copy of the content of `blocks`, (blocks, numbers of each): for checks."""
@@ -139,30 +143,61 @@ def check(config: Config, dtype: torch.dtype, device: torch.device | str = "cpu"
         )
 
 
+class Tables:
+    """The tables of a pass as one array, which lives from pass to pass: most rows of a decode step
+    are those of the step before."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.kept: list[list[int]] = []  # what each row of the array holds
+        self.array = np.empty((0, 0), np.int32)
+
+    def of(self, tables: Sequence[Sequence[int]]) -> np.ndarray:
+        """The array (rows, blocks), whose first rows begin with `tables`.
+
+        Raises ValueError for a block outside the cache.
+        """
+        rows, wide = len(tables), max(map(len, tables))
+        room = self.array.shape
+        if rows > room[0] or wide > room[1]:
+            room = max(2 * rows, room[0]), max(2 * wide, room[1])
+            self.array, self.kept = np.zeros(room, np.int32), []
+        for row, table in enumerate(tables):
+            if row < len(self.kept) and self.kept[row] == table:
+                continue
+            if not (min(table) >= NOWHERE and max(table) < self.blocks):
+                raise ValueError(f"a block outside the {self.blocks} of the cache")
+            self.array[row, : len(table)] = table
+            self.kept[row : row + 1] = [list(table)]
+        return self.array
+
+
 class KernelAttention:
     """Attention of one pass over N packed tokens, in the caller's order.
 
     What is the same in every layer (tables, and the items that threads take) is worked out once.
+    Valid until the cache's next `extend`, whose tables take the place of these.
     """
 
     def __init__(self, cache: KernelCache, shares: Sequence[Share]) -> None:
         self.cache = cache
-        counts = torch.tensor([count for _, _, count in shares])
-        starts = torch.tensor([start for _, start, _ in shares])
-        lengths = torch.tensor([len(blocks) for blocks, _, _ in shares])
-        rows = counts.cumsum(0) - counts
-        self.tables = torch.tensor(
-            [block for blocks, _, _ in shares for block in blocks], dtype=torch.int32
-        )
-        if not (int(self.tables.min()) >= NOWHERE and int(self.tables.max()) < cache.blocks):
-            raise ValueError(f"a block outside the {cache.blocks} of the cache")
-        self.shares = torch.stack((lengths.cumsum(0) - lengths, starts, counts, rows), 1)
-        total = int(counts.sum())
-        self.order = torch.arange(total)
-        owners = torch.arange(len(shares)).repeat_interleave(counts)
-        self.positions = self.order - (rows - starts)[owners]  # (N,)
-        self.items = cut(counts, max(1, QUERIES // cache.group))
-        pointers = {name: getattr(self, name).data_ptr() for name in ("shares", "items", "tables")}
+        tables, starts, counts = zip(*shares, strict=True)
+        self.tables, count = cache.tables.of(tables), len(shares)
+        self.shares = np.empty((count, 4), np.int64)  # start in the tables, position, tokens, row
+        self.shares[:, 0] = self.tables.shape[1] * np.arange(count)
+        self.shares[:, 1], self.shares[:, 2] = starts, counts
+        self.shares[:, 3] = self.shares[:, 2].cumsum() - self.shares[:, 2]
+        _, first, tokens, row = self.shares.T
+        self.order = torch.arange(int(row[-1] + tokens[-1]))
+        positions = (first - row).repeat(tokens) + self.order.numpy()
+        self.positions = torch.from_numpy(positions)  # (N,)
+        most = max(1, QUERIES // cache.group)
+        if max(counts) <= most:  # each is an item: a decode step, mostly
+            self.items = np.zeros((count, 3), np.int64)
+            self.items[:, 0], self.items[:, 2] = np.arange(count), tokens
+        else:
+            self.items = cut(torch.tensor(counts), most).numpy()
+        pointers = {name: getattr(self, name).ctypes.data for name in ("shares", "items", "tables")}
         self.call = Attention(**pointers)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -123,9 +123,8 @@ class Program:
     # ---- building
 
     def keep(self, tensor: Tensor) -> int:
-        tensor = tensor.contiguous()
-        self.kept.append(tensor)
-        return tensor.data_ptr()
+        self.kept.append(library.large_pages(tensor))
+        return self.kept[-1].data_ptr()
 
     def vector(self, tensor: Tensor | None) -> int | None:
         return None if tensor is None else self.keep(tensor.detach().to(self.real))
@@ -257,22 +256,33 @@ class Program:
             turns = rotation(positions, model.frequencies, self.config.rope.scale)
             cosines, sines = (each.to(self.real).contiguous() for each in turns)
         self.buffers["stream"][:count, : hidden.shape[1]] = hidden
+        self.call(self.array, attention, rows, cosines, sines)
+        return self.buffers["logits"][: len(rows)]
+
+    def call(
+        self,
+        operations: ctypes.Array[Operation],
+        attention: KernelAttention,
+        rows: Tensor,
+        cosines: Tensor | None = None,
+        sines: Tensor | None = None,
+    ) -> None:
+        """Run `operations`, those of the program or some of them, over what is in the buffers."""
         failed = self.library.step(
-            self.array,
-            ctypes.c_int64(len(self.array)),
+            operations,
+            ctypes.c_int64(len(operations)),
             ctypes.byref(attention.call),
             ctypes.c_int64(len(attention.shares)),
             ctypes.c_int64(len(attention.items)),
             ctypes.c_void_p(None if cosines is None else cosines.data_ptr()),
             ctypes.c_void_p(None if sines is None else sines.data_ptr()),
             ctypes.c_void_p(rows.data_ptr()),
-            ctypes.c_int64(count),
+            ctypes.c_int64(len(attention.order)),
             ctypes.c_int64(len(rows)),
             library.parallel_for(),
         )
         if failed:
             raise RuntimeError(f"torch_parallel_for failed with {failed}")
-        return self.buffers["logits"][: len(rows)]
 
 
 def _gpt2(p: Program, model: Any) -> None:

@@ -348,6 +348,14 @@ def test_layers_that_were_packed_before_are_unpacked():
     assert torch.equal(before, KernelRunner(model, KernelCache(model.config, 4)).run(*given))
 
 
+def test_large_pages_hold_the_same_numbers():
+    numbers = torch.randn(3, 1, 5)
+    for tensor in (numbers, numbers[:, :, 1], numbers.expand(3, 2**18, 5), numbers[:0]):
+        copy = library.large_pages(tensor)
+        assert torch.equal(copy, tensor) and copy.is_contiguous()
+        assert copy.untyped_storage().nbytes() == tensor.numel() * 4
+
+
 def test_a_library_is_compiled_once(fresh, monkeypatch):
     defines = ("REAL=4", "WEIGHT=4", "CACHE=4")
     library.load(SOURCE, defines)
