@@ -166,6 +166,7 @@ class AsyncEngine:
         """Let the thread make steps."""
         self.alive = True
         self._running = self._thread.run(self._run)
+        self._running.add_done_callback(self._over)
 
     def submit(
         self,
@@ -308,6 +309,7 @@ class AsyncEngine:
         self._commands.put(_Command(do, _ignore))
 
     def _deliver(self, step: Step) -> None:
+        """Hand the tokens and ends of a step to their tickets, and the step to the listeners."""
         now = time.perf_counter()
         spoke: dict[Ticket, None] = {}
         for name, token in step.tokens:
@@ -348,23 +350,25 @@ class AsyncEngine:
     # ---- on the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Obey and step until the loop wants an end, or steps fail FAILURES times in a row."""
         failures = 0
-        try:
-            while failures < FAILURES and self._obey():
-                try:
-                    step = self._step()
-                    failures = 0
-                except Exception as error:  # whatever failed, requests outside the step go on
-                    failures += 1
-                    log.error("a step failed (%d in a row)", failures, exc_info=error)
-                    self._engine.fail(UserError(BROKEN))
-                    step = Step(ended=self._ended())
-                    if PROBE not in self._requests:
-                        self._enter(Request([0], SamplingParams(max_tokens=1), PROBE))
-                self._loop.call_soon_threadsafe(self._deliver, step)
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop may be closed
-                self._loop.call_soon_threadsafe(self._die)
+        while failures < FAILURES and self._obey():
+            try:
+                step = self._step()
+                failures = 0
+            except Exception as error:  # whatever failed, requests outside the step go on
+                failures += 1
+                log.error("a step failed (%d in a row)", failures, exc_info=error)
+                self._engine.fail(UserError(BROKEN))
+                step = Step(ended=self._ended())
+                if PROBE not in self._requests:
+                    self._enter(Request([0], SamplingParams(max_tokens=1), PROBE))
+            self._loop.call_soon_threadsafe(self._deliver, step)
+
+    def _over(self, _: object) -> None:
+        """Have the event loop answer what waits, however `_run` has ended."""
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
+            self._loop.call_soon_threadsafe(self._die)
 
     def _obey(self) -> bool:
         """Run the loop's commands; wait for one while there is nothing to compute. False: the
@@ -425,6 +429,7 @@ class AsyncEngine:
             raise
 
     def _abort(self, name: str) -> None:
+        """End a request, if it has not ended, before the next step."""
         request = self._requests.get(name)
         if request is not None and request.output.finish_reason is None:
             self._engine.abort(name)

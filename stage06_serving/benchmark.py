@@ -3,11 +3,9 @@
 
 The engine of stage 05, in a process of its own with nothing around it, and a server process
 (`python -m stage06_serving`) with clients in another one run in turn: the same weights, dtype,
-threads, memory and requests, and the same number of requests in flight.
-
-The engine's process can serve too, and is then watched: every pass, and the processor time of each
-thread. So the same engine is measured alone and beside the event loop, whose time Python's profiler
-divides among the parts of a token's way.
+threads, memory and requests, and the same number of requests in flight. The engine's process can
+serve too, and is then watched: its passes, and the processor time of the event loop, which Python's
+profiler divides among the parts of a token's way.
 """
 
 from __future__ import annotations
@@ -24,17 +22,18 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice, pairwise, product
-from operator import itemgetter
+from itertools import islice, pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
+import matplotlib
 import psutil
 import torch
 import uvicorn
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from shared import cli, measure
+from shared import charts, cli, measure
 from shared.bench import kit, rows
 from shared.bench.kit import Group, Subject
 from shared.bench.rows import Results, Row, median, percentile
@@ -50,6 +49,7 @@ from .settings import PREFIX, parse
 
 HTTP, NULL, LOSE = "http", "null", "lose"
 OFFLINE, SERVER = "engine alone", "server"
+WATCHED = "watched"  # the engine's own process serves
 AIM = 95.0  # percent of the throughput offline, with the most streams
 LONGEST_EVENT = 2**20  # bytes
 # The way of a token on the event loop, by the files and packages whose functions run.
@@ -92,8 +92,6 @@ class Plan:
         (LOSE, 32, 200, 8, 1),  # the least that can be asked for
     )
     repeats: int = 2
-    # Seconds after which a thread that waits for Python's lock asks for it: Python's own setting.
-    switches: tuple[float, ...] = (0.005,)
 
     @property
     def most(self) -> Load:
@@ -107,21 +105,13 @@ class Plan:
         for load in (Load(*each) for each in self.loads):
             most = load == self.most
             if first or most or (load.case == LOSE and subject[1] == "float32"):
-                long = load.case == NULL
-                repeats = dict.fromkeys((OFFLINE, SERVER), 1 if long else self.repeats)
-                switches = (SWITCH, *(self.switches if first and most else ()))
-                watched = {} if long else dict.fromkeys(map(watched_name, switches), 1)
-                yield load, repeats | watched
+                once = dict.fromkeys((OFFLINE, SERVER), 1)
+                often = dict.fromkeys((OFFLINE, SERVER), self.repeats) | {WATCHED: 1}
+                yield load, once if load.case == NULL else often
 
 
 FULL = Plan()
 QUICK = kit.quick(FULL)
-
-
-def watched_name(switch: float) -> str:
-    """The variant in which the engine's own process serves, with this switch interval in
-    seconds."""
-    return f"watched, {switch * 1e3:g} ms"
 
 
 def options(plan: Plan, model: str, dtype: str, linear: str) -> list[str]:
@@ -152,7 +142,7 @@ class Run:
     seconds: float
     answers: list[Answer]
     cpu: dict[str, float]  # seconds of processor time of the "engine", the "loop", the "client"
-    steps: dict[str, Any] = field(default_factory=dict)  # see `steps_of`
+    passes: int | None = None  # of the engine; None: unknown
     parts: dict[str, float] = field(default_factory=dict)  # shares of the loop's time
 
     @property
@@ -165,29 +155,10 @@ class Run:
         return {
             "seconds": self.seconds,
             "cpu": self.cpu,
-            "steps": self.steps,
+            "passes": self.passes,
             "ttft": [percentile(first, share) for share in (0.5, 0.99)],
             "itl": [percentile(between, share) for share in (0.5, 0.99)] if between else None,
         }
-
-
-def steps_of(records: Sequence[Any], streams: int) -> dict[str, Any]:
-    """The number of passes; and of those that decode for every stream and do nothing else, medians
-    in seconds: of the pass, of what in it was not the model, and from its end to the next one's
-    beginning. None if there was no such pass."""
-    decodes = [record.decode_tokens == streams and not record.prefill_tokens for record in records]
-    full = [record for record, decode in zip(records, decodes, strict=True) if decode]
-    found = {
-        "seconds": [record.seconds for record in full],
-        "bookkeeping": [record.bookkeeping_seconds for record in full],
-        "between": [
-            later.started - earlier.started - earlier.seconds
-            for (earlier, later), both in zip(pairwise(records), pairwise(decodes), strict=True)
-            if all(both)
-        ],
-    }
-    medians = {name: median(values) if values else None for name, values in found.items()}
-    return {"passes": len(records), **medians}
 
 
 def run_offline(engine: Any, load: Load, prompts: Sequence[list[int]]) -> Run:
@@ -211,7 +182,7 @@ def run_offline(engine: Any, load: Load, prompts: Sequence[list[int]]) -> Run:
             if token.finish_reason is not None:
                 send()
     seconds, used = time.perf_counter() - started, {"engine": time.process_time() - cpu}
-    return Run(seconds, [*answers.values()], used, steps_of(engine.steps, load.streams))
+    return Run(seconds, [*answers.values()], used, len(engine.steps))
 
 
 def message(host: str, prompt: list[int], answer: int) -> bytes:
@@ -299,18 +270,16 @@ def offline(load: Load, prompts: Sequence[list[int]]) -> Run:
     return run
 
 
-def watched(load: Load, prompts: Sequence[list[int]], switch: float, profile: bool = False) -> Run:
-    return asyncio.run(run_watched(load, prompts, switch, profile))
+def watched(load: Load, prompts: Sequence[list[int]], profile: bool = False) -> Run:
+    return asyncio.run(run_watched(load, prompts, profile))
 
 
-async def run_watched(
-    load: Load, prompts: Sequence[list[int]], switch: float, profile: bool
-) -> Run:
-    """Serve a load to a client in another process, with `switch` seconds as Python's switch
-    interval; the loop's time is divided into PARTS if it is to `profile`."""
+async def run_watched(load: Load, prompts: Sequence[list[int]], profile: bool) -> Run:
+    """Serve a load to a client in another process, with the server's switch interval; the loop's
+    time is divided into PARTS if it is to `profile`."""
     made = Engine.made
     profiler, usual = cProfile.Profile(time.thread_time), sys.getswitchinterval()
-    sys.setswitchinterval(switch)
+    sys.setswitchinterval(SWITCH)
     try:
         with process() as clients:
             async with listening(create_app(made.loading, made.settings, None, made.thread)) as url:
@@ -324,7 +293,7 @@ async def run_watched(
     finally:
         sys.setswitchinterval(usual)
     run.cpu |= {"engine": every - loop, "loop": loop}
-    run.steps = steps_of(list(made.engine.steps), load.streams)
+    run.passes = len(made.engine.steps)
     run.parts = shares(profiler) if profile else {}
     return run
 
@@ -392,9 +361,8 @@ def ways_to_run(subject: Subject, plan: Plan, clients: Executor) -> Iterator[dic
             def by_engine(do: Callable[..., Run], *more: Any) -> Way:
                 return lambda load, prompts: engine.submit(do, load, prompts, *more).result()
 
-            own = {watched_name(s): by_engine(watched, s) for s in (SWITCH, *plan.switches)}
-            parts = by_engine(watched, SWITCH, True)
-            yield {OFFLINE: by_engine(offline), SERVER: by_server, **own, "parts": parts}
+            own = {WATCHED: by_engine(watched), "parts": by_engine(watched, True)}
+            yield {OFFLINE: by_engine(offline), SERVER: by_server, **own}
 
 
 def measure_load(
@@ -462,9 +430,8 @@ def cpu(row: Row, who: str) -> list[float]:
 
 
 def beside(row: Row) -> Row:
-    """The engine with the server's own switch interval, watched; where nothing is, the server."""
-    watched = [name for name in row.group["seconds"] if name not in (OFFLINE, SERVER)]
-    return row.of(next(iter(watched), SERVER))
+    """The engine beside the loop: watched, or the server where nothing was."""
+    return row.of(WATCHED if WATCHED in row.group["seconds"] else SERVER)
 
 
 def python_seconds(row: Row, who: str) -> float:
@@ -472,13 +439,17 @@ def python_seconds(row: Row, who: str) -> float:
     return median(cpu(beside(row), who))
 
 
+def left(engine: float, python: float, cpus: float) -> tuple[float, float]:
+    """Percent of the throughput that are left of an engine's time where loop and client take this
+    time in `python`: the engine stands still for all of it, or it loses its share of every
+    processor."""
+    return 100 * engine / (engine + python), 100 * engine / (engine + python / cpus)
+
+
 def predicted(row: Row) -> tuple[float, float]:
-    """Percent of the throughput offline that should be left, the least and the most, by what loop
-    and client compute. The least: the engine stands still for all of it. The most: it takes its
-    share of every processor."""
-    alone, cpus = row.of(OFFLINE).median, row.results.content["machine"]["cpus"]
-    more = python_seconds(row, "loop") + python_seconds(row, "client")
-    return 100 * alone / (alone + more), 100 * alone / (alone + more / cpus)
+    """The least and the most by what loop and client compute on this machine."""
+    python = python_seconds(row, "loop") + python_seconds(row, "client")
+    return left(row.of(OFFLINE).median, python, row.results.content["machine"]["cpus"])
 
 
 def share(row: Row) -> Summary:
@@ -488,92 +459,78 @@ def share(row: Row) -> Summary:
     return summarize([100 * alone / server for alone, server in pairs])
 
 
+# The lesson's predictions: ms of engine and of Python in a step, or in a request of one token, on
+# its machine of two cores, if it has one; and why the measured share is another one.
+BY_HAND: dict[tuple[str, str, str, int], tuple[tuple[float, float] | None, str]] = {
+    (HTTP, "gpt2", "float32", 8): ((15, 0.8), "likely the GIL: it changes hands at each operator"),
+    (HTTP, "gpt2", "float32", 32): ((60, 3.2), "long operators hide the loop; the runs differ"),
+    (HTTP, "gpt2", "bfloat16", 32): (None, "shorter operators, and as much Python between them"),
+    (HTTP, "stories", "float32", 32): (None, "a step is as short as the loop's work for it"),
+    (NULL, "gpt2", "float32", 1): ((13, 0.1), "nothing to share: the difference is noise"),
+    (LOSE, "gpt2", "float32", 32): ((7.2, 1), "requests come one by one: steps are not full"),
+    (LOSE, "stories", "float32", 32): (None, "the loop takes longer than the model"),
+}
+
+
+def predictions(results: Results) -> Iterator[dict[str, str]]:
+    """Each prediction of the lesson, this machine's, and what came of it."""
+    what = {HTTP: "{streams} streams", NULL: "one long request", LOSE: "answers of one token"}
+    for row in (row for case in what for row in results.groups(case)):
+        if row["case"] == HTTP and row["streams"] == 1:
+            continue  # as the long request
+        key = (row["case"], row["model"], row["dtype"], row["streams"])
+        hand, why = BY_HAND.get(key, (None, ""))
+        found, (least, most) = share(row).median, predicted(row)
+        verdict = "missed" if found < least else "more" if found > most else "met"
+        if row["case"] == HTTP and row["streams"] == STREAMS:
+            verdict += f"; aim of {AIM:.0f}%: {'met' if found >= AIM else 'missed'}"
+        yield {
+            "load": f"{what[row['case']].format_map(row)}, {row['model']}, {row['dtype']}",
+            "by hand": percents(*left(*hand, 2)) if hand else "",
+            "this machine": percents(least, most),
+            "measured": f"{found:.1f}%",
+            "prediction": verdict,
+            "why they differ": why,
+        }
+
+
+def percents(least: float, most: float) -> str:
+    return f"{least:.1f}% to {most:.1f}%"
+
+
 # ---- tables and charts --------------------------------------------------------------------------
 
 
 def share_text(row: Row) -> str:
-    found, (least, most) = share(row), predicted(row)
+    found = share(row)
     spread = f"{found.median:.1f}% ({found.low:.1f}% to {found.high:.1f}%)"
-    return f"{spread}, {least:.1f}% to {most:.1f}%"
+    return f"{spread}, {percents(*predicted(row))}"
 
 
-def latency_table(results: Results) -> str:
-    """The engine alone and the server, in all cases: medians of the runs, and how many processors
-    engine, loop and client kept busy on average."""
+def sides(results: Results) -> list[Row]:
+    """The engine alone and the server, in all cases."""
     groups = [group for case in (HTTP, NULL, LOSE) for group in results.groups(case)]
-    lines = []
-    for row in (group.of(name) for group in groups for name in (OFFLINE, SERVER)):
-        line = {"model": f"{row['model']}, {row['dtype']}", "streams": row["streams"]}
-        line |= {"requests": row["requests"], "answer": row["answer"], "engine": row.variant}
-        for key, (place, name) in product(("ttft", "itl"), enumerate(("p50", "p99"))):
-            known = [run[place] for run in row[key] if run]
-            line[f"{key.upper()} {name}, ms"] = f"{median(known) * 1e3:,.1f}" if known else ""
-        for who in ("engine", "loop", "client"):
-            busy = [
-                used / taken for used, taken in zip(cpu(row, who), row["seconds"], strict=False)
-            ]
-            line[f"CPUs: {who}"] = f"{median(busy):.2f}" if busy else ""
-        lines.append(line)
-    cells = {name: itemgetter(name) for name in lines[0]}  # a name with a colon is no format
-    return rows.table(lines, " | ".join(cells), cells)
+    return [group.of(name) for group in groups for name in (OFFLINE, SERVER)]
 
 
-def a_request(row: Row, who: str) -> str:
+def latency(key: str, place: int) -> rows.Column:
+    """Median of the runs, in ms, of the percentile at `place` in "ttft" or "itl"."""
+
+    def cell(row: Row) -> str:
+        known = [run[place] for run in row[key] if run]
+        return f"{median(known) * 1e3:,.1f}" if known else ""
+
+    return cell
+
+
+def a_request(who: str) -> rows.Column:
     """Microseconds of the loop or the client."""
-    return f"{python_seconds(row, who) / row['requests'] * 1e6:,.0f}"
-
-
-def requests_a_second(variant: str) -> rows.Column:
-    return lambda row: summarize(row.of(variant)["seconds"]).of(row["requests"]).show()
-
-
-def main_rows(results: Results) -> list[Row]:
-    """Of the first model and dtype, by streams."""
-    first = results.groups(HTTP)[0]
-    own = results.groups(HTTP, model=first["model"], dtype=first["dtype"])
-    return sorted(own, key=lambda row: row["streams"])
-
-
-def pass_of(row: Row) -> dict[str, float]:
-    """Medians of some runs, in ms: of a pass that decodes for all streams, of what in it is not the
-    model, and from its end to the next one. Empty if they had no such pass."""
-    names, runs = ("seconds", "bookkeeping", "between"), row["steps"]
-    if any(steps.get(name) is None for steps in runs for name in names):
-        return {}
-    return {name: median(steps[name] for steps in runs) * 1e3 for name in names}
-
-
-def longer(row: Row) -> dict[str, float]:
-    """Milliseconds that a pass, and the way to the next one, take longer than alone. Empty if
-    there is no such pass."""
-    alone, own = pass_of(row.of(OFFLINE)), pass_of(row)
-    return {name: own[name] - alone[name] for name in ("seconds", "between") if own and alone}
-
-
-def pass_lines(results: Results) -> Iterator[dict[str, str]]:
-    """The engine's thread, alone and beside the loop."""
-    names = ("longer than alone, ms", "the loop, ms", "the client, ms", "longer over the loop's")
-    for row in results.rows(HTTP):
-        if not (more := longer(row)):
-            continue
-        own, cells = pass_of(row), ["", "", "", ""]
-        if row.variant != OFFLINE:  # a single run
-            whole, passes = sum(more.values()), row["steps"][0]["passes"]
-            loop, client = (cpu(row, who)[0] / passes * 1e3 for who in ("loop", "client"))
-            cells = [f"{whole:.2f}", f"{loop:.2f}", f"{client:.2f}", f"{whole / loop:.1f}x"]
-        yield {
-            "dtype": row["dtype"],
-            "streams": row["streams"],
-            "engine's thread": row.variant,
-            "step, ms": f"{own['seconds']:.2f}, {own['bookkeeping']:.2f}",
-            "until the next, ms": f"{own['between']:.2f}",
-            **dict(zip(names, cells, strict=True)),
-        }
+    return lambda row: f"{python_seconds(row, who) / row['requests'] * 1e6:,.0f}"
 
 
 def token_costs(results: Results) -> dict[str, float]:
     """Microseconds a token, with the most streams: of the parts of the loop, and of the client."""
-    row = main_rows(results)[-1]
+    row = rows.first(HTTP)(results)[-1]
     loop, client = (python_seconds(row, who) / row.tokens * 1e6 for who in ("loop", "client"))
     return {name: part * loop for name, part in results["parts"].items()} | {"client": client}
 
@@ -589,30 +546,20 @@ def token_lines(results: Results) -> Iterator[dict[str, str]]:
         yield {"on the loop": name, "us a token": f"{part:.1f}", "share": ""}
 
 
-def beside_a_pass(results: Results) -> Iterator[dict[str, Any]]:
-    """What a token costs beside its step: how much longer the engine's thread takes, and the
-    loop."""
-    row = main_rows(results)[-1]
-    titles = {"seconds": "thread: longer step", "between": "thread: longer until the next"}
-    for name, more in longer(beside(row)).items():
-        yield {"name": titles[name], "us": max(0.0, more / row["streams"] * 1e3)}
-    for name, cost in token_costs(results).items():
-        yield {"name": name if name == "client" else f"loop: {name}", "us": cost}
-
-
 COLUMNS: dict[str, rows.Column] = {
     "model": lambda row: f"{row['model']}, {row['dtype']}",
     "alone, tok/s": lambda row: row.of(OFFLINE).rate.show(),
     "share, predicted": share_text,
     "same tokens": lambda row: row.of(SERVER).alike(OFFLINE, "alone"),
-    "alone, requests/s": requests_a_second(OFFLINE),
-    "server, requests/s": requests_a_second(SERVER),
     "steps": lambda row: ", ".join(
-        f"{median(steps['passes'] for steps in one['steps']):.0f}"
-        for one in (row.of(OFFLINE), beside(row))
+        f"{median(one['passes']):.0f}" for one in (row.of(OFFLINE), beside(row))
     ),
-    "loop, us a request": lambda row: a_request(row, "loop"),
-    "client, us a request": lambda row: a_request(row, "client"),
+    **{f"{who}, us a request": a_request(who) for who in ("loop", "client")},
+    **{
+        f"{key.upper()} {name}, ms": latency(key, place)
+        for key in ("ttft", "itl")
+        for place, name in enumerate(("p50", "p99"))
+    },
 }
 LOADS = "model | streams | alone, tok/s | server, tok/s | share, predicted | same tokens"
 TABLES = rows.tables(
@@ -620,41 +567,51 @@ TABLES = rows.tables(
     f"""
     http: {LOADS}
     null: {LOADS}
-    lose: model | streams | alone, requests/s | server, requests/s | share, predicted | steps
-      | loop, us a request | client, us a request | same tokens
+    lose: {LOADS} | steps | loop, us a request | client, us a request
+    latency < sides: model | streams | requests | answer | engine | TTFT p50, ms | TTFT p99, ms
+      | ITL p50, ms | ITL p99, ms
     """,
+    sides=sides,
     tokens=token_lines,
-    passes=pass_lines,
-    latency=latency_table,
+    predictions=predictions,
 )
 STREAMS = FULL.most.streams
-CHARTS = {
-    "http": rows.lines(
-        "What is left of the engine's throughput behind HTTP",
-        ("streams (GPT-2 124M shape, float32)", "% of the tok/s of the engine alone"),
-        main_rows,
-        "streams",
-        {
-            "server": share,
-            "if no request waits": lambda row: predicted(row)[1],
-            "if the engine waits": lambda row: predicted(row)[0],
-            f"aim at {STREAMS}": lambda row: AIM,
-        },
-        dashed=("if no request waits", "if the engine waits", f"aim at {STREAMS}"),
-        log_x=True,
-    ),
+
+
+def share_chart(results: Results) -> Figure:
+    """Measured shares beside the range that was predicted of each load."""
+    groups, title = results.groups(HTTP), "What is left of the engine's throughput behind HTTP"
+    figure, axes = charts.new_figure(title, "", "% of the tok/s of the engine alone")
+    with matplotlib.rc_context(charts.style()):
+        for at, row in enumerate(groups):
+            found, (least, most) = share(row), predicted(row)
+            axes.bar(at, most - least, 0.6, least, color=charts.FAINT)
+            axes.plot([at, at], [found.low, found.high], color=charts.INK, linewidth=1.2)
+            axes.plot(at, found.median, "o", color=charts.COLOURS[found.median < AIM])
+            words, look = f"{found.median:.0f}", {"textcoords": "offset points", "fontsize": 9}
+            axes.annotate(words, (at, found.median), (8, 0), va="center", **look)
+        axes.axhline(AIM, color=charts.INK, linewidth=1.0, linestyle=(0, (8, 3)))
+        names = [f"{r['model']}, {r['dtype']}\nstreams: {r['streams']}" for r in groups]
+        axes.set_xticks(range(len(groups)), names)
+        axes.annotate("the aim", (len(groups) - 0.6, AIM), (0, 4), va="bottom", **look)
+        axes.set_xlabel("grey: as predicted; a line: the runs")
+    return figure
+
+
+CHARTS: dict[str, rows.Picture] = {
+    "http": share_chart,
     "where": rows.bars(
-        "What a token costs beside its step",
+        "What a token costs on the event loop, and in the client",
         (f"microseconds a token, {STREAMS} streams (GPT-2 124M shape, float32)",),
-        beside_a_pass,
+        lambda results: [{"name": n, "us": us} for n, us in token_costs(results).items()],
         "name",
-        {"beside the loop": "us"},
+        {"beside the engine": "us"},
     ),
 }
 
 
 def headline(results: Results) -> str:
-    row = main_rows(results)[-1]
+    row = rows.first(HTTP)(results)[-1]
     return (
         f"{share(row).median:.0f}% of the offline engine's tok/s behind HTTP, {row['streams']} "
         f"streams (GPT-2 124M shape, {row['dtype']})"

@@ -13,7 +13,7 @@ TASKS = (
         title="the beginning of a stop string",
         text="How many characters at the end of `text` may be the beginning of `stop`? A whole "
         "stop string does not count as a beginning.",
-        points=10,
+        points=5,
         hints=(
             "The longest possible answer is len(stop) - 1, and at most the length of the text.",
             "Try the longest first: does the text end with that much of the stop string?",
@@ -27,58 +27,13 @@ TASKS = (
     ),
     Task(
         number=2,
-        file="chat.py",
-        functions=("ChatTemplate.prompt",),
-        title="from a chat to a prompt",
-        text="Make the text that the model continues: a line for each message, by its role, and "
-        "then `start`. A role that the template does not know is written with its own name. A "
-        "user's message must never be taken for a template.",
-        points=10,
-        hints=(
-            "self.roles maps a role to its line, in which {content} is replaced by the message.",
-            "str.format would interpret braces in a message: use replace on the template's line, "
-            "never on the message.",
-            "An unknown role becomes its name with a capital, a colon, a space, the text and a "
-            "newline. Join all lines and add self.start.",
-        ),
-        tests=(
-            "tests/test_protocol.py::test_the_simple_template",
-            "tests/test_protocol.py::test_a_message_is_never_a_template",
-            "tests/test_protocol.py::test_a_template_from_a_file",
-        ),
-    ),
-    Task(
-        number=3,
-        file="protocol.py",
-        functions=("SamplingBody.params",),
-        title="what a client asks of the sampler",
-        text="Make SamplingParams of a body, for sample number `sample` of a prompt. Options that "
-        "were not sent keep the engine's defaults, but the temperature is 1, as OpenAI has it. "
-        "With a seed, each sample has a valid seed of its own; -1 and None stay as they are.",
-        points=15,
-        hints=(
-            "A field that is null counts as not sent: leave out every None.",
-            "JSON keys are always text: logit_bias needs whole numbers. stop_token_ids needs a "
-            "tuple.",
-            "The seed of sample n is seed + n, modulo 2**63. Sample 0 keeps the seed as it was "
-            "sent, even a negative one.",
-        ),
-        tests=(
-            "tests/test_protocol.py::test_the_defaults_are_openais",
-            "tests/test_protocol.py::test_each_sample_has_a_seed_of_its_own",
-            "tests/test_protocol.py::test_every_seed_makes_valid_options_for_every_sample",
-            "tests/test_protocol.py::test_all_options_reach_the_sampler",
-        ),
-    ),
-    Task(
-        number=4,
         file="text.py",
         functions=("TextStream._release",),
         title="hold back and release",
         text="Given the new characters, return the text that may be shown now. If a stop string is "
         "complete, the text ends there: self.stop is set, and nothing follows. If the end may be "
         "the beginning of a stop string, hold exactly that much back in self._held.",
-        points=20,
+        points=15,
         hints=(
             "Search in the held text and the new text together: a stop string may span both.",
             "Of several stop strings the first to be complete wins, and of those that end at the "
@@ -92,7 +47,7 @@ TASKS = (
         ),
     ),
     Task(
-        number=5,
+        number=3,
         file="async_engine.py",
         functions=("AsyncEngine.submit",),
         title="into the engine, all or none",
@@ -100,7 +55,7 @@ TASKS = (
         "return the tickets, a list for each prompt. All or none: a request that can never be "
         "answered, or has no place, is refused before anything is accepted. The engine changes "
         "only through a command to its thread.",
-        points=25,
+        points=15,
         hints=(
             "Three checks first: is the engine alive, can each sample ever be answered "
             "(self._engine.check reads constant settings), is there room for all?",
@@ -116,7 +71,7 @@ TASKS = (
         ),
     ),
     Task(
-        number=6,
+        number=4,
         file="async_engine.py",
         functions=("AsyncEngine.tokens",),
         title="read the tokens of an answer",
@@ -141,6 +96,73 @@ TASKS = (
             "tests/test_async_engine.py::test_a_deadline_ends_the_waiting",
             "tests/test_async_engine.py::test_a_failing_step_ends_only_its_requests",
             "tests/test_async_engine.py::test_nothing_waits_for_a_dead_engine",
+        ),
+    ),
+    Task(
+        number=5,
+        file="async_engine.py",
+        functions=(
+            "AsyncEngine._run",
+            "AsyncEngine._obey",
+            "AsyncEngine._deliver",
+            "AsyncEngine.abort",
+            "AsyncEngine._abort",
+        ),
+        title="the engine's thread",
+        text="Write the loop of the thread: run all commands (_obey), make a step, send it to the "
+        "event loop in one call of _deliver, and again. If a step raises, only its requests end, "
+        "with BROKEN; a PROBE tells whether steps work again, and FAILURES in a row end the loop. "
+        "_deliver gives each ticket its tokens, its end and its times, wakes its reader, and calls "
+        "the listeners. `abort` sends the command _abort, which ends a sequence in the engine.",
+        points=30,
+        hints=(
+            "queue.SimpleQueue.get(block=...) waits for a command only while self._idle(). A "
+            "command's `reply` takes its result and its error; None in the queue ends the thread. "
+            "The only way into the loop is self._loop.call_soon_threadsafe.",
+            "After an error: log it, self._engine.fail(UserError(BROKEN)), and report "
+            "Step(ended=self._ended()). The probe is a Request of one token that enters if it is "
+            "not there yet. A step that works sets the count of failures back.",
+            "_deliver ignores names that are not in self.in_flight. Tokens first, then "
+            "ticket.scheduled from step.record, then self._end, then the listeners, and only then "
+            "first_token, last_token and news. _abort must report what ended if the thread is "
+            "idle, because no step will.",
+        ),
+        tests=(
+            "tests/test_async_engine.py::test_each_step_is_one_message_with_its_tokens_and_its_ends",
+            "tests/test_async_engine.py::test_an_abort_is_heard_within_two_steps",
+            "tests/test_async_engine.py::"
+            "test_the_end_of_the_last_request_is_reported_without_a_step",
+            "tests/test_async_engine.py::test_a_call_is_made_on_the_thread_between_two_steps",
+            "tests/test_async_engine.py::test_requests_that_outlast_the_grace_end_with_an_error",
+            "tests/test_async_engine.py::test_only_failures_in_a_row_count",
+            "tests/test_async_engine.py::test_the_probe_finds_out_when_no_request_is_left",
+        ),
+    ),
+    Task(
+        number=6,
+        file="app.py",
+        functions=("unless_gone", "Api._respond"),
+        title="a client that leaves",
+        text="unless_gone: return the result of `work`, or raise its error; but if the client "
+        "leaves first, cancel the work, wait until it has ended, and raise ApiError 499. "
+        "Api._respond: answer with an EventStream, or with one body made of all pieces. However "
+        "the answer ends, self._release(choices) aborts what is left in the engine.",
+        points=15,
+        hints=(
+            "A client has left when request.receive() returns a message of the type "
+            "'http.disconnect'; others may come before. asyncio.wait with FIRST_COMPLETED waits "
+            "for two tasks.",
+            "Cancel both tasks on every way out, and gather them with return_exceptions: the work "
+            "may need a moment to end.",
+            "EventStream takes self._events(...), a function that releases, and the deadline. One "
+            "body: an Answer for each choice, each piece of self.service.pieces added to the one "
+            "with its index, and made.whole(answers) as JSON, in a try whose finally releases.",
+        ),
+        tests=(
+            "tests/test_inside.py::test_work_is_cancelled_when_its_client_leaves_and_not_before",
+            "tests/test_inside.py::test_a_client_that_leaves_before_its_answer_ends_it",
+            "tests/test_inside.py::test_a_late_answer_ends_in_the_engine_too",
+            "tests/test_inside.py::test_a_reader_that_stands_still_is_cut_off_in_time",
         ),
     ),
 )

@@ -50,6 +50,25 @@ ENGINES = {
     "paged": "paging (stage 05)",
 }
 TRANSFORMERS, SEQUENTIAL, STATIC, CONTINUOUS, PAGED = ENGINES
+ROUND = measure.Limits("cpu", 1, 40.0, {"float32": 200.0})  # the machine of the lesson
+FIGURES = {  # an engine, and over which one
+    "one request at a time, tok/s": (SEQUENTIAL, ""),
+    "eight slots, tok/s": (CONTINUOUS, ""),
+    "blocks, tok/s": (PAGED, ""),
+    "batching": (CONTINUOUS, SEQUENTIAL),
+    "continuity, equal lengths": (CONTINUOUS, STATIC),
+    "paging": (PAGED, CONTINUOUS),
+}
+WHY = {  # what was measured is not what was predicted
+    "one request": "one row reads the weights below full bandwidth",
+    "eight slots, tok/s": "products over eight rows are far from both limits",
+    "blocks, tok/s": "the gather, attention and Python beside the products",
+    "batching": "eight rows cost more than one",
+    "continuity, equal lengths": "the null control; static batches are not full at first",
+    "paging": "many rows use the arithmetic better than eight",
+    "knee, users": "a step of few rows costs more than reading",
+    "TTFT p95": "the first arrivals fill the batch before a queue grows",
+}
 BLOCK = 16  # tokens, stage 05's default
 WARM = 2  # tokens of each answer while warming up
 LATENCIES = {"TTFT": metrics.TTFT_INTENDED, "TPOT": metrics.TPOT, "E2E": metrics.E2E_INTENDED}
@@ -69,8 +88,8 @@ class Sizes(Plan):
     seconds: float = 10.0
     a_user: float = 2.0
     a_user_mixed: float = 1.5  # static batches of mixed lengths take two minutes at 2.0
-    shares: tuple[float, ...] = (0.5, 0.75, 0.9, 1.1)  # of the capacity, as Poisson arrivals
-    open_requests: int = 100
+    shares: tuple[float, ...] = (0.5, 0.9, 1.1)  # of the capacity, as Poisson arrivals
+    open_requests: int = 500  # enough for the queue to grow above the capacity
     burst: tuple[int, float, int] = (40, 8.0, 2)  # requests, seconds to the next, how many
     prove_prompts: int = 2  # of each length
 
@@ -244,15 +263,22 @@ def rows_of(plan: Any, config: Config, engine: str, name: str, users: int) -> in
     return int(min(most, plan["sequences"], users))
 
 
-def predicted(results: Results, engine: str, name: str, users: int, dtype: str) -> float | None:
-    """Output tok/s if steps took what operations and bytes need, and nothing else took time. None
-    for lengths that vary."""
+def predicted(
+    results: Results,
+    engine: str,
+    name: str,
+    users: int,
+    dtype: str,
+    limits: measure.Limits | None = None,
+) -> float | None:
+    """Output tok/s if steps took what operations and bytes need, by the `limits` of this machine or
+    of another, and nothing else took time. None for lengths that vary."""
     if name not in LENGTHS:
         return None
     config, kind = PRESETS[results.plan["models"][0]], getattr(torch, dtype)
     rows = rows_of(results.plan, config, engine, name, users)
     passes = static_costs(config, kind, [(LENGTHS[name], ANSWER)] * rows, rows)
-    return rows * ANSWER / sum(cost.seconds(results.limits, kind) for cost in passes)
+    return rows * ANSWER / sum(cost.seconds(limits or results.limits, kind) for cost in passes)
 
 
 # ---- tables and charts --------------------------------------------------------------------------
@@ -341,6 +367,53 @@ def steps(results: Results, name: str) -> Iterator[dict[str, str]]:
         before = before if peer else rate
 
 
+def figures(rates: Mapping[str, float]) -> dict[str, float]:
+    """What the lesson predicts of the engines' tok/s, as far as these are known."""
+    known = {"": 1.0, **rates}
+    return {
+        name: known[engine] / known[over]
+        for name, (engine, over) in FIGURES.items()
+        if engine in known and over in known
+    }
+
+
+def predictions(results: Results) -> Iterator[dict[str, str]]:
+    """The lesson's predictions for its machine and for this one, and what was measured."""
+    users, dtype = results.plan["main_users"], results.plan["dtypes"][0]
+
+    def by(limits: measure.Limits) -> dict[str, float]:
+        """The figures, and the knee: where throughput over latency, by Little's law, is most."""
+
+        def rate(engine: str, users: int) -> float:
+            return predicted(results, engine, "short", users, dtype, limits) or 0.0
+
+        rates = {engine: rate(engine, users) for engine in (SEQUENTIAL, STATIC, CONTINUOUS, PAGED)}
+        knee = max(range(1, users + 1), key=lambda many: rate(PAGED, many) ** 2 / many)
+        return figures(rates) | {"knee, users": knee}
+
+    hand, here, found = by(ROUND), by(results.limits), figures(split(results, "short"))
+    paged = [point for point in short(results)[PAGED] if point.users]
+    if best := metrics.knee(paged):
+        found["knee, users"] = float(best.users or 0)
+    most, mine = arrivals(results)[-1], capacity(results["points"])
+    share = (most.rate or 0.0) / mine
+    late = f"TTFT p95 at {share:.0%} of capacity, s"
+    rest = 0.95 * most.requests * (1 - 1 / share)  # arrivals that have not been answered
+    hand[late], here[late] = rest / (hand["blocks, tok/s"] / ANSWER), rest / mine
+    found[late] = most.at(metrics.TTFT_INTENDED, 95, True) or math.inf
+    for name, value in found.items():
+        off = value / here[name]
+        met = f"{off:.0%} of the limit" if "tok/s" in name else "met" if 0.8 < off < 1.25 else ""
+        digits = ",.0f" if "tok/s" in name or "knee" in name else ".2f"
+        cells = {"by hand": hand[name], "this machine": here[name], "measured": value}
+        yield {
+            "what": name,
+            **{key: f"{figure:{digits}}" for key, figure in cells.items()},
+            "prediction": met or "missed",
+            "why they differ": WHY[name.partition(" at ")[0]],
+        }
+
+
 def trust(results: Results) -> list[dict[str, str]]:
     """How far the measuring can be trusted, over all points."""
     rows, proofs, ruler = loads(results), results["proof"].values(), results["ruler"]
@@ -373,6 +446,7 @@ TABLES = tables(
     opened=lambda results: [row for row in loads(results) if not row["users"]],
     dtypes=dtypes,
     trust=trust,
+    predictions=predictions,
     split=partial(steps, name="short"),
     split_mixed=partial(steps, name="mixed"),
 )
@@ -396,6 +470,12 @@ def short(results: Results, least: int = 1) -> dict[str, list[Summary]]:
     return {n: ps for n, ps in found.items() if len({p.users for p in ps if p.users}) >= least}
 
 
+def arrivals(results: Results) -> list[Summary]:
+    """Open loops of random arrivals, by their rate."""
+    found = [point for point in short(results)[PAGED] if point.kind == "poisson"]
+    return sorted(found, key=lambda point: point.rate or 0.0)
+
+
 CHARTS: dict[str, Callable[[Results], Figure]] = {
     "split": split_chart,
     "throughput": lambda results: curves.throughput(
@@ -407,9 +487,11 @@ CHARTS: dict[str, Callable[[Results], Figure]] = {
     "offered": lambda results: curves.offered(
         {PAGED: short(results)[PAGED]}, title="Paged: latency against offered load, short prompts"
     ),
-    "goodput": lambda results: curves.goodput({PAGED: short(results)[PAGED]}),
-    "ttft": lambda results: curves.figures(short(results)[PAGED])["ttft_intended_distribution"](),
-    "itl": lambda results: curves.figures(short(results)[PAGED])["itl_distribution"](),
+    "ttft": lambda results: curves.distribution(
+        {point.load: point for point in arrivals(results)},
+        metrics.TTFT_INTENDED,
+        "Random arrivals: TTFT from the fastest to the slowest",
+    ),
 }
 
 

@@ -91,9 +91,9 @@ def offered(
         best = knee(points)
         if best is None:
             continue
-        at, most = _load(best), max(map(_load, points))
+        at, least, most = _load(best), min(map(_load, points)), max(map(_load, points))
         if alone:
-            _knee_line(axes, at, reached=at < most)
+            _knee_line(axes, at, least, most)
             continue
         value = {load: median(values) for load, values, _ in marks[server]}.get(at, math.inf)
         if at < most and math.isfinite(value):
@@ -102,11 +102,13 @@ def offered(
     return figure
 
 
-def _knee_line(axes: Any, at: float, reached: bool) -> None:
-    """A vertical line at the knee; if the load never passed it, only a note at the right edge."""
-    if reached:
+def _knee_line(axes: Any, at: float, least: float, most: float) -> None:
+    """A vertical line at the knee; only a note if the loads do not reach to both sides of it."""
+    text, place, offset, align = f"knee, {at:.3g}/s", at, 4, "left"
+    if least < at < most:
         axes.axvline(at, color=charts.INK, linewidth=1.0, linestyle=(0, (8, 3)), zorder=1)
-        text, place, offset, align = f"knee, {at:.3g}/s", at, 4, "left"
+    elif at == least:
+        text = f"no knee from {at:.3g}/s on"
     else:
         text, place, offset, align = f"no knee up to {at:.3g}/s", axes.get_xlim()[1], -4, "right"
     axes.annotate(

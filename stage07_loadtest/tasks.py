@@ -8,18 +8,22 @@ TASKS = (
     Task(
         number=1,
         file="metrics.py",
-        functions=("percentile",),
-        title="a percentile that was measured",
-        text="Return the nearest rank: the least of the values that at least `percent` percent of "
-        "them do not exceed. Values may be infinite. Raise ValueError without values, and for a "
-        "percent outside 0 to 100.",
-        points=10,
+        functions=("percentile", "distribution", "_percentiles", "latencies"),
+        title="percentiles, with failures",
+        text="percentile: the nearest rank, the least of the values that at least `percent` % of "
+        "them do not exceed; ValueError without values, and for a percent outside 0 to 100. "
+        "distribution: summarize values; in the adjusted percentiles each failure is infinite. "
+        "latencies: the distribution of each of PER_REQUEST, of ITL and of CLIENT_QUEUE.",
+        points=20,
         hints=(
-            "Sort them. Of 5 values, the 50th percentile is the 3rd, the 80th the 4th, and the "
-            "81st the 5th.",
-            "The rank, counted from 1, is percent times the number of values over 100, rounded up.",
-            "The 0th percentile is the least value, so the rank is at least 1. Multiply before you "
-            "divide: in floating point 0.07 * 100 is more than 7 and would be rounded up to 8.",
+            "Of 5 values, the 50th percentile is the 3rd, the 80th the 4th, and the 81st the 5th. "
+            "The rank, counted from 1, is percent times the number of values over 100, rounded up, "
+            "and at least 1. Multiply before you divide: in floating point 0.07 * 100 is over 7.",
+            "_percentiles takes PERCENTILES of sorted values; p99 is None for fewer than "
+            "P99_SAMPLES. Infinity is a value like others: append one for each failure.",
+            "Latencies are of requests that succeeded. Only those of PER_REQUEST count failures; "
+            "ITL and CLIENT_QUEUE get None for them, and the queue is of all records. Only names "
+            "in DRAWN have a curve. Leave out what has no values.",
         ),
         tests=(
             "tests/test_metrics.py::test_a_percentile_is_the_nearest_rank",
@@ -36,7 +40,7 @@ TASKS = (
         "average. The gaps between them are exponential, the last one starts at exactly count / "
         "rate, and the same seed gives the same times. Raise ValueError unless rate and count are "
         "positive.",
-        points=20,
+        points=10,
         hints=(
             "A random.Random of its own, made from the seed, has expovariate; itertools.accumulate "
             "turns gaps into times.",
@@ -52,43 +56,51 @@ TASKS = (
     Task(
         number=3,
         file="client.py",
-        functions=("events",),
+        functions=("events", "_take"),
         title="a stream that is cut anywhere",
-        text="Given the pieces of an answer as they arrived, each with its time, yield the data of "
-        "every line that begins with `data:`, stripped, with the time at which the line was "
-        "complete. A line may span several pieces, and a piece may hold several lines. Skip other "
-        "lines, and an unfinished last line.",
+        text="events: given the pieces of an answer, each with its time of arrival, yield the data "
+        "of every line that begins with `data:`, stripped, with the time at which the line was "
+        "complete. Lines span pieces, and pieces hold several. Skip other lines, and an unfinished "
+        "last one. _take: add one event to the record, or return the message of an error event.",
         points=20,
         hints=(
-            "The bytes after the last newline of a piece begin a line: keep them for the next "
-            "piece.",
-            "bytes.split(b'\\n') of what was kept and the piece together: keep the last part, all "
-            "others are lines.",
-            "The time of a line is that of the piece with its newline. A line may end with b'\\r', "
-            "which strip() removes.",
+            "The bytes after the last newline of a piece begin a line: keep them, and split them "
+            "together with the next piece. The time of a line is that of the piece with its "
+            "newline.",
+            "An event has prompt_tokens and completion_tokens in `usage`; the last one counts. Of "
+            "`choices` take the first, if there is one.",
+            "A choice with tokens, text or a finish reason is a chunk: its time goes to "
+            "record.chunks, its tokens to chunk_tokens. They are counted by token_ids, else by "
+            "logprobs['tokens'], else 1 for a text, 0 for none. A finish reason stays.",
         ),
         tests=(
             "tests/test_client.py::test_a_stream_reads_the_same_wherever_it_is_cut",
             "tests/test_client.py::test_times_are_of_arrival_and_not_of_reading",
+            "tests/test_client.py::test_tokens_of_a_chunk_by_ids_or_logprobs_or_else_one",
         ),
     ),
     Task(
         number=4,
         file="load.py",
-        functions=("Run._dispatch",),
-        title="the open loop",
-        text="Send each of self.asks at its time in `starts`, in seconds on self.clock, whether or "
-        "not others have ended; a request is self._one(index, ask, start), and runs as a task of "
-        "`group`. No request starts after self.seconds, if that is not None.",
-        points=25,
+        functions=("Run._user", "Run._dispatch"),
+        title="the closed and the open loop",
+        text="_user: take (index, ask) from `turns`, and send each when the last answer has ended; "
+        "that moment is its intended start. _dispatch: send each of self.asks at its time in "
+        "`starts`, in seconds on self.clock, whether or not others have ended. A request is "
+        "self._one(index, ask, start). None starts after self.seconds, if that is not None.",
+        points=15,
         hints=(
-            "A loop over times and asks together: sleep until the time, then send.",
-            "How long to sleep follows from self.clock() and the schedule, never from the request "
-            "before; if it is already late, do not sleep.",
+            "_one returns the record, which knows its end. The first request of a user is intended "
+            "for 0.",
+            "_dispatch is a loop over times and asks together. How long to sleep follows from "
+            "self.clock() and the schedule, never from the request before; if it is already late, "
+            "do not sleep.",
             "group.create_task starts the request and does not wait for it. Pass `start` as the "
             "intended start, even if it is late.",
         ),
         tests=(
+            "tests/test_load.py::test_a_closed_loop_has_as_many_requests_in_hand_as_users",
+            "tests/test_load.py::test_a_user_sends_when_the_last_answer_has_ended",
             "tests/test_load.py::test_requests_of_a_burst_and_of_a_trace_start_at_their_times",
             "tests/test_load.py::test_a_load_may_end_by_time",
             "tests/test_ruler.py::test_pitfall_an_open_loop_that_waits_for_answers",
@@ -98,26 +110,52 @@ TASKS = (
     Task(
         number=5,
         file="metrics.py",
-        functions=("little",),
-        title="Little's law",
-        text="From the records: how many requests arrived per second, and how long they stayed on "
-        "average, from `sent` to `end`. From the samples (time, requests in flight): how many were "
-        "in flight, on average over the time that the samples cover. Return the three as Little; "
-        "None if there are too few samples, or if nothing stayed.",
-        points=25,
+        functions=("little", "steady"),
+        title="Little's law, and the steady part",
+        text="little: from the records, how many requests arrived per second and how long they "
+        "stayed on average, from `sent` to `end`; from the samples (time, requests in flight), how "
+        "many were in flight on average over the time that they cover. None for too few samples. "
+        "steady: the part at full load, and the tokens per second that arrived in it.",
+        points=15,
         hints=(
             "Requests that were never sent do not count. Arrivals are those that were, over all "
             "`seconds`.",
             "Each sample is valid until the next one, and the last until `seconds`: weight each by "
-            "that time, and divide by the time from the first sample on.",
-            "Too few are less than LEAST_SAMPLES, or less than SAMPLES_A_STAY of them in a mean "
-            "stay, where seconds over their number is the time between two.",
+            "that time. Too few are less than LEAST_SAMPLES, or less than SAMPLES_A_STAY of them "
+            "in a mean stay, where seconds over their number is the time between two.",
+            "steady begins when each of the users has sent, or in an open loop when the first "
+            "request has ended, and ends when the last was sent. _arrivals has the tokens.",
         ),
         tests=(
             "tests/test_metrics.py::test_littles_law_holds_for_a_load_that_is_not_steady",
             "tests/test_ruler.py::test_littles_law_fails_when_records_lack_requests",
             "tests/test_metrics.py::test_samples_that_came_late_weigh_no_more_than_their_time",
             "tests/test_metrics.py::test_littles_law_is_not_judged_by_few_samples",
+            "tests/test_metrics.py::"
+            "test_the_steady_part_begins_when_all_users_have_sent_and_ends_with_the_last_request",
+        ),
+    ),
+    Task(
+        number=6,
+        file="metrics.py",
+        functions=("tpot", "itl", "meets", "goodput"),
+        title="TPOT, ITL and goodput",
+        text="tpot: the mean time of a token after the first, one number a request; None without a "
+        "second token. itl: every gap between two chunks. meets: whether a request succeeded "
+        "within every limit of `slo`, from its intended start. goodput: such requests per second.",
+        points=20,
+        hints=(
+            "A chunk may hold several tokens: TPOT counts them by record.completion_tokens, and "
+            "ITL does not count them at all.",
+            "A limit that is None holds, and so does one on a latency that the request does not "
+            "have. A limit may be reached.",
+            "meets compares ttft_intended, tpot and e2e_intended with slo.ttft, slo.tpot and "
+            "slo.e2e.",
+        ),
+        tests=(
+            "tests/test_metrics.py::test_latencies_count_from_sending_and_from_the_intended_start",
+            "tests/test_metrics.py::"
+            "test_goodput_counts_what_meets_every_limit_from_the_intended_start",
         ),
     ),
 )

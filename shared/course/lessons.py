@@ -1,7 +1,7 @@
 """Checks what the lessons show: `python -m shared.course.lessons`.
 
-The lessons are README.md, lesson 00, each stage's README.md and the last page. The first word of a
-fenced block decides how it is checked:
+The lessons are README.md, lesson 00, each stage's README.md and the last page; a stage may have a
+REFERENCE.md beside its own. The first word of a fenced block decides how it is checked:
 
 - `console` shows commands, each behind `$ `, and their output. The commands run, and the output is
   compared: `...` in a line matches any text, `...` on a line of its own any lines, and a number
@@ -47,7 +47,7 @@ from ..errors import UserError
 from ..server import own_server
 from . import links, markdown, mine
 
-LESSON = "README.md"
+LESSON, REFERENCE = "README.md", "REFERENCE.md"
 PROMPT, CONTINUED = "$ ", "\\"
 SLOW, SERVER = "slow", "server"
 ADDRESS = "127.0.0.1:8000"
@@ -95,9 +95,10 @@ def blocks(path: Path) -> list[Block]:
 
 
 def checked() -> list[Block]:
-    """The blocks of all lessons that can be checked."""
+    """The blocks of all lessons, and of the reference pages, that can be checked."""
     kinds = ("console", "sh", "python", "c")
-    return [block for path in lessons() for block in blocks(path) if block.kind in kinds]
+    texts = [*lessons(), *sorted(paths.ROOT.glob(f"stage*/{REFERENCE}"))]
+    return [block for path in texts for block in blocks(path) if block.kind in kinds]
 
 
 def check(block: Block, address: str = "") -> list[str]:

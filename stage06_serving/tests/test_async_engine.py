@@ -93,6 +93,33 @@ async def test_a_deadline_ends_the_waiting(gated):
         assert len(read) == 1 and len(await said(running, ticket)) == 4
 
 
+async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
+    """Listeners get it before the tickets' times change: they take the gap to the last token."""
+    made, gate = gated()
+    steps: list[tuple[list[str], list[str]]] = []
+    known: list[bool] = []
+
+    def listen(step, spoke, over):
+        steps.append(([ticket.id for ticket in spoke], [ticket.id for ticket in over]))
+        known.extend(ticket.last_token is not None for ticket in spoke)
+
+    async with started(made) as running:
+        running.listeners.append(listen)
+        (group,) = running.submit([prompt_of(4)], [words(2), words(3)])  # one command: one step
+        reading = asyncio.create_task(anext(running.tokens(group)))
+        await asyncio.sleep(0)
+        gate.allow(1)
+        assert len((await asyncio.wait_for(reading, 10))[1]) == 1  # awake before the end
+        gate.allow()
+        await until(lambda: all(ticket.ended for ticket in group))
+        one, two = (ticket.id for ticket in group)  # the second waits for the first's blocks
+        assert steps == [([one], []), ([one, two], [one]), ([two], []), ([two], [two])]
+        assert known == [False, True, False, True, True] and len(made.steps) == 4
+    for ticket in group:
+        assert ticket.scheduled and ticket.first_token and ticket.last_token
+        assert ticket.arrived <= ticket.scheduled <= ticket.first_token <= ticket.last_token
+
+
 # ---- abort --------------------------------------------------------------------------------------
 
 
@@ -124,7 +151,7 @@ async def test_the_end_of_the_last_request_is_reported_without_a_step(gated):
         await until(lambda: len(made.steps) >= 2)
         running.abort(ticket)
         gate.allow(1)  # at most one pass had begun
-        await said(running, ticket)
+        await asyncio.wait_for(said(running, ticket), 10)
         assert ticket.ended and not running.in_flight
         await running.drain(HANG)  # returns at once
 

@@ -17,10 +17,8 @@ from shared.bench.tests.tools import LIMITS, check_drawn, measured
 from shared.parity import random_prompt
 from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make
-from stage05_paged.records import BlocksRecord
 from stage06_serving import benchmark
-from stage06_serving.__main__ import SWITCH
-from stage06_serving.benchmark import FULL, HTTP, LOSE, NULL, OFFLINE, SERVER, Load
+from stage06_serving.benchmark import FULL, HTTP, LOSE, NULL, OFFLINE, SERVER, WATCHED, Load
 from stage06_serving.settings import parse
 
 TINY = replace(
@@ -28,7 +26,6 @@ TINY = replace(
     options=("--sanitize",), repeats=1,
     loads=((HTTP, 1, 2, 5, 12), (HTTP, 3, 5, 5, 12), (NULL, 1, 1, 5, 20), (LOSE, 3, 7, 3, 1)),
 )  # fmt: skip
-WATCHED = [benchmark.watched_name(switch) for switch in (SWITCH, *TINY.switches)]
 
 
 def thread(initial: Any = None, *arguments: Any) -> Executor:
@@ -62,20 +59,19 @@ def groups(results: Results) -> list[Row]:
 def test_everything_is_drawn(results):
     counts = check_drawn(benchmark.BENCHMARK, dict(results.content))
     assert [counts[name] for name in (HTTP, NULL, LOSE)] == [2, 1, 1]
-    assert counts["tokens"] == len(benchmark.PARTS) + 3 and counts["passes"] > 0
+    assert counts["tokens"] == len(benchmark.PARTS) + 3
+    assert (counts["latency"], counts["predictions"]) == (8, 3)
 
 
 def test_both_sides_did_the_same_work_and_every_answer_was_proved(results):
     for row in groups(results):
         variants = list(row["seconds"])
-        assert variants[:2] == [OFFLINE, SERVER]
-        most = WATCHED if row["streams"] == 3 else WATCHED[:1]
-        assert variants[2:] == {HTTP: most, NULL: [], LOSE: WATCHED[:1]}[row["case"]]
+        assert variants == [OFFLINE, SERVER, WATCHED][: 2 if row["case"] == NULL else 3]
         assert {proof["tokens"] for proof in row["proof"].values()} == {row.tokens}
         assert list(row["proof"]) == variants and set(row["same"].values()) == {row["requests"]}
         if row["streams"] == 1:  # with one, no request comes too late for a pass
             own = [one for one in row.variants if one.variant != SERVER]
-            assert {steps["passes"] for one in own for steps in one["steps"]} == {row.tokens}
+            assert {passes for one in own for passes in one["passes"]} == {row.tokens}
 
 
 def test_times_and_shares_fit_together(results):
@@ -94,7 +90,7 @@ def test_times_and_shares_fit_together(results):
 
 def test_the_parts_of_a_token_s_way_make_the_whole(results):
     parts = benchmark.token_costs(results)
-    row, client = benchmark.main_rows(results)[-1], parts.pop("client")
+    row, client = results.groups(HTTP)[-1], parts.pop("client")
     assert list(parts) == [*benchmark.PARTS, benchmark.REST] and all(parts.values())
     assert client * row.tokens / 1e6 == pytest.approx(benchmark.python_seconds(row, "client"))
     whole = benchmark.python_seconds(row, "loop")
@@ -103,26 +99,12 @@ def test_the_parts_of_a_token_s_way_make_the_whole(results):
 
 
 def test_a_prediction_is_between_a_halt_and_a_fair_share():
-    cpu = {WATCHED[0]: [{"loop": 1.5, "client": 0.5}], WATCHED[1]: [{"loop": 70, "client": 70}]}
-    seconds = {OFFLINE: [8.0], SERVER: [9.0]} | dict.fromkeys(WATCHED, [9.0])
+    cpu = {WATCHED: [{"loop": 1.5, "client": 0.5}], SERVER: [{"loop": 70, "client": 70}]}
+    seconds = {OFFLINE: [8.0], SERVER: [9.0], WATCHED: [9.0]}
     content = {"machine": {"cpus": 4}, "configuration": {}, "limits": vars(LIMITS), "results": {}}
     row = Row(Results(content), {"seconds": seconds, "cpu": cpu})
     assert benchmark.predicted(row) == pytest.approx((80, 100 * 8 / 8.5))
     assert benchmark.share(row).median == pytest.approx(100 * 8 / 9)
-
-
-def test_passes_that_do_something_else_are_not_compared():
-    """A prompt in a pass, or a stream that is missing, would make it another one."""
-    given = [(0, 9, 2, 5), (10, 2, 3, 0), (12.5, 4, 3, 0), (17, 1, 2, 0), (18, 3, 3, 0)]
-    records = [
-        BlocksRecord(decode, prefill, decode, taken, started=at, bookkeeping_seconds=taken / 10)
-        for at, taken, decode, prefill in given
-    ]
-    found = benchmark.steps_of(records, 3)
-    assert found.pop("bookkeeping") == pytest.approx(0.3)
-    assert found == {"passes": 5, "seconds": 3, "between": pytest.approx(0.5)}
-    nothing = dict.fromkeys(("seconds", "bookkeeping", "between"))
-    assert benchmark.steps_of(records[:1], 3) == {"passes": 1, **nothing}
 
 
 def test_offline_the_next_request_follows_as_soon_as_one_has_ended(tiny_model):
@@ -132,7 +114,7 @@ def test_offline_the_next_request_follows_as_soon_as_one_has_ended(tiny_model):
     prompts = [random_prompt(load.prompt, engine.config, i) for i in range(load.requests)]
     run = benchmark.run_offline(engine, load, prompts)
     rows = [record.rows for record in engine.steps]
-    assert rows == [3] * 12 + [1] * 6 and run.steps["passes"] == len(rows)
+    assert rows == [3] * 12 + [1] * 6 and run.passes == len(rows)
     assert [len(answer.times) for answer in run.answers] == [load.answer] * load.requests
     sent = [answer.sent for answer in run.answers]
     assert sent == sorted(sent) and sent[3] >= run.answers[0].times[-1]

@@ -10,9 +10,12 @@ from itertools import groupby
 from typing import Any
 
 import pytest
+from fastapi import Request
 
 from shared.course.museum.inside import Asking, Inside
 from stage06_serving import sse
+from stage06_serving.app import unless_gone
+from stage06_serving.errors import ApiError
 from stage06_serving.live import MOST_WATCHERS
 from stage06_serving.service import Service
 from stage06_serving.tests.tools import Failing, Gate, until
@@ -77,6 +80,43 @@ async def test_a_client_that_leaves_before_its_answer_ends_it(stream):
         assert len(served) == 1
 
 
+async def test_work_is_cancelled_when_its_client_leaves_and_not_before():
+    ended: list[str] = []
+
+    async def work(seconds: float) -> str:
+        try:
+            await asyncio.sleep(seconds)
+            return f"{1 / seconds:g}"
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append("work")
+
+    def asked(gone: asyncio.Event) -> Request:
+        """A request with a body in two messages, whose client leaves at `gone`."""
+        messages = [{"type": "http.request", "more_body": more} for more in (False, True)]
+
+        async def receive() -> dict[str, Any]:
+            if not messages:
+                await gone.wait()
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        return Request({"type": "http"}, receive)
+
+    async with asyncio.timeout(10):
+        assert await unless_gone(asked(asyncio.Event()), work(0.01)) == "100"
+        with pytest.raises(ZeroDivisionError):
+            await unless_gone(asked(asyncio.Event()), work(0))
+        gone = asyncio.Event()
+        waiting = asyncio.create_task(unless_gone(asked(gone), work(100)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done() and ended == ["work"] * 2
+        gone.set()
+        with pytest.raises(ApiError, match="has left"):
+            await waiting
+        assert ended == ["work"] * 3  # it has ended by now, and nothing else is left
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 @pytest.mark.parametrize("fields", [{}, {"n": 3, "temperature": 1}, {"stream": True}])
 async def test_a_late_answer_ends_in_the_engine_too(fields):
     async with Inside.serving(request_timeout=0.1) as inside:
@@ -131,7 +171,7 @@ async def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
     monkeypatch.setattr(sse, "STALLED", 0.1)
 
     async with Inside.serving(request_timeout=0.1) as inside:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(10):
             await inside.ask(PATH, LONG | {"stream": True})
         await idle(inside)
 

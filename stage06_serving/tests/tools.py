@@ -67,20 +67,33 @@ def is_empty(engine: AnyEngine) -> bool:
 
 @asynccontextmanager
 async def started(engine: AnyEngine, max_queue: int = 64) -> AsyncIterator[AsyncEngine]:
-    """`engine` on its thread, which then ends. Unless it has died, nothing may be left in it."""
-    running = AsyncEngine(engine, max_queue)
+    """`engine` on its thread, which then ends. Unless it has died, nothing may be left in it. An
+    error in a callback of the loop ends the test, and so does an open task in the thread."""
+    running, test, errors = AsyncEngine(engine, max_queue), asyncio.current_task(), []
+
+    def failed(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" in context and test:
+            errors.append(context["exception"])
+            test.cancel()
+
+    asyncio.get_running_loop().set_exception_handler(failed)
     running.start()
     try:
         async with asyncio.timeout(HANG):
             yield running
     finally:
         await running.stop()
+        thread = running._running.exception() if running._running else None
+        errors += [thread] if isinstance(thread, NotImplementedError) else []
+        for error in errors:
+            raise error
     assert is_empty(engine) or not running.alive
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
+async def until(condition: Callable[[], object], seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def submit(running: AsyncEngine, prompt: list[int], count: int) -> Ticket:

@@ -247,6 +247,17 @@ def test_trust_is_shown_for_all_points_together(table: Lines, known: Results) ->
     assert marks == f"{short}; sequential, short, 64 users: client took 83% of a core"
 
 
+def test_the_lesson_s_predictions_stand_beside_what_was_measured(table: Lines) -> None:
+    """`known` has the lesson's own machine."""
+    found = {line[0]: line[1:5] for line in table("predictions")}
+    assert found["one request at a time, tok/s"] == ["81", "81", "10", "12% of the limit"]
+    assert found["batching"] == ["7.24", "7.24", "4.20", "missed"]
+    assert found["continuity, equal lengths"] == ["1.00", "1.00", "1.20", "met"]
+    assert found["paging"] == ["1.26", "1.26", "2.00", "missed"]
+    assert found["knee, users"] == ["10", "10", "128", "missed"]
+    assert found["TTFT p95 at 110% of capacity, s"] == ["0.06", "0.02", "0.50", "missed"]
+
+
 def test_how_many_rows_a_step_can_have() -> None:
     for engine, users, name, contexts, rows in (
         *((TRANSFORMERS, 64, "long", 8, 1), (STATIC, 4, "short", 8, 4)),

@@ -132,6 +132,8 @@ def test_the_knee_is_marked_where_it_was_passed() -> None:
     assert "knee, 4/s" in words(charts.offered({"paged": OPEN["paged"]}))
     alone = words(charts.offered({"paged": flat}))
     assert "no knee up to 4/s" in alone and not any(text.startswith("knee") for text in alone)
+    steep = [opened(rate, rate) for rate in (1.0, 2.0, 4.0)]
+    assert "no knee from 1/s on" in words(charts.offered({"paged": steep}))
 
 
 def test_goodput_stands_below_what_was_answered() -> None:

@@ -17,6 +17,7 @@ from stage07_loadtest.workload import ANSWER, LENGTHS
 
 REPORT = (Path(__file__).parents[1] / "REPORT.md").read_text(encoding="utf-8")
 LESSON = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+PROSE = " ".join(LESSON.split())
 SERVER = Behaviour(ttft=50, itl=0, stall=600, stall_every=1000)  # milliseconds for seconds
 END, EVERY, COLUMN = 2000, 200, 50
 
@@ -48,7 +49,7 @@ def test_the_table_is_what_the_trace_gives(
     load: str, records: list[Record], of: Callable[[Record], float | None]
 ) -> None:
     values = [of(record) or 0.0 for record in records]
-    percentiles = (f"{metrics.percentile(values, percent):.0f}" for percent in (50, 80, 90))
+    percentiles = (f"{metrics.percentile(values, percent):.0f}" for percent in (50, 90))
     slow = 100 * sum(value > 100 for value in values) / len(values)
     cells = [load, str(len(values)), *percentiles, f"{sum(values) / len(values):.1f}"]
     assert f"\n| {' | '.join(cells)} | {slow:.0f} % |\n" in LESSON
@@ -73,14 +74,14 @@ def test_the_picture_is_the_trace() -> None:
     assert sorted(drawn) == [mark(record) for record in OPEN]
     columns = sum(len(text) for _, text in drawn)
     share = f"{columns} in {END // COLUMN}, {columns * COLUMN / END:.2f}"
-    assert f"Count the columns of the open loop: {share}" in LESSON
+    assert f"Count the columns of the open loop: {share}" in PROSE
 
 
 def test_littles_law_in_the_trace_and_the_glossary_in_the_report() -> None:
     stay = sum(record.end - record.intended for record in OPEN) / len(OPEN)
     assert (1000 * len(OPEN) / END, stay) == (5, 170)
     text = f"ten requests in 2 s are 5 a second, and they stay {stay:.0f} ms on average: 5 * 0.17"
-    assert f"{text} = 0.85" in " ".join(LESSON.split())
+    assert f"{text} = 0.85" in PROSE
     assert metrics.GLOSSARY in REPORT
     assert len({line.count("|") for line in metrics.GLOSSARY.splitlines()}) == 1
 
@@ -99,6 +100,6 @@ def test_the_prediction_is_what_the_roofline_gives() -> None:
     ):
         found = benchmark.predicted(results, engine, "short", users, "float32")
         assert round(found or 0) == rate
-        assert users == 10 or all(f"{rate} tok/s" in text for text in (LESSON, REPORT))
+        assert users == 10 or f"{rate} tok/s" in PROSE
     for text in ("583 / 81 = 7.2", "735 / 583 = 1.26", f"{735 / 50:.1f} requests a second"):
-        assert text in LESSON
+        assert text in PROSE
