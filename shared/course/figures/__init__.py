@@ -1,6 +1,6 @@
 """A kit for pictures of mechanisms, in the house style of `shared/charts.py`.
 
-A picture is a function without arguments that returns a Figure, in a module a stage, and stands in
+A picture is a function without arguments that returns a Figure, in a module a stage, listed in
 its tuple DRAW: `stage03.static` is drawn to reports/figures/stage03_static.svg by
 `python -m shared.course.figures`. A picture is a `canvas` with boxes, cells, arrows and words on
 it, or a chart of `shared.charts`. Its title states the finding. It shows no measured number.
