@@ -58,18 +58,12 @@ def alternated(
     }
     seconds = measure.alternate(runs, repeats, warmup=0)
     for name, run in runs.items():
-        last = run.steps[-1]
         about = {"case": name, "lengths": kit.packed(workloads[name]), "seconds": seconds[name]}
-        yield (
-            fields
-            | about
-            | run.fields(subject)
-            | {
-                "useful": sum(step.prefill_tokens + step.decode_tokens for step in last),
-                "wasted": sum(step.wasted_tokens for step in last),
-                "decode": [[step.seconds for step in steps[1:]] for steps in run.steps],
-            }
-        )
+        group, last = fields | about | run.fields(subject), run.steps[-1]
+        group["useful"] = sum(step.prefill_tokens + step.decode_tokens for step in last)
+        group["wasted"] = sum(step.wasted_tokens for step in last)
+        group["decode"] = [[step.seconds for step in steps[1:]] for steps in run.steps]
+        yield group
 
 
 def scaling(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -207,10 +201,6 @@ COLUMNS: dict[str, rows.Column] = {
     "over equal rows (predicted)": lambda row: "{:.2f}x ({:.2f}x)".format(*against_equal(row)),
     "same tokens as ours": lambda row: row.alike("ours", "ours"),
 }
-SINGLES = (
-    "dtype | sequences | one after the other (stage 02), ms | as a batch, ms | gain (predicted) "
-    "| same tokens"
-)
 TABLES = rows.tables(
     COLUMNS,
     f"""
@@ -218,13 +208,11 @@ TABLES = rows.tables(
       | cache, MB (formula) | same tokens
     prefill < peers: dtype | batch | {rows.PREFILL}
     decode < peers: dtype | batch | {rows.DECODE} | same tokens as ours
-    win: {SINGLES}
-    null: {SINGLES}
+    single: dtype | sequences | one after the other (stage 02), ms | as a batch, ms
+      | gain (predicted) | same tokens
     waste: rows | steps | tokens computed (wasted) | tok/s | over equal rows (predicted)
       | same tokens
     """,
-    win=lambda results: [row for row in results.groups("single") if row.requests > 1],
-    null=lambda results: [row for row in results.groups("single") if row.requests == 1],
     profile=rows.operators,
     claims=closing(claims),
 )

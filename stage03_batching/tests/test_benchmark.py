@@ -26,7 +26,7 @@ def content() -> dict[str, Any]:
 
 def test_everything_is_drawn(content: dict[str, Any]) -> None:
     assert check_drawn(benchmark.BENCHMARK, content) == {
-        "limits": 1, "scaling": 8, "prefill": 12, "decode": 12, "win": 2, "null": 2, "waste": 4,
+        "limits": 1, "scaling": 8, "prefill": 12, "decode": 12, "single": 4, "waste": 4,
         "profile": 6, "claims": 7,
     }  # fmt: skip
     assert benchmark.BENCHMARK.headline(content).startswith("4 prompts as one batch: ")
