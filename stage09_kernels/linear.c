@@ -42,18 +42,14 @@ static inline lanes gelu(lanes x) { /* 0.5 x (1 + tanh(u)) = x sigmoid(2 u) */
     return x * sigmoid(x * (real)1.5957691216057308 * ((real)0.044715 * x * x + 1));
 }
 
-/* Weights of a panel, and the number of steps in which a product reads them. */
-static inline const weight *weights_of(const struct linear *l, int64_t panel, int64_t *steps) {
-    int64_t inputs = WEIGHT == 2 ? (l->inputs + 1) / 2 * 2 : l->inputs;
-    *steps = WEIGHT == 2 ? inputs / 2 : inputs;
-    return l->weights + panel * inputs * PANEL;
-}
-
-/* `soon`: what to ask for meanwhile, a cache line a step. */
 static inline __attribute__((always_inline)) void
-panel_rows(const struct linear *l, int64_t panel, int64_t row, const char *soon, const int rows) {
-    int64_t steps;
-    const weight *w = weights_of(l, panel, &steps);
+panel_rows(const struct linear *l, int64_t panel, int64_t row, const int rows) {
+#if WEIGHT == 2
+    const int64_t half = (l->inputs + 1) / 2;
+    const weight *w = l->weights + panel * half * 2 * PANEL;
+#else
+    const weight *w = l->weights + panel * l->inputs * PANEL;
+#endif
 #if !PAIRED
     const real *x = l->x + row * l->x_stride;
 #endif
@@ -65,14 +61,13 @@ panel_rows(const struct linear *l, int64_t panel, int64_t row, const char *soon,
             for (int j = 0; j < WIDE; j++)
                 some[i][j] = l->bias ? *(const lanes *)(bias + j * LANES) : (lanes){0};
 #if WEIGHT == 2
-        for (int64_t k = 0; k < steps; k++) {
-            __builtin_prefetch(soon + 64 * k, 0, 2);
+        for (int64_t k = 0; k < half; k++) {
             wholes read[WIDE];
             for (int j = 0; j < WIDE; j++)
                 read[j] = *(const wholes *)(w + 2 * (k * PANEL + (part + j) * LANES));
             for (int i = 0; i < rows; i++) {
 #if PAIRED
-                __m512bh two = (__m512bh)((wholes){0} + l->pairs[(row + i) * steps + k]);
+                __m512bh two = (__m512bh)((wholes){0} + l->pairs[(row + i) * half + k]);
                 for (int j = 0; j < WIDE; j++)
                     some[i][j] = _mm512_dpbf16_ps(some[i][j], (__m512bh)read[j], two);
 #else
@@ -86,8 +81,7 @@ panel_rows(const struct linear *l, int64_t panel, int64_t row, const char *soon,
             }
         }
 #else
-        for (int64_t k = 0; k < steps; k++) {
-            __builtin_prefetch(soon + 64 * k, 0, 2);
+        for (int64_t k = 0; k < l->inputs; k++) {
             lanes read[WIDE];
             for (int j = 0; j < WIDE; j++)
                 read[j] = *(const lanes *)(w + k * PANEL + (part + j) * LANES);
@@ -118,24 +112,17 @@ panel_rows(const struct linear *l, int64_t panel, int64_t row, const char *soon,
     }
 }
 
-/* While the rows behind the first read a panel from the processor's cache, the next one comes. */
 static void panels(int64_t first, int64_t last, void *context) {
     const struct linear *l = context;
     for (int64_t panel = first; panel < last; panel++) {
-        int64_t steps, row = 0, more = l->rows > ROWS && panel + 1 < last;
-        const weight *here = weights_of(l, panel, &steps), *next = weights_of(l, panel + more, &steps);
-        const char *soon = (const char *)next;
-        for (; row + ROWS <= l->rows; row += ROWS) {
-            panel_rows(l, panel, row, soon, ROWS);
-            soon += more * 64 * steps;
-            if (soon >= (const char *)(next + (next - here))) soon = (const char *)here;
-        }
+        int64_t row = 0;
+        for (; row + ROWS <= l->rows; row += ROWS) panel_rows(l, panel, row, ROWS);
         switch (l->rows - row) { /* constants keep the sums in registers */
-            case 1: panel_rows(l, panel, row, soon, 1); break;
-            case 2: panel_rows(l, panel, row, soon, 2); break;
-            case 3: panel_rows(l, panel, row, soon, 3); break;
-            case 4: panel_rows(l, panel, row, soon, 4); break;
-            case 5: panel_rows(l, panel, row, soon, 5); break;
+            case 1: panel_rows(l, panel, row, 1); break;
+            case 2: panel_rows(l, panel, row, 2); break;
+            case 3: panel_rows(l, panel, row, 3); break;
+            case 4: panel_rows(l, panel, row, 4); break;
+            case 5: panel_rows(l, panel, row, 5); break;
         }
     }
 }
