@@ -33,6 +33,7 @@ import matplotlib
 from .. import charts, cli, measure, paths
 from ..errors import UserError
 from . import rows, staircase
+from .peers import compare as peers
 
 BEGIN, END = "<!-- table: ", "<!-- /table -->"  # on lines of their own
 TABLE = re.compile(
@@ -46,11 +47,11 @@ UNMEASURED = "not measured yet"
 
 
 def benchmarks() -> dict[str, Any]:
-    """Every stage's benchmark in reading order, the staircase, which compares them, and the
-    cross-check of the load test."""
+    """Every stage's benchmark in reading order, the staircase, which compares them, other engines
+    beside them, and the cross-check of the load test."""
     names = [name for name in paths.discover() if (paths.ROOT / name / "benchmark.py").exists()]
     found = {name: importlib.import_module(f"{name}.benchmark").BENCHMARK for name in names}
-    found[staircase.KIND] = staircase.BENCHMARK
+    found |= {module.KIND: module.BENCHMARK for module in (staircase, peers)}
     for path in sorted(paths.ROOT.glob("stage*/crosscheck.py")):
         module = importlib.import_module(f"{path.parent.name}.crosscheck")
         found[module.KIND] = module.BENCHMARK

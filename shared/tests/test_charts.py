@@ -49,7 +49,15 @@ def some_bands() -> Figure:
     return charts.bands("Slots are handed on", "pass", "rows", drawn)
 
 
-CHARTS: list[Callable[[], Figure]] = [some_lines, some_bars, some_roofline, some_bands]
+def some_panels() -> Figure:
+    few = {"ours": (9.0, 8.0, 9.5), "another engine": (1000.0, 900.0, 1010.0)}
+    values = {"decode, 1 row": few | {"third": (3.0, 3.0, 3.0)}, "prefill": few, "last": few}
+    return charts.panels("Beside others", values, ["ours"], columns=2)
+
+
+CHARTS: list[Callable[[], Figure]] = [
+    *(some_lines, some_bars, some_roofline, some_bands, some_panels)
+]
 
 
 def texts(figure: Figure) -> list[Text]:

@@ -1,0 +1,366 @@
+"""Ours beside the field: other engines on this processor, in one measurement.
+
+    python -m shared.bench.peers            GPT-2 124M: a prompt of 512, decode of 1 to 64 rows
+    python -m shared.bench.peers --shapes   and one row of TinyLlama's and Qwen3-0.6B's shapes
+
+Each engine is a process of its own that stays (`process`), in an environment of its own
+(`install`). All get the same prompts and the same seeded checkpoint; the engines take turns in
+every round, and so does a look at what memory and arithmetic give at that time. A run during which
+other programs took more than 4 % of a processor is repeated. Our answers are proved; how many
+answers of the others are the same is counted. An engine that cannot be installed, ends or hangs is
+named with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from shared import charts, measure
+from shared.bench import kit, rows
+from shared.bench.rows import Results, Row
+from shared.measure import Summary, summarize
+from shared.parity import random_prompt
+from shared.roofline import forward_cost
+from stage01_forward.generation import Output
+from stage09_kernels import library
+
+from . import folder, served
+from .install import ENGINES, HOME, OLDER, OURS, python
+from .process import Driver, Failures
+
+KIND, NAME, MACHINE = "peers", "shared.bench.peers", "machine"
+SHAPES = ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "Qwen/Qwen3-0.6B")
+LLAMAS = (OURS, "llama.cpp")  # the engines that run those
+Ask = tuple[int, int, int]  # rows, and tokens of each prompt and answer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, and how often. Lengths are in tokens."""
+
+    model: str = "gpt2"
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    engines: tuple[str, ...] = tuple(ENGINES)
+    prompt: int = 512  # of the prefill
+    context: int = 64  # of each row before it decodes
+    answers: tuple[tuple[int, int], ...] = ((1, 64), (8, 32), (32, 32), (64, 16))  # by rows
+    load: served.Load = field(default_factory=served.Load)
+    rounds: int = 3
+    tries: int = 3  # of a run beside other programs
+    shapes: tuple[str, ...] = ()
+
+    @property
+    def asks(self) -> list[Ask]:
+        """The prefill, then decoding."""
+        return [(1, self.prompt, 1), *((rows, self.context, new) for rows, new in self.answers)]
+
+
+QUICK = replace(Plan(), answers=((1, 16), (8, 8)), load=served.Load(4, 8, 16, 8), rounds=1, tries=1)
+
+
+def has_bfloat16() -> bool:
+    """Whether this processor has instructions for it."""
+    return any("bf16" in name and found for name, found in library.capabilities().items())
+
+
+def machine(dtype: str) -> dict[str, float]:
+    """What memory and arithmetic give now, in about a second."""
+    rate = measure.matmul_rate(dtype=getattr(torch, dtype), sizes=(1024,), budget=0.2)
+    return {"bandwidth": measure.read_bandwidth(budget=0.2), "gflops": rate}
+
+
+class Field:
+    """The engines that run on one checkpoint in one dtype. Use it in a `with`."""
+
+    def __init__(self, plan: Plan, model: str, dtype: str, failures: Failures) -> None:
+        self.plan, self.failures = plan, failures
+        self.about = {"model": model, "dtype": dtype}
+        self.config = kit.families.presets()[model]
+        self.versions: dict[str, dict[str, str]] = {}  # engine -> package -> version
+        self.running: dict[str, Driver] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Field:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, name: str, place: Path) -> None:
+        engine, dtype, threads = ENGINES[name], self.about["dtype"], torch.get_num_threads()
+        with self.failures.named(name, dtype):
+            command = engine.command(python(engine, HOME), place, dtype, threads)
+            driver = self._stack.enter_context(Driver(command, engine.environment(threads)))
+            self.versions[name] = driver.ready()
+            for rows, length, new in ((self.plan.answers[-1][0], 16, 2), (1, self.plan.prompt, 1)):
+                driver.ask(self.prompts(rows, length), new)  # warms up
+            self.running[name] = driver
+
+    def prompts(self, rows: int, length: int) -> list[list[int]]:
+        return [random_prompt(length, self.config, row) for row in range(rows)]
+
+    def run(self, name: str, prompts: list[list[int]], count: int) -> dict[str, Any] | None:
+        """What an engine answers, measured; None once it has failed."""
+        with self.failures.named(name, self.about["dtype"]):
+            if name in self.running:
+                return self.running[name].measure(prompts, count, self.plan.tries)
+        self.running.pop(name, None)
+        return None
+
+    def cell(self, ask: Ask, bar: Any) -> kit.Group:
+        """One workload by all engines in turn."""
+        count, length, answer = ask
+        prompts = self.prompts(count, length)
+
+        def turn(name: str) -> Any:
+            bar.set_postfix_str(f"{name}, {self.about['dtype']}, {count} x {length} + {answer}")
+            bar.update()
+            if name == MACHINE:
+                return machine(self.about["dtype"])
+            return self.run(name, prompts, answer)
+
+        ways = {name: partial(turn, name) for name in (MACHINE, *self.running)}
+        took = measure.turns(ways, self.plan.rounds, warmup=0)
+        limits = took.pop(MACHINE)
+        whole = {name: runs for name, runs in took.items() if None not in runs}
+        answers = {name: [run.pop("tokens") for run in runs][-1] for name, runs in whole.items()}
+        like = answers.get(OURS, [])
+        group: kit.Group = self.about | {"lengths": [[length, answer, count]]}
+        group |= {key: [one[key] for one in limits] for key in ("bandwidth", "gflops")}
+        group |= kit.by_variant(whole) if whole else {"seconds": {}}
+        group["same"] = {name: sum(map(list.__eq__, own, like)) for name, own in answers.items()}
+        ours = {name: own for name, own in answers.items() if name in (OURS, OLDER)}
+        outputs = {name: list(map(Output, prompts, own)) for name, own in ours.items()}
+        return group | {"proof": outputs}
+
+
+def measured(
+    plan: Plan, model: str, dtype: str, engines: Sequence[str], asks: list[Ask], found: Any
+) -> Iterator[kit.Group]:
+    """All cells of a model in a dtype, our answers proved."""
+    place = checkpoint(model)
+    bar = tqdm(total=len(asks) * plan.rounds * (len(engines) + 1), unit="run")
+    with bar, Field(plan, model, dtype, found["failed"]) as field:
+        for name in engines:
+            bar.set_postfix_str(f"{name} loads")
+            field.start(name, place)
+        found["versions"] |= field.versions
+        groups = [field.cell(ask, bar) for ask in asks]
+    subject = kit.Subject(kit.shape(model), getattr(torch, dtype))
+    for group in groups:
+        yield group | {"proof": {name: subject.prove(own) for name, own in group["proof"].items()}}
+
+
+def checkpoint(model: str) -> Path:
+    return folder.write(kit.shape(model), HOME / "models" / model.replace("/", "-"))
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """Raises AssertionError for a wrong token of ours."""
+    found: dict[str, Any] = {"cells": [], "single": [], "versions": {}, "failed": Failures()}
+    dtypes = [dtype for dtype in plan.dtypes if dtype != "bfloat16" or has_bfloat16()]
+    for dtype in dtypes:
+        found["cells"] += measured(plan, plan.model, dtype, plan.engines, plan.asks, found)
+    for model in plan.shapes:
+        few = [name for name in LLAMAS if name in plan.engines]
+        asks = [(1, plan.context, plan.answers[0][1])]
+        found["single"] += measured(plan, model, dtypes[-1], few, asks, found)
+    place, failed = checkpoint(plan.model), found["failed"]
+    found["served"] = [served.run(plan, place, dtypes[0], failed)]
+    return found
+
+
+# ---- tables and the chart ------------------------------------------------------------------------
+
+
+def title(name: str) -> str:
+    return {OURS: "ours, stage 09", OLDER: "ours, stage 05"}.get(name, name)
+
+
+def what(row: Row) -> str:
+    """The name of a cell."""
+    length, answer, count = row["lengths"][0]
+    if answer == 1:
+        return f"prefill {length}"
+    return f"decode, {count} row{'s' if count > 1 else ''}"
+
+
+def rate(row: Row) -> Summary:
+    """Tokens per second: of the prompt, or those after each row's first one."""
+    length, answer, count = row["lengths"][0]
+    if answer == 1:
+        return summarize(row["first"]).of(length)
+    parts = zip(row["seconds"], row["first"], row["begun"], strict=True)
+    return summarize([(count * answer - begun) / (all - first) for all, first, begun in parts])
+
+
+def bound(row: Row) -> float:
+    """Tokens per second that bytes and operations allow, by the best that the machine gave at the
+    start and in this cell's rounds."""
+    length, answer, count = row["lengths"][0]
+    known = row.results.limits
+    limits = replace(
+        known,
+        bandwidth_gb_s=max(known.bandwidth_gb_s, *row["bandwidth"]),
+        gflops={row["dtype"]: max(known.gflops[row["dtype"]], *row["gflops"])},
+    )
+    if answer == 1:
+        return length / forward_cost(row.config, row.kind, length).seconds(limits, row.kind)
+    step = forward_cost(row.config, row.kind, 1, length + answer // 2, rows=count)
+    return count / step.seconds(limits, row.kind)
+
+
+def share(row: Row) -> str:
+    return f"{rate(row).median / bound(row):.0%}"
+
+
+def others(row: Row) -> list[Row]:
+    """The engines that are not ours, the fastest first."""
+    found = [each for each in row.variants if each.variant not in (OURS, OLDER)]
+    return sorted(found, key=lambda each: -rate(each).median)
+
+
+def against(row: Row) -> str:
+    """Over the fastest of the others."""
+    if not others(row):
+        return "alone"
+    best = others(row)[0]
+    return f"{rate(row).median / rate(best).median:.2f}x {title(best.variant)}"
+
+
+def mine(case: str, results: Results) -> list[Row]:
+    return [row for row in results.rows(case) if row.variant == OURS]
+
+
+def engines(dtype: str, results: Results) -> Any:
+    """A line an engine, a column a cell, and what the machine allows."""
+    groups = results.groups("cells", dtype=dtype)
+    names = dict.fromkeys(name for group in groups for name in group["seconds"])
+    lines = [
+        {"engine": title(name)}
+        | {what(g): rate(g.of(name)).show(0) if name in g["seconds"] else "" for g in groups}
+        for name in names
+    ]
+    last = {"engine": "the machine's bound"} | {what(g): f"{bound(g):,.0f}" for g in groups}
+    return [*lines, last] if groups else "This processor has no instructions for it."
+
+
+def entrants(results: Results) -> list[dict[str, str]]:
+    """Every engine: its version, whether it computes the same, and why it was not measured."""
+    found, lines = results.content["results"], []
+    for name in results.plan["engines"]:
+        versions = ["", *found["versions"].get(name, {}).values()]
+        cells = [row for row in results.groups("cells", dtype="float32") if name in row["same"]]
+        same, count = (
+            sum(values)
+            for values in ([r["same"][name] for r in cells], [r["lengths"][0][2] for r in cells])
+        )
+        reasons = [f"{f['dtype']}: {f['reason']}" for f in found["failed"] if f["engine"] == name]
+        lines.append(
+            {"engine": title(name), "version": "" if name in (OURS, OLDER) else versions[-1]}
+            | {"answers as ours, float32": f"{same} of {count}"}
+            | {"not measured": "; ".join(reasons)}
+        )
+    return lines
+
+
+def larger(results: Results) -> Any:
+    """One row of larger models."""
+    found = results.rows("single")
+    header = "model | dtype | engine | tok/s | of the bound"
+    return rows.table(found, header, COLUMNS) if found else "Not measured: add --shapes."
+
+
+COLUMNS: dict[str, rows.Column] = {
+    "what": what,
+    "ours, tok/s": lambda row: rate(row).show(0),
+    "against the fastest other": against,
+    "of the bound": share,
+    "memory, GB/s": lambda row: summarize(row["bandwidth"]).show(0),
+    "arithmetic, GFLOP/s": lambda row: summarize(row["gflops"]).show(0),
+    "other programs took": lambda row: f"{max(map(max, row.group['others'].values())):.1%}",
+    "ours proved": "proof",
+    "engine": lambda row: title(row.variant),
+    "tok/s": lambda row: rate(row).show(1),
+    "streams": "users",
+    "served, tok/s": lambda row: row.rate.show(0),
+}
+TABLES = rows.tables(
+    COLUMNS,
+    """
+    ours < ours: dtype | what | ours, tok/s | against the fastest other | of the bound
+    conditions < ours: dtype | what | memory, GB/s | arithmetic, GFLOP/s | other programs took
+      | ours proved
+    served < served_by: dtype | streams | engine | served, tok/s
+    """,
+    ours=partial(mine, "cells"),
+    served_by=lambda results: results.rows("served"),
+    float32=partial(engines, "float32"),
+    bfloat16=partial(engines, "bfloat16"),
+    entrants=entrants,
+    larger=larger,
+    picture=lambda results: (
+        "![Tokens per second of ours and of other engines]"
+        f"(reports/{measure.slug(results.content['machine'])}/peers_engines.svg)"
+    ),
+)
+
+
+def picture(results: Results) -> Figure:
+    """A panel a cell, a bar an engine."""
+    panels = {}
+    for row in results.groups("cells"):
+        rates = {title(each.variant): astuple(rate(each)) for each in row.variants}
+        panels[f"{what(row)}, {row['dtype']}"] = rates
+    return charts.panels(
+        "Tokens per second, beside other engines", panels, (title(OURS), title(OLDER))
+    )
+
+
+def headline(results: Results) -> str:
+    found = [row for row in mine("cells", results) if others(row)]
+    first = sum(rate(row).median > rate(others(row)[0]).median for row in found)
+    return f"the fastest engine in {first} of {len(found)} cells"
+
+
+def few(text: str) -> tuple[str, ...]:
+    """An argparse type: names of engines, with commas."""
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(ENGINES):
+        raise argparse.ArgumentTypeError(
+            f"there is no engine {min(unknown)!r}: choose from {', '.join(ENGINES)}"
+        )
+    return names
+
+
+ABOUT = (
+    "Installs other engines, each into an environment of its own in the cache folder (3 GB, and "
+    "minutes to compile llama.cpp), and measures ours beside them."
+)
+OPTIONS: dict[str, Any] = {
+    "engines": {
+        "type": few,
+        "default": tuple(ENGINES),
+        "metavar": "NAME,...",
+        "help": f"which engines, of: {', '.join(ENGINES)}",
+    },
+    "shapes": {
+        "action": "store_const",
+        "const": SHAPES,
+        "default": (),
+        "help": "measure one row of larger models too, beside llama.cpp",
+    },
+}
+BENCHMARK = kit.Benchmark(
+    KIND, ABOUT, Plan(), QUICK, run, TABLES, {"engines": picture}, headline, NAME, OPTIONS
+)

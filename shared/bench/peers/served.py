@@ -1,0 +1,126 @@
+"""Ours behind HTTP beside another engine's server: many streams at once."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import torch
+
+from shared import measure, server
+from shared.bench import kit
+from shared.errors import UserError
+from shared.parity import random_prompt
+from stage07_loadtest import metrics, schedule
+from stage07_loadtest.client import Target
+from stage07_loadtest.load import run_point
+from stage07_loadtest.workload import Ask
+
+from .install import ENGINES, HOME, OLDER, OURS, python
+from .process import STARTING, Driver, Failures, calm
+
+WHERE = "served"  # for failures
+POLL = 0.2  # seconds between two looks whether a server is ready
+
+
+@dataclass(frozen=True)
+class Load:
+    """Users who each wait for one answer at a time. Lengths are in tokens."""
+
+    users: int = 32
+    requests: int = 64
+    prompt: int = 64
+    answer: int = 64
+
+
+@contextmanager
+def ours(stage: str, model: str, dtype: str, load: Load) -> Iterator[tuple[str, int]]:
+    """Our server's URL and process."""
+    engine, users = stage.partition("_")[2], load.users
+    options = kit.server_options(model, dtype, users, max_sequences=users, engine=engine)
+    options.append("--no-prefix-caching")
+    with server.own_server(options, quiet=True) as running:
+        yield running.url, running.pid
+
+
+@contextmanager
+def vllm(place: Path, dtype: str, threads: int, load: Load) -> Iterator[tuple[str, int]]:
+    """vLLM's. Raises UserError if it does not start."""
+    engine = ENGINES["vLLM"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {"dtype": dtype, "port": port, "host": "127.0.0.1", "max-num-seqs": load.users}
+    options |= {"max-num-batched-tokens": 4096, "max-model-len": 1024}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    words = ["-m", "vllm.entrypoints.cli.main", "serve", str(place), *words]
+    runs = python(engine, HOME)
+    command = [str(runs), *words, "--no-enable-prefix-caching"]
+    with Driver(command, engine.environment(threads)) as running:
+        url, latest = f"http://127.0.0.1:{port}", time.monotonic() + STARTING
+        while not answers(f"{url}/health"):
+            if running.process.poll() is not None or time.monotonic() > latest:
+                raise UserError(f"its server did not start: {running.last_line()}")
+            time.sleep(POLL)
+        yield url, running.process.pid
+
+
+def answers(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (URLError, OSError):
+        return False
+
+
+def once(url: str, asks: list[Ask], load: Load) -> dict[str, Any]:
+    """One run: its seconds. Raises UserError if a request failed."""
+    when = schedule.closed(load.users, load.requests)
+    point = asyncio.run(run_point(Target(url), asks, when, warmup=load.users))
+    for record in point.records:
+        if not metrics.succeeded(record):
+            raise UserError(f"its server failed a request: {record.failure}, {record.detail}")
+    if point.interrupted:
+        raise KeyboardInterrupt
+    return {"seconds": point.duration}
+
+
+def run(plan: Any, place: Path, dtype: str, failures: Failures) -> kit.Group:
+    """All servers in turn: the seconds that all requests took."""
+    load, config = plan.load, kit.families.presets()[plan.model]
+    asks = [
+        Ask(random_prompt(load.prompt, config, row), load.answer)
+        for row in range(load.users + load.requests)
+    ]
+    servers: dict[str, Any] = {
+        name: partial(ours, name, plan.model, dtype, load) for name in (OURS, OLDER)
+    }
+    servers["vLLM"] = partial(vllm, place, dtype, torch.get_num_threads(), load)
+    with ExitStack() as stack:
+        ways: dict[str, Any] = {}
+        for name in [name for name in servers if name in plan.engines]:
+            with failures.named(name, WHERE):
+                url, pid = stack.enter_context(servers[name]())
+                ways[name] = partial(
+                    turn, failures, name, partial(once, url, asks, load), pid, plan.tries
+                )
+        found = measure.turns(ways, plan.rounds, warmup=0) if ways else {}
+    whole = {name: runs for name, runs in found.items() if None not in runs}
+    about: kit.Group = {"model": plan.model, "dtype": dtype, "users": load.users}
+    about["lengths"] = [[load.prompt, load.answer, load.requests]]
+    return about | (kit.by_variant(whole) if whole else {"seconds": {}})
+
+
+def turn(failures: Failures, name: str, run: Any, pid: int, tries: int) -> dict[str, Any] | None:
+    with failures.named(name, WHERE):
+        return calm(run, pid, tries)
+    return None
