@@ -126,7 +126,7 @@ class PackedAttention:
     """Attention of one pass over N packed tokens, each of which sees the tokens before it in its
     own slot.
 
-    Shares that can attend together are made adjacent: `order` (N,) tells which of the caller's
+    Shares that can attend together are made adjacent: `order` (N,) gives which of the caller's
     tokens comes when, and the model gets its tokens in that order. What is the same in every layer
     (where to write, what to read, what is visible) is worked out here, once a pass.
     """

@@ -159,7 +159,7 @@ class PagedAttention:
     """Attention of one pass over N packed tokens, each of which sees the tokens before it in its
     own blocks.
 
-    As in stage 04, `order` (N,) tells which of the caller's tokens comes when, and what is the same
+    As in stage 04, `order` (N,) gives which of the caller's tokens comes when, and what is the same
     in every layer (where to write, what to gather, what is visible) is worked out once a pass.
     """
 

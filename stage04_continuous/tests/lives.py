@@ -62,14 +62,14 @@ class Life(RuleBasedStateMachine):
         self.engine = self.make(sequences, sequences + spare, **options)
         self.scheduler = self.engine.scheduler
         self.asked: list[tuple[Request, int]] = []  # and how much of the answer it began with
-        self.told: dict[str, list[int]] = {}  # by id: what came out of the steps
+        self.sent: dict[str, list[int]] = {}  # by id: what came out of the steps
         self.added: dict[Request, int] = {}  # steps made before it came
         self.aborted: set[Request] = set()
         self.steps = 0
 
     def accepted(self, request: Request, given: int = 0) -> None:
         self.asked.append((request, given))
-        self.told[request.id] = list(request.output.token_ids)
+        self.sent[request.id] = list(request.output.token_ids)
         self.added[request] = self.steps
 
     @precondition(lambda self: len(self.engine.requests) < MOST)
@@ -130,7 +130,7 @@ class Life(RuleBasedStateMachine):
         self.steps += 1
         self.inside, self.line = list(self.scheduler.running), list(self.scheduler.waiting)
         for id, token in self.engine.step():
-            self.told[id].append(token.id)
+            self.sent[id].append(token.id)
 
     def before(self, plan: Any) -> None:
         """As an observer: what may run, how much of it, and in which order."""
@@ -204,7 +204,7 @@ class Life(RuleBasedStateMachine):
         arrivals = [request.arrival for request in scheduler.waiting]
         assert arrivals == sorted(arrivals)
         for request, _ in self.asked:  # each token once, and none taken back
-            assert self.told[request.id] == request.output.token_ids
+            assert self.sent[request.id] == request.output.token_ids
 
     def teardown(self):
         """Every request ends with the naive engine's answer, and nothing is in use then."""

@@ -25,7 +25,7 @@ TILES = (1, 2000, 12_000, 2**23)  # bytes: a head at a time; some heads; some se
 
 
 class Sequences(Packed):
-    """The blocks of each lie in no order among blocks full of NaN; what is not yet written of its
+    """The blocks of each are in no order, among blocks full of NaN; what is not yet written of its
     own holds large numbers."""
 
     size = 4

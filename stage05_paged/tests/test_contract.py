@@ -126,7 +126,7 @@ class PagedLife(Life):
 
     def _step(self):
         counts, evictions = replace(self.scheduler.counts), self.scheduler.pool.evictions
-        self.told_before = {id: list(ids) for id, ids in self.told.items()}
+        self.sent_before = {id: list(ids) for id, ids in self.sent.items()}
         super()._step()
         for name in ("hit_tokens", "copies", "recomputed", "swapped_out", "swapped_in"):
             self.seen[name] += getattr(self.scheduler.counts, name) > getattr(counts, name)

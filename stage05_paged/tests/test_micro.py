@@ -34,7 +34,7 @@ BLOCKS = ROWS * (CONTEXT // BLOCK + 1)
 
 @pytest.fixture
 def attention() -> PagedAttention:
-    """A pass of one new token for each row; blocks lie apart, as in a pool that has been in use."""
+    """A pass of one new token for each row; blocks are apart, as in a pool that has been in use."""
     cache = PagedCache(CONFIG, BLOCKS, BLOCK)
     cache.kv.normal_(generator=torch.Generator().manual_seed(0))
     return cache.extend([(list(range(row, BLOCKS, ROWS)), CONTEXT, 1) for row in range(ROWS)])
