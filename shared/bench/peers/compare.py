@@ -76,7 +76,7 @@ def has_bfloat16() -> bool:
 def machine(dtype: str) -> dict[str, float]:
     """What memory and arithmetic give now, in about a second."""
     rate = measure.matmul_rate(dtype=getattr(torch, dtype), sizes=(1024,), budget=0.2)
-    return {"bandwidth": measure.read_bandwidth(budget=0.2), "gflops": rate}
+    return {"bandwidth": measure.read_bandwidth(nbytes=2**28, budget=0.2), "gflops": rate}
 
 
 class Field:
