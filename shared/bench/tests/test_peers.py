@@ -133,8 +133,8 @@ def test_a_whole_measurement_names_who_did_not_take_part(
     tables = BENCHMARK.tables(content)
     assert not any("nan" in text for text in tables.values())
     assert lines(tables["entrants"])[-1] == ["lost", "", "0 of 0", f"float32: {failed['reason']}"]
-    engines = [title("transformers"), title(OURS), "the machine's bound"]
-    assert sorted(line[0] for line in lines(tables["float32"])) == sorted(engines)
+    shown = [title("transformers"), title(OURS), "the machine's bound"]
+    assert sorted(line[0] for line in lines(tables["float32"])) == sorted(shown)
     assert "no instructions" in tables["bfloat16"] and "--shapes" in tables["larger"]
     assert [line[1] for line in lines(tables["ours"])] == [
         "prefill 16",
