@@ -481,16 +481,16 @@ def predictions(results: Results) -> Iterator[dict[str, str]]:
         key = (row["case"], row["model"], row["dtype"], row["streams"])
         hand, why = BY_HAND.get(key, (None, ""))
         found, (least, most) = share(row).median, predicted(row)
-        verdict = "missed" if found < least else "more" if found > most else "met"
+        verdict = "**missed**" if found < least else "more" if found > most else "held"
         if row["case"] == HTTP and row["streams"] == STREAMS:
-            verdict += f"; aim of {AIM:.0f}%: {'met' if found >= AIM else 'missed'}"
+            verdict += f"; aim of {AIM:.0f}%: {'held' if found >= AIM else '**missed**'}"
         yield {
-            "load": f"{what[row['case']].format_map(row)}, {row['model']}, {row['dtype']}",
+            "prediction": f"{what[row['case']].format_map(row)}, {row['model']}, {row['dtype']}",
             "by hand": percents(*left(*hand, 2)) if hand else "",
             "this machine": percents(least, most),
             "measured": f"{found:.1f}%",
-            "prediction": verdict,
-            "why they differ": why,
+            "result": verdict,
+            "why": why,
         }
 
 
@@ -573,7 +573,7 @@ TABLES = rows.tables(
     """,
     sides=sides,
     tokens=token_lines,
-    predictions=predictions,
+    loop=predictions,
 )
 STREAMS = FULL.most.streams
 

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from shared import charts, cli, measure
+from shared.bench.claims import Claim, closing
 from shared.bench.forecast import static_costs
 from shared.bench.kit import Benchmark, Output, Plan, Subject, greedy, quick, server_options, shape
 from shared.bench.rows import Results, median, tables
@@ -50,25 +51,6 @@ ENGINES = {
     "paged": "paging (stage 05)",
 }
 TRANSFORMERS, SEQUENTIAL, STATIC, CONTINUOUS, PAGED = ENGINES
-ROUND = measure.Limits("cpu", 1, 40.0, {"float32": 200.0})  # the machine of the lesson
-FIGURES = {  # an engine, and over which one
-    "one request at a time, tok/s": (SEQUENTIAL, ""),
-    "eight slots, tok/s": (CONTINUOUS, ""),
-    "blocks, tok/s": (PAGED, ""),
-    "batching": (CONTINUOUS, SEQUENTIAL),
-    "continuity, equal lengths": (CONTINUOUS, STATIC),
-    "paging": (PAGED, CONTINUOUS),
-}
-WHY = {  # what was measured is not what was predicted
-    "one request": "one row reads the weights below full bandwidth",
-    "eight slots, tok/s": "products over eight rows are far from both limits",
-    "blocks, tok/s": "the gather, attention and Python beside the products",
-    "batching": "eight rows cost more than one",
-    "continuity, equal lengths": "the null control; static batches are not full at first",
-    "paging": "many rows use the arithmetic better than eight",
-    "knee, users": "a step of few rows costs more than reading",
-    "TTFT p95": "the first arrivals fill the batch before a queue grows",
-}
 BLOCK = 16  # tokens, stage 05's default
 WARM = 2  # tokens of each answer while warming up
 LATENCIES = {"TTFT": metrics.TTFT_INTENDED, "TPOT": metrics.TPOT, "E2E": metrics.E2E_INTENDED}
@@ -263,22 +245,15 @@ def rows_of(plan: Any, config: Config, engine: str, name: str, users: int) -> in
     return int(min(most, plan["sequences"], users))
 
 
-def predicted(
-    results: Results,
-    engine: str,
-    name: str,
-    users: int,
-    dtype: str,
-    limits: measure.Limits | None = None,
-) -> float | None:
-    """Output tok/s if steps took what operations and bytes need, by the `limits` of this machine or
-    of another, and nothing else took time. None for lengths that vary."""
+def predicted(results: Results, engine: str, name: str, users: int, dtype: str) -> float | None:
+    """Output tok/s if steps took what operations and bytes need, and nothing else took time. None
+    for lengths that vary."""
     if name not in LENGTHS:
         return None
     config, kind = PRESETS[results.plan["models"][0]], getattr(torch, dtype)
     rows = rows_of(results.plan, config, engine, name, users)
     passes = static_costs(config, kind, [(LENGTHS[name], ANSWER)] * rows, rows)
-    return rows * ANSWER / sum(cost.seconds(limits or results.limits, kind) for cost in passes)
+    return rows * ANSWER / sum(cost.seconds(results.limits, kind) for cost in passes)
 
 
 # ---- tables and charts --------------------------------------------------------------------------
@@ -367,53 +342,6 @@ def steps(results: Results, name: str) -> Iterator[dict[str, str]]:
         before = before if peer else rate
 
 
-def figures(rates: Mapping[str, float]) -> dict[str, float]:
-    """What the lesson predicts of the engines' tok/s, as far as these are known."""
-    known = {"": 1.0, **rates}
-    return {
-        name: known[engine] / known[over]
-        for name, (engine, over) in FIGURES.items()
-        if engine in known and over in known
-    }
-
-
-def predictions(results: Results) -> Iterator[dict[str, str]]:
-    """The lesson's predictions for its machine and for this one, and what was measured."""
-    users, dtype = results.plan["main_users"], results.plan["dtypes"][0]
-
-    def by(limits: measure.Limits) -> dict[str, float]:
-        """The figures, and the knee: where throughput over latency, by Little's law, is most."""
-
-        def rate(engine: str, users: int) -> float:
-            return predicted(results, engine, "short", users, dtype, limits) or 0.0
-
-        rates = {engine: rate(engine, users) for engine in (SEQUENTIAL, STATIC, CONTINUOUS, PAGED)}
-        knee = max(range(1, users + 1), key=lambda many: rate(PAGED, many) ** 2 / many)
-        return figures(rates) | {"knee, users": knee}
-
-    hand, here, found = by(ROUND), by(results.limits), figures(split(results, "short"))
-    paged = [point for point in short(results)[PAGED] if point.users]
-    if best := metrics.knee(paged):
-        found["knee, users"] = float(best.users or 0)
-    most, mine = arrivals(results)[-1], capacity(results["points"])
-    share = (most.rate or 0.0) / mine
-    late = f"TTFT p95 at {share:.0%} of capacity, s"
-    rest = 0.95 * most.requests * (1 - 1 / share)  # arrivals that have not been answered
-    hand[late], here[late] = rest / (hand["blocks, tok/s"] / ANSWER), rest / mine
-    found[late] = most.at(metrics.TTFT_INTENDED, 95, True) or math.inf
-    for name, value in found.items():
-        off = value / here[name]
-        met = f"{off:.0%} of the limit" if "tok/s" in name else "met" if 0.8 < off < 1.25 else ""
-        digits = ",.0f" if "tok/s" in name or "knee" in name else ".2f"
-        cells = {"by hand": hand[name], "this machine": here[name], "measured": value}
-        yield {
-            "what": name,
-            **{key: f"{figure:{digits}}" for key, figure in cells.items()},
-            "prediction": met or "missed",
-            "why they differ": WHY[name.partition(" at ")[0]],
-        }
-
-
 def trust(results: Results) -> list[dict[str, str]]:
     """How far the measuring can be trusted, over all points."""
     rows, proofs, ruler = loads(results), results["proof"].values(), results["ruler"]
@@ -427,6 +355,52 @@ def trust(results: Results) -> list[dict[str, str]]:
     lines = {"a server of known latencies, p50": "; ".join([*known, cpu])}
     lines["tokens proved"] = f"{tokens:,}, of {len(proofs)} servers; near ties: {ties}"
     return [{"what": n, "found": text} for n, text in (lines | metrics.trust(points)).items()]
+
+
+def rate(results: Results, engine: str, users: int = 0) -> float:
+    """tok/s of short prompts by the limits, with the main number of users or another."""
+    many, dtype = users or results.plan["main_users"], results.plan["dtypes"][0]
+    return predicted(results, engine, "short", many, dtype) or 0.0
+
+
+def knee(results: Results) -> float:
+    """Users with the greatest throughput over latency, which is users / throughput."""
+    many = range(1, results.plan["main_users"] + 1)
+    return max(many, key=lambda users: rate(results, PAGED, users) ** 2 / users)
+
+
+def measured_knee(results: Results) -> float:
+    best = metrics.knee([point for point in short(results)[PAGED] if point.users])
+    return float((best and best.users) or math.nan)
+
+
+def waiting(results: Results) -> float:
+    """Seconds that the 95th percentile of the fastest arrivals waits, if as many requests/s can be
+    answered as the limits allow, and the load is as far above it as it was above the capacity."""
+    fastest = arrivals(results)[-1]
+    over = 1 - capacity(results["points"]) / (fastest.rate or math.inf)
+    return 0.95 * fastest.requests * over / (rate(results, PAGED) / ANSWER)
+
+
+def claims(results: Results) -> Iterator[Claim]:
+    """The lesson's predictions."""
+    found, most = split(results, "short"), {name: rate(results, name) for name in ENGINES}
+    for what, engine, why in (
+        ("one request at a time", SEQUENTIAL, "one row does not read at full bandwidth"),
+        ("eight slots", CONTINUOUS, "products of eight rows are far from both limits"),
+        ("blocks", PAGED, "the gather, attention and Python beside the products"),
+    ):
+        yield Claim(what, most[engine], found[engine], "tok/s", why)
+    for what, engine, base, why in (
+        ("batching", CONTINUOUS, SEQUENTIAL, "eight rows cost more than one"),
+        ("continuity, equal lengths", CONTINUOUS, STATIC, "the null control"),
+        ("paging", PAGED, CONTINUOUS, "many rows use the arithmetic better than eight"),
+    ):
+        yield Claim(what, most[engine] / most[base], found[engine] / found[base], "x", why)
+    yield Claim("knee", knee(results), measured_knee(results), "users", "few numbers were tried")
+    fastest, why = arrivals(results)[-1], "the first arrivals fill the batch before a queue grows"
+    late = fastest.at(metrics.TTFT_INTENDED, 95, True) or math.inf
+    yield Claim("TTFT p95 above the capacity", waiting(results), late, "s waited", why)
 
 
 TABLES = tables(
@@ -446,7 +420,7 @@ TABLES = tables(
     opened=lambda results: [row for row in loads(results) if not row["users"]],
     dtypes=dtypes,
     trust=trust,
-    predictions=predictions,
+    loop=closing(claims),
     split=partial(steps, name="short"),
     split_mixed=partial(steps, name="mixed"),
 )

@@ -17,8 +17,8 @@ OFF = 1.25  # a ratio that differs from its prediction by more than this factor 
 
 class Claim(NamedTuple):
     """One line. predicted: from the limits of the `Results`. unit: "ms", "s" and "tok/s" are
-    approached from one side, so their share of the limit is shown; "x" is a ratio, held or
-    missed."""
+    approached from one side, so their share of the limit is shown; "x" is a ratio, and it or a
+    number of anything else is held or missed."""
 
     what: str
     predicted: float
@@ -29,7 +29,7 @@ class Claim(NamedTuple):
     @property
     def verdict(self) -> str:
         quotient = self.measured / self.predicted
-        if self.unit == "x":
+        if self.unit not in ("ms", "s", "tok/s"):
             return "held" if 1 / OFF <= quotient <= OFF else "**missed**"
         return f"{quotient if self.unit == 'tok/s' else 1 / quotient:.0%} of the limit"
 

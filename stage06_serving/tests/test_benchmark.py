@@ -60,7 +60,7 @@ def test_everything_is_drawn(results):
     counts = check_drawn(benchmark.BENCHMARK, dict(results.content))
     assert [counts[name] for name in (HTTP, NULL, LOSE)] == [2, 1, 1]
     assert counts["tokens"] == len(benchmark.PARTS) + 3
-    assert (counts["latency"], counts["predictions"]) == (8, 3)
+    assert (counts["latency"], counts["loop"]) == (8, 3)
 
 
 def test_both_sides_did_the_same_work_and_every_answer_was_proved(results):

@@ -69,7 +69,8 @@ def is_empty(engine: AnyEngine) -> bool:
 async def started(engine: AnyEngine, max_queue: int = 64) -> AsyncIterator[AsyncEngine]:
     """`engine` on its thread, which then ends. Unless it has died, nothing may be left in it. An
     error in a callback of the loop ends the test, and so does an open task in the thread."""
-    running, test, errors = AsyncEngine(engine, max_queue), asyncio.current_task(), []
+    running, test = AsyncEngine(engine, max_queue), asyncio.current_task()
+    errors: list[Any] = []
 
     def failed(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if "handle" in context and test:
@@ -83,8 +84,9 @@ async def started(engine: AnyEngine, max_queue: int = 64) -> AsyncIterator[Async
             yield running
     finally:
         await running.stop()
-        thread = running._running.exception() if running._running else None
-        errors += [thread] if isinstance(thread, NotImplementedError) else []
+        if (thread := running._running) and thread.done():
+            open_task = isinstance(thread.exception(), NotImplementedError)
+            errors += [thread.exception()] if open_task else []
         for error in errors:
             raise error
     assert is_empty(engine) or not running.alive
