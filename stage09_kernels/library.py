@@ -3,7 +3,8 @@
 A library is kept in the cache folder under a name that has everything in it on which its bytes
 depend: source, flags, compiler, and the instructions of this processor. So a library made for
 another processor is never loaded. It is written under a temporary name and renamed: two processes
-that compile at once do the work twice and nothing else.
+that compile at once do the work twice and nothing else, and a compiler that is killed leaves
+nothing behind.
 
 Nothing of PyTorch's is compiled in. Its thread pool is used through one exported C function,
 `torch_parallel_for`, whose address a kernel takes as an argument: one pool, and
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ LEVELS = {  # instructions, by the flags that turn them on and what the processo
     "plain": ("", ()),
 }
 SECONDS = 120  # to compile one file
+
+if hasattr(os, "register_at_fork"):  # a forked child has no threads, and would wait for them
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 class NoKernels(UserError):
@@ -66,7 +70,7 @@ def levels() -> list[str]:
 def compilers() -> list[list[str]]:
     """The commands of the compilers to try: $CC alone if it is set."""
     if os.environ.get("CC"):
-        return [shlex.split(os.environ["CC"])]
+        return [shlex.split(os.environ["CC"], posix=os.name == "posix")]
     found = [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
     if find_spec("ziglang"):  # a package that brings a whole compiler
         found.append([sys.executable, "-m", "ziglang", "cc"])
@@ -90,13 +94,33 @@ def load(source: Path, defines: tuple[str, ...] = (), level: str = "") -> ctypes
     reasons = []
     for compiler in compilers():
         try:
-            return ctypes.CDLL(str(_built(source, flags, compiler)))
+            return _loaded(source, flags, compiler)
         except (OSError, subprocess.SubprocessError) as error:
-            output = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-            reasons.append(
-                f"{shlex.join(compiler)}: {output[0] if output else type(error).__name__}"
-            )
+            reasons.append(f"{shlex.join(compiler)}: {_reason(error)}")
     raise NoKernels(f"{source.name} cannot be compiled ({'; '.join(reasons)}).")
+
+
+def _reason(error: Exception) -> str:
+    """Why a compiler failed, in one line: its own first error if it has one."""
+    lines = (getattr(error, "stderr", None) or "").strip().splitlines()
+    if lines:
+        return next((line for line in lines if "error" in line.lower()), lines[0])
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"it took longer than {SECONDS} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"it ended with status {error.returncode}"
+    return str(error)
+
+
+def _loaded(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> ctypes.CDLL:
+    """The library, compiled anew if the file that is kept is damaged. Raises OSError or
+    SubprocessError."""
+    path = _built(source, flags, compiler)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink()
+        return ctypes.CDLL(str(_built(source, flags, compiler)))
 
 
 def _built(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> Path:

@@ -1,0 +1,161 @@
+"""Compiling, and what there is no kernel for: one sentence each, and stage 05's engine."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared import linear
+from shared.config import Config
+from shared.course.testing import random_checkpoint
+from stage01_forward.families import load_model
+from stage01_forward.params import SamplingParams
+from stage05_paged.cache import PagedCache
+from stage09_kernels import library
+from stage09_kernels.cache import SIZES, SOURCE, KernelCache
+from stage09_kernels.make import make
+from stage09_kernels.runner import KernelRunner
+
+SMALL = Config(11, 64, 32, 1, 2)
+DEFINES = ("REAL=4", "WEIGHT=4", "CACHE=4")
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """An empty cache folder; what was compiled and loaded before is forgotten."""
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.setenv(name, str(tmp_path))
+    library.load.cache_clear()
+    yield tmp_path / "staircase" / "kernels"
+    library.load.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("width", "options", "words"),
+    [
+        (32, {"dtype": torch.float16}, "have no float16: choose float32 or bfloat16"),
+        (32, {"device": "meta"}, "run on the CPU, not on meta"),
+        (32, {"level": "avx1024"}, "This processor has no avx1024"),
+        (1026, {}, "heads of at most 512 numbers, and .* has 513"),
+    ],
+)
+def test_what_there_is_no_kernel_for(width, options, words):
+    with pytest.raises(library.NoKernels, match=words):
+        KernelCache(Config(11, 64, width, 1, 2), 4, **options)
+
+
+def test_weights_and_cache_compute_in_one_dtype():
+    """Other pairs would read numbers of another size."""
+    model = load_model(random_checkpoint(SMALL), dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(library.NoKernels, match="no torch.float64 weights beside a cache of"):
+            KernelRunner(model, KernelCache(model.config, 4, dtype=dtype))
+    model = load_model(random_checkpoint(SMALL), dtype=torch.bfloat16)
+    for dtype in SIZES:
+        logits = KernelRunner(model, KernelCache(model.config, 4, dtype=dtype)).run(
+            [1, 2, 3], [([2], 0, 3)], [2]
+        )
+        assert logits.isfinite().all() and logits.dtype != torch.bfloat16
+
+
+def test_without_kernels_stage_05_answers_and_a_warning_tells(fresh, monkeypatch, caplog):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    model = load_model(random_checkpoint(SMALL), dtype=torch.float32)
+    engine = make(model, 1)
+    assert isinstance(getattr(engine.runner, "cache", None), PagedCache)
+    assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4
+    assert "cannot be compiled" in caplog.text and "as stage 05 does" in caplog.text
+    with pytest.raises(library.NoKernels):
+        make(model, 1, insist=True)
+
+
+def test_layers_that_were_packed_before_are_unpacked():
+    model = load_model(random_checkpoint(SMALL), dtype=torch.float32)
+    if not linear.can_pack(torch.device("cpu"), torch.float32):
+        pytest.skip("this build of PyTorch packs no weights")
+    given = [1, 2, 3], [([2], 0, 3)], [2]
+    before = KernelRunner(model, KernelCache(model.config, 4)).run(*given).clone()
+    linear.optimize(model, "packed")
+    assert torch.equal(before, KernelRunner(model, KernelCache(model.config, 4)).run(*given))
+
+
+def test_large_pages_hold_the_same_numbers():
+    numbers = torch.randn(3, 1, 5)
+    for tensor in (numbers, numbers[:, :, 1], numbers.expand(3, 2**18, 5), numbers[:0]):
+        copy = library.large_pages(tensor)
+        assert torch.equal(copy, tensor) and copy.is_contiguous()
+        assert copy.untyped_storage().nbytes() == tensor.numel() * 4
+
+
+def one(folder: Path, number: str = "1", before: str = "") -> Path:
+    source = folder / "one.c"
+    source.write_text(f"{before}int one(void) {{ return {number}; }}\n")
+    return source
+
+
+def test_a_library_is_compiled_once_for_all_that_is_in_it(fresh, tmp_path):
+    source = one(tmp_path, "NUMBER + MORE", '#include "number.h"\n')
+    header, made = tmp_path / "number.h", []
+    for number, more in ((1, 0), (1, 0), (2, 0), (2, 3)):
+        header.write_text(f"#define NUMBER {number}\n")
+        library.load.cache_clear()
+        assert library.load(source, (f"MORE={more}",)).one() == number + more
+        made.append({(file, file.stat().st_mtime_ns) for file in fresh.iterdir()})
+    assert made[0] == made[1] < made[2] < made[3] and len(made[3]) == 3
+
+
+def fake(folder: Path, does: str) -> str:
+    """The command of a compiler that answers --version, and otherwise does something else."""
+    script = folder / "fake.py"
+    script.write_text(
+        f"import os, sys\nout = sys.argv[sys.argv.index('-o') + 1] if '-o' in sys.argv else ''\n"
+        f"if out:\n    {does}\n"
+    )
+    return f"{sys.executable} {script}"
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ("", r"cannot be compiled \(no-such-compiler: .*no-such-compiler"),
+        ("sys.exit(3)", r"cannot be compiled .*: it ended with status 3\)"),
+        ("open(out, 'w').write('x'); os.kill(os.getpid(), 9)", "it ended with status -?9"),
+        ("print('a note', file=sys.stderr); sys.exit('error: no space left')", "error: no space"),
+        ("open(out, 'w').write('half a file')", "cannot be compiled"),
+        ("import time; time.sleep(60)", "it took longer than 2 s"),
+    ],
+)
+def test_a_compiler_that_fails_is_named_with_its_reason(does, words, fresh, tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", fake(tmp_path, does) if does else "no-such-compiler")
+    monkeypatch.setattr(library, "SECONDS", 2)
+    with pytest.raises(library.NoKernels, match=words) as caught:
+        library.load(SOURCE, DEFINES)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(").")
+    assert not list(fresh.glob("building-*"))
+
+
+def test_without_any_compiler(fresh, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(library, "find_spec", lambda _: None)
+    with pytest.raises(library.NoKernels, match="no C compiler here .* install one"):
+        library.load(SOURCE, DEFINES)
+
+
+def test_a_cache_folder_that_cannot_be_written(fresh, tmp_path):
+    fresh.parent.mkdir(parents=True)
+    fresh.write_text("a file, where the folder should be")
+    assert library.load(one(tmp_path)).one() == 1
+
+
+def test_two_that_compile_at_once_and_a_damaged_library(fresh, tmp_path):
+    given = one(tmp_path), library.FLAGS, library.compilers()[0]
+    with ThreadPoolExecutor(2) as both:
+        first, second = both.map(lambda _: library._built(*given), range(2))
+    assert first == second and list(fresh.iterdir()) == [first]
+    first.write_bytes(first.read_bytes()[:100])  # as after a power cut
+    assert library._loaded(*given).one() == 1

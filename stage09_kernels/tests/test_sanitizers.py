@@ -1,0 +1,63 @@
+"""The C files under the address and undefined-behaviour sanitizers, where the compiler has them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.course.museum.planting import edit
+from shared.course.testing import python
+from stage09_kernels import library
+from stage09_kernels.cache import SOURCE
+
+pytestmark = pytest.mark.slow
+# The other tests of this folder, in a process that has the sanitizer's library before all others.
+PROGRAM = """
+import sys, pathlib, pytest
+from stage09_kernels import cache, library
+cache.SOURCE = pathlib.Path(sys.argv[1])
+library.FLAGS += ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+sys.exit(pytest.main(["-n", "0", "-s", "-x", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Of a process for code with the sanitizers."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("only Linux loads a sanitizer before a program that has none")
+    compiler = library.compilers()[0]
+    asked = [*compiler, "-print-file-name=libasan.so"]
+    found = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    if not os.path.isabs(found):
+        pytest.skip(f"{compiler[0]} has no address sanitizer to load first (libasan.so)")
+    cache = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    return os.environ | cache | {"LD_PRELOAD": found, "ASAN_OPTIONS": "detect_leaks=0"}
+
+
+@pytest.mark.parametrize(
+    ("file", "chosen"),
+    [
+        ("test_kernels.py", "in_place and (17 or 40) or window or linear or no_token"),
+        ("test_contract.py", "all_scenarios"),
+    ],
+)
+def test_no_kernel_reads_or_writes_outside_of_its_memory(file, chosen, environment):
+    done = python("-c", PROGRAM, SOURCE, TESTS / file, "-k", chosen, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_read_behind_the_weights_is_reported(environment, tmp_path):
+    shutil.copytree(SOURCE.parent, tmp_path / "copy", ignore=lambda *_: ["tests"])
+    copy = tmp_path / "copy" / "linear.c"
+    copy.write_text(edit(copy.read_text(), "k < l->inputs", "k <= l->inputs") or "")
+    given = tmp_path / "copy" / SOURCE.name, TESTS / "test_kernels.py", "-k", "row_of_a_product"
+    done = python("-c", PROGRAM, *given, env=environment)
+    assert done.returncode and "heap-buffer-overflow" in done.stderr, done.stdout + done.stderr
+    assert "linear.c" in done.stderr
