@@ -997,4 +997,94 @@ EXHIBITS = (
         seen="lorax, issue 532",
         tests=("tests/test_config.py::test_a_qwen_is_read_from_its_options",),
     ),
+    Exhibit(
+        number=37,
+        stage="stage09_kernels",
+        file="by_hand.py",
+        title="after an hour of traffic an answer is NaN, and asked again it is right",
+        old="        for (int64_t t = 0; t < tokens; t++) {\n            const float *value = "
+        "cache + ((2 * table[t / block] + 1) * block + t % block) * width;\n            float "
+        "weight = expf(scores[t] - most);",
+        new="        for (int64_t t = 0; t < (tokens + block - 1) / block * block; t++) {\n"
+        "            const float *value = cache + ((2 * table[t / block] + 1) * block + t % block) "
+        "* width;\n            float weight = t < tokens ? expf(scores[t] - most) : 0;",
+        symptom=symptoms.memory_that_had_an_owner,
+        hint="A token that must not be seen has the weight 0. What is 0 times infinity?",
+        bug="values behind the last token are read, with the weight 0",
+        story=(
+            "Whole blocks are simpler to read than parts of one, and a weight of 0 seems to hide "
+            "what is behind the end. It hides every finite number. Memory that is new holds "
+            "zeros, so all tests pass; memory that had an owner holds what the owner left, and "
+            "where that had overflowed, 0 * inf is NaN, and the NaN is in the answer of another "
+            "request. It has come back in one engine after the other, last when a warm-up run "
+            "began to leave NaN in blocks that were given to the first user. Set the values to "
+            "zero as they are read, or do not read them."
+        ),
+        seen="vLLM, pull requests 936 and 47305; flash-attention, issue 1745",
+        tests=("tests/test_by_hand.py::test_one_head_by_hand_reads_its_blocks_and_nothing_else",),
+    ),
+    Exhibit(
+        number=38,
+        stage="stage09_kernels",
+        file="library.py",
+        title="a kernel was repaired, and the repair does nothing until the cache is deleted",
+        old='included = sorted(source.parent.glob("*.[ch]"))',
+        new="included = [source]",
+        symptom=symptoms.an_edited_header,
+        hint="What decides whether a library is compiled again? Is all of its source in it?",
+        bug="the name of a compiled library has the source in it, and not the files it includes",
+        story=(
+            "Compiling takes seconds, so a library is kept and found again by a digest of its "
+            "source. But the source is one file that includes others, and an edit there changes "
+            "no digest. The old library is loaded without a word: a faster loop is no faster, "
+            "and a bug that was repaired is still there. The advice in the issues is to add a "
+            "space to the outer file, or to delete the cache. What a file includes is a part of "
+            "it, and so are flags and compiler."
+        ),
+        seen="PyTorch, issue 47557; exllama, issue 209",
+        tests=("tests/test_library.py::test_a_library_is_compiled_once_for_all_that_is_in_it",),
+    ),
+    Exhibit(
+        number=39,
+        stage="stage09_kernels",
+        file="library.py",
+        title="on the new server all is well, and on an older one: illegal instruction",
+        old="if all(can.get(n) for n in needed)]",
+        new="if all(can.get(n) for n in needed[:1])]",
+        symptom=symptoms.some_processors,
+        hint="AVX-512 is not one set of instructions. Which of them is asked for, and which used?",
+        bug="one instruction set of several is checked, and the others are taken for granted",
+        story=(
+            "AVX-512 came in pieces: F, then BW, DQ and VL, then VNNI and BF16, and a virtual "
+            "machine may hide any of them. A compiler that may use five pieces will use five. A "
+            "check that asks for the first picks the fast library on a machine that has only "
+            "that, and the process dies at some instruction deep in a loop, without a message "
+            "and without a traceback. The author's machine has all of them, so it takes another's "
+            "to find out. Ask for every set that the compiler was allowed."
+        ),
+        seen="manticoresoftware/columnar, issue 168; OpenBLAS, pull request 1949",
+        tests=("tests/test_by_hand.py::test_the_best_level_that_the_processor_has_comes_first",),
+    ),
+    Exhibit(
+        number=40,
+        stage="stage09_kernels",
+        file="program.py",
+        title="GPT-2 is right with the kernels, and a Llama talks nonsense",
+        old="torch.stack(parts, 1).flatten(0, 2)",
+        new="torch.cat(parts).flatten(0, 1)",
+        symptom=symptoms.a_chat_with_kernels,
+        hint="What does a Llama's MLP have that GPT-2's has not, and in which order is it read?",
+        bug="gates lie before all that they open, and the kernel takes them in turn",
+        story=(
+            "The MLP of a Llama multiplies two products number by number, and a fast kernel "
+            "computes both at once, from one matrix in which their rows lie in turn. Others lay "
+            "them one behind the other. Both have the same shape, so nothing complains: each gate "
+            "opens another number than its own, and the text is garbage. An engine's kernel for "
+            "CPUs expected one order while the loader left the other, for one model alone, whose "
+            "checkpoint is laid out differently. A layout that two files must agree on needs a "
+            "test that reads both."
+        ),
+        seen="vLLM, pull request 29273",
+        tests=("tests/test_by_hand.py::test_gates_are_beside_what_they_open",),
+    ),
 )

@@ -12,9 +12,11 @@ import functools
 import importlib
 import logging
 import math
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from shared.course import stages
@@ -569,3 +571,60 @@ def two_configs() -> None:
         queries = config.shapes()["layers.0.self_attn.q_proj.weight"]
         seen = min(config.windows, default=config.n_positions)
         say(f"{kind}: the matrix of the queries is {queries}; a query sees {seen:,} tokens")
+
+
+# ---- stage 09 ----
+
+
+def memory_that_had_an_owner() -> None:
+    """Stage 09 attends by hand to 5 tokens in blocks of 4. The second block is new, and then it is
+    one that another request has given back, whose values had overflowed."""
+    torch, by_hand = load("torch"), load("stage09_kernels.by_hand")
+    q, *tokens = torch.randn(11, 4, generator=torch.Generator().manual_seed(0))
+    for name, left in (("new", 0.0), ("given back", math.inf)):
+        cache = torch.full((2, 2, 4, 4), left)
+        for place, (key, value) in enumerate(zip(tokens[::2], tokens[1::2], strict=True)):
+            cache[place // 4, 0, place % 4], cache[place // 4, 1, place % 4] = key, value
+        output = by_hand.attend(q, cache, [0, 1], 5)
+        say(f"a second block that is {name}: {[round(number, 3) for number in output.tolist()]}")
+
+
+def an_edited_header() -> None:
+    """Stage 09 compiles a file that includes number.h and runs it; then number.h is edited, and a
+    new process does the same."""
+    library = load("stage09_kernels.library")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        library.cache_folder = lambda: folder / "cache"
+        (folder / "one.c").write_text('#include "number.h"\nint one(void) { return NUMBER; }\n')
+        for number in (1, 2):
+            (folder / "number.h").write_text(f"#define NUMBER {number}\n")
+            library.load.cache_clear()  # as a new process
+            say(f"number.h has {number}, the library {library.load(folder / 'one.c').one()}")
+
+
+def some_processors() -> None:
+    """Stage 09 chooses instructions for four processors, by what they report."""
+    library = load("stage09_kernels.library")
+    library.platform.machine = lambda: "x86_64"
+    laptop = ["avx2", "fma3"]
+    server, hidden = library.WIDE_NEEDS, [*laptop, "avx512_f"]
+    for name, has in (
+        ("a laptop", laptop),
+        ("a server", server),
+        ("a newer server", [*server, "avx512_bf16"]),
+        ("a virtual machine that hides some", hidden),
+    ):
+        library.capabilities = lambda has=has: dict.fromkeys(has, True)
+        say(f"{name}: {', '.join(library.levels())}")
+
+
+def a_chat_with_kernels() -> None:
+    """Stage 09 answers with the embedded Llama, stories-chat: the first line is stage 05's answer,
+    the second one that of the kernels."""
+    weights = load("shared.checkpoint").load("stories-chat")
+    model, tokenizer = stages.load_model(weights), load_tokenizer(weights.folder)
+    prompt = tokenizer.encode("Once upon a time there was")
+    for stage in ("stage05_paged", "stage09_kernels"):
+        (output,) = load(f"{stage}.make").make(model, 1).generate([prompt], greedy(24))
+        say(f"{stage[:7]}: {tokenizer.decode(output.token_ids).strip()}")

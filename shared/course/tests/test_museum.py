@@ -14,6 +14,7 @@ from shared.course.museum.__main__ import main
 from shared.course.museum.exhibits import EXHIBITS, Exhibit, find
 from shared.course.museum.show import show
 from shared.errors import UserError
+from stage09_kernels.library import compilers
 
 NAMES = [exhibit.name for exhibit in EXHIBITS]
 EXHIBIT = find(2)
@@ -43,7 +44,7 @@ def test_each_is_caught_by_its_tests(most):
     jobs: list[dict[str, Any]] = [
         {"stage": each.stage, "files": {each.file: planting.with_bug(each)}, "tests": tests}
         for each in EXHIBITS
-        if (tests := each.tests[:most])
+        if (tests := each.tests[:most]) and (compilers() or each.stage != "stage09_kernels")
     ]
     survived = []
     for job, outcomes in zip(jobs, trials.outcomes(jobs), strict=True):
