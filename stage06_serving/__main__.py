@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
 import socket
 import sys
 from collections import Counter
@@ -25,12 +26,13 @@ from . import logs
 from .async_engine import EngineThread
 from .chat import ChatTemplate, load_template
 from .connection import Connection, Door, Listening, most_connections
-from .settings import Settings, engines, parse
+from .settings import AUTO, Settings, engines, parse
 from .status import AnyEngine, Status
 
 if TYPE_CHECKING:  # the settings are checked, and the port is taken, before these are imported
     from fastapi import FastAPI
 
+log = logging.getLogger(__name__)
 BUDGET = 256  # tokens in a step, by default
 RECORDS = 1_000  # steps whose records the engine keeps: 100,000 take half a gigabyte
 SWITCH = 0.0002  # seconds until the engine's thread, which needs Python for little, gets the lock
@@ -74,13 +76,31 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
+def choose(settings: Settings) -> str:
+    """The name of the engine for these settings. For an engine that not every machine can run, its
+    stage's make.py has a function `why_not`. Raises UserError if that one is asked for in vain."""
+    device = cli.choose_device(settings.device)
+    dtype = cli.choose_dtype(settings.dtype, device)
+    for name, stage in reversed(engines().items()):
+        made = import_module(f"{stage}.make") if stage > "stage06" else None
+        if settings.engine in (name, AUTO) and hasattr(made, "why_not"):
+            why = made.why_not(dtype, device)
+            if not why:
+                return name
+            if settings.engine == name:
+                raise UserError(f"{why} Or take another --engine: {AUTO} does so by itself.")
+            log.warning("%s The engine is another one.", why)
+    return "paged" if settings.engine == AUTO else settings.engine
+
+
 def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
-    """The model and its engine. Raises UserError for a model that cannot be loaded, and for lack
-    of memory."""
+    """The model and its engine, whose name `settings` has then. Raises UserError for a model that
+    cannot be loaded, for an engine that cannot run here, and for lack of memory."""
     from stage01_forward import families
 
     from .engines import Paged
 
+    settings.engine = choose(settings)
     stage = engines()[settings.engine]
     if stage < "stage05" and (settings.sanitize or settings.swap_memory):
         raise UserError(

@@ -18,6 +18,7 @@ from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
 EARLIER = {"static": "stage03_batching", "sequential": "stage02_kv_cache"}
+AUTO = "auto"  # the newest engine that is found right on this machine
 
 
 def engines() -> dict[str, str]:
@@ -65,7 +66,11 @@ class Settings(BaseSettings):
     ] = 0
 
     engine: Annotated[
-        str, Field(description=f"engine of a stage, for comparison: {', '.join(engines())}")
+        str,
+        Field(
+            description=f"engine of a stage: {', '.join(engines())}; {AUTO} is the newest one that "
+            "is found right on this machine"
+        ),
     ] = "paged"
 
     host: Annotated[
@@ -139,8 +144,9 @@ class Settings(BaseSettings):
     @field_validator("engine")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in engines():
-            raise ValueError(f"choose one of {', '.join(engines())}")
+        names = [AUTO, *engines()]
+        if name not in names:
+            raise ValueError(f"choose one of {', '.join(names)}")
         return name
 
     @field_validator("chat_template")

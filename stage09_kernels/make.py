@@ -13,6 +13,7 @@ from stage05_paged.engine import make as make_paged
 from .cache import KernelCache
 from .library import NoKernels
 from .runner import KernelRunner
+from .trial import why_not as why_not
 
 log = logging.getLogger(__name__)
 LINEAR = "plain"  # for --linear: this stage lays the weights out itself

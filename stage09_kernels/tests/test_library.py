@@ -12,9 +12,12 @@ import torch
 from shared import linear
 from shared.config import Config
 from shared.course.testing import random_checkpoint
+from shared.errors import UserError
 from stage01_forward.families import load_model
 from stage01_forward.params import SamplingParams
 from stage05_paged.cache import PagedCache
+from stage06_serving.__main__ import choose
+from stage06_serving.settings import parse
 from stage09_kernels import library
 from stage09_kernels.cache import SIZES, SOURCE, KernelCache
 from stage09_kernels.make import make
@@ -159,3 +162,23 @@ def test_two_that_compile_at_once_and_a_damaged_library(fresh, tmp_path):
     assert first == second and list(fresh.iterdir()) == [first]
     first.write_bytes(first.read_bytes()[:100])  # as after a power cut
     assert library._loaded(*given).one() == 1
+
+
+# ---- the server's choice
+
+
+def test_the_server_takes_kernels_that_are_right_on_this_machine(fresh, monkeypatch, caplog):
+    """Tried once for a library; not taken if they are wrong, or ended the process of a trial."""
+    auto, insists = (parse(["--engine", name]) for name in ("auto", "kernels"))
+    assert choose(auto) == choose(insists) == "kernels" and choose(parse([])) == "paged"
+    (note,) = fresh.glob("*.right")
+    monkeypatch.setattr(KernelRunner, "run", lambda *_: torch.full((2, 211), torch.nan))
+    assert choose(auto) == "kernels"  # not tried again
+    note.unlink()
+    assert choose(auto) == "paged" and "disagree on this machine" in caplog.text
+    with pytest.raises(UserError, match="disagree .*--engine: auto"):
+        choose(insists)
+    note.with_suffix(".trying").touch()
+    assert choose(auto) == "paged" and "delete" in caplog.text
+    with pytest.raises(UserError, match="no float16"):
+        choose(parse(["--engine", "kernels", "--dtype", "float16"]))

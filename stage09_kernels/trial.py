@@ -1,0 +1,81 @@
+"""Whether the kernels are right on this machine: tried once, and noted beside the library.
+
+Two small models with random weights, a GPT-2 and a Llama, run a prompt and a decode step by stage
+05 in float64, by stage 05 in the dtype that is asked for, and by the kernels. The kernels may be as
+far from float64 as stage 05 is, within a factor. A processor, compiler or PyTorch that was never
+tested is so tested by its user, before the server picks the kernels by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.checkpoint import Checkpoint, random_tensors
+from shared.config import Config
+from stage01_forward.families import load_model
+from stage04_continuous.runner import Runner
+from stage05_paged.cache import PagedCache
+from stage08_llama.config import LlamaConfig
+
+from .cache import KernelCache
+from .library import NoKernels
+from .runner import KernelRunner
+
+SHAPES = (Config(211, 64, 48, 2, 3), LlamaConfig(211, 64, 48, 2, 6, 2, n_inner=80))
+PASSES = (  # two prompts in blocks of 16, and the next token of each
+    (list(range(3, 45)), [([4, 1, 5], 0, 37), ([2], 0, 5)], [36, 41]),
+    ([7, 8], [([4, 1, 5], 37, 1), ([2], 5, 1)], [0, 1]),
+)
+FACTOR, LEAST = 4, 1e-12  # how far from float64, in distances of stage 05, and of numbers near 1
+
+
+def why_not(dtype: torch.dtype, device: torch.device | str = "cpu") -> str:
+    """Why there are no kernels for models in `dtype` here, in a sentence; "" if they are right."""
+    try:
+        cache = KernelCache(SHAPES[0], 1, dtype=dtype, device=device)
+        name = Path(cache.library(dtype)._name)
+    except NoKernels as error:
+        return str(error)
+    right, trying = name.with_suffix(".right"), name.with_suffix(".trying")
+    if right.exists():
+        return ""
+    if trying.exists():
+        return f"The kernels ended a process of this machine: delete {trying} to try them again."
+    with suppress(OSError):
+        trying.touch()
+    found = all(_right(config, dtype) for config in SHAPES)
+    with suppress(OSError):
+        if found:
+            trying.replace(right)
+        else:
+            trying.unlink()
+    return "" if found else "The kernels and stage 05 disagree on this machine."
+
+
+def _right(config: Any, dtype: torch.dtype) -> bool:
+    exact = _logits(config, torch.float64, Runner, PagedCache)
+    theirs, ours = (
+        _logits(config, dtype, *kind)
+        for kind in ((Runner, PagedCache), (KernelRunner, KernelCache))
+    )
+    allowed = FACTOR * (theirs - exact).abs().max() + LEAST
+    return bool((ours - exact).abs().max() <= allowed)  # a NaN is not
+
+
+def _logits(
+    config: Any, dtype: torch.dtype, make_runner: Callable[..., Any], make_cache: Callable[..., Any]
+) -> Tensor:
+    """Of all passes, (4, V)."""
+    tensors = random_tensors(config)
+    for tensor in tensors.values():
+        if tensor.ndim > 1:
+            tensor *= 8  # fresh weights hardly change their input, and would hide a mistake
+    model = load_model(Checkpoint(config, tensors), dtype=dtype)
+    runner = make_runner(model, make_cache(config, 6, dtype=dtype))
+    return torch.cat([runner.run(*given).double() for given in PASSES])
