@@ -88,7 +88,7 @@ def choose(settings: Settings) -> str:
             if not why:
                 return name
             if settings.engine == name:
-                raise UserError(f"{why} Or take another --engine: {AUTO} does so by itself.")
+                raise UserError(f"{why} Use --engine {AUTO} for one that can run here.")
             log.warning("%s The engine is another one.", why)
     return "paged" if settings.engine == AUTO else settings.engine
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shared import cli, linear, measure
 from shared.bench import kit, rows
+from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row
 from shared.roofline import forward_cost
@@ -40,6 +41,7 @@ PAGED, ATTENTION, KERNELS = "paged", "attention in place", "one call"
 PLAIN, PACKED, OURS, AVX2 = "F.linear", "oneDNN, packed", "ours", "ours, AVX2"
 SMOL = "HuggingFaceTB/SmolLM2-135M"
 BLOCK = 16
+STARTED = 150 * 7.5e-6  # seconds to start the operators of a step, as the lesson counts them
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,28 @@ def share(row: Row) -> str:
     return f"{bound(row) / row.of(KERNELS).median:.0%}"
 
 
+def claims(results: Results) -> Iterator[Claim]:
+    """What the lesson predicts, for the GPT-2 124M shape and 256 tokens of context."""
+    gathering = "the gather and PyTorch's attention read at a fraction of the bandwidth"
+    starting = "PyTorch's operators take longer to start, and read weights more slowly"
+    for row in results.groups("steps", model="gpt2", context=256):
+        if (row["dtype"], row["count"]) in (("float32", 32), ("float32", 1), ("bfloat16", 1)):
+            least, many = bound(row), row["count"] > 1
+            what = f"{row['count']} row{'s' if many else ''}, {row['dtype']}"
+            copied = 2 * row["count"] * 256 * row.config.kv_bytes_per_token(row.kind)
+            slow = least + copied / 1e9 / results.limits.bandwidth_gb_s + STARTED
+            gain = row.of(PAGED).median / row.of(KERNELS).median
+            yield Claim(f"gain: {what}", slow / least, gain, "x", gathering if many else starting)
+            why = "a loop that also computes does not wait for memory alone"
+            yield Claim(f"a step: {what}", least * 1e3, row.of(KERNELS).median * 1e3, "ms", why)
+    for row in results.groups("prefill", model="gpt2", dtype="float32"):
+        gain = row.of(PAGED).median / row.of(KERNELS).median
+        yield Claim(f"gain: a prompt of {row['count']}", 1, gain, "x", "both are near the limit")
+        least, measured = bound(row) * 1e3, row.of(KERNELS).median * 1e3
+        why = "softmax, norms and GELU are not counted"
+        yield Claim(f"a prompt of {row['count']}", least, measured, "ms", why)
+
+
 def over(variant: str, base: str) -> rows.Column:
     return lambda row: f"{row.of(base).median / row.of(variant).median:.2f}x"
 
@@ -264,6 +288,7 @@ TABLES = rows.tables(
         if row["context"] > 128
     ],
     parts=lambda results: results.groups("steps", model="gpt2"),
+    claims=closing(claims),
 )
 CHARTS = {
     "steps": rows.bars(

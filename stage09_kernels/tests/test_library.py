@@ -176,7 +176,7 @@ def test_the_server_takes_kernels_that_are_right_on_this_machine(fresh, monkeypa
     assert choose(auto) == "kernels"  # not tried again
     note.unlink()
     assert choose(auto) == "paged" and "disagree on this machine" in caplog.text
-    with pytest.raises(UserError, match="disagree .*--engine: auto"):
+    with pytest.raises(UserError, match="disagree .*--engine auto"):
         choose(insists)
     note.with_suffix(".trying").touch()
     assert choose(auto) == "paged" and "delete" in caplog.text

@@ -1,0 +1,73 @@
+"""Pictures of stage 09: blocks gathered and read in place, and the numbers inside a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from . import NAVY, ORANGE, PALE, TEAL, WHITE, arrow, box, canvas, cells, words
+
+BLOCKS, OURS = 11, (6, 1, 9)  # blocks in memory; those of one sequence, in the order of its table
+EACH = 4.0  # width of a block
+
+
+def _memory(axes: Any, y: float) -> list[float]:
+    """Blocks in memory, three of which are the sequence's; where those three begin."""
+    for block in range(BLOCKS):
+        own = block in OURS
+        text = str(OURS.index(block)) if own else ""
+        box(axes, 12 + block * EACH, y, EACH, 3.4, text, fill=NAVY if own else PALE)
+    words(axes, 11, y + 1.7, "blocks in\nmemory", ha="right")
+    return [12 + block * EACH + EACH / 2 for block in OURS]
+
+
+def in_place() -> Figure:
+    """A gather copies the blocks of a sequence before attention reads them; a kernel follows the
+    table."""
+    figure, axes = canvas("Gathered, keys and values are moved three times; in place, once", 72, 30)
+    words(axes, 0, 1.5, "stage 05", ha="left", weight="bold")
+    places = _memory(axes, 3)
+    for number, place in enumerate(places):
+        target = 28 + number * EACH
+        arrow(axes, (place, 6.4), (target + EACH / 2, 10.4), colour=ORANGE)
+        box(axes, target, 10.4, EACH, 3.4, str(number), fill=TEAL)
+    words(axes, 27, 12.1, "a copy", ha="right")
+    words(axes, 12, 8.4, "1 read, 2 write", ha="left", color=ORANGE)
+    box(axes, 61, 10.4, 10, 3.4, "attention")
+    arrow(axes, (40, 12.1), (61, 12.1), colour=ORANGE)
+    words(axes, 50.5, 13.2, "3 read", color=ORANGE)
+    words(axes, 0, 18.5, "stage 09", ha="left", weight="bold")
+    places = _memory(axes, 20)
+    box(axes, 61, 26, 10, 3.4, "attention")
+    box(axes, 28, 26, 12, 3.4, f"table: {', '.join(map(str, OURS))}", fill=WHITE)
+    arrow(axes, (61, 27.7), (40, 27.7), dashed=True)
+    for place in places:
+        arrow(axes, (place, 23.4), (61, 26.6), colour=ORANGE)
+    words(axes, 57, 24.2, "1 read", ha="left", color=ORANGE)
+    return figure
+
+
+def blank(_: str) -> str:
+    return ""
+
+
+def a_block() -> Figure:
+    """Keys lie channel by channel, values token by token: both are read forwards."""
+    figure, axes = canvas("Each row that the loop reads is one register", 72, 25)
+    for left, title, across, down, note in (
+        (4, "keys of a block: a row a channel", "t", "d", "row times q[d]:\na part of 8 scores"),
+        (40, "values of a block: a row a token", "d", "t", "row times a weight:\na part of 8 sums"),
+    ):
+        words(axes, left + 12, 1.5, title, weight="bold")
+        rows = [[str(row)] * 8 for row in range(5)]
+        cells(axes, left, 5, rows, lambda row: (ORANGE if row == "2" else WHITE, ""), label=blank)
+        for number in range(5):
+            words(axes, left - 0.6, 6.5 + 3 * number, f"{down}{number}", ha="right")
+        for number in range(8):
+            words(axes, left + 1.5 + 3 * number, 4, f"{across}{number}")
+        words(axes, left + 12, 22.8, note)
+    return figure
+
+
+DRAW = (in_place, a_block)
