@@ -78,4 +78,4 @@ def _logits(
             tensor *= 8  # fresh weights hardly change their input, and would hide a mistake
     model = load_model(Checkpoint(config, tensors), dtype=dtype)
     runner = make_runner(model, make_cache(config, 6, dtype=dtype))
-    return torch.cat([runner.run(*given).double() for given in PASSES])
+    return torch.cat([runner.run(*given).double().clone() for given in PASSES])  # before the next
