@@ -16,7 +16,7 @@ it out; `console server` and `python server` run while a server of stage 06 answ
 a whole program that must exit with status 0.
 
 The table of a stage's exercises, between `<!-- tasks -->` and `<!-- /tasks -->`, is made from its
-tasks.py by `--write`.
+tasks.py by `--write`; hours.py makes the hours of reading and of the tasks.
 
 Commands are `python`, `pytest` and `curl`, without a shell: no pipes and no redirections. They run
 in the root of the repository, offline, with standard error mixed into standard output, and must
@@ -45,7 +45,7 @@ from tqdm import tqdm
 from .. import cli, paths
 from ..errors import UserError
 from ..server import own_server
-from . import links, markdown, mine
+from . import hours, links, markdown, mine
 
 LESSON, REFERENCE = "README.md", "REFERENCE.md"
 PROMPT, CONTINUED = "$ ", "\\"
@@ -323,22 +323,23 @@ def main(argv: list[str] | None = None) -> int:
         "Runs what the lessons show, and compares the output.",
         "  python -m shared.course.lessons             exit status 1 if anything differs\n"
         "  python -m shared.course.lessons --slow      also what takes minutes\n"
-        "  python -m shared.course.lessons --write     put the tables of tasks in first",
+        "  python -m shared.course.lessons --write     put tables of tasks, and hours, in first",
     )
     parser.add_argument("--slow", action="store_true", help="run the blocks marked slow, too")
     parser.add_argument(
-        "--write", action="store_true", help="write the table of tasks into each lesson"
+        "--write", action="store_true", help="write tables of tasks, and hours, into the texts"
     )
     options = parser.parse_args(argv)
     sys.path.insert(0, str(paths.ROOT))
     wrong = 0
-    for path in stage_lessons():
-        text = with_tasks(path)
+    made = {path: with_tasks(path) for path in stage_lessons()} | hours.written()
+    for path, text in made.items():
         if options.write:
             path.write_text(text, encoding="utf-8", newline="\n")
         elif text != path.read_text(encoding="utf-8"):
             wrong += 1
-            print(f"{path.parent.name}/{LESSON}: stale table of tasks: write it with --write")
+            name = path.relative_to(paths.ROOT).as_posix()
+            print(f"{name}: stale tasks or hours: write them with --write")
     chosen = [block for block in checked() if options.slow or SLOW not in block.words]
     with contextlib.ExitStack() as stack:
         needed = any(SERVER in block.words for block in chosen)

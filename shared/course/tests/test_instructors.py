@@ -1,0 +1,84 @@
+"""The pages for instructors: every sum is right, and the hours are those of the files."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shared import paths
+from shared.course import hours, mine
+from shared.task import Task
+
+PAGES = sorted((paths.ROOT / "shared" / "course" / "instructors").glob("*.md"))
+SUM = re.compile(r"`([-\d\s.+*/%()]+) = ([\d,]+(?:\.\d+)?)`")
+
+
+@pytest.mark.parametrize("name", ["quiz.md", "answers.md"])
+def test_sums_are_right(name):
+    """`20 * (10 + 29) / 2 = 390`: to the last digit shown."""
+    (page,) = (page for page in PAGES if page.name == name)
+    sums = SUM.findall(page.read_text(encoding="utf-8"))
+    assert len(sums) > 20
+    for left, right in sums:
+        digits = len(right.partition(".")[2])
+        exact, shown = eval(left), float(right.replace(",", ""))
+        assert abs(exact - shown) <= 0.5001 * 10**-digits, f"{left} = {exact}, not {right}"
+
+
+def test_every_stage_is_covered():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if page.name in ("outcomes.md", "quiz.md", "answers.md"):
+            assert all(f"Stage {stage[5:7]}" in text for stage in paths.discover()), page.name
+    quiz = next(page for page in PAGES if page.name == "quiz.md").read_text(encoding="utf-8")
+    _, *sets = quiz.split("\n## ")
+    for text in sets:
+        assert re.findall(r"^(\d)\. ", text, re.MULTILINE) == list("12345"), text
+        assert "**Key.**" in text
+
+
+def test_every_question_of_a_lesson_is_answered():
+    answers = next(page for page in PAGES if page.name == "answers.md")
+    answered = answers.read_text(encoding="utf-8").split("\n## [")[1:]
+    for stage, text in zip(paths.discover(), answered, strict=True):
+        lesson = (paths.ROOT / stage / "README.md").read_text(encoding="utf-8")
+        asked = lesson.partition("### To think about")[2].partition("\n## ")[0]
+        titles = re.findall(r"^\d+\. \*\*(.+?)\*\*", asked, re.MULTILINE)
+        found = re.findall(r"^\*\*(.+?)\*\*", text, re.MULTILINE)
+        assert titles and not {t.rstrip(".") for t in titles} - {t.rstrip(".") for t in found}, (
+            stage
+        )
+
+
+def test_hours_are_those_of_the_files():
+    pages = hours.written()
+    assert len(pages) == 2
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, (
+            "run python -m shared.course.lessons --write"
+        )
+
+
+def test_how_hours_are_computed(monkeypatch, tmp_path):
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    (tmp_path / "stage01_x").mkdir()
+    body = "\n".join(f"    x = {i}" for i in range(10))
+    code = f'def f():\n    """Not counted."""\n{body}\n\n\ndef g():\n    pass\n'
+    (tmp_path / "stage01_x" / "a.py").write_text(code, encoding="utf-8")
+    task = Task(1, "a.py", ("f",), "title", "text", 10, ("hint",), ("tests",))
+    assert hours.of_task("stage01_x", task) == 1.0  # 30 minutes, and 10 lines of 3
+    monkeypatch.setattr(mine, "tasks", lambda stage: (task,))
+    monkeypatch.setattr(paths, "discover", lambda: ["stage01_x"])
+    (tmp_path / "stage01_x" / "README.md").write_text("word " * 6000, encoding="utf-8")
+    row = "| [01](stage01_x/) | [README](stage01_x/README.md), [lab](a.ipynb) | {} |\n"
+    place = "\n<!-- hours -->\n{}<!-- /hours -->\n"
+    (tmp_path / "README.md").write_text(row.format(7) + place.format("old\n"), encoding="utf-8")
+    (found,) = hours.written().values()
+    words = "\nIn all: 1 hours of reading and 1 hours of tasks, or 2 hours a stage.\n\n"
+    assert found == row.format(50) + place.format(words)  # 6,000 / 150, and a lab
+
+
+def test_pages_are_linked_from_the_index():
+    index = (paths.ROOT / "shared" / "course" / "INSTRUCTORS.md").read_text(encoding="utf-8")
+    assert PAGES and all(f"(instructors/{page.name})" in index for page in PAGES)
