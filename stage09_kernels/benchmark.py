@@ -23,7 +23,7 @@ from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row
-from shared.roofline import forward_cost
+from shared.roofline import Cost, block_weights, forward_cost
 from stage01_forward import families
 from stage04_continuous.runner import Runner
 from stage05_paged.blocks import BlockPool
@@ -33,12 +33,13 @@ from stage05_paged.make import make as make_paged
 from . import library
 from .cache import KernelCache
 from .make import make
-from .program import Linear, lay_out
+from .program import ATTEND, LINEAR, NORM, Linear, Operation, lay_out
 from .runner import KernelRunner
 
 STAGE = "stage09_kernels"
 PAGED, ATTENTION, KERNELS = "paged", "attention in place", "one call"
 PLAIN, PACKED, OURS, AVX2 = "F.linear", "oneDNN, packed", "ours", "ours, AVX2"
+PARTS = ("products", "head", "attention", "norms", "tables")
 SMOL = "HuggingFaceTB/SmolLM2-135M"
 BLOCK = 16
 STARTED = 150 * 7.5e-6  # seconds to start the operators of a step, as the lesson counts them
@@ -126,7 +127,8 @@ def decode(paged: PagedCache, count: int, context: int) -> list[Any]:
 
 
 def steps(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """A decode step: stage 05, stage 05 with attention in place, and the whole step as one call."""
+    """A decode step: stage 05, stage 05 with attention in place, and the whole step as one call;
+    then the parts of that call, each alone."""
     plain = families.load_model(subject.shape, dtype=subject.dtype)
     paged, kernel = filled(subject, plan)
     runners: dict[str, Any] = {
@@ -142,8 +144,26 @@ def steps(subject: Subject, plan: Sizes) -> Iterator[Group]:
             name: kit.prove(logits, ways[name]().argmax(-1), subject.dtype)
             for name in (ATTENTION, KERNELS)
         }
+        ways |= parts(runners[KERNELS], *given[1:])
         taken = measure.alternate(ways, plan.repeats)
+        ways[KERNELS]()  # the part "attention" has written keys and values of its own
         yield {"count": count, "context": context, "seconds": taken, "proof": proofs}
+
+
+def parts(runner: KernelRunner, shares: list[Any], rows: list[int]) -> dict[str, Any]:
+    """The operations of each kind in a step, and what Python makes ready for them."""
+    operations = list(runner.program.array)
+    kinds = {
+        "norms": [one for one in operations if one.kind == NORM],
+        "products": [one for one in operations if one.kind == LINEAR and not one.wanted],
+        "head": [one for one in operations if one.kind == LINEAR and one.wanted],
+        "attention": [one for one in operations if one.kind == ATTEND],
+    }
+    whole, wanted = runner.cache.extend(shares), torch.tensor(rows)
+    return {"tables": partial(runner.cache.extend, shares)} | {
+        name: partial(runner.program.call, (Operation * len(some))(*some), whole, wanted)
+        for name, some in kinds.items()
+    }
 
 
 def attention(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -196,7 +216,12 @@ def answers(subject: Subject, plan: Sizes) -> Iterator[Group]:
             KERNELS: make(plain, pool=BlockPool(blocks, BLOCK), **options),
         }
         lengths = [plan.lengths] * count
-        yield kit.compare(subject, engines, lengths, plan.whole_repeats)[0]
+        group, runs = kit.compare(subject, engines, lengths, plan.whole_repeats)
+        group["bookkeeping"] = {
+            name: [step.bookkeeping_seconds for step in run.steps[-1] if not step.prefill_tokens]
+            for name, run in runs.items()
+        }
+        yield group
 
 
 # ---- tables and charts --------------------------------------------------------------------------
@@ -235,6 +260,41 @@ def claims(results: Results) -> Iterator[Claim]:
         yield Claim(f"a prompt of {row['count']}", least, measured, "ms", why)
 
 
+def needs(row: Row, name: str) -> Cost:
+    """What one part of a decode step computes and reads. Norms read their rows and write them."""
+    count, config, size = row["count"], row.config, row.kind.itemsize
+    blocks, head = block_weights(config), config.vocab_size * config.n_embd
+    cached = count * row["context"] * config.kv_bytes_per_token(row.kind)
+    return {
+        "products": Cost(2 * count * blocks, size * blocks),
+        "head": Cost(2 * count * head, size * head),
+        "attention": Cost(2 * cached / size * config.n_head / config.n_kv_head, cached),
+        "norms": Cost(0, (2 * config.n_layer + 1) * 2 * 4 * count * config.n_embd),
+        "tables": Cost(0, 0),
+    }[name]
+
+
+def part(name: str) -> rows.Column:
+    """Milliseconds of one part of the call; in brackets what its bytes and operations predict."""
+
+    def text(row: Row) -> str:
+        if name not in row["seconds"]:
+            return ""
+        return f"{row.of(name).median * 1e3:.2f} ({row.least([needs(row, name)]) * 1e3:.2f})"
+
+    return text
+
+
+def between(variant: str) -> rows.Column:
+    """Milliseconds of a decode step outside of the pass."""
+
+    def text(row: Row) -> str:
+        seconds = row.get("bookkeeping", {}).get(variant)
+        return f"{rows.median(seconds) * 1e3:.2f}" if seconds else ""
+
+    return text
+
+
 def over(variant: str, base: str) -> rows.Column:
     return lambda row: f"{row.of(base).median / row.of(variant).median:.2f}x"
 
@@ -258,6 +318,34 @@ def attention_rate(variant: str) -> rows.Column:
     return lambda row: f"{row['bytes'] / row.of(variant).median / 1e9:.1f}"
 
 
+WHY = {
+    "products": "the first rows wait for memory, the others for arithmetic; little overlaps",
+    "head": "as for the other products",
+    "attention": "memory rests while a softmax runs, and where a block begins on another page",
+    "norms": "they stay in the processor's cache; threads must meet",
+}
+
+
+def organs(results: Results) -> Iterator[Claim]:
+    """What each part of a step takes, and Python beside it; in float32."""
+    many = max(  # 32 rows of 256 tokens
+        results.groups("steps", model="gpt2", dtype="float32"),
+        key=lambda row: (row["count"], row["context"] == 256),
+    )
+    for name, why in WHY.items():
+        least = many.least([needs(many, name)]) * 1e3
+        yield Claim(f"{name}, {many['count']} rows", least, many.of(name).median * 1e3, "ms", why)
+    (*_, answer) = results.groups("answers", dtype="float32")
+    aim, python = 1.0, rows.median(answer["bookkeeping"][KERNELS]) * 1e3
+    why = "the best of all scores is searched twice: for a check, and for the token"
+    yield Claim(f"Python between passes, {answer.requests} requests", aim, python, "ms", why)
+
+
+def each(results: Results) -> str:
+    measured = PARTS[0] in results["steps"][0]["seconds"]
+    return closing(organs)(results) if measured else "not measured yet"
+
+
 COLUMNS: dict[str, rows.Column] = {
     "rows": "count",
     "in place": over(ATTENTION, PAGED),
@@ -267,6 +355,9 @@ COLUMNS: dict[str, rows.Column] = {
     "gathered, GB/s": attention_rate(PAGED),
     "in place, GB/s": attention_rate(ATTENTION),
     **{name: product_rate(name) for name in (PLAIN, PACKED, OURS, AVX2)},
+    **{name: part(name) for name in PARTS},
+    "between passes, paged, ms": between(PAGED),
+    "ours, ms": between(KERNELS),
     "requests": lambda row: row.requests,
     "same tokens": lambda row: row.of(KERNELS).proof,
 }
@@ -277,10 +368,12 @@ TABLES = rows.tables(
       | of the bound | same tokens
     few < main: rows | context | paged, ms | {KERNELS}, ms | together | of the bound
     parts < parts: dtype | rows | context | in place | one call more | together
+    within < parts: dtype | rows | context | {" | ".join(PARTS)}
     attention: dtype | rows | context | gathered, GB/s | in place, GB/s | in place
     products: dtype | layer | rows | {PLAIN} | {PACKED} | {OURS} | {AVX2}
     prefill: model | dtype | paged, ms | {KERNELS}, ms | together | of the bound
     answers: model | dtype | requests | paged, tok/s | {KERNELS}, tok/s | together
+    between < answers: model | dtype | requests | between passes, paged, ms | ours, ms
     """,
     main=lambda results: [
         row
@@ -289,6 +382,7 @@ TABLES = rows.tables(
     ],
     parts=lambda results: results.groups("steps", model="gpt2"),
     claims=closing(claims),
+    each=each,
 )
 CHARTS = {
     "steps": rows.bars(

@@ -11,7 +11,6 @@
 #include "numbers.h"
 
 #if WEIGHT == 2 && REAL == 4 && defined(__AVX512BF16__)
-#include <immintrin.h>
 #define PAIRED 1
 #else
 #define PAIRED 0

@@ -233,7 +233,8 @@ def test_a_table_that_changed_since_the_last_pass_is_read_anew():
     whole = [
         torch.cat((old, new)).transpose(0, 1) for old, new in zip(first[1:], (k, v), strict=True)
     ]
-    wanted = F.scaled_dot_product_attention(q.transpose(0, 1), *whole).transpose(0, 1)
+    q = q.transpose(0, 1)
+    wanted = F.scaled_dot_product_attention(q, whole[0], whole[1]).transpose(0, 1)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
