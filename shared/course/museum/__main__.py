@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import hashlib
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from shared.course import mine
 from shared.errors import UserError
 
 from . import planting, trials
-from .exhibits import EXHIBITS, find
+from .exhibits import EXHIBITS, Exhibit, find
 from .show import show
 
 WIDTH = 100
@@ -41,6 +42,22 @@ def shown(path: Path) -> str:
     return path.relative_to(paths.ROOT).as_posix() if inside else str(path)
 
 
+def for_student(name: str, seed: str = "") -> Exhibit:
+    """The exhibit of a student: always the same one for an id and a seed, on every machine."""
+    digest = hashlib.sha256(f"{seed}\n{name.strip().casefold()}".encode()).digest()
+    known = sorted(EXHIBITS, key=lambda exhibit: exhibit.number)
+    return known[int.from_bytes(digest[:8], "big") % len(known)]
+
+
+def chosen(options: argparse.Namespace) -> Exhibit:
+    """The exhibit that a command is about. Raises UserError unless it is named in one way."""
+    if (options.number is None) == (options.student is None):
+        raise UserError("Name an exhibit by its number, such as 07, or by --student, not by both.")
+    if options.student is None:
+        return find(options.number)
+    return for_student(options.student, options.seed)
+
+
 def list_all(_: argparse.Namespace) -> None:
     now = planting.planted()
     stage = ""
@@ -55,7 +72,7 @@ def list_all(_: argparse.Namespace) -> None:
 
 
 def plant(options: argparse.Namespace) -> None:
-    exhibit = find(options.number)
+    exhibit = chosen(options)
     clear_away()
     for line in planting.plant(exhibit, options.reference):
         print(wrapped(line))
@@ -80,11 +97,11 @@ def plant(options: argparse.Namespace) -> None:
 
 
 def hint(options: argparse.Namespace) -> None:
-    print(wrapped(find(options.number).hint))
+    print(wrapped(chosen(options).hint))
 
 
 def check(options: argparse.Namespace) -> int:
-    exhibit = find(options.number)
+    exhibit = chosen(options)
     state, path = planting.planted(), planting.place(exhibit)
     if state is None or state.number != exhibit.number or not path.is_file():
         advice = f"plant it with `python -m shared.course.museum plant {exhibit.name}`"
@@ -123,7 +140,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def reveal(options: argparse.Namespace) -> None:
-    exhibit = find(options.number)
+    exhibit = chosen(options)
     print(wrapped(f"Exhibit {exhibit.name}: {exhibit.bug}.") + "\n")
     before = mine.read(paths.ROOT / exhibit.stage / exhibit.file).replace("\r\n", "\n")
     after = planting.with_bug(exhibit).replace("\r\n", "\n")
@@ -161,7 +178,15 @@ def main(argv: list[str] | None = None) -> int | None:
     ) -> argparse.ArgumentParser:
         subparser = command(name, do, about)
         numbers = cli.whole_number(1, 99)
-        subparser.add_argument("number", type=numbers, help="the exhibit's number, such as 07")
+        subparser.add_argument(
+            "number", nargs="?", type=numbers, help="the exhibit's number, such as 07"
+        )
+        subparser.add_argument(
+            "--student", metavar="ID", help="the exhibit of this student instead"
+        )
+        subparser.add_argument(
+            "--seed", default="", metavar="TEXT", help="with --student: another one each term"
+        )
         return subparser
 
     command("list", list_all, "all exhibits, by the users' complaint")

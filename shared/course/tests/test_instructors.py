@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,3 +89,48 @@ def test_how_hours_are_computed(monkeypatch, tmp_path):
 def test_pages_are_linked_from_the_index():
     index = (paths.ROOT / "shared" / "course" / "INSTRUCTORS.md").read_text(encoding="utf-8")
     assert PAGES and all(f"(instructors/{page.name})" in index for page in PAGES)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Gradescope's scripts are bash")
+class TestAutograder:
+    """`run_autograder`, in Gradescope's layout, with this repository."""
+
+    STAGE = paths.discover()[1]
+
+    def run(self, root: Path) -> dict[str, Any]:
+        script = paths.ROOT / "shared" / "course" / "autograder" / "run_autograder"
+        about = {
+            "AUTOGRADER_ROOT": root,
+            "STAIRCASE": paths.ROOT,
+            "AUTOGRADER_PYTHON": sys.executable,
+        }
+        environment = os.environ | {name: str(value) for name, value in about.items()}
+        subprocess.run(["bash", str(script)], env=environment, check=True, capture_output=True)
+        found: dict[str, Any] = json.loads((root / "results" / "results.json").read_text("utf-8"))
+        return found
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        for name in ("source", "submission"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "source" / "stages").write_text(self.STAGE[:7], encoding="utf-8")
+        return tmp_path
+
+    def test_a_file_that_is_refused_gets_no_points_and_a_sentence(self, root):
+        """It takes a second or two: a grader is started, and no task's process."""
+        for task in mine.tasks(self.STAGE):
+            (root / "submission" / task.file).write_text("import os\n", encoding="utf-8")
+        found = self.run(root)
+        assert found["score"] == 0 and len(found["tests"]) == len(mine.tasks(self.STAGE))
+        assert all("line 1" in each["output"] for each in found["tests"])
+
+    def test_an_empty_submission_has_results_too(self, root):
+        found = self.run(root)
+        assert found["score"] == 0 and "holds nothing of" in found["output"]
+
+    @pytest.mark.slow
+    def test_the_reference_gets_all_points(self, root):
+        for name in mine.files(self.STAGE):
+            shutil.copy(paths.ROOT / self.STAGE / name, root / "submission")
+        found = self.run(root)
+        assert found["score"] == sum(task.points for task in mine.tasks(self.STAGE)) == 100

@@ -10,7 +10,7 @@ import pytest
 from shared import paths
 from shared.course import mine
 from shared.course.museum import planting, trials
-from shared.course.museum.__main__ import main
+from shared.course.museum.__main__ import for_student, main
 from shared.course.museum.exhibits import EXHIBITS, Exhibit, find
 from shared.course.museum.show import show
 from shared.errors import UserError
@@ -200,3 +200,19 @@ def test_bad_arguments_are_refused():
     for number, error in ((99, "no exhibit 99"), (0, "whole number from 1 to 99")):
         with pytest.raises(UserError, match=error):
             main(["plant", str(number)])
+
+
+def test_each_student_has_one_exhibit(home, capsys):
+    """The same on every machine and in every term of that name; ids are spread over all."""
+    assert for_student("Ada") == for_student(" ada ") == for_student("ADA", "")
+    ids = [f"s{number:05}" for number in range(40 * len(EXHIBITS))]
+    spread = [for_student(each).number for each in ids]
+    assert set(spread) == {exhibit.number for exhibit in EXHIBITS}
+    assert max(map(spread.count, set(spread))) < 80
+    again = [for_student(each, "spring").number for each in ids]
+    assert 0 < sum(map(int.__eq__, spread, again)) < len(ids) / 10
+    assert main(["hint", "--student", "ada"]) is None
+    assert capsys.readouterr().out.split() == for_student("ada").hint.split()
+    for words in (["hint"], ["hint", "1", "--student", "ada"]):
+        with pytest.raises(UserError, match="not by both"):
+            main(words)
