@@ -13,6 +13,7 @@ import difflib
 import json
 import sys
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,24 @@ def grade(options: argparse.Namespace) -> None:
         junit.write_text(grading.junit(verdicts), encoding="utf-8")
 
 
+def capstone(options: argparse.Namespace) -> int:
+    from ..bench import staircase  # it needs the stages, and no other command does
+    from .capstone import judge
+
+    out = None if options.out is None else cli.output_file(options.out, ".json")
+    if options.submission is None:
+        for stage in paths.discover():
+            _without_exhibit(stage)
+    submission = mine.HOME if options.submission is None else Path(options.submission)
+    plan = staircase.QUICK if options.quick else staircase.Plan()
+    result = judge(submission, plan, options.trust)
+    for name in result.failed:
+        print(f"  {name}")
+    if out is not None:
+        out.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+    return 1 if result.failed else 0
+
+
 def prove(options: argparse.Namespace) -> int:
     chosen = [mine.find_stage(name) for name in options.stages]
     chosen = chosen or list(filter(mine.tasks, paths.discover()))
@@ -220,6 +239,16 @@ def main(argv: list[str] | None = None) -> int | None:
     def add_stage(subparser: argparse.ArgumentParser, **options: Any) -> None:
         subparser.add_argument("stage", help="stage04_continuous, stage04 or 4", **options)
 
+    def submitted(subparser: argparse.ArgumentParser) -> None:
+        subparser.add_argument(
+            "--submission", metavar="FOLDER", help="what to judge; default: mine/"
+        )
+        subparser.add_argument(
+            "--trust",
+            action="store_true",
+            help="run files with code that could reach the judge, too: read them before",
+        )
+
     add_stage(command("start", start, "make a copy of a stage with empty tasks"))
     add_stage(command("status", status, "your results: all stages, or the tasks of one"), nargs="?")
     parsed = command("hint", hint, "a task, and hints in steps")
@@ -245,14 +274,9 @@ def main(argv: list[str] | None = None) -> int | None:
     parsed.add_argument("--yes", action="store_true", help="do not ask")
     parsed = command("grade", grade, "judge all tasks, each in its own process")
     parsed.add_argument("stages", nargs="*", help="which stages; default: those in the submission")
-    parsed.add_argument("--submission", metavar="FOLDER", help="what to judge; default: mine/")
+    submitted(parsed)
     parsed.add_argument("--out", metavar="FILE", help="write results for Gradescope, a .json file")
     parsed.add_argument("--junit", metavar="FILE", help="write results as JUnit XML, a .xml file")
-    parsed.add_argument(
-        "--trust",
-        action="store_true",
-        help="run files with code that could reach the judge, too: read them before",
-    )
     limits = grading.Limits()
     parsed.add_argument(
         "--seconds",
@@ -268,6 +292,10 @@ def main(argv: list[str] | None = None) -> int | None:
         metavar="MIB",
         help="memory for each",
     )
+    parsed = command("capstone", capstone, "an engine of your own stages 02 to 05, and its number")
+    submitted(parsed)
+    parsed.add_argument("--quick", action="store_true", help="a quarter of the workload")
+    parsed.add_argument("--out", metavar="FILE", help="write the result, a .json file")
     parsed = command("prove", prove, "for authors of tasks: are they all good? takes minutes")
     parsed.add_argument("stages", nargs="*", help="which stages; default: all")
     options = parser.parse_args(argv)

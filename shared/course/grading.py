@@ -256,12 +256,12 @@ class _Pipe:
 
 
 def _run(
-    job: dict[str, Any], project: Path, scratch: Path, limits: Limits
+    job: dict[str, Any], project: Path, scratch: Path, limits: Limits, module: str = __name__
 ) -> tuple[str, bytes, str]:
-    """Run a job in a process; returns how it ended, its report, and its output."""
+    """Run a job with `python -m module`; returns how it ended, its report, and its output."""
     mark = secrets.token_hex(16)
     process = subprocess.Popen(
-        [sys.executable, "-B", "-m", "shared.course.grading"],
+        [sys.executable, "-B", "-m", module],
         cwd=project,
         env=_environment(scratch, mark),
         stdin=subprocess.PIPE,
@@ -484,7 +484,22 @@ class _Recorder:
             self.outcomes[report.nodeid] = str(report.longreprtext)[-MOST_OUTPUT:] or "failed"
 
 
-def _child() -> None:
+def run_tests(tests: Sequence[str]) -> dict[str, str]:
+    """How each test ended: "" for passed, else the reason."""
+    import pytest
+
+    recorder = _Recorder()
+    plugins = "-p no:cacheprovider -p no:terminal -p xdist.plugin"
+    pytest.main(["--capture=no", *plugins.split(), "-n", "0", *tests], plugins=[recorder])
+    return recorder.outcomes
+
+
+Job = dict[str, Any]
+
+
+def child(prepare: Callable[[Job], None], run: Callable[[Job], dict[str, Any]]) -> None:
+    """The process of a job: `prepare` has more rights than the submission, `run` has not; what it
+    returns is the report."""
     job = json.loads(sys.stdin.buffer.readline())
     _end_with_parent(job["seconds"])
     # From here on, standard output is the submission's, and the report has its own descriptor.
@@ -494,28 +509,28 @@ def _child() -> None:
     del job["word"]
 
     # First everything that needs more rights than the submission has.
-    import pytest
-
-    importlib.import_module("torch")
-    task = mine.find_task(job["stage"], job["task"])
-    mine.overlay(job["stage"], Path(job["folder"]), [task.file], frozenset([task.number]))
+    for name in ("pytest", "torch"):
+        importlib.import_module(name)
+    prepare(job)
     sys.addaudithook(_guard(job["scratch"]))
-
-    recorder = _Recorder()
-    report: dict[str, Any] = {"tests": recorder.outcomes}
-    try:
-        importlib.import_module(f"{job['stage']}.{task.file.removesuffix('.py')}")
-    except BaseException as error:  # it may raise anything, SystemExit too
-        report = {"error": f"{task.file} cannot be imported: {type(error).__name__}: {error}"}
-    else:
-        tests = [f"{job['stage']}/{test}" for test in task.tests]
-        plugins = "-p no:cacheprovider -p no:terminal -p xdist.plugin"
-        options = ["--capture=no", *plugins.split(), "-n", "0"]
-        pytest.main([*options, *tests, CANARY], plugins=[recorder])
-    line = word + json.dumps(report).encode() + b"\n"
+    line = word + json.dumps(run(job)).encode() + b"\n"
     while line:
         line = line[write(private, line) :]
     leave(0)  # without waiting for threads and exit handlers of the submission
+
+
+def _prepare(job: Job) -> None:
+    task = mine.find_task(job["stage"], job["task"])
+    mine.overlay(job["stage"], Path(job["folder"]), [task.file], frozenset([task.number]))
+
+
+def _tests(job: Job) -> dict[str, Any]:
+    task = mine.find_task(job["stage"], job["task"])
+    try:
+        importlib.import_module(f"{job['stage']}.{task.file.removesuffix('.py')}")
+    except BaseException as error:  # it may raise anything, SystemExit too
+        return {"error": f"{task.file} cannot be imported: {type(error).__name__}: {error}"}
+    return {"tests": run_tests([*(f"{job['stage']}/{test}" for test in task.tests), CANARY])}
 
 
 def _end_with_parent(seconds: float) -> None:
@@ -625,4 +640,4 @@ def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
 
 
 if __name__ == "__main__":
-    _child()
+    child(_prepare, _tests)
