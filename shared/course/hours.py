@@ -18,7 +18,7 @@ LAB = 10  # minutes
 READING = 5  # the minutes of a stage are rounded to these, those of a page to one
 START, LINE = 30, 3  # minutes to read a task and its tests, and for a line of the reference
 FRONT, TABLE = "README.md", "shared/course/instructors/outcomes.md"
-ROW = re.compile(r"^(\| (?:\[\d\d\]\(\w+/\)|00|end) \| )(.*)( \| )\d+( \|)$", re.MULTILINE)
+ROW = re.compile(r"^(\| (?:\[\d\d\]\(\w+/\)|00|end) \| )(.*)( \| )(\d+)( \|)$", re.MULTILINE)
 TARGET = re.compile(r"\]\(([^)]+)\)")
 PLACE = re.compile(r"^<!-- hours -->$.*?^<!-- /hours -->$", re.MULTILINE | re.DOTALL)
 
@@ -61,7 +61,7 @@ def front(text: str) -> str:
         step = READING if exact > 4 * READING else 1
         minutes = step * round(exact / step)
         total += minutes
-        return f"{found[1]}{found[2]}{found[3]}{minutes}{found[4]}"
+        return f"{found[1]}{found[2]}{found[3]}{minutes}{found[5]}"
 
     text = ROW.sub(row, text)
     tasks, stages = sum(map(sum, of_stages().values())), len(paths.discover())
