@@ -62,7 +62,8 @@ def vllm(place: Path, dtype: str, threads: int, load: Load) -> Iterator[tuple[st
     options = {"dtype": dtype, "port": port, "host": "127.0.0.1", "max-num-seqs": load.users}
     options |= {"max-num-batched-tokens": 4096, "max-model-len": 1024}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    words = ["-m", "vllm.entrypoints.cli.main", "serve", str(place), *words]
+    # Not `vllm serve`, which looks for a package called vllm.
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(place), *words]
     runs = python(engine, HOME)
     command = [str(runs), *words, "--no-enable-prefix-caching"]
     with Driver(command, engine.environment(threads)) as running:
