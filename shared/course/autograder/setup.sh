@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Gradescope runs this once, as root, when it builds the image. The zip file of the autograder lies
-# unpacked in $root/source: this script, run_autograder, and the repository in staircase/.
+# Gradescope runs this once, as root, when it builds the image. It has unpacked the zip file in
+# $root/source: this script, run_autograder, and the repository in staircase/.
 set -euo pipefail
 
 root=${AUTOGRADER_ROOT:-/autograder}
