@@ -32,7 +32,9 @@ PASSES = (  # two prompts in blocks of 16, and the next token of each
     (list(range(3, 45)), [([4, 1, 5], 0, 37), ([2], 0, 5)], [36, 41]),
     ([7, 8], [([4, 1, 5], 37, 1), ([2], 5, 1)], [0, 1]),
 )
-FACTOR, LEAST = 4, 1e-12  # how far from float64, in distances of stage 05, and of numbers near 1
+# How far from float64: in distances of stage 05, and the float32 in which it computes a Llama's
+# norms whatever the dtype.
+FACTOR, LEAST = 4, 1e-5
 
 
 def why_not(dtype: torch.dtype, device: torch.device | str = "cpu") -> str:
