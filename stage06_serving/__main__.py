@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -82,7 +82,7 @@ def choose(settings: Settings) -> str:
     device = cli.choose_device(settings.device)
     dtype = cli.choose_dtype(settings.dtype, device)
     for name, stage in reversed(engines().items()):
-        made = import_module(f"{stage}.make") if stage > "stage06" else None
+        made: Any = import_module(f"{stage}.make") if stage > "stage06" else None
         if settings.engine in (name, AUTO) and hasattr(made, "why_not"):
             why = made.why_not(dtype, device)
             if not why:
