@@ -622,7 +622,7 @@ def some_processors() -> None:
 def a_chat_with_kernels() -> None:
     """Stage 09 answers with the embedded Llama, stories-chat: the first line is stage 05's answer,
     the second one that of the kernels."""
-    weights = load("shared.checkpoint").load("stories-chat")
+    weights = stages.families().load("stories-chat")
     model, tokenizer = stages.load_model(weights), load_tokenizer(weights.folder)
     prompt = tokenizer.encode("Once upon a time there was")
     for stage in ("stage05_paged", "stage09_kernels"):
