@@ -66,7 +66,7 @@ def box(
 ) -> None:  # fmt: skip
     """A rectangle with its top left corner at (x, y) and `text` in its middle, white on dark."""
     dark = sum(part * weight for part, weight in zip(to_rgb(fill), (0.3, 0.6, 0.1), strict=True))
-    style = {"facecolor": fill, "edgecolor": edge, "hatch": hatch, "linewidth": 0.9}
+    style: dict[str, Any] = {"facecolor": fill, "edgecolor": edge, "hatch": hatch, "linewidth": 0.9}
     with matplotlib.rc_context(charts.style() | {"hatch.color": "#9a9aa6"}):
         axes.add_patch(Rectangle((x, y), width, height, linestyle="--" * dashed or "-", **style))
     if text:
