@@ -34,7 +34,7 @@ typedef int32_t integer;
 typedef real lanes __attribute__((vector_size(LANES * sizeof(real)), aligned(sizeof(real))));
 typedef integer masks __attribute__((vector_size(LANES * sizeof(real)), aligned(sizeof(real))));
 typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2)));
-typedef uint32_t wholes __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef uint32_t wholes __attribute__((vector_size(LANES * 4), aligned(2))); /* also two bfloat16 */
 
 typedef void (*body)(int64_t, int64_t, void *);
 typedef int (*parallel_for)(int64_t, int64_t, int64_t, body, void *); /* PyTorch's own loop */
