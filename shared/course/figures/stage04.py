@@ -71,7 +71,7 @@ KEYS = (6, 4, 6)
 
 def packed() -> Figure:
     """Five rows through the linear layers; in attention each goes to its slot."""
-    figure, axes = canvas("Linear layers see five rows; only attention knows their slots", 84, 33)
+    figure, axes = canvas("Linear layers see five rows; only attention knows their slots", 87, 33)
     tops = [6 + 4.2 * row for row in range(5)]
     for name, left, width in (
         ("q, k, v:\none product\nfor 5 rows", 9.0, 10),
@@ -101,7 +101,7 @@ def packed() -> Figure:
         text = "logits" if wanted else ""
         words(axes, 80.2, top + 1.5, text, ha="left")
     words(axes, 2, 29, "packed, (N,)", ha="left")
-    words(axes, 27, 29, "dark: written in this step; grey: written before", ha="left")
+    words(axes, 27, 29, "dark: written in this step; grey: before", ha="left")
     words(axes, 60, 29, "c has not reached its last token:\nno logits yet", ha="left")
     return figure
 

@@ -37,8 +37,8 @@ def tables() -> Figure:
         count = sum(block in blocks for blocks in TABLES.values())
         words(axes, x + 4.2, 16.4, f"block {block}: {count}")
     words(axes, 44, 19.2, "number of the block: in how many tables (references)", ha="left")
-    sample = "position 9 of B:  9 // 4 = 2  >  table[2] = 3      9 % 4 = 1  >  slot 3 * 4 + 1 = 13"
-    words(axes, 30, 24, sample, ha="left")
+    sample = "position 9 of B: 9 // 4 = 2, and table[2] = 3;\n9 % 4 = 1, so slot 3 * 4 + 1 = 13"
+    words(axes, 32, 24, sample, ha="left")
     for place, (fill, hatch, name) in enumerate(
         (
             (VIOLET, "", "positions in both tables"),
