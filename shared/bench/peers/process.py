@@ -76,7 +76,10 @@ class Driver:
         self._replies.put("")
 
     def stop(self) -> None:
-        """End it at once: there is nothing that it could lose."""
+        """End it and its children at once: there is nothing that they could lose."""
+        with suppress(psutil.Error):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
         self.process.kill()
         self.process.wait()
 

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -66,6 +67,17 @@ def test_an_engine_that_ends_hangs_or_stops_early_is_ended_with_its_reason(
         driver.ready(20)
         driver.ask([[1, 2]], 2, seconds=0.5 if "sleep" in text else 20)
     assert driver.process.poll() is not None
+
+
+def test_what_an_engine_has_started_ends_with_it() -> None:
+    start = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1)\n"
+    )
+    with Driver(program(start + READY + "input()")) as driver:
+        driver.ready(20)
+        (child,) = psutil.Process(driver.process.pid).children()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_run_beside_other_programs_is_repeated_and_the_calmest_counts(
