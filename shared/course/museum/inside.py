@@ -58,6 +58,8 @@ class Asking:
             "server": ("inside", 2),
         }
         self._task = asyncio.create_task(app(scope, self._receive, self._send))
+        # Its error is for `answer`; where a test ends before, nothing more is said of it.
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def leave(self) -> None:
         """Hang up, like a client that is closed: the server is notified, and the answer dropped."""
