@@ -7,6 +7,7 @@ repeated heads, and every answer by stage 01's engine.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared import cli, measure
+from shared import checkpoint, cli, measure
 from shared.bench import kit, rows
+from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, first
 from shared.roofline import forward_cost, static_costs
@@ -51,6 +53,7 @@ class Sizes(kit.Plan):
     piece_repeats: int = 50
     lengths: tuple[tuple[int, int], ...] = ((512, 1), (64, 32))
     whole_repeats: int = 3
+    story: tuple[int, int] = (16, 256)
     real: tuple[str, ...] = REAL
 
 
@@ -132,11 +135,34 @@ def real(subject: Subject, plan: Sizes) -> Iterator[Group]:
         yield group | {"model": name, "dtype": "bfloat16", "bytes": peak - empty}
 
 
+def twin(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """The embedded models: of one size, trained on one grammar, a GPT-2 and a Llama. What was
+    counted when they were judged is kept beside their speed."""
+    for name, folder in checkpoint.EMBEDDED.items():
+        judged = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+        own = Subject(families.load(name), subject.dtype)
+        group = kit.compare(own, {"ours": Engine(own.model)}, [plan.story], plan.whole_repeats)[0]
+        yield group | {
+            "model": name,
+            "parameters": own.config.parameter_count,
+            "kv": own.config.kv_bytes_per_token(own.dtype),
+            **{key: judged["held_out"][key] for key in ("excess", "copied_right")},
+            "straight": [judged["sampled"][key] for key in ("straight", "stories")],
+            "beyond": judged.get("beyond", []),
+        }
+
+
 def step(row: Row) -> float:
     """Least seconds of a decode step by bytes and operations."""
     cost = forward_cost(row.config, row.kind, 1, 0, rows=row["count"])
     reading = (cost.bytes + row["bytes"]) / row.bandwidth
     return max(reading, row.least([cost]))
+
+
+def far(row: Row) -> str:
+    """Nats a token by position, on texts longer than those of the training."""
+    steps = [f"{each['cross_entropy']:.2f} from {each['from']:,}" for each in row["beyond"]]
+    return ", ".join(steps[:1] + steps[-1:]) or "no position beyond 1,024"
 
 
 def least(row: Row) -> float:
@@ -162,6 +188,24 @@ def gigabytes(amount: Callable[[Any], float], digits: int = 2) -> rows.Column:
     return lambda row: f"{amount(row) / 1e9:.{digits}f}"
 
 
+def claims(results: Results) -> Iterator[Claim]:
+    """What the lesson predicts of grouped heads and of one request, in float32."""
+    groups = first("heads")(results)
+    found = {(row["count"], row["context"]): row for row in groups}
+    win, null = found[max(found)], found[min(found)]
+    whys = (
+        "attention computes as much as before: each query still meets each key",
+        "the control: one row reads hardly anything but weights",
+    )
+    for row, why in zip((win, null), whys, strict=True):
+        slow, fast = row.of(REPEATED), row.of(GROUPED)
+        what = f"repeated over grouped, {row['count']} x {row['context']:,} tokens"
+        yield Claim(what, step(slow) / step(fast), slow.median / fast.median, "x", why)
+    one = next(row for row in results.rows("whole") if row.tokens > 1)
+    why = "a product of one row reads at half of the bandwidth, and 600 small operators start"
+    yield Claim("one request", one.tokens / least(one), one.rate.median, "tok/s", why)
+
+
 COLUMNS = rows.limits_of(least) | {
     "rows": "count",
     "tokens": "count",
@@ -172,6 +216,12 @@ COLUMNS = rows.limits_of(least) | {
     "rotation of q, us": rows.UNITS["us"]("rotation of the queries"),
     "a matrix of the MLP, us": rows.UNITS["us"]("one matrix of the MLP"),
     "parameters": lambda row: f"{row.config.parameter_count / 1e6:,.0f} M",
+    "numbers": lambda row: f"{row['parameters']:,}",
+    "keys and values a token, bytes": lambda row: f"{row['kv']:,}",
+    "above the floor": lambda row: f"{row['excess']:.1%}",
+    "repeated words right": lambda row: f"{row['copied_right']:.1%}",
+    "straight stories": lambda row: "{} of {}".format(*row["straight"]),
+    "nats a token": far,
     "float32, GB": gigabytes(lambda row: 2 * weights(row), 1),
     "bfloat16, GB": gigabytes(weights, 1),
     "keys and values a token, KiB": lambda row: (
@@ -200,6 +250,9 @@ TABLES = rows.tables(
       | bfloat16, at most tok/s here
     memory < real: model | weights, GB | cache of a whole context, GB | predicted, GB
       | peak over a tiny model's, GB | off by
+    twin: model | numbers | keys and values a token, bytes | ours, tok/s | above the floor
+      | repeated words right | straight stories
+    far < twin: model | nats a token
     speed: model | prompt | answer | tok/s | limit, tok/s | of the limit | same tokens
     """,
     # Results from before requests were timed have none.
@@ -208,6 +261,7 @@ TABLES = rows.tables(
     ],
     whole=lambda results: results.rows("whole"),
     few=first("heads"),
+    claims=closing(claims),
     published=models,
 )
 CHARTS = {
@@ -234,7 +288,9 @@ def headline(results: Results) -> str:
 
 
 ABOUT = "Measures the Llama family on this CPU: grouped heads, rotary positions, RMSNorm."
-WORK = kit.cases(Case(heads), Case(pieces), Case(whole, models=None), Case(real, dtypes=1))
+WORK = kit.cases(
+    Case(heads), Case(pieces), Case(whole, models=None), Case(real, dtypes=1), Case(twin, dtypes=1)
+)
 BENCHMARK = kit.Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
