@@ -16,10 +16,11 @@ from matplotlib.figure import Figure
 
 from shared import cli, measure
 from shared.bench import kit, rows
+from shared.bench.claims import Claim, closing, faster
 from shared.bench.forecast import CONTINUOUS as OURS
 from shared.bench.forecast import STATIC, costs, least, pass_cost, simulate
 from shared.bench.kit import Case, Group, Lengths, Subject
-from shared.bench.rows import Claim, Results, Row, is_peer, median, percentile
+from shared.bench.rows import Results, Row, is_peer, median, percentile
 from shared.peers import TransformersContinuous
 from stage03_batching.engine import Engine as StaticEngine
 
@@ -222,47 +223,34 @@ def steps_by_hand(found: Results) -> float:
     return len(costs(row.of(STATIC))) / max(longest, row.tokens / row["slots"])
 
 
-def delay(what: str, way: int, first: bool, why: str) -> Claim:
-    """Of milliseconds that a long prompt costs: its neighbours, or itself before its `first`
-    token."""
-
-    def row(found: Results) -> Row:
-        return found.groups("chunking", dtype="float32")[0].variants[way]
-
-    def measured(found: Results) -> float:
-        return median(row(found)["seconds"]) * 1e3 if first else gap(1)(row(found))
-
-    return Claim(what, lambda found: arrival(row(found))[first] * 1e3, measured, why, "{:,.0f} ms")
-
-
-LOOP = rows.loop(
-    Claim(
-        "steps of the crowd, static over continuous",
-        lambda found: len(costs(crowd(found).of(STATIC))) / len(costs(crowd(found).of(OURS))),
-        lambda found: crowd(found).of(STATIC)["passes"] / crowd(found).of(OURS)["passes"],
-        "by hand no slot is ever empty, but the last long answers begin late and leave a tail",
-        by_hand=steps_by_hand,
-    ),
-    rows.faster(
-        "seconds of the crowd, static over continuous", crowd, (STATIC, OURS), least,
+def claims(results: Results) -> Iterator[Claim]:
+    """What the lesson predicts, for GPT-2 in float32."""
+    row = crowd(results)
+    static, ours = row.of(STATIC), row.of(OURS)
+    steps = len(costs(static)) / len(costs(ours)), static["passes"] / ours["passes"], "x"
+    why = "by hand no slot is ever empty, but the last long answers begin late and leave a tail"
+    what = "steps of the crowd, static over continuous"
+    yield Claim(what, *steps, why, steps_by_hand(results))
+    yield faster(
+        "seconds of the crowd, static over continuous", row, (STATIC, OURS), least,
         "only the steps are saved: one with fewer rows took as long as stage 03's, because it "
         "attends in several calls a layer and not in one",
-    ),
-    rows.faster(
-        "the same for equal answers that arrive together", at_once, (STATIC, OURS), least,
-        "nothing to refill; the runs differ by more",
-    ),
-    delay(
-        "longest gap of a neighbour, long prompt run whole", -1, False,
-        "a prefill reaches some 70 % of the best rate of a product",
-    ),
-    delay(
-        "longest gap of a neighbour, chunks of 64", 0, False,
-        "products of 70 rows reach less of that rate, and a chunk attends, through a mask, to all "
-        "chunks before it",
-    ),
-    delay("first token of the long prompt, chunks of 64", 0, True, "the same in all its steps"),
-)  # fmt: skip
+    )  # fmt: skip
+    what, why = "the same for equal answers, all at once", "nothing to refill: the runs differ more"
+    yield faster(what, at_once(results), (STATIC, OURS), least, why)
+    pieces, *_, whole = results.groups("chunking", dtype="float32")[0].variants
+    for long, first, what, why in (
+        (whole, False, "longest gap of a neighbour, long prompt run whole",
+         "a prefill reaches some 70 % of the best rate of a product"),
+        (pieces, False, "longest gap of a neighbour, chunks of 64",
+         "products of 70 rows reach less of that rate, and a chunk attends, through a mask, to all "
+         "chunks before it"),
+        (pieces, True, "first token of the long prompt, chunks of 64", "the same in all its steps"),
+    ):  # fmt: skip
+        taken = median(long["seconds"]) * 1e3 if first else gap(1)(long)
+        yield Claim(what, arrival(long)[first] * 1e3, taken, "ms", why)
+
+
 TABLES = rows.tables(
     COLUMNS,
     """
@@ -274,7 +262,7 @@ TABLES = rows.tables(
       | its first token, limit, ms | tokens proved
     """,
     chunking=chunked,
-    loop=LOOP,
+    claims=closing(claims),
 )
 
 

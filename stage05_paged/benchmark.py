@@ -22,9 +22,10 @@ from tqdm import tqdm
 
 from shared import charts, cli, measure
 from shared.bench import forecast, kit, rows
+from shared.bench.claims import Claim, closing, faster
 from shared.bench.forecast import CONTINUOUS, Part, Watch
 from shared.bench.kit import Case, Group, Lengths, Subject
-from shared.bench.rows import Claim, Results, Row, median
+from shared.bench.rows import Results, Row, median
 from shared.measure import Summary, summarize
 from stage01_forward.generation import Output
 from stage04_continuous.cache import SlotCache
@@ -378,60 +379,41 @@ def lost(way: str, row: Row, **rates: float) -> float:
     return 1e3 * float(getattr(cost, way)(row["context"]))
 
 
-def at_best(way: str, why: str) -> Claim:
-    """Of a preemption of the longest context but one, by the machine's limits."""
-
-    def row(found: Results) -> Row:
-        return rows.first("preemption")(found)[-2]
-
-    return Claim(
-        f"preemption at 512 tokens, {way}",
-        lambda found: lost(way, row(found), flops=row(found).peak, bandwidth=row(found).bandwidth),
-        lambda found: 1e3 * row(found).of(way).median,
-        why,
-        "{:,.1f} ms",
-    )
-
-
-def held_by_hand(found: Results) -> float:
+def held(row: Row) -> float:
     """Sequences at once, each with its prompt and half of its answer."""
-    row = win(found)
     tokens = sum(prompt + answer / 2 for prompt, answer in row.lengths) / row.requests
     return row["blocks"] / math.ceil(tokens / row["block_size"])
 
 
-LOOP = rows.loop(
-    Claim(
-        "sequences at once in the memory of 4 slots", held_by_hand,
-        lambda found: win(found).of(OURS)["crowded"],
-        "long answers stay longer, so those that run are longer than the average", "{:,.0f}",
-    ),
-    rows.faster(
-        "seconds of the crowd, slots over blocks", win, (CONTINUOUS, OURS), least,
+def claims(results: Results) -> Iterator[Claim]:
+    """What the lesson predicts, for GPT-2 in float32."""
+    crowd, step = win(results), crowded_step(results)
+    pair = CONTINUOUS, OURS
+    why = "long answers stay longer, so those that run are longer than the average"
+    what = "sequences at once in the memory of 4 slots"
+    yield Claim(what, held(crowd), crowd.of(OURS)["crowded"], "", why)
+    yield faster(
+        "seconds of the crowd, slots over blocks", crowd, pair, least,
         "a step over four rows reads the weights, at half of its bound; one over many rows "
         "computes, and products of so few rows reach less of the best rate",
-    ),
-    rows.faster(
-        "the same where every request fills a slot", null, (CONTINUOUS, OURS), least,
-        "no more sequences fit, and the gather is paid",
-    ),
-    Claim(
-        "a step of 32 rows at context 256, blocks over slots",
-        lambda found: overhead(crowded_step(found)),
-        lambda found: ratios(crowded_step(found)).median,
-        "without the gather, too, the step is slower than its bound, so the gather is less of it",
-    ),
-    rows.faster(
-        "first token of 544 tokens, 512 of which are found",
-        lambda found: found.groups("prefix")[0], (MISS, HIT), first_token_limit,
-        "a step of 32 rows reaches less of its bound than one of 544",
-    ),
-    at_best(RECOMPUTE, "a prefill reaches some 70 % of the best rate of a product"),
-    at_best(
-        SWAP, "the copies went through new memory, which the system clears page by page; mended "
-        "since this run: see step 7",
-    ),
-)  # fmt: skip
+    )  # fmt: skip
+    what, why = "the same where every request fills a slot", "no more fit, and the gather is paid"
+    yield faster(what, null(results), pair, least, why)
+    what = "a step of 32 rows at context 256, blocks over slots"
+    why = "without the gather, too, the step is slower than its bound, so the gather is less of it"
+    yield Claim(what, overhead(step), ratios(step).median, "x", why)
+    what = "first token of 544 tokens, 512 of which are found"
+    why = "a step of 32 rows reaches less of its bound than one of 544"
+    yield faster(what, results.groups("prefix")[0], (MISS, HIT), first_token_limit, why)
+    one = rows.first("preemption")(results)[-2]
+    for way, why in (
+        (RECOMPUTE, "a prefill reaches some 70 % of the best rate of a product"),
+        (SWAP, "the copies went through new memory, which the system clears page by page; mended "
+         "since this run: see step 7"),
+    ):  # fmt: skip
+        best = lost(way, one, flops=one.peak, bandwidth=one.bandwidth)
+        yield Claim(f"preemption at 512 tokens, {way}", best, 1e3 * one.of(way).median, "ms", why)
+
 COLUMNS: dict[str, rows.Column] = {
     "workload": lambda row: f"{row.requests}, {row['case']}",
     "steps (predicted)": lambda row: f"{row['passes']:,} ({len(pass_times(row)):,})",
@@ -481,7 +463,7 @@ TABLES = rows.tables(
       | tokens proved
     """,
     prefix=lambda results: results.rows("prefix"),
-    loop=LOOP,
+    claims=closing(claims),
 )
 
 

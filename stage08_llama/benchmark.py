@@ -21,7 +21,7 @@ from torch import nn
 
 from shared import checkpoint, cli, measure
 from shared.bench import kit, rows
-from shared.bench.claims import Claim, closing
+from shared.bench.claims import Claim, closing, faster
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, first
 from shared.roofline import forward_cost, static_costs
@@ -190,17 +190,14 @@ def gigabytes(amount: Callable[[Any], float], digits: int = 2) -> rows.Column:
 
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts of grouped heads and of one request, in float32."""
-    groups = first("heads")(results)
-    found = {(row["count"], row["context"]): row for row in groups}
+    found = {(row["count"], row["context"]): row for row in first("heads")(results)}
     win, null = found[max(found)], found[min(found)]
-    whys = (
-        "attention computes as much as before: each query still meets each key",
-        "the control: one row reads hardly anything but weights",
-    )
-    for row, why in zip((win, null), whys, strict=True):
-        slow, fast = row.of(REPEATED), row.of(GROUPED)
+    for row, why in (
+        (win, "attention computes as much as before: each query still meets each key"),
+        (null, "the control: one row reads hardly anything but weights"),
+    ):
         what = f"repeated over grouped, {row['count']} x {row['context']:,} tokens"
-        yield Claim(what, step(slow) / step(fast), slow.median / fast.median, "x", why)
+        yield faster(what, row, (REPEATED, GROUPED), step, why)
     one = next(row for row in results.rows("whole") if row.tokens > 1)
     why = "a product of one row reads at half of the bandwidth, and 600 small operators start"
     yield Claim("one request", one.tokens / least(one), one.rate.median, "tok/s", why)

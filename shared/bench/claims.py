@@ -4,27 +4,30 @@ what was measured, and why they differ."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from shared.measure import Limits
 
-from .rows import Draw, Results, table
+from .rows import Draw, Results, Row, table
 
 # The machine of round numbers, for which the lessons predict by hand.
 ROUND = Limits("cpu", 1, 40.0, {"float32": 200.0, "bfloat16": 400.0})
 OFF = 1.25  # a ratio that differs from its prediction by more than this factor was missed
 
 
-class Claim(NamedTuple):
+@dataclass(frozen=True)
+class Claim:
     """One line. predicted: from the limits of the `Results`. unit: "ms", "s" and "tok/s" are
     approached from one side, so their share of the limit is shown; "x" is a ratio, and it or a
-    number of anything else is held or missed."""
+    number without a unit is held or missed. by_hand: what the lesson predicts; None: `predicted`,
+    with its limits."""
 
     what: str
     predicted: float
     measured: float
     unit: str
     why: str
+    by_hand: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -34,9 +37,18 @@ class Claim(NamedTuple):
         return f"{quotient if self.unit == 'tok/s' else 1 / quotient:.0%} of the limit"
 
     def show(self, value: float) -> str:
-        """Three digits and the unit."""
-        digits = max(0, 3 - len(f"{value:.0f}"))
-        return f"{value:,.{digits}f}{self.unit if self.unit == 'x' else f' {self.unit}'}"
+        """Three digits and the unit; a number is whole."""
+        digits = max(0, 3 - len(f"{value:.0f}")) if self.unit else 0
+        return f"{value:,.{digits}f}{self.unit if len(self.unit) < 2 else f' {self.unit}'}"
+
+
+def faster(
+    what: str, row: Row, variants: tuple[str, str], least: Callable[[Row], float], why: str
+) -> Claim:
+    """How many times as fast as the first of two variants of a row the second is, predicted by
+    `least` seconds."""
+    slow, fast = map(row.of, variants)
+    return Claim(what, least(slow) / least(fast), slow.median / fast.median, "x", why)
 
 
 def closing(claims: Callable[[Results], Iterable[Claim]]) -> Draw:
@@ -46,7 +58,8 @@ def closing(claims: Callable[[Results], Iterable[Claim]]) -> Draw:
     def draw(results: Results) -> str:
         by_hand, lines = Results({**results.content, "limits": vars(ROUND)}), []
         for hand, here in zip(claims(by_hand), claims(results), strict=True):
-            cells = {"prediction": here.what, "by hand": here.show(hand.predicted)}
+            expected = hand.predicted if hand.by_hand is None else hand.by_hand
+            cells = {"prediction": here.what, "by hand": here.show(expected)}
             cells |= {"this machine": here.show(here.predicted)}
             cells |= {"measured": here.show(here.measured), "result": here.verdict}
             lines.append(cells | {"why": here.why})

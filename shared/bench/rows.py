@@ -16,8 +16,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -183,12 +181,6 @@ class Results:
         """The same, once as each variant that was timed."""
         return [row for group in self.groups(case, **where) for row in group.variants]
 
-    def on(self, machine: measure.Limits) -> Results:
-        """The same with the limits of another machine, for predictions."""
-        moved = copy(self)
-        moved.limits = machine
-        return moved
-
 
 # ---- columns and tables -------------------------------------------------------------------------
 
@@ -305,63 +297,6 @@ def limits_of(least: Callable[[Row], float]) -> dict[str, Column]:
             + ("" if is_peer(row.variant) else f", {least(row):.2f}")
         ),
     }
-
-
-# The machine of the lessons' sums.
-ROUND = measure.Limits("cpu", 1, 40.0, {"float32": 200.0, "bfloat16": 400.0})
-MISSED = 1.25  # a measurement that is so many times its prediction, or a share of it, misses it
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A prediction of a lesson, to set beside what was measured.
-
-    predicted: the least time, or the gain, on the machine whose limits the results have.
-    by_hand: on the lessons' round machine; None: `predicted`, with its limits.
-    why: what makes the difference. form: of the numbers.
-    """
-
-    what: str
-    predicted: Callable[[Results], float]
-    measured: Callable[[Results], float]
-    why: str
-    form: str = "{:.2f}x"
-    by_hand: Callable[[Results], float] | None = None
-
-
-def loop(*claims: Claim) -> Callable[[Results], list[dict[str, str]]]:
-    """The table that closes a lesson: what was predicted, and what came of it."""
-
-    def lines(results: Results) -> list[dict[str, str]]:
-        found = []
-        for claim in claims:
-            by_hand = (claim.by_hand or claim.predicted)(results.on(ROUND))
-            bound, measured = claim.predicted(results), claim.measured(results)
-            held = 1 / MISSED <= measured / bound <= MISSED
-            cells = map(claim.form.format, (by_hand, bound, measured))
-            line = dict(zip(("by hand", "bound of this machine", "measured"), cells, strict=True))
-            why = claim.why if held else f"**missed**: {claim.why}"
-            found.append({"what": claim.what, **line, "why they differ": why})
-        return found
-
-    return lines
-
-
-def faster(
-    what: str,
-    source: Callable[[Results], Row],
-    variants: tuple[str, str],
-    least: Callable[[Row], float],
-    why: str,
-) -> Claim:
-    """How many times as fast as the first of two variants of a row the second is, predicted by
-    `least` seconds."""
-    slow, fast = variants
-
-    def ratio(seconds: Callable[[Row], float]) -> Callable[[Results], float]:
-        return lambda found: seconds(source(found).of(slow)) / seconds(source(found).of(fast))
-
-    return Claim(what, ratio(least), ratio(lambda row: row.median), why)
 
 
 def whole(key: str) -> Callable[[Mapping[str, Any]], str]:

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from shared.bench import kit
+from shared.bench.claims import ROUND
 from shared.bench.forecast import simulate
-from shared.bench.rows import ROUND, Results, Row
+from shared.bench.rows import Results, Row
 from shared.bench.tests.tools import check_drawn, check_sums, measured
 from shared.checkpoint import PRESETS, Checkpoint
 from shared.parity import random_prompt
@@ -53,7 +54,7 @@ def side_by_side(results: Results) -> list[Row]:
 
 def test_everything_is_drawn(results: Results) -> None:
     assert check_drawn(benchmark.BENCHMARK, dict(results.content)) == {
-        "limits": 1, "win": 3, "null": 12, "chunking": 8, "loop": 6,
+        "limits": 1, "win": 3, "null": 12, "chunking": 8, "claims": 6,
     }  # fmt: skip
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from shared.bench import kit
+from shared.bench.claims import ROUND
 from shared.bench.forecast import Part, Watch, pass_cost, simulate
 from shared.bench.kit import Subject, greedy, prove
-from shared.bench.rows import ROUND, Results, Row
+from shared.bench.rows import Results, Row
 from shared.bench.tests.tools import check_drawn, check_sums, measured
 from shared.checkpoint import PRESETS, Checkpoint
 from shared.parity import random_prompt
@@ -62,7 +63,7 @@ def capacity(results: Results, case: str) -> Row:
 def test_everything_is_drawn(results: Results) -> None:
     assert check_drawn(benchmark.BENCHMARK, dict(results.content)) == {
         "limits": 1, "capacity": 4, "capacity_memory": 4, "waste": 5, "gather": 16,
-        "prefix": 4, "preemption": 2, "loop": 7,
+        "prefix": 4, "preemption": 2, "claims": 7,
     }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 
 from shared import measure, roofline
 from shared.bench import forecast, kit, rows
+from shared.bench.claims import Claim, closing
 from shared.bench.forecast import Part, pass_cost, simulate
 from shared.bench.kit import Benchmark, Case, Plan, Subject, cases, compare
 from shared.bench.tests.tools import LIMITS, lines, measured
@@ -247,21 +248,24 @@ def test_charts_are_declared_by_source_place_and_series() -> None:
     assert drawn == {"spread": spread, "dashed": {"limit, a", "limit, b"}, "log_x": True}
 
 
-def test_a_claim_is_missed_beyond_a_quarter_of_its_bound() -> None:
-    """The prediction by hand is of the round machine, the bound of this one."""
+def test_a_ratio_is_missed_beyond_a_quarter_and_a_time_shows_its_share() -> None:
+    """The prediction by hand is of the round machine, or the lesson's own."""
     about = {"configuration": {}, "limits": vars(LIMITS), "results": {}}
 
-    def claim(ms: float, form: str) -> rows.Claim:
-        return rows.Claim("it", lambda on: 600 / on.limits.bandwidth_gb_s, lambda _: ms, "so", form)
+    def listed(results: rows.Results) -> list[Claim]:
+        least = 600 / results.limits.bandwidth_gb_s
+        units = ((25.0, "x"), (25.1, "x"), (25.0, "ms"), (16, ""))
+        return [Claim("it", least, value, unit, "so") for value, unit in units] + [
+            Claim("it", least, 40.0, "tok/s", "so", by_hand=7.0)
+        ]
 
-    claims = [claim(25.0, "{:.1f} ms"), claim(25.1, "{:.1f} ms"), claim(16, "{:g}")]
-    claims.append(claim(15.9, "{:g}"))
-    found = lines(rows.table(rows.loop(*claims)(rows.Results(about))))
+    found = lines(closing(listed)(rows.Results(about)))
     assert [line[1:] for line in found] == [
-        ["15.0 ms", "20.0 ms", "25.0 ms", "so"],
-        ["15.0 ms", "20.0 ms", "25.1 ms", "**missed**: so"],
-        ["15", "20", "16", "so"],
-        ["15", "20", "15.9", "**missed**: so"],
+        ["15.0x", "20.0x", "25.0x", "held", "so"],
+        ["15.0x", "20.0x", "25.1x", "**missed**", "so"],
+        ["15.0 ms", "20.0 ms", "25.0 ms", "80% of the limit", "so"],
+        ["15", "20", "16", "held", "so"],
+        ["7.00 tok/s", "20.0 tok/s", "40.0 tok/s", "200% of the limit", "so"],
     ]
 
 
