@@ -45,7 +45,7 @@ def _read(axes: Any, corner: Point, copies: bool) -> None:
     x, y = corner[0] + BAR / 2, corner[1] + 2.8
     for shift in (-2.5, 2.5) if copies else (0,):
         arrow(axes, (x + shift, y), (x + shift, y + 4.4))
-    words(axes, x + 3.5, y + 2.2, "2 copies" if copies else "read", ha="left", fontsize=8)
+    words(axes, x + 3.5, y + 2.2, "2 copies" if copies else "read", ha="left")
 
 
 DRAW = (grouped,)
