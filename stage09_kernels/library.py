@@ -46,7 +46,7 @@ LEVELS = {  # instructions, by the flags that turn them on and what the processo
 }
 SECONDS = 120  # to compile one file
 
-if hasattr(os, "register_at_fork"):  # a forked child has no threads, and would wait for them
+if sys.platform != "win32":  # a forked child has no threads, and would wait for them
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
@@ -168,11 +168,11 @@ def large_pages(tensor: Tensor) -> Tensor:
     """A copy of `tensor`, contiguous, in pages of 2 MiB where Linux has them: a processor looks up
     the place of each page that it reads, and most pages have 4 KiB."""
     copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
     start = -(-copy.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = copy.data_ptr() + copy.nbytes - start
-    if advice is not None and size > 0:  # only a hint: without it the pages are small
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
+    if sys.platform == "linux" and size > 0:  # only a hint: without it the pages are small
+        place = ctypes.c_void_p(start), ctypes.c_size_t(size)
+        ctypes.CDLL(None).madvise(*place, mmap.MADV_HUGEPAGE)
     return copy.copy_(tensor)
 
 

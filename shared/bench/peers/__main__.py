@@ -4,5 +4,7 @@ from shared import cli
 
 from .compare import BENCHMARK
 
+main = BENCHMARK.main
+
 if __name__ == "__main__":
-    cli.run(BENCHMARK.main)
+    cli.run(main)
