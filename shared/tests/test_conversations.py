@@ -122,7 +122,8 @@ def test_answers_keep_to_their_requests(tokenizer):
 
 
 def test_answers_were_counted_over_200_requests():
-    """The measurements beside the model, which its card is written from. The aim is nine of ten;
-    this model keeps to three of four."""
+    """The measurements beside the model, which its card is written from: nine of ten keep to the
+    request, and of these four of five go on."""
     chat = json.loads((FOLDER / "evaluation.json").read_text(encoding="utf-8"))["chat"]
-    assert chat["requests"] >= 200 and chat["kept"] >= 0.7 * chat["requests"]
+    assert chat["requests"] >= 200 and chat["kept"] >= 0.9 * chat["requests"]
+    assert chat["went_on"] >= 0.8 * chat["kept"]
