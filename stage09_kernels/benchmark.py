@@ -126,11 +126,20 @@ def decode(paged: PagedCache, count: int, context: int) -> list[Any]:
     return [(order[row * each : (row + 1) * each], context, 1) for row in range(count)]
 
 
+def judge_of(subject: Subject, paged: PagedCache) -> Runner:
+    """Rounds less than all that it judges: the same weights and cache in float32."""
+    model = families.load_model(subject.shape, dtype=subject.dtype).float()
+    exact = PagedCache(subject.config, paged.blocks, BLOCK)
+    exact.kv.copy_(paged.kv)
+    return Runner(model, exact)
+
+
 def steps(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """A decode step: stage 05, stage 05 with attention in place, and the whole step as one call;
     then the parts of that call, each alone."""
     plain = families.load_model(subject.shape, dtype=subject.dtype)
     paged, kernel = filled(subject, plan)
+    judge = judge_of(subject, paged)
     runners: dict[str, Any] = {
         PAGED: Runner(subject.model, paged),
         ATTENTION: Runner(subject.model, kernel),
@@ -139,10 +148,9 @@ def steps(subject: Subject, plan: Sizes) -> Iterator[Group]:
     for count, context in product(plan.rows, plan.contexts):
         given = [7] * count, decode(paged, count, context), list(range(count))
         ways = {name: partial(runner.run, *given) for name, runner in runners.items()}
-        logits = ways[PAGED]().float()
+        logits = judge.run(*given)
         proofs = {
-            name: kit.prove(logits, ways[name]().argmax(-1), subject.dtype)
-            for name in (ATTENTION, KERNELS)
+            name: kit.prove(logits, way().argmax(-1), subject.dtype) for name, way in ways.items()
         }
         ways |= parts(runners[KERNELS], *given[1:])
         taken = measure.alternate(ways, plan.repeats)
@@ -195,12 +203,14 @@ def prefill(subject: Subject, plan: Sizes) -> Iterator[Group]:
     blocks = -(-len(ids) // BLOCK)
     options: dict[str, Any] = {"block_size": BLOCK, "dtype": subject.dtype}
     given = ids, [(list(range(blocks)), 0, len(ids))], [len(ids) - 1]
+    paged = PagedCache(subject.config, blocks, **options)
+    judge = judge_of(subject, paged)
     runners: dict[str, Any] = {
-        PAGED: Runner(subject.model, PagedCache(subject.config, blocks, **options)),
+        PAGED: Runner(subject.model, paged),
         KERNELS: KernelRunner(plain, KernelCache(subject.config, blocks, **options)),
     }
     ways = {name: partial(runner.run, *given) for name, runner in runners.items()}
-    proof = kit.prove(ways[PAGED]().float(), ways[KERNELS]().argmax(-1), subject.dtype)
+    proof = kit.prove(judge.run(*given), ways[KERNELS]().argmax(-1), subject.dtype)
     taken = measure.alternate(ways, plan.repeats)
     yield {"count": len(ids), "context": 0, "seconds": taken, "proof": proof}
 
