@@ -128,7 +128,8 @@ TASKS = (
             "idle, because no step will.",
         ),
         tests=(
-            "tests/test_async_engine.py::test_each_step_is_one_message_with_its_tokens_and_its_ends",
+            "tests/test_async_engine.py::"
+            "test_each_step_is_one_message_with_its_tokens_and_its_ends",
             "tests/test_async_engine.py::test_an_abort_is_heard_within_two_steps",
             "tests/test_async_engine.py::"
             "test_the_end_of_the_last_request_is_reported_without_a_step",
