@@ -352,7 +352,7 @@ OPTIONS: dict[str, Any] = {
         "type": few,
         "default": tuple(ENGINES),
         "metavar": "NAME,...",
-        "help": f"which engines, of: {', '.join(ENGINES)}",
+        "help": f"which engines; default: all, {', '.join(ENGINES)}",
     },
     "shapes": {
         "action": "store_const",
