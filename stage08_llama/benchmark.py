@@ -252,10 +252,7 @@ TABLES = rows.tables(
     far < twin: model | nats a token
     speed: model | prompt | answer | tok/s | limit, tok/s | of the limit | same tokens
     """,
-    # Results from before requests were timed have none.
-    speed=lambda results: [
-        row for one in results.groups("real") if "seconds" in one.group for row in one.variants
-    ],
+    speed=lambda results: results.rows("real"),
     whole=lambda results: results.rows("whole"),
     few=first("heads"),
     claims=closing(claims),

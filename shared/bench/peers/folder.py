@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from shared.checkpoint import Checkpoint
 from stage08_llama.config import LlamaConfig
+from stage08_llama.folder import to_fields
 
 POSITIONS = 2048  # of a Llama's context: an engine may reserve memory for all of them
 
@@ -53,20 +54,13 @@ def fields(config: Any) -> dict[str, Any]:
         "dtype": "float32",
     }
     if isinstance(config, LlamaConfig):
-        kind = "qwen3" if config.qk_norm else "llama"
-        return common | {
-            "model_type": kind,
-            "architectures": [f"{kind.title()}ForCausalLM"],
-            "hidden_size": config.n_embd,
-            "intermediate_size": config.n_inner,
-            "num_hidden_layers": config.n_layer,
-            "num_attention_heads": config.n_head,
-            "num_key_value_heads": config.n_kv_head,
-            "head_dim": config.head_dim,
-            "rms_norm_eps": config.layer_norm_epsilon,
-            "rope_theta": config.rope.theta,
+        theirs = to_fields(config)
+        own = {
+            "architectures": [f"{theirs['model_type'].title()}ForCausalLM"],
+            "rope_theta": config.rope.theta,  # where transformers 4 looks for it
             "max_position_embeddings": min(config.n_positions, POSITIONS),
         }
+        return theirs | common | own
     sizes = ("n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
     return common | {
         "model_type": "gpt2",
