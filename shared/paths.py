@@ -8,9 +8,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def discover() -> list[str]:
-    """The stage packages in reading order: ["stage01_forward", "stage02_kv_cache", ...]."""
+    """The stage packages in reading order: ["stage01_forward", "stage02_kv_cache", ...].
+
+    A stage with a file DRAFT.md is being written, and left out.
+    """
     return sorted(
         folder.name
         for folder in ROOT.glob("stage[0-9][0-9]_*")
-        if (folder / "__init__.py").exists()
+        if (folder / "__init__.py").exists() and not (folder / "DRAFT.md").exists()
     )

@@ -1,0 +1,12 @@
+"""Stage 12: when one machine is not enough.
+
+`routing.py` is what this stage teaches: which replica gets a request. `router.py` is an HTTP server
+with that policy before servers of stage 06, and `serve.py` runs them on Ray.
+"""
+
+from shared import openmp
+
+QUESTION: str = "Many replicas: which one gets a request, and what is lost when one dies?"
+FIRST_FILE: str = "routing.py"
+
+openmp.choose()  # before PyTorch is loaded
