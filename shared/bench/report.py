@@ -33,7 +33,7 @@ import matplotlib
 from .. import charts, cli, measure, paths
 from ..errors import UserError
 from . import rows, staircase
-from .peers import compare as peers
+from .peers import compare, shapes
 
 BEGIN, END = "<!-- table: ", "<!-- /table -->"  # on lines of their own
 TABLE = re.compile(
@@ -51,7 +51,7 @@ def benchmarks() -> dict[str, Any]:
     beside them, and the cross-check of the load test."""
     names = [name for name in paths.discover() if (paths.ROOT / name / "benchmark.py").exists()]
     found = {name: importlib.import_module(f"{name}.benchmark").BENCHMARK for name in names}
-    found |= {module.KIND: module.BENCHMARK for module in (staircase, peers)}
+    found |= {module.KIND: module.BENCHMARK for module in (staircase, compare, shapes)}
     for path in sorted(paths.ROOT.glob("stage*/crosscheck.py")):
         module = importlib.import_module(f"{path.parent.name}.crosscheck")
         found[module.KIND] = module.BENCHMARK

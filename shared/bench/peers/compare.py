@@ -1,7 +1,7 @@
 """Ours beside the field: other engines on this processor, in one measurement.
 
     python -m shared.bench.peers            GPT-2 124M: a prompt of 512, decode of 1 to 64 rows
-    python -m shared.bench.peers --shapes   and one row of TinyLlama's and Qwen3-0.6B's shapes
+    python -m shared.bench.peers.shapes     one row of TinyLlama's and Qwen3-0.6B's shapes
 
 Each engine is a process of its own that stays (`process`), in an environment of its own
 (`install`). All get the same prompts and the same seeded checkpoint; the engines take turns in
@@ -39,8 +39,6 @@ from .install import ENGINES, HOME, OLDER, OURS, python
 from .process import Driver, Failures
 
 KIND, NAME, MACHINE = "peers", "shared.bench.peers", "machine"
-SHAPES = ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "Qwen/Qwen3-0.6B")
-LLAMAS = (OURS, "llama.cpp")  # the engines that run those
 Ask = tuple[int, int, int]  # rows, and tokens of each prompt and answer
 
 
@@ -57,7 +55,6 @@ class Plan:
     load: served.Load = field(default_factory=served.Load)
     rounds: int = 3
     tries: int = 3  # of a run beside other programs
-    shapes: tuple[str, ...] = ()
 
     @property
     def asks(self) -> list[Ask]:
@@ -167,14 +164,10 @@ def checkpoint(model: str) -> Path:
 
 def run(plan: Plan) -> dict[str, Any]:
     """Raises AssertionError for a wrong token of ours."""
-    found: dict[str, Any] = {"cells": [], "single": [], "versions": {}, "failed": Failures()}
+    found: dict[str, Any] = {"cells": [], "versions": {}, "failed": Failures()}
     dtypes = [dtype for dtype in plan.dtypes if dtype != "bfloat16" or has_bfloat16()]
     for dtype in dtypes:
         found["cells"] += measured(plan, plan.model, dtype, plan.engines, plan.asks, found)
-    for model in plan.shapes:
-        few = [name for name in LLAMAS if name in plan.engines]
-        asks = [(1, plan.context, plan.answers[0][1])]
-        found["single"] += measured(plan, model, dtypes[-1], few, asks, found)
     place, failed = checkpoint(plan.model), found["failed"]
     found["served"] = [served.run(plan, place, dtypes[0], failed)]
     return found
@@ -274,13 +267,6 @@ def entrants(results: Results) -> list[dict[str, str]]:
     return lines
 
 
-def larger(results: Results) -> Any:
-    """One row of larger models."""
-    found = results.rows("single")
-    header = "model | dtype | engine | tok/s | of the bound"
-    return rows.table(found, header, COLUMNS) if found else "Not measured: add --shapes."
-
-
 COLUMNS: dict[str, rows.Column] = {
     "what": what,
     "ours, tok/s": lambda row: rate(row).show(0),
@@ -308,7 +294,6 @@ TABLES = rows.tables(
     float32=partial(engines, "float32"),
     bfloat16=partial(engines, "bfloat16"),
     entrants=entrants,
-    larger=larger,
     picture=lambda results: (
         "![Tokens per second of ours and of other engines]"
         f"(reports/{measure.slug(results.content['machine'])}/peers_engines.svg)"
@@ -353,12 +338,6 @@ OPTIONS: dict[str, Any] = {
         "default": tuple(ENGINES),
         "metavar": "NAME,...",
         "help": f"which engines; default: all, {', '.join(ENGINES)}",
-    },
-    "shapes": {
-        "action": "store_const",
-        "const": SHAPES,
-        "default": (),
-        "help": "measure one row of larger models too, beside llama.cpp",
     },
 }
 BENCHMARK = kit.Benchmark(
