@@ -13,8 +13,6 @@ named with the reason.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
@@ -38,7 +36,7 @@ from . import folder, served
 from .install import ENGINES, HOME, OLDER, OURS, python
 from .process import Driver, Failures
 
-KIND, NAME, MACHINE = "peers", "shared.bench.peers", "machine"
+KIND, NAME = "peers", "shared.bench.peers"
 Ask = tuple[int, int, int]  # rows, and tokens of each prompt and answer
 
 
@@ -76,86 +74,54 @@ def machine(dtype: str) -> dict[str, float]:
     return {"bandwidth": measure.read_bandwidth(nbytes=2**28, budget=0.2), "gflops": rate}
 
 
-class Field:
-    """The engines that run on one checkpoint in one dtype. Use it in a `with`."""
-
-    def __init__(self, plan: Plan, model: str, dtype: str, failures: Failures) -> None:
-        self.plan, self.failures = plan, failures
-        self.about = {"model": model, "dtype": dtype}
-        self.config = kit.families.presets()[model]
-        self.versions: dict[str, dict[str, str]] = {}  # engine -> package -> version
-        self.running: dict[str, Driver] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Field:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def start(self, name: str, place: Path) -> None:
-        engine, dtype, threads = ENGINES[name], self.about["dtype"], torch.get_num_threads()
-        with self.failures.named(name, dtype):
-            command = engine.command(python(engine, HOME), place, dtype, threads)
-            driver = self._stack.enter_context(Driver(command, engine.environment(threads)))
-            self.versions[name] = driver.ready()
-            for rows, length, new in ((self.plan.answers[-1][0], 16, 2), (1, self.plan.prompt, 1)):
-                driver.ask(self.prompts(rows, length), new)  # warms up
-            self.running[name] = driver
-
-    def prompts(self, rows: int, length: int) -> list[list[int]]:
-        return [random_prompt(length, self.config, row) for row in range(rows)]
-
-    def run(self, name: str, prompts: list[list[int]], count: int) -> dict[str, Any] | None:
-        """What an engine answers, measured; None once it has failed."""
-        with self.failures.named(name, self.about["dtype"]):
-            if name in self.running:
-                return self.running[name].measure(prompts, count, self.plan.tries)
-        self.running.pop(name, None)
-        return None
-
-    def cell(self, ask: Ask, bar: Any) -> kit.Group:
-        """One workload by all engines in turn."""
-        count, length, answer = ask
-        prompts = self.prompts(count, length)
-
-        def turn(name: str) -> Any:
-            bar.set_postfix_str(f"{name}, {self.about['dtype']}, {count} x {length} + {answer}")
-            bar.update()
-            if name == MACHINE:
-                return machine(self.about["dtype"])
-            return self.run(name, prompts, answer)
-
-        ways = {name: partial(turn, name) for name in (MACHINE, *self.running)}
-        took = measure.turns(ways, self.plan.rounds, warmup=0)
-        limits = took.pop(MACHINE)
-        whole = {name: runs for name, runs in took.items() if None not in runs}
-        answers = {name: [run.pop("tokens") for run in runs][-1] for name, runs in whole.items()}
-        like = answers.get(OURS, [])
-        group: kit.Group = self.about | {"lengths": [[length, answer, count]]}
-        group |= {key: [one[key] for one in limits] for key in ("bandwidth", "gflops")}
-        group |= kit.by_variant(whole) if whole else {"seconds": {}}
-        group["same"] = {name: sum(map(list.__eq__, own, like)) for name, own in answers.items()}
-        ours = {name: own for name, own in answers.items() if name in (OURS, OLDER)}
-        outputs = {name: list(map(Output, prompts, own)) for name, own in ours.items()}
-        return group | {"proof": outputs}
+def cell(
+    plan: Plan, model: str, dtype: str, ask: Ask, running: dict[str, Driver], failed: Failures
+) -> kit.Group:
+    """One workload by all engines in turn. The answers of ours are in "proof"."""
+    count, length, new = ask
+    prompts = prompts_of(model, count, length)
+    ways = {
+        name: (partial(one.ask, prompts, new), one.process.pid) for name, one in running.items()
+    }
+    found = failed.turns(plan, dtype, ways, machine=partial(machine, dtype))
+    limits = found.pop("machine")
+    group: kit.Group = {"model": model, "dtype": dtype, "lengths": [[length, new, count]]}
+    group |= {key: [one[key] for one in limits] for key in limits[0]}
+    group |= kit.by_variant(found) if found else {"seconds": {}}
+    answers = {name: runs[-1] for name, runs in group.pop("tokens", {}).items()}
+    like = answers.get(OURS, [])
+    group["same"] = {name: sum(map(list.__eq__, own, like)) for name, own in answers.items()}
+    ours = {name: own for name, own in answers.items() if name in (OURS, OLDER)}
+    return group | {"proof": {name: list(map(Output, prompts, own)) for name, own in ours.items()}}
 
 
 def measured(
-    plan: Plan, model: str, dtype: str, engines: Sequence[str], asks: list[Ask], found: Any
-) -> Iterator[kit.Group]:
-    """All cells of a model in a dtype, our answers proved."""
-    place = checkpoint(model)
-    bar = tqdm(total=len(asks) * plan.rounds * (len(engines) + 1), unit="run")
-    with bar, Field(plan, model, dtype, found["failed"]) as field:
-        for name in engines:
-            bar.set_postfix_str(f"{name} loads")
-            field.start(name, place)
-        found["versions"] |= field.versions
-        groups = [field.cell(ask, bar) for ask in asks]
+    plan: Plan, model: str, dtype: str, names: tuple[str, ...], asks: list[Ask], found: Any
+) -> list[kit.Group]:
+    """All cells of a model in a dtype, our answers proved once the engines have ended."""
+    place, threads, failed = checkpoint(model), torch.get_num_threads(), found["failed"]
+    running: dict[str, Driver] = {}
+    with ExitStack() as stack:
+        for name in (bar := tqdm(names, f"{dtype}: load", unit="engine")):
+            bar.set_postfix_str(name)
+            with failed.named(name, dtype):
+                engine = ENGINES[name]
+                command = engine.command(python(engine, HOME), place, dtype, threads)
+                driver = stack.enter_context(Driver(command, engine.environment(threads)))
+                found["versions"][name] = driver.ready()
+                for count, length, new in ((plan.answers[-1][0], 16, 2), (1, plan.prompt, 1)):
+                    driver.ask(prompts_of(model, count, length), new)  # warms up
+                running[name] = driver
+        bar = tqdm(asks, f"{dtype}: measure", unit="cell")
+        groups = [cell(plan, model, dtype, ask, running, failed) for ask in bar]
     subject = kit.Subject(kit.shape(model), getattr(torch, dtype))
     for group in groups:
-        yield group | {"proof": {name: subject.prove(own) for name, own in group["proof"].items()}}
+        group["proof"] = {name: subject.prove(own) for name, own in group["proof"].items()}
+    return groups
+
+
+def prompts_of(model: str, count: int, length: int) -> list[list[int]]:
+    return [random_prompt(length, kit.families.presets()[model], row) for row in range(count)]
 
 
 def checkpoint(model: str) -> Path:
@@ -168,8 +134,7 @@ def run(plan: Plan) -> dict[str, Any]:
     dtypes = [dtype for dtype in plan.dtypes if dtype != "bfloat16" or has_bfloat16()]
     for dtype in dtypes:
         found["cells"] += measured(plan, plan.model, dtype, plan.engines, plan.asks, found)
-    place, failed = checkpoint(plan.model), found["failed"]
-    found["served"] = [served.run(plan, place, dtypes[0], failed)]
+    found["served"] = [served.run(plan, checkpoint(plan.model), dtypes[0], found["failed"])]
     return found
 
 
@@ -213,10 +178,6 @@ def bound(row: Row) -> float:
     return count / step.seconds(limits, row.kind)
 
 
-def share(row: Row) -> str:
-    return f"{rate(row).median / bound(row):.0%}"
-
-
 def others(row: Row) -> list[Row]:
     """The engines that are not ours, the fastest first."""
     found = [each for each in row.variants if each.variant not in (OURS, OLDER)]
@@ -238,32 +199,29 @@ def mine(case: str, results: Results) -> list[Row]:
 def engines(dtype: str, results: Results) -> Any:
     """A line an engine, a column a cell, and what the machine allows."""
     groups = results.groups("cells", dtype=dtype)
+    if not groups:
+        return "This processor has no instructions for it."
     names = dict.fromkeys(name for group in groups for name in group["seconds"])
-    lines = [
-        {"engine": title(name)}
-        | {what(g): rate(g.of(name)).show(0) if name in g["seconds"] else "" for g in groups}
+    rates = {
+        title(name): [rate(g.of(name)).show(0) if name in g["seconds"] else "" for g in groups]
         for name in names
-    ]
-    last = {"engine": "the machine's bound"} | {what(g): f"{bound(g):,.0f}" for g in groups}
-    return [*lines, last] if groups else "This processor has no instructions for it."
+    } | {"the machine's bound": [f"{bound(g):,.0f}" for g in groups]}
+    cells = list(map(what, groups))
+    return [{"engine": name} | dict(zip(cells, own, strict=True)) for name, own in rates.items()]
 
 
 def entrants(results: Results) -> list[dict[str, str]]:
     """Every engine: its version, whether it computes the same, and why it was not measured."""
     found, lines = results.content["results"], []
+    cells = results.groups("cells", dtype="float32")
     for name in results.plan["engines"]:
-        versions = ["", *found["versions"].get(name, {}).values()]
-        cells = [row for row in results.groups("cells", dtype="float32") if name in row["same"]]
-        same, count = (
-            sum(values)
-            for values in ([r["same"][name] for r in cells], [r["lengths"][0][2] for r in cells])
-        )
+        own = [row for row in cells if name in row["same"]]
+        same, count = sum(row["same"][name] for row in own), sum(row.requests for row in own)
+        version = ["", *found["versions"].get(name, {}).values()][-1]
         reasons = [f"{f['dtype']}: {f['reason']}" for f in found["failed"] if f["engine"] == name]
-        lines.append(
-            {"engine": title(name), "version": "" if name in (OURS, OLDER) else versions[-1]}
-            | {"answers as ours, float32": f"{same} of {count}"}
-            | {"not measured": "; ".join(reasons)}
-        )
+        line = {"engine": title(name), "version": "" if name in (OURS, OLDER) else version}
+        line |= {"answers as ours, float32": f"{same} of {count}"}
+        lines.append(line | {"not measured": "; ".join(reasons)})
     return lines
 
 
@@ -271,7 +229,7 @@ COLUMNS: dict[str, rows.Column] = {
     "what": what,
     "ours, tok/s": lambda row: rate(row).show(0),
     "against the fastest other": against,
-    "of the bound": share,
+    "of the bound": lambda row: f"{rate(row).median / bound(row):.0%}",
     "memory, GB/s": lambda row: summarize(row["bandwidth"]).show(0),
     "arithmetic, GFLOP/s": lambda row: summarize(row["gflops"]).show(0),
     "other programs took": lambda row: f"{max(map(max, row.group['others'].values())):.1%}",
@@ -318,28 +276,10 @@ def headline(results: Results) -> str:
     return f"the fastest engine in {first} of {len(found)} cells"
 
 
-def few(text: str) -> tuple[str, ...]:
-    """An argparse type: names of engines, with commas."""
-    names = tuple(text.split(","))
-    if unknown := set(names) - set(ENGINES):
-        raise argparse.ArgumentTypeError(
-            f"there is no engine {min(unknown)!r}: choose from {', '.join(ENGINES)}"
-        )
-    return names
-
-
 ABOUT = (
     "Installs other engines, each into an environment of its own in the cache folder (3 GB, and "
     "minutes to compile llama.cpp), and measures ours beside them."
 )
-OPTIONS: dict[str, Any] = {
-    "engines": {
-        "type": few,
-        "default": tuple(ENGINES),
-        "metavar": "NAME,...",
-        "help": f"which engines; default: all, {', '.join(ENGINES)}",
-    },
-}
 BENCHMARK = kit.Benchmark(
-    KIND, ABOUT, Plan(), QUICK, run, TABLES, {"engines": picture}, headline, NAME, OPTIONS
+    KIND, ABOUT, Plan(), QUICK, run, TABLES, {"engines": picture}, headline, NAME
 )

@@ -7,19 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from shared.checkpoint import Checkpoint
 from stage08_llama.config import LlamaConfig
 from stage08_llama.folder import to_fields
 
 POSITIONS = 2048  # of a Llama's context: an engine may reserve memory for all of them
+SIZES = ("n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
 
 
 def write(shape: Checkpoint, folder: Path) -> Path:
     """Write `shape` to `folder`, unless it is there; returns it. Its tokenizer knows no text: each
     token has a name."""
-    done = folder / "tokenizer.json"
-    if done.exists():
+    if (folder / "tokenizer.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     config = shape.config
@@ -29,42 +32,24 @@ def write(shape: Checkpoint, folder: Path) -> Path:
         for name, tensor in shape.tensors.items()
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields(config)), encoding="utf-8")
     names = {f"t{id}": id for id in range(config.vocab_size)}
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "t0")
-    special["tokenizer_class"] = "PreTrainedTokenizerFast"
-    words = {"type": "WordLevel", "vocab": names, "unk_token": "t0"}
-    nothing = ("truncation", "padding", "normalizer", "post_processor", "decoder")
-    split = {"pre_tokenizer": {"type": "WhitespaceSplit"}, "added_tokens": [], "model": words}
-    for name, content in (
-        ("config.json", fields(config)),
-        ("tokenizer_config.json", special),
-        ("tokenizer.json", {"version": "1.0", **dict.fromkeys(nothing), **split}),
-    ):
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    words = Tokenizer(WordLevel(names, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
     return folder
 
 
 def fields(config: Any) -> dict[str, Any]:
     """Its config.json. No token ends an answer."""
-    common = {
-        "vocab_size": config.vocab_size,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "tie_word_embeddings": config.tied,
-        "dtype": "float32",
-    }
+    own: dict[str, Any] = {"vocab_size": config.vocab_size, "dtype": "float32"}
+    own |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": config.tied}
     if isinstance(config, LlamaConfig):
         theirs = to_fields(config)
-        own = {
-            "architectures": [f"{theirs['model_type'].title()}ForCausalLM"],
-            "rope_theta": config.rope.theta,  # where transformers 4 looks for it
-            "max_position_embeddings": min(config.n_positions, POSITIONS),
-        }
-        return theirs | common | own
-    sizes = ("n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
-    return common | {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "activation_function": "gelu_new",
-        **{name: getattr(config, name) for name in sizes},
-    }
+        own["architectures"] = [f"{theirs['model_type'].title()}ForCausalLM"]
+        own["rope_theta"] = config.rope.theta  # where transformers 4 looks for it
+        own["max_position_embeddings"] = min(config.n_positions, POSITIONS)
+        return theirs | own
+    own |= {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    own |= {name: getattr(config, name) for name in SIZES}
+    return own | {"n_inner": 4 * config.n_embd, "activation_function": "gelu_new"}

@@ -34,8 +34,8 @@ class Engine:
     """How an engine is run. packages: for pip; none: what this project has installed. unwanted:
     packages that come along and do not fit PyTorch for CPUs."""
 
-    driver: str  # a module of drivers/
-    options: tuple[str, ...] = ()  # of its `load`
+    driver: str  # a function of drivers.py
+    options: tuple[str, ...] = ()  # more of its arguments
     packages: tuple[str, ...] = ()
     unwanted: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)

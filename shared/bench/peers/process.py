@@ -4,7 +4,6 @@ what it answers with, how long it takes, and what other programs took meanwhile.
 from __future__ import annotations
 
 import json
-import queue
 import subprocess
 import sys
 import tempfile
@@ -12,31 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import psutil
 from tqdm import tqdm
 
-from shared import paths
+from shared import measure, paths
 from shared.errors import UserError
 
 STARTING, ANSWERING = 900.0, 300.0  # seconds: the first start converts the checkpoint
 CALM = 0.3  # seconds before a measurement: threads of the engine before it may still spin
 OTHERS, TICKS = 0.04, 0.02  # share of a core, and seconds below which the clock cannot tell
 LONGEST = 200  # characters of a reason
-
-
-class Failures(list[dict[str, str]]):
-    """Which engine failed, at what ("dtype"), and the reason."""
-
-    @contextmanager
-    def named(self, engine: str, dtype: str) -> Iterator[None]:
-        """A UserError in the block is kept and shown, and goes no further."""
-        try:
-            yield
-        except UserError as error:
-            self.append({"engine": engine, "dtype": dtype, "reason": str(error)})
-            tqdm.write(f"{engine}, {dtype}: {error}", file=sys.stderr)
+Run = Callable[[], dict[str, Any]]
 
 
 class Driver:
@@ -47,33 +35,18 @@ class Driver:
         self, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.process = subprocess.Popen(
-            command,
-            cwd=paths.ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            encoding="utf-8",
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        self.process: subprocess.Popen[str] = subprocess.Popen(
+            command, cwd=paths.ROOT, env=environment, encoding="utf-8", **pipes
         )
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
 
     def __enter__(self) -> Driver:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        self._listener.join()
         with suppress(OSError), self.process:  # what it has not read is lost
             self._log.close()
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._replies.put(line)
-        self._replies.put("")
 
     def stop(self) -> None:
         """End it and its children at once: there is nothing that they could lose."""
@@ -92,12 +65,10 @@ class Driver:
         self, prompts: list[list[int]], count: int, seconds: float = ANSWERING
     ) -> dict[str, Any]:
         """What it answers; see `drive.py`."""
-        try:
+        with suppress(OSError):  # it has ended: the missing reply tells why
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps({"prompts": prompts, "count": count}) + "\n")
             self.process.stdin.flush()
-        except OSError:
-            pass  # it has ended: the missing reply tells why
         found = self._reply(seconds)
         lengths = set(map(len, found["tokens"]))
         if lengths != {count} or len(found["tokens"]) != len(prompts):
@@ -105,21 +76,22 @@ class Driver:
             raise UserError(f"it gave answers of {sorted(lengths)} tokens instead of {count}")
         return found
 
-    def measure(self, prompts: list[list[int]], count: int, tries: int) -> dict[str, Any]:
-        """The same, by `calm`."""
-        return calm(lambda: self.ask(prompts, count), self.process.pid, tries)
-
     def _reply(self, seconds: float) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        late = threading.Event()
+        clock = threading.Timer(seconds, lambda: (late.set(), self.stop()))
+        clock.start()
         try:
-            line = self._replies.get(timeout=seconds)
-        except queue.Empty:
-            self.stop()
-            raise UserError(f"it did not answer within {seconds:g} s") from None
-        if not line:
-            status = self.process.wait()
-            raise UserError(self.last_line() or f"it ended with status {status}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+            line = self.process.stdout.readline()  # "" once it has ended
+        finally:
+            clock.cancel()
+        if line:
+            found: dict[str, Any] = json.loads(line)
+            return found
+        if late.is_set():
+            raise UserError(f"it did not answer within {seconds:g} s")
+        status = self.process.wait()
+        raise UserError(self.last_line() or f"it ended with status {status}")
 
     def last_line(self) -> str:
         """The end of what it has written to standard error."""
@@ -127,7 +99,37 @@ class Driver:
         return self._log.read().decode(errors="replace").strip().rpartition("\n")[2][:LONGEST]
 
 
-def calm(run: Callable[[], dict[str, Any]], pid: int, tries: int) -> dict[str, Any]:
+class Failures(list[dict[str, str]]):
+    """Which engine failed, at what ("dtype"), and the reason."""
+
+    @contextmanager
+    def named(self, engine: str, dtype: str) -> Iterator[None]:
+        """A UserError in the block is kept and shown, and goes no further."""
+        try:
+            yield
+        except UserError as error:
+            self.append({"engine": engine, "dtype": dtype, "reason": str(error)})
+            tqdm.write(f"{engine}, {dtype}: {error}", file=sys.stderr)
+
+    def turns(
+        self, plan: Any, dtype: str, ways: Mapping[str, tuple[Run, int]], **beside: Run
+    ) -> dict[str, list[dict[str, Any]]]:
+        """The runs of all engines in turn, each by `calm`, and `beside` them others; without the
+        engines that failed. ways: what runs, and its process."""
+
+        def turn(name: str, run: Run, pid: int) -> dict[str, Any] | None:
+            if any((one["engine"], one["dtype"]) == (name, dtype) for one in self):
+                return None
+            with self.named(name, dtype):
+                return calm(run, pid, plan.tries)
+            return None
+
+        every = beside | {name: partial(turn, name, *way) for name, way in ways.items()}
+        found: dict[str, list[Any]] = measure.turns(every, plan.rounds, warmup=0) if every else {}
+        return {name: runs for name, runs in found.items() if None not in runs}
+
+
+def calm(run: Run, pid: int, tries: int) -> dict[str, Any]:
     """What `run` returns, after a pause, with "others": the processors that other programs than
     this one and process `pid` used meanwhile, on average over its "seconds".
 

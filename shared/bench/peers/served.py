@@ -6,17 +6,16 @@ import asyncio
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import torch
 
-from shared import measure, server
+from shared import server
 from shared.bench import kit
 from shared.errors import UserError
 from shared.parity import random_prompt
@@ -26,7 +25,7 @@ from stage07_loadtest.load import run_point
 from stage07_loadtest.workload import Ask
 
 from .install import ENGINES, HOME, OLDER, OURS, python
-from .process import STARTING, Driver, Failures, calm
+from .process import STARTING, Driver, Failures
 
 WHERE = "served"  # for failures
 POLL = 0.2  # seconds between two looks whether a server is ready
@@ -76,11 +75,9 @@ def vllm(place: Path, dtype: str, threads: int, load: Load) -> Iterator[tuple[st
 
 
 def answers(url: str) -> bool:
-    try:
-        with urlopen(url, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (URLError, OSError):
-        return False
+    with suppress(OSError), urlopen(url, timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False
 
 
 def once(url: str, asks: list[Ask], load: Load) -> dict[str, Any]:
@@ -106,22 +103,13 @@ def run(plan: Any, place: Path, dtype: str, failures: Failures) -> kit.Group:
         name: partial(ours, name, plan.model, dtype, load) for name in (OURS, OLDER)
     }
     servers["vLLM"] = partial(vllm, place, dtype, torch.get_num_threads(), load)
+    ways = {}
     with ExitStack() as stack:
-        ways: dict[str, Any] = {}
         for name in [name for name in servers if name in plan.engines]:
             with failures.named(name, WHERE):
                 url, pid = stack.enter_context(servers[name]())
-                ways[name] = partial(
-                    turn, failures, name, partial(once, url, asks, load), pid, plan.tries
-                )
-        found = measure.turns(ways, plan.rounds, warmup=0) if ways else {}
-    whole = {name: runs for name, runs in found.items() if None not in runs}
+                ways[name] = partial(once, url, asks, load), pid
+        found = failures.turns(plan, WHERE, ways)
     about: kit.Group = {"model": plan.model, "dtype": dtype, "users": load.users}
     about["lengths"] = [[load.prompt, load.answer, load.requests]]
-    return about | (kit.by_variant(whole) if whole else {"seconds": {}})
-
-
-def turn(failures: Failures, name: str, run: Any, pid: int, tries: int) -> dict[str, Any] | None:
-    with failures.named(name, WHERE):
-        return calm(run, pid, tries)
-    return None
+    return about | (kit.by_variant(found) if found else {"seconds": {}})

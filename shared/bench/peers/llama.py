@@ -12,10 +12,22 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 
-from . import BUDGET
-
 KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16}  # of the weights
 CACHE = {"float32": Kind.F32, "bfloat16": Kind.F16}  # of keys and values; F16 is its default
+FIELDS = {  # of the format, by the names in a config.json: GPT-2's, a Llama's
+    "context_length": ("n_positions", "max_position_embeddings"),
+    "embedding_length": ("n_embd", "hidden_size"),
+    "block_count": ("n_layer", "num_hidden_layers"),
+    "feed_forward_length": ("n_inner", "intermediate_size"),
+    "head_count": ("n_head", "num_attention_heads"),
+    "head_count_kv": ("num_key_value_heads",),
+    "layer_norm_eps": ("layer_norm_epsilon",),
+    "layer_norm_rms_eps": ("rms_norm_eps",),
+    "rope_freq_base": ("rope_theta",),
+    "rope_dimension_count": ("head_dim",),
+    "key_length": ("head_dim",),
+    "value_length": ("head_dim",),
+}
 
 
 def converted(folder: Path, dtype: str) -> Path:
@@ -25,27 +37,13 @@ def converted(folder: Path, dtype: str) -> Path:
         return out
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     family, half = config["model_type"], out.with_suffix(".part")
-    layers = config.get("n_layer") or config["num_hidden_layers"]
-    width = config.get("n_embd") or config["hidden_size"]
-    heads = config.get("n_head") or config["num_attention_heads"]
     writer = gguf.GGUFWriter(half, family)
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(config.get("n_positions") or config["max_position_embeddings"])
-    writer.add_embedding_length(width)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(config.get("intermediate_size") or 4 * width)
-    writer.add_head_count(heads)
-    if family == "gpt2":
-        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-    else:
-        head = config["head_dim"]
-        writer.add_head_count_kv(config["num_key_value_heads"])
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        writer.add_rope_freq_base(config["rope_theta"])
-        writer.add_rope_dimension_count(head)
-        writer.add_key_length(head)
-        writer.add_value_length(head)
+    for theirs, spellings in FIELDS.items():
+        for value in [config[name] for name in spellings if name in config]:
+            getattr(writer, f"add_{theirs}")(value)
+    layers = config.get("n_layer") or config["num_hidden_layers"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], layers)
     for name, tensor in load_file(folder / "model.safetensors").items():
         if family == "gpt2" and ".c_" in name and tensor.ndim == 2:
@@ -66,13 +64,13 @@ def converted(folder: Path, dtype: str) -> Path:
     return half.rename(out)
 
 
-def load(folder: Path, dtype: str, threads: int) -> Any:
+def load(folder: Path, dtype: str, threads: int, budget: int) -> Any:
+    """What `drivers.py` describes; `budget` tokens a pass."""
     c.llama_backend_init()
     path = str(converted(folder, dtype)).encode()
     model = c.llama_model_load_from_file(path, c.llama_model_default_params())
     vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
-    batch = c.llama_batch_init(BUDGET, 0, 1)
-
+    batch = c.llama_batch_init(budget, 0, 1)
     made: dict[tuple[int, int], Any] = {}  # at most one
 
     def room(rows: int, tokens: int) -> Any:
@@ -84,7 +82,7 @@ def load(folder: Path, dtype: str, threads: int) -> Any:
         made.clear()
         options = c.llama_context_default_params()
         options.n_ctx, options.n_seq_max, options.n_outputs_max = rows * tokens, rows, rows
-        options.n_batch, options.type_k, options.type_v = BUDGET, CACHE[dtype], CACHE[dtype]
+        options.n_batch, options.type_k, options.type_v = budget, CACHE[dtype], CACHE[dtype]
         options.n_threads = options.n_threads_batch = threads
         made[rows, tokens] = c.llama_init_from_model(model, options)
         if not made[rows, tokens]:

@@ -1,0 +1,175 @@
+"""How each engine is asked for greedy tokens: a function an engine, called by `drive.py` in the
+environment that has its packages.
+
+`engine(folder, dtype, threads, *options)` loads a checkpoint, which some convert beside itself at
+the first call, and returns `answer(prompts, count, emit)`. That continues prompts (token ids, all
+of one length) by `count` tokens each, and calls `emit` with the pairs (row, token) of each step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+Emit = Callable[[Iterable[tuple[int, int]]], None]
+Answer = Callable[[list[list[int]], int, Emit], None]
+
+# The same room for every engine: tokens of all sequences, sequences, tokens of one pass.
+TOKENS, SEQUENCES, BUDGET = 16_384, 64, 4096
+BLOCK = 16  # tokens, of ours
+
+
+def ours(folder: Path, dtype: str, threads: int, stage: str) -> Answer:
+    """An engine of this project."""
+    import torch
+
+    from shared import linear
+    from stage01_forward import families
+    from stage01_forward.params import SamplingParams
+    from stage04_continuous.request import Request
+    from stage05_paged.blocks import BlockPool
+
+    torch.set_num_threads(threads)
+    offer = import_module(f"{stage}.make")
+    model = families.load_model(families.load(str(folder)), dtype=getattr(torch, dtype))
+    linear.optimize(model, getattr(offer, "LINEAR", "auto"))
+    options: dict[str, Any] = {"max_sequences": SEQUENCES, "token_budget": BUDGET}
+    if hasattr(offer, "LINEAR"):
+        options["insist"] = True  # the kernels, or an error
+    pool = BlockPool(TOKENS // BLOCK, BLOCK)
+    engine = offer.make(model, pool=pool, prefix_caching=False, **options)
+
+    def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        rows = {engine.add(Request(ids, params)).id: row for row, ids in enumerate(prompts)}
+        while engine.requests:
+            emit((rows[id], token.id) for id, token in engine.step())
+
+    return answer
+
+
+def transformers(folder: Path, dtype: str, threads: int) -> Answer:
+    """transformers' `generate`, with the attention that was faster on a CPU: eager in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM, StoppingCriteriaList
+
+    torch.set_num_threads(threads)
+    kind: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    kind["attn_implementation"] = "eager" if dtype == "bfloat16" else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(folder, **kind).eval()
+    model.generation_config.eos_token_id = None
+
+    def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
+        def watch(ids: Any, scores: Any, **_: Any) -> Any:
+            """Sees every step, and stops nothing."""
+            emit(enumerate(ids[:, -1].tolist()))
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        ids = torch.tensor(prompts)  # (rows, tokens)
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+        options["stopping_criteria"] = StoppingCriteriaList([watch])
+        model.generate(ids, max_new_tokens=count, do_sample=False, **options)
+
+    return answer
+
+
+def llama_cpp(folder: Path, dtype: str, threads: int) -> Answer:
+    """llama.cpp through its C interface."""
+    from llama import load
+
+    return load(folder, dtype, threads, BUDGET)
+
+
+def vllm(folder: Path, dtype: str, threads: int) -> Answer:
+    """vLLM's engine in this process, with prompts as token ids."""
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = LLM(
+        model=str(folder),
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        max_num_seqs=SEQUENCES,
+        max_num_batched_tokens=BUDGET,
+        max_model_len=1024,
+        enable_prefix_caching=False,
+    ).llm_engine
+    kind = {"detokenize": False, "output_kind": RequestOutputKind.DELTA}
+
+    def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **kind)
+        for row, ids in enumerate(prompts):
+            engine.add_request(str(row), {"prompt_token_ids": ids}, params)
+        while engine.has_unfinished_requests():
+            new = [(out.request_id, out.outputs[0].token_ids) for out in engine.step()]
+            emit((int(row.partition("-")[0]), token) for row, ids in new for token in ids)
+
+    return answer
+
+
+def openvino(folder: Path, dtype: str, threads: int) -> Answer:
+    """OpenVINO GenAI's pipeline of continuous batches."""
+    import numpy as np
+    from openvino import Tensor
+    from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
+
+    exported = folder / "openvino"
+    if not (exported / "openvino_model.bin").exists():
+        from optimum.intel import OVModelForCausalLM
+
+        half, how = folder / "openvino.part", {"export": True, "compile": False}
+        OVModelForCausalLM.from_pretrained(folder, load_in_8bit=False, **how).save_pretrained(half)
+        half.rename(exported)
+    room = SchedulerConfig()
+    room.cache_size = 2  # GB
+    room.max_num_batched_tokens, room.max_num_seqs = BUDGET, SEQUENCES
+    room.dynamic_split_fuse, room.enable_prefix_caching = True, False
+    kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    properties = {"INFERENCE_PRECISION_HINT": kind, "KV_CACHE_PRECISION": kind}
+    properties["INFERENCE_NUM_THREADS"] = str(threads)
+    pipeline = ContinuousBatchingPipeline(str(exported), room, "CPU", properties)
+
+    def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
+        config = GenerationConfig(max_new_tokens=count, ignore_eos=True, eos_token_id=0)
+        handles = [
+            pipeline.add_request(row, Tensor(np.array([ids], np.int64)), config)
+            for row, ids in enumerate(prompts)
+        ]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            new = [(row, each.read()) for row, each in enumerate(handles) if each.can_read()]
+            outputs = [(row, output) for row, found in new for output in found.values()]
+            emit((row, token) for row, output in outputs for token in output.generated_ids)
+
+    return answer
+
+
+def ctranslate2(folder: Path, dtype: str, threads: int) -> Answer:
+    """CTranslate2's generator. It takes tokens as texts: those of the checkpoint's vocabulary."""
+    from ctranslate2 import Generator, get_supported_compute_types
+    from ctranslate2.converters import TransformersConverter
+
+    if dtype not in get_supported_compute_types("cpu"):
+        raise SystemExit(f"it does not compute in {dtype} on this processor")
+    converted = folder / "ctranslate2"
+    if not (converted / "model.bin").exists():
+        TransformersConverter(str(folder)).convert(str(converted), force=True)
+    generator = Generator(str(converted), compute_type=dtype, intra_threads=threads)
+    names = json.loads((converted / "vocabulary.json").read_text(encoding="utf-8"))
+
+    def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
+        generator.generate_batch(
+            [[names[id] for id in ids] for ids in prompts],
+            max_batch_size=0,
+            max_length=count,
+            min_length=count,
+            sampling_topk=1,
+            end_token=[],
+            include_prompt_in_result=False,
+            callback=lambda step: emit([(step.batch_id, step.token_id)]),
+        )
+
+    return answer
