@@ -29,7 +29,7 @@ from .museum import trials
 
 LONGEST_LINE = 100
 # Only the exception of a failed test is read.
-QUICK = ("-p", "no:cacheprovider", "--assert=plain", "--tb=native")
+QUICK = ("-p", "no:cacheprovider", "--assert=plain", "--tb=native", "--hypothesis-profile=any")
 LONGEST_TASK = 120.0  # seconds for a run with wrong solutions
 Copies = Mapping[str, Mapping[str, str]]  # stage -> file -> its source
 Job = tuple[tuple[wrong.Wrong, ...], dict[str, Any]]  # who is wrong in it, and what to run

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from safetensors.torch import save_file
 
 from .. import paths
@@ -23,31 +23,24 @@ from ..tokenizer import byte_alphabet
 from . import stages
 
 # Shapes to compare with `transformers`: heads, depths, odd vocabularies and contexts, GPT-2 124M.
-SHAPES = {
-    "one head, one layer": Config(
-        vocab_size=61, n_positions=32, n_embd=16, n_layer=1, n_head=1, name="one"
-    ),
-    "odd sizes": Config(vocab_size=101, n_positions=77, n_embd=36, n_layer=3, n_head=4, name="odd"),
-    "deep and narrow": Config(
-        vocab_size=257, n_positions=128, n_embd=40, n_layer=8, n_head=5, name="deep"
-    ),
-    "wide": Config(vocab_size=999, n_positions=100, n_embd=256, n_layer=2, n_head=8, name="wide"),
+SHAPES = {  # tokens, positions, width, layers, heads
+    "one head, one layer": Config(61, 32, 16, 1, 1, name="one"),
+    "odd sizes": Config(101, 77, 36, 3, 4, name="odd"),
+    "deep and narrow": Config(257, 128, 40, 8, 5, name="deep"),
+    "wide": Config(999, 100, 256, 2, 8, name="wide"),
     "124M": PRESETS["gpt2"],
 }
 
-FIELDS = {  # the config.json of `make_folder`
-    "model_type": "gpt2",
-    "vocab_size": 300,
-    "n_positions": 48,
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 2,
-    "eos_token_id": 256,
-}
+# The config.json of `make_folder`.
+FIELDS: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 300, "n_positions": 48, "n_embd": 16}
+FIELDS |= {"n_layer": 2, "n_head": 2, "eos_token_id": 256}
 
 
-# Examples may be slow because of other work on the machine.
+# Examples may be slow because of other work on the machine. "any": any example that fails will do,
+# not the smallest one, which takes long to find.
 settings.register_profile("staircase", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+phases = (Phase.explicit, Phase.generate)
+settings.register_profile("any", settings.get_profile("staircase"), phases=phases)
 settings.load_profile("staircase")
 
 

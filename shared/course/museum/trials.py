@@ -85,15 +85,6 @@ class _Outcomes:
     def __init__(self) -> None:
         self.errors: dict[str, str] = {}
 
-    def pytest_configure(self) -> None:
-        """Keep Hypothesis from searching for the smallest example that fails: any is enough."""
-        from hypothesis import Phase, settings
-
-        settings.register_profile(
-            "trials", settings.get_profile("staircase"), phases=(Phase.explicit, Phase.generate)
-        )
-        settings.load_profile("trials")
-
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             self.errors[report.nodeid] = _end(report)
@@ -133,11 +124,15 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, str]:
     for name, source in job["files"].items():
         mine.write(folder / job["stage"] / name, source)
     plugin, tests = _Outcomes(), [f"{job['stage']}/{test}" for test in job["tests"]]
-    again(["--tb=native", *job.get("options", ()), *tests], folder, [plugin])
+    options = ["--tb=native", "--hypothesis-profile=any", *job.get("options", ())]
+    again([*options, *tests], folder, [plugin])
     return plugin.errors
 
 
 def main() -> None:
+    from shared.course import pytest_mine
+
+    pytest_mine.CAUSES = False  # they are not read, and a test takes twice as long
     path, seconds = Path(sys.argv[1]), float(sys.argv[2])
     errors: list[dict[str, str]] = []
     with contextlib.redirect_stdout(sys.stderr):
