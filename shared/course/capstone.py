@@ -62,7 +62,7 @@ def collect(submission: Path, target: Path, trust: bool = False) -> list[str]:
     """
     still_open = []
     for stage in STAGES:
-        folder = grading._submitted(submission, stage, alone=False)
+        folder = grading.submitted(submission, stage, alone=False)
         (target / stage).mkdir(parents=True)
         for name in mine.files(stage):
             path = None if folder is None else folder / name
@@ -97,7 +97,7 @@ def judge(submission: Path, plan: Any = None, trust: bool = False, say: Say = pr
         still_open = collect(submission, base / "mine", trust)
         for name in still_open:
             say(f"still to be written, so the reference's runs: {name}")
-        grading._copy_project(base / "project")
+        grading.copy_project(base / "project")
         outcomes = _child(base, {"tests": CONTRACT})["tests"]
         failed = sorted(name for name, why in outcomes.items() if why and why != "skipped")
         tests = len(outcomes) - len(failed), len(outcomes)
@@ -135,11 +135,11 @@ def _child(base: Path, job: dict[str, Any]) -> dict[str, Any]:
     word = secrets.token_hex(16)
     common = {"word": word, "folder": str(base / "mine"), "scratch": str(scratch)}
     job |= common | {"seconds": LIMITS.seconds}
-    ended, report, output = grading._run(job, base / "project", scratch, LIMITS, MODULE)
-    found = grading._read_report(report, word)
+    ended, report, output = grading.run_job(job, base / "project", scratch, LIMITS, MODULE)
+    found = grading.read_report(report, word)
     if found is None or "error" in found:
         why = ended if found is None else str(found["error"])
-        raise UserError(f"The engine failed: {grading._plain(why)}\n{grading._plain(output)}")
+        raise UserError(f"The engine failed: {grading.plain(why)}\n{grading.plain(output)}")
     return found
 
 

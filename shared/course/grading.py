@@ -116,7 +116,7 @@ def grade(
     """
     if not submission.is_dir():
         raise UserError(f"There is no folder {submission}: name the submission's, such as mine.")
-    found = {stage: _submitted(submission, stage, alone=len(chosen) == 1) for stage in chosen}
+    found = {stage: submitted(submission, stage, alone=len(chosen) == 1) for stage in chosen}
     if not any(found.values()):
         raise UserError(
             f"{submission} holds nothing of {', '.join(chosen)}: it needs a folder for each stage "
@@ -124,7 +124,7 @@ def grade(
         )
     with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
         trusted = Path(temporary).resolve() / "trusted"
-        _copy_project(trusted)
+        copy_project(trusted)
         before = _fingerprint(trusted)
         for stage, folder in found.items():
             for task in mine.tasks(stage):
@@ -138,7 +138,7 @@ def grade(
                 yield Verdict(stage, task, not why, why, time.monotonic() - started)
 
 
-def _submitted(submission: Path, stage: str, alone: bool) -> Path | None:
+def submitted(submission: Path, stage: str, alone: bool) -> Path | None:
     """The folder of a submission that holds a stage's files."""
     places = [submission / stage, submission / "mine" / stage, *([submission] if alone else [])]
     wanted, root = mine.files(stage), submission.resolve()
@@ -186,11 +186,12 @@ def _judge(
             "scratch": str(scratch),
             "seconds": limits.seconds,
         }
-        ended, report, output = _run(job, project, scratch, limits)
-        return _verdict(stage, task, ended, _read_report(report, word), output)
+        ended, report, output = run_job(job, project, scratch, limits)
+        return _verdict(stage, task, ended, read_report(report, word), output)
 
 
-def _copy_project(target: Path) -> None:
+def copy_project(target: Path) -> None:
+    """A copy of all code, with the canary."""
     target.mkdir()
     for name in ("shared", *paths.discover()):
         shutil.copytree(paths.ROOT / name, target / name, ignore=LEFT_OUT)
@@ -255,7 +256,7 @@ class _Pipe:
         return bytes(self.kept)
 
 
-def _run(
+def run_job(
     job: dict[str, Any], project: Path, scratch: Path, limits: Limits, module: str = __name__
 ) -> tuple[str, bytes, str]:
     """Run a job with `python -m module`; returns how it ended, its report, and its output."""
@@ -347,7 +348,7 @@ def _variable(process: psutil.Process) -> str | None:
         return None
 
 
-def _read_report(data: bytes, word: str) -> dict[str, Any] | None:
+def read_report(data: bytes, word: str) -> dict[str, Any] | None:
     """The report, if there is exactly one with the right word."""
     lines = [line for line in data.splitlines() if line.startswith(word.encode())]
     try:
@@ -361,11 +362,11 @@ def _verdict(
     stage: str, task: mine.Task, ended: str, report: dict[str, Any] | None, output: str
 ) -> str:
     """Why the task is not solved; "" if it is. The report is untrusted: check all of it."""
-    printed = f"\n\nIt printed:\n{_plain(output)}" if output.strip() else ""
+    printed = f"\n\nIt printed:\n{plain(output)}" if output.strip() else ""
     if report is None:
         return ended + printed
     if "error" in report:
-        return _plain(str(report["error"]), MOST_OUTPUT) + printed
+        return plain(str(report["error"]), MOST_OUTPUT) + printed
     tests = report.get("tests")
     outcomes = (
         {str(name): str(why) for name, why in tests.items()} if isinstance(tests, dict) else {}
@@ -384,8 +385,8 @@ def _verdict(
         return ""
     tests_failed: dict[str, list[str]] = {}  # whatever their cases
     for name, why in failed.items():
-        test = _plain(name.partition("/")[2].partition("[")[0], 300)
-        tests_failed.setdefault(test, []).append(_plain(why.strip().partition("\n")[0], 300))
+        test = plain(name.partition("/")[2].partition("[")[0], 300)
+        tests_failed.setdefault(test, []).append(plain(why.strip().partition("\n")[0], 300))
     shown = [
         f"{test} - {first}" + (f" (and {len(rest)} more cases)" if rest else "")
         for test, (first, *rest) in list(tests_failed.items())[:10]
@@ -397,7 +398,7 @@ def _is_of(name: str, test: str) -> bool:
     return name.partition("[")[0] == test or name.startswith(f"{test}::")
 
 
-def _plain(text: str, most: int = MOST_OUTPUT) -> str:
+def plain(text: str, most: int = MOST_OUTPUT) -> str:
     """Text that is safe to show: without control characters, at most `most` characters."""
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
     text = "".join(letter for letter in text if letter in "\n\t" or letter.isprintable()).strip()
