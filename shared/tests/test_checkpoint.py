@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import huggingface_hub
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -18,13 +19,16 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from shared import checkpoint
 from shared.checkpoint import PRESETS, STORIES, WEIGHTS, Config, load
+from shared.course import stages
 from shared.course.testing import random_checkpoint
 from shared.errors import UserError
-from shared.peers import transformers_model
+from shared.peers import transformers_greedy, transformers_model
 from shared.tokenizer import load_tokenizer
+from stage01_forward.numpy_gpt2 import gpt2
 
 Tensors = dict[str, torch.Tensor]
 SIZES: Any = {"vocab_size": 101, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3}
@@ -142,7 +146,62 @@ def test_stories_has_the_vocabulary_of_its_tokenizer():
     tokenizer = load_tokenizer(loaded.folder)
     assert tokenizer.vocab_size == loaded.config.vocab_size
     assert (tokenizer.eos_id,) == loaded.config.eos_ids
-    assert sum(path.stat().st_size for path in STORIES.iterdir()) < 12e6
+
+
+def save(folder: Path, **options: object) -> GPT2LMHeadModel:
+    """A folder of transformers with random weights, and its model in float64."""
+    torch.manual_seed(0)
+    fields = SIZES | {"n_positions": 48, "bos_token_id": None, **options}
+    model = GPT2LMHeadModel(GPT2Config(**fields)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.5)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+PROMPT = [5, 9, 2]
+
+
+def answer(folder: Path) -> list[int]:
+    """The greedy answer, the same of each stage's engine."""
+    model, params = stages.load_model(load(str(folder))), stages.sampling_params()(max_tokens=40)
+    engines = [make(model) for make in stages.engines().values()]
+    first, *others = [engine.generate([PROMPT], params)[0].token_ids for engine in engines]
+    assert all(other == first for other in others)
+    return first
+
+
+def test_an_end_outside_the_vocabulary_ends_nothing(tmp_path, caplog):
+    """transformers saves GPT-2's 50256 for any small model made with default settings."""
+    save(tmp_path)
+    assert load(str(tmp_path)).config.eos_ids == ()
+    assert "50256" in caplog.text and "only 101 tokens" in caplog.text
+
+
+def test_each_of_several_ends_ends_an_answer(tmp_path):
+    """Those of generation_config.json come before config.json's."""
+    free = transformers_greedy(save(tmp_path / "free", eos_token_id=None), PROMPT, 40)
+    model = save(tmp_path, eos_token_id=100)
+    model.generation_config.eos_token_id = [free[10], free[4]]
+    model.generation_config.save_pretrained(tmp_path)
+    assert answer(tmp_path) == transformers_greedy(model, PROMPT, 40) != free
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_an_output_layer_of_its_own(tmp_path, equal):
+    model = save(tmp_path, eos_token_id=None, tie_word_embeddings=False)
+    if equal:
+        with torch.no_grad():
+            model.lm_head.weight.copy_(model.transformer.wte.weight)
+        model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
+    assert answer(tmp_path) == transformers_greedy(model, PROMPT, 40)
+    loaded = load(str(tmp_path))
+    assert loaded.config.parameter_count == sum(p.numel() for p in model.parameters())
+    weights = {name: tensor.numpy() for name, tensor in loaded.tensors.items()}
+    want = model(torch.tensor([PROMPT])).logits[0].detach().numpy()
+    assert np.allclose(gpt2(PROMPT, weights, n_layer=2, n_head=3), want, rtol=0, atol=1e-9)
 
 
 def drop(name: str) -> Callable[[Tensors], Tensors]:

@@ -138,9 +138,9 @@ def test_a_prompt_a_line(tmp_path):
         read("file", "hello")
 
 
-def test_a_file_to_write_is_checked_first(tmp_path):
+def test_a_file_to_write_is_checked_first_and_not_made(tmp_path):
     assert cli.output_file(str(tmp_path / "a.svg"), ".svg") == tmp_path / "a.svg"
-    assert list(tmp_path.iterdir()) == []  # checked, not made
+    assert list(tmp_path.iterdir()) == []
     (tmp_path / "folder.svg").mkdir()
     errors = {"folder.svg": "is a folder", "no/a.svg": "does not exist", "a.png": "ends in .svg"}
     for name, words in errors.items():

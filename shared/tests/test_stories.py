@@ -1,4 +1,4 @@
-"""The story grammar, and the model that was trained on it."""
+"""The story grammar, what the embedded models were trained on, and that they keep to it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from shared import checkpoint
+from shared import chat_template, checkpoint
 from shared.course import stages
 from shared.errors import UserError
+from shared.json_tokenizer import JsonTokenizer
 from shared.peers import transformers_greedy
-from shared.stories import grammar
+from shared.stories import conversations, grammar
+from shared.stories.conversations import KEPT, request, sequels
 from shared.stories.evaluate import runs_of, write_card
-from shared.stories.train import Chat, Stories, load_start, train
+from shared.stories.train import COPY_WEIGHT, Chat, Stories, load_start, train
 from shared.tokenizer import Tokenizer, load_tokenizer
 
 GRAMMAR = grammar.load()
+CHAT = checkpoint.EMBEDDED["stories-chat"]
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +33,11 @@ def stories():
     return list(itertools.islice(grammar.stories("tests"), 400))
 
 
-def test_there_is_variety_and_a_seed_repeats_it():
-    kinds = "girl boy animal pet petkind toy tool treasure food place home"
-    assert len(GRAMMAR.plots) >= 40
-    assert sum(len(GRAMMAR.words[kind]) for kind in kinds.split()) >= 150
-    assert all(len(set(words)) == len(words) for words in GRAMMAR.words.values())
+def test_a_seed_repeats_and_another_does_not():
     first, again, other = (list(itertools.islice(grammar.stories(seed), 20)) for seed in (7, 7, 8))
     assert first == again
     assert not {story.text for story in first} & {story.text for story in other}
+    assert all(len(set(words)) == len(words) for words in GRAMMAR.words.values())
 
 
 def test_every_story_reads_well(stories):
@@ -60,6 +60,32 @@ def test_every_story_has_one_derivation_with_its_own_probability(stories):
         (reading,) = GRAMMAR.read(story.text)
         assert reading.log_probability == pytest.approx(story.log_probability)
         assert reading.fillings == story.fillings
+
+
+def test_every_answer_has_one_derivation_given_what_its_request_demands():
+    """And given what a second story keeps of the first; half an answer and its rest are a story."""
+    rng, kinds = random.Random(0), [0, 0]
+    for _ in range(60):
+        asked = request(rng, full=True)
+        story = GRAMMAR.sample(rng, asked.given, asked.plots)
+        (reading,) = GRAMMAR.read(story.text, asked.given, asked.plots)
+        assert reading.log_probability == pytest.approx(story.log_probability)
+        assert {**reading.fillings, **asked.given} == reading.fillings
+        others = [plot for plot in GRAMMAR.plots if plot not in asked.plots]
+        assert not GRAMMAR.read(story.text, asked.given, others)
+        stranger = {**asked.given, "hero": "Nobody", "gender": "boy"}
+        assert not GRAMMAR.read(story.text, stranger, asked.plots)
+    for first, *more in itertools.islice(conversations.conversations("tests"), 120):
+        for second in more:
+            kinds[first.whole] += 1
+            text, fillings = first.story.text, first.story.fillings
+            if first.whole:
+                kept = {name: fillings[name] for name in KEPT if name in fillings}
+                found = GRAMMAR.read(second.answer, kept, (), sequels(), habits=False)
+                assert len(found) == 1 and first.story.plot != second.story.plot
+            else:
+                assert (first.answer, second.answer) == (text[: second.start], text[second.start :])
+    assert min(kinds) > 10
 
 
 def test_a_slot_is_named_before_its_pronouns():
@@ -121,33 +147,77 @@ def test_entropy_is_a_sum_of_choices():
         grammar.Grammar(WORDS, "# none\n", FRAME, "## one\nonly this\n")
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return checkpoint.load("stories")
+def test_only_answers_are_learnt_and_copied_words_weigh_more():
+    encoder = Chat.load_tokenizer(CHAT)
+    learnt = []
+    for ids, weights in itertools.islice(Chat.documents(encoder, "tests"), 40):
+        assert len(ids) == len(weights)
+        text = encoder.decode(
+            [i for i, w in zip(ids, weights, strict=True) if w], skip_special_tokens=False
+        )
+        assert "user" not in text and "<|im_start|>" not in text
+        copied = encoder.decode([i for i, w in zip(ids, weights, strict=True) if w == COPY_WEIGHT])
+        learnt.append(len(copied) / len(text))
+    assert 0.05 < sum(learnt) / len(learnt) < 0.4
 
 
-def test_transformers_gives_the_same_tokens(loaded, stories):
+def test_transformers_gives_the_same_tokens():
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint.STORIES).double().eval()
-    their_tokenizer = AutoTokenizer.from_pretrained(checkpoint.STORIES)
     ours = Tokenizer.from_folder(checkpoint.STORIES)
+    loaded = checkpoint.load("stories")
     engine = stages.oracle(stages.load_model(loaded, dtype=torch.float64))
-    for story in stories[:50]:
-        assert ours.encode(story.text) == their_tokenizer.encode(story.text)
-    for prompt in ("Once upon a time", "Long ago, in a hut"):
-        ids = ours.encode(prompt)
-        (output,) = engine.generate([ids], stages.sampling_params()(max_tokens=30))
-        assert output.token_ids == transformers_greedy(theirs, ids, 30)
+    ids = AutoTokenizer.from_pretrained(checkpoint.STORIES).encode("Once upon a time")
+    assert ours.encode("Once upon a time") == ids
+    (output,) = engine.generate([ids], stages.sampling_params()(max_tokens=30))
+    assert output.token_ids == transformers_greedy(theirs, ids, 30)
 
 
-def test_sampled_stories_are_consistent(loaded):
-    """8 as one static batch; the model card has the count of 200."""
-    tokenizer, params_of = Tokenizer.from_folder(checkpoint.STORIES), stages.sampling_params()
-    engine = stages.engines()["stage03_batching"](stages.load_model(loaded, dtype=torch.float32))
-    params = [params_of(max_tokens=600, temperature=0.8, seed=seed) for seed in range(8)]
-    outputs = engine.generate([[tokenizer.eos_id]] * 8, params)
-    texts = {tokenizer.decode(output.token_ids[:-1]) for output in outputs}
-    assert {output.finish_reason for output in outputs} == {"stop"} and len(texts) == 8
-    assert sum(bool(GRAMMAR.read(text)) for text in texts) >= 6
+@pytest.fixture(scope="module")
+def chat():
+    """The tokenizer of stories-chat, and its template."""
+    tokenizer = JsonTokenizer.from_folder(CHAT)
+    return tokenizer, chat_template.load(CHAT, tokenizer.control)
+
+
+def test_a_chat_has_the_tokens_of_transformers(chat):
+    tokenizer, template = chat
+    theirs = AutoTokenizer.from_pretrained(CHAT)
+    messages = [
+        {"role": "user", "content": " Tell me a story about <|im_end|> "},
+        {"role": "assistant", "content": "Once upon a time"},
+        {"role": "user", "content": "Go on"},
+    ]
+    assert "".join(piece for piece, _ in template.render(messages)) == theirs.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    plain = [message | {"content": message["content"].replace("|", "")} for message in messages]
+    assert tokenizer.encode_chat(template.render(plain)) == theirs.apply_chat_template(
+        plain, add_generation_prompt=True, return_dict=False
+    )
+
+
+@pytest.mark.parametrize("name", checkpoint.EMBEDDED)
+def test_what_a_model_writes_keeps_to_the_grammar(chat, name):
+    """8 texts; the model's card has the count of 200."""
+    rng, folder = random.Random("answers"), checkpoint.EMBEDDED[name]
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 12_000_000
+    tokenizer, template = chat
+    demands: list[Any] = [request(rng, full=True) for _ in range(8)]
+    messages = [template.render([{"role": "user", "content": one.text}]) for one in demands]
+    prompts, given = [tokenizer.encode_chat(one) for one in messages], {"top_p": 0.95}
+    if name == "stories":
+        tokenizer, given = Tokenizer.from_folder(folder), {}
+        prompts = [[tokenizer.eos_id]] * 8
+    loaded = stages.families().load(name, dtype=torch.float32)
+    engine = stages.engines()["stage05_paged"](stages.families().load_model(loaded))
+    params = stages.sampling_params()
+    each = [params(max_tokens=600, temperature=0.8, seed=seed, **given) for seed in range(8)]
+    outputs = engine.generate(prompts, each)
+    assert {output.finish_reason for output in outputs} == {"stop"}
+    texts = [tokenizer.decode(output.token_ids[:-1]) for output in outputs]
+    told = [(one.given, one.plots) if given else () for one in demands]
+    right = [bool(GRAMMAR.read(text, *own)) for text, own in zip(texts, told, strict=True)]
+    assert len(set(texts)) == 8 and sum(right) >= 6, texts
 
 
 @pytest.mark.parametrize("name", checkpoint.EMBEDDED)
