@@ -87,10 +87,10 @@ def heads(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
 
 @torch.inference_mode()
-def pieces(subject: Subject, plan: Sizes) -> list[Group]:
+def pieces(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """What is new in a layer, in eager PyTorch, beside GPT-2's LayerNorm and beside the layer's
     matrices."""
-    config, found = subject.config, []
+    config = subject.config
     assert isinstance(config, LlamaConfig)
     width, generator = config.n_embd, torch.Generator()
     layer, rms = nn.LayerNorm(width).to(subject.dtype), RMSNorm(width, 1e-5).to(subject.dtype)
@@ -106,8 +106,7 @@ def pieces(subject: Subject, plan: Sizes) -> list[Group]:
             "rotation of the queries": partial(turned, *rotation(torch.arange(count), turns)),
             "one matrix of the MLP": partial(gate, x),
         }
-        found.append({"count": count, "seconds": measure.alternate(ways, plan.piece_repeats)})
-    return found
+        yield {"count": count, "seconds": measure.alternate(ways, plan.piece_repeats)}
 
 
 def whole(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -167,11 +166,6 @@ def far(row: Row) -> str:
 
 def least(row: Row) -> float:
     return row.least(static_costs(row.config, row.kind, row.lengths))
-
-
-def models(results: Results) -> list[Row]:
-    """What models of today need, by arithmetic."""
-    return [Row(results, {"model": name, "dtype": "bfloat16"}) for name in PRESETS]
 
 
 def weights(row: Row) -> float:
@@ -239,7 +233,6 @@ TABLES = rows.tables(
     """
     heads: dtype | rows | context | repeated, ms | grouped, ms | gain (predicted)
       | cache, repeated and grouped, MB | same tokens
-    few: rows | context | repeated, ms | grouped, ms | gain (predicted)
     pieces: dtype | tokens | LayerNorm, us | RMSNorm, us | rotation of q, us
       | a matrix of the MLP, us
     whole: model | dtype | prompt | answer | tok/s | limit, tok/s | same tokens
@@ -254,9 +247,8 @@ TABLES = rows.tables(
     """,
     speed=lambda results: results.rows("real"),
     whole=lambda results: results.rows("whole"),
-    few=first("heads"),
     claims=closing(claims),
-    published=models,
+    published=lambda results: [Row(results, {"model": m, "dtype": "bfloat16"}) for m in PRESETS],
 )
 CHARTS = {
     "heads": rows.bars(

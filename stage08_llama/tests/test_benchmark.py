@@ -26,7 +26,7 @@ def test_everything_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     content = measured(BENCHMARK, TINY)
     tables = {name: of for name, of in BENCHMARK.draw.items() if name not in ("memory", "speed")}
     assert check_drawn(replace(BENCHMARK, draw=tables), content) == {
-        "limits": 1, "heads": 4, "few": 4, "pieces": 2, "whole": 2, "twin": 2, "far": 2,
+        "limits": 1, "heads": 4, "pieces": 2, "whole": 2, "twin": 2, "far": 2,
         "published": 5, "claims": 3,
     }  # fmt: skip
     gpt2, llama = lines(BENCHMARK.tables(content)["twin"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -67,18 +66,21 @@ def test_packages_are_those_of_requirements_txt():
     assert found(numpy="2.4.5") == doctor.Finding(WRONG, wrong, doctor.INSTALL)
 
 
-def always(value: Any) -> Callable[..., Any]:
-    return lambda *_, **__: value
+def always(value: Any) -> Mock:
+    return Mock(return_value=value)
+
+
+CGROUP = "shared.course.doctor._cgroup"
 
 
 def threads(taken: int, cpus: int, quota: str = "") -> dict[str, Any]:
-    names = ("torch.get_num_threads", "shared.measure.cpus", "shared.course.doctor._cgroup")
-    return dict(zip(names, map(always, (taken, cpus, quota)), strict=True))
+    found = {"torch.get_num_threads": always(taken), "shared.measure.cpus": always(cpus)}
+    return found | {CGROUP: always(quota)}
 
 
 def memory(free: float, most: str = "") -> dict[str, Any]:
     found = SimpleNamespace(available=int(free * doctor.GIB))
-    return {"psutil.virtual_memory": always(found), "shared.course.doctor._cgroup": always(most)}
+    return {"psutil.virtual_memory": always(found), CGROUP: always(most)}
 
 
 def disk(free: float) -> dict[str, Any]:
@@ -92,11 +94,9 @@ def git(*state: Any) -> dict[str, Any]:
 
 MISSING = {"shared.course.doctor.ENGINE_NEEDS": ["torch", "missing"]}
 DENIED = Mock(side_effect=PermissionError(13, "denied"))
-BROKEN_GPU = {
-    "torch.cuda.is_available": always(True),
-    "torch.cuda.get_device_name": always("Some GPU"),
-    "torch.ones": Mock(side_effect=RuntimeError("no kernel image\nmore")),
-}
+BROKEN = Mock(side_effect=RuntimeError("no kernel image\nmore"))
+BROKEN_GPU = {"torch.cuda.is_available": always(True), "torch.ones": BROKEN}
+BROKEN_GPU["torch.cuda.get_device_name"] = always("Some GPU")
 
 
 @pytest.mark.parametrize(

@@ -159,63 +159,55 @@ def test_what_matches():
         assert not lessons.matches(shown.splitlines(), output.splitlines()), shown
 
 
-def test_commands_are_run_and_compared():
-    program = "$ python -c 'print(1); print(2.5)'"
-    remark = "$ python -c 'print(\"b\")' # with a remark"
-    longer = ("$ python -c \\", "    'print(1)'", "1")
-    assert lessons.check(block("console", program, "1", "~7.0", remark, "b", *longer)) == []
-    (problem,) = lessons.check(block("console", program, "1", "7.0"))
-    lines = [program, "-- shown:", "1", "7.0", "-- printed, with exit status 0:", "1", "2.5"]
-    assert problem.splitlines() == lines
-    failing = '$ python -c "import sys; print(1, flush=True); sys.exit(2)"'
-    assert lessons.check(block("console", failing, "1")) == []
-    (problem,) = lessons.check(block("console", failing, "2"))
-    assert "with exit status 2" in problem
+PROGRAM, SERVED = "$ python -c 'print(1); print(2.5)'", (lessons.SERVER,)
+WRITTEN = [PROGRAM, "-- shown:", "1", "7.0", "-- printed, with exit status 0:", "1", "2.5"]
+FAILING = '$ python -c "import sys; print(1, flush=True); sys.exit(2)"'
+REMARK, LONGER = "$ python -c 'print(\"b\")' # with a remark", "$ python -c \\\n    'print(1)'\n1"
+ADDRESS = '$ python -c \'print("127.0.0.1:8000", len("127.0.0.1:8000"))\'\n127.0.0.1:8000 16'
+ENDS = "assert '127.0.0.1:8000'.endswith(':{}')"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words", "problem"),
+    [
+        ("console", f"{PROGRAM}\n1\n~7.0\n{REMARK}\nb\n{LONGER}", (), ""),
+        ("console", f"{PROGRAM}\n1\n7.0", (), "\n".join(WRITTEN)),
+        *(("console", f"{FAILING}\n1", (), ""), ("console", f"{FAILING}\n2", (), "exit status 2")),
+        *(("console", ADDRESS, SERVED, ""), ("python", ENDS.format(123456), SERVED, "")),
+        ("python", ENDS.format(13), SERVED, "ended with status 1"),
+        ("sh", 'python -m stage01_forward "--gone is text" --seed 1  # a --remark', (), "--gone"),
+        ("sh", "python -m stage01_forward --seed 1 && python -m shared.tour --tap 1", (), "--tap"),
+        ("sh", "python -m pytest --gone | head --gone", (), ""),
+        ("sh", "python -m shared.course.links --gone -- --for-another", (), "--gone"),
+    ],
+)
+def test_what_a_block_shows_is_compared(kind, text, words, problem):
+    found = lessons.check(block(kind, *text.split("\n"), words=words), "127.0.0.1:123456")
+    assert len(found) == bool(problem) and problem in "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        *(("$ ls", "a block of sh"), ("$ ", "a block of sh"), ("$ rm -r python", "a block of sh")),
+        *(("$ python -m a | b", "a block of sh"), ("$ python -m a > b", "a block of sh")),
+        ("out", "begins with output"),
+    ],
+)
+def test_blocks_that_cannot_be_checked(text, error):
+    with pytest.raises(UserError, match=error):
+        lessons.check(block("console", text))
+    with pytest.raises(UserError, match="needs a server"):
+        lessons.check(block("console", "$ curl x", words=SERVED))
     words = lessons.arguments("pytest shared -k 'a b'")
     assert words == [sys.executable, "-m", "pytest", "shared", "-k", "a b"]
-
-
-def test_blocks_that_cannot_be_checked():
-    line = "show it in a block of sh"
-    for wrong, words, error in (
-        *(("$ ls", (), line), ("$ ", (), line), ("$ rm -r python", (), line)),
-        *(("$ python -m a | head", (), line), ("$ python -m a > b", (), line)),
-        ("out", (), "begins with output"),
-        ("$ curl x", (lessons.SERVER,), "needs a server"),
-    ):
-        with pytest.raises(UserError, match=error):
-            lessons.check(block("console", wrong, words=words))
-
-
-def test_the_address_of_the_server_is_put_in_and_taken_out():
-    command = '$ python -c \'print("127.0.0.1:8000", len("127.0.0.1:8000"))\''
-    shown = block("console", command, "127.0.0.1:8000 16", words=(lessons.SERVER,))
-    assert lessons.check(shown, "127.0.0.1:123456") == []
-    good = block("python", "assert '127.0.0.1:8000'.endswith(':12')", words=(lessons.SERVER,))
-    assert lessons.check(good, "127.0.0.1:12") == []
-    (problem,) = lessons.check(good, "127.0.0.1:13")
-    assert "ended with status 1" in problem and "AssertionError" in problem
-
-
-def test_options_must_exist():
-    for line, wrong in (
-        ('python -m stage01_forward "--gone is text" --threads 1   # a --remark', ["--gone"]),
-        ("python -m stage01_forward --seed 1 && python -m shared.tour --trheads", ["--trheads"]),
-        ("python -m pytest --gone | head --gone", []),
-        ("python -m shared.course.links --gone -- --for-another", ["--gone"]),
-    ):
-        problems = lessons.check(block("sh", line))
-        assert [problem.rsplit(" ", 1)[1] for problem in problems] == wrong
 
 
 def test_quotations_must_be_the_code():
     def quotes(*lines: str) -> bool:
         return lessons.check(block("python", *lines)) == []
 
-    def source(name: str) -> list[str]:
-        return (paths.ROOT / name).read_text(encoding="utf-8").splitlines()
-
-    lines = source("stage01_forward/engine.py")
+    lines = mine.read(paths.ROOT / "stage01_forward/engine.py").splitlines()
     at = next(number for number, line in enumerate(lines) if "def generate" in line)
     lines = lines[at : at + 6]
     assert quotes(*lines) and quotes(lines[0], "...", lines[5])
@@ -224,8 +216,7 @@ def test_quotations_must_be_the_code():
     assert not quotes(*lines[:3], "...", lines[2])
     assert not quotes(*lines[:5], lines[5] + "  # changed")
     assert not quotes("    " + lines[0], *lines[1:])  # another indentation
-    later = source("stage02_kv_cache/cache.py")
-    assert not quotes(next(line for line in later if line.startswith("class ")))
+    assert not quotes("class KVCache:")  # of a later stage
 
 
 def test_the_table_of_tasks(monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ import torch
 from shared import linear, profiling
 from shared.checkpoint import PRESETS, Checkpoint
 from shared.course import profile, stages
+from shared.course.testing import make_folder
 
 PROMPT, NEW = [1, 2, 3, 4, 5], 6
 LAYERS, WIDTH, WORDS = PRESETS["tiny"].n_layer, PRESETS["tiny"].n_embd, PRESETS["tiny"].vocab_size
@@ -68,14 +69,11 @@ def test_rates_are_bytes_and_operations_over_time_and_an_operator_is_a_line():
 
 
 def test_command_prints_the_operators_and_writes_a_trace(tmp_path, capsys):
-    trace = tmp_path / "decode.trace.json"
-    sizes = {"vocab_size": 300, "n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 2}
-    config = {"model_type": "gpt2", "activation_function": "gelu_new", **sizes}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    words = f"stage02_kv_cache Once --model {tmp_path} --random-weights --max-tokens 4 --rows 500"
-    assert profile.main([*words.split(), "--linear", "plain", "--trace", str(trace)]) == 0
+    model, trace = make_folder(tmp_path / "model"), tmp_path / "decode.trace.json"
+    words = f"stage02_kv_cache Once --model {model} --max-tokens 4 --rows 500 --linear plain"
+    assert profile.main([*words.split(), "--trace", str(trace)]) == 0
     output = capsys.readouterr().out
     assert "stage02_kv_cache: 4 forward passes after a prompt of 4 tokens" in output
-    assert "1 x 24 -> 96" in output and "matrix-vector" in output and "attention" in output
+    assert "1 x 16 -> 64" in output and "matrix-vector" in output and "attention" in output
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert sum(event.get("name") == "aten::addmm" for event in events) > 2 * 4
