@@ -41,14 +41,10 @@ def naive(tiny_model):
     return Naive(tiny_model)
 
 
-def answers(outputs):
-    return [(output.token_ids, output.finish_reason) for output in outputs]
-
-
 def assert_same(outputs, expected):
     """Tokens, finish reasons, and log probabilities, which move long before the tokens do."""
-    assert answers(outputs) == answers(expected)
     for got, want in zip(outputs, expected, strict=True):
+        assert (got.token_ids, got.finish_reason) == (want.token_ids, want.finish_reason)
         logprobs = [logprob.token for logprob in want.logprobs]
         assert [logprob.token for logprob in got.logprobs] == pytest.approx(logprobs, abs=1e-11)
 
@@ -81,21 +77,20 @@ def test_end_of_text_in_one_row_ends_that_row_alone(tiny_model, naive):
     """Pitfall 8, both ways: the first end of text ends the batch, or a row does not end."""
     prompts = [[50, 2], [3], [5, 6, 7, 8], [12] * 6]
     free = naive.generate(prompts, SamplingParams(max_tokens=12))
-    eos = free[0].token_ids[4]
-    stopping, params = Engine(tiny_model, eos_ids=(eos,)), SamplingParams(max_tokens=12)
-    outputs = stopping.generate(prompts, params)
-    for whole, output in zip(free, outputs, strict=True):
-        ended = eos in whole.token_ids
-        expected = whole.token_ids[: whole.token_ids.index(eos) + 1] if ended else whole.token_ids
-        assert (output.token_ids, output.finish_reason) == (expected, "stop" if ended else "length")
-    lengths = [len(output.token_ids) for output in outputs]
-    assert lengths[0] <= 5 and max(lengths) == 12  # one ended early, one at its limit
-    mixed = [
-        SamplingParams(max_tokens=12, min_tokens=count, ignore_eos=ignore)
-        for count, ignore in ((8, False), (12, False), (0, True), (3, False))
+    ends = (free[0].token_ids[4],)
+    mixed: list[dict[str, Any]] = [
+        {"min_tokens": 8},
+        {"min_tokens": 12},
+        {"ignore_eos": True},
+        {"min_tokens": 3},
     ]
-    expected = Naive(tiny_model, eos_ids=(eos,)).generate(prompts, mixed)
-    assert answers(stopping.generate(prompts, mixed)) == answers(expected)
+    plain: list[dict[str, Any]] = [{}] * 4
+    for options in (plain, mixed):
+        params = [SamplingParams(max_tokens=12, **each) for each in options]
+        outputs = Engine(tiny_model, eos_ids=ends).generate(prompts, params)
+        assert_same(outputs, Naive(tiny_model, eos_ids=ends).generate(prompts, params))
+        lengths = [len(output.token_ids) for output in outputs]
+        assert options is mixed or min(lengths) < 12 == max(lengths)  # early, and at its limit
 
 
 def test_a_row_that_has_ended_emits_nothing_more(engine):
@@ -148,7 +143,8 @@ def test_the_records_add_up(tiny_model, naive, max_batch):
     decoded = sum(len(output.token_ids) - 1 for output in outputs)
     assert sum(step.decode_tokens for step in engine.steps) == decoded
     passes, areas = 0, []
-    for batch in (outputs[start : start + max_batch] for start in range(0, 8, max_batch)):
+    for start in range(0, 8, max_batch):
+        batch = outputs[start : start + max_batch]
         width, longest = max(len(o.prompt_ids) for o in batch), max(len(o.token_ids) for o in batch)
         passes += longest
         areas.append(len(batch) * (width + longest - 1))
@@ -176,35 +172,28 @@ def test_calls_have_caches_of_their_own(engine, naive):
 
 
 def test_calls_that_are_errors(engine, tiny_model):
-    with pytest.raises(UserError, match="no prompts: give at least one"):
-        engine.generate([], SamplingParams())
-    with pytest.raises(UserError, match="2 prompts and 1"):
-        engine.generate([[1], [1]], [SamplingParams()])
+    for prompts, words in (([], "no prompts: give at least one"), ([[1]] * 2, "2 prompts and 1")):
+        with pytest.raises(UserError, match=words):
+            engine.generate(prompts, [SamplingParams()] * min(1, len(prompts)))
     for max_batch in (0, -1):
         with pytest.raises(UserError, match=f"at least 1 prompt, not {max_batch}"):
             Engine(tiny_model, max_batch=max_batch)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "says"),
-    [
-        ([], {}, "empty"),
-        ([3] * 64, {}, "shorten the prompt to 63"),
-        ([5, 101], {}, "Token id 101"),
-        ([5], {"stop_token_ids": (101,)}, "stop_token_ids"),
-    ],
-)
-def test_an_unfit_prompt_fails_alone_and_takes_no_seat(tiny_model, naive, prompt, options, says):
-    engine, good = Engine(tiny_model, max_batch=2), [[1, 2, 3], [4], [6, 5]]
+UNFIT = {"empty": [], "shorten the prompt to 63": [3] * 64, "Token id 101": [5, 101]}
+
+
+@pytest.mark.parametrize("says", [*UNFIT, "stop_token_ids"])
+def test_an_unfit_prompt_fails_alone_and_takes_no_seat(tiny_model, naive, says):
+    engine, prompt, good = Engine(tiny_model, max_batch=2), UNFIT.get(says, [5]), [[1, 2], [4], [6]]
     params = SamplingParams(max_tokens=4, logprobs=0)
-    wrong = replace(params, **options)
+    wrong = params if says in UNFIT else replace(params, stop_token_ids=(101,))
     sampling = [wrong, params, wrong, params, params]
     outputs = engine.generate([prompt, good[0], prompt, *good[1:]], sampling)
     for bad in (outputs.pop(2), outputs.pop(0)):
         assert (bad.prompt_ids, bad.token_ids, bad.finish_reason) == (prompt, [], "error")
         assert bad.error is not None and says in bad.error
     assert_same(outputs, naive.generate(good, params))
-    assert [output.error for output in outputs] == [None] * 3
     assert [step.rows for step in engine.steps] == [2] * 4 + [1] * 4
     with pytest.raises(UserError, match=says):
         next(engine.stream(prompt, wrong))
@@ -231,4 +220,4 @@ def test_scores_that_are_not_finite_end_one_row(engine, naive, tiny_model, monke
     with pytest.raises(UserError, match="NaN"):
         list(engine.stream([1, 2], params))
     monkeypatch.undo()
-    assert answers(outputs[:2]) == answers(naive.generate([[1, 2, 3], [4]], params))
+    assert_same(outputs[:2], naive.generate([[1, 2, 3], [4]], params))
