@@ -1,13 +1,14 @@
-"""The contract of an engine that packs its requests into one pass a step, with add, abort, step,
-fail, generate, stream and run.
+"""The contracts of engines: nothing is edited here, a stage or an adapter subclasses one of them
+in its own tests and defines `engine`, which makes its engine.
 
-A stage subclasses EngineContract in its own tests and defines `engine`, which makes its engine, and
-`spoil`, which breaks a request's memory; nothing is edited here.
+StepContract: add, abort, step and fail, for an engine that may run one request at a time.
+EngineContract: generate, stream and run too, for one that packs its requests into one pass a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from shared.errors import UserError
 from shared.parity import prove
 from stage01_forward.families import load_model
 from stage01_forward.params import SamplingParams
-from stage04_continuous.request import Request
+from stage04_continuous.request import Request, State
 
 from .oracle import (
     CONFIG,
+    PENALIZED,
     answer,
     ask,
     assert_answered,
@@ -30,11 +32,165 @@ from .oracle import (
     prompt_of,
     the_model,
 )
-from .steps import StepContract, bad
+
+BAD = {
+    "empty": ([], SamplingParams(), "prompt is empty"),
+    "too long": ([1] * 64, SamplingParams(), "has 64 tokens, and wide sees 64"),
+    "no such token": ([1, 101], SamplingParams(), "Token id 101 is not in the vocabulary"),
+    "no such stop token": ([1], SamplingParams(stop_token_ids=(101,)), "stop_token_ids"),
+}
+bad = pytest.mark.parametrize("prompt, params, message", BAD.values(), ids=BAD)
+
+
+class StepContract:
+    """Subclass it as `class TestMine(StepContract)`."""
+
+    together: int = 3  # how many of three requests the engine runs at once
+    phases = {("waiting", False, False), ("running", True, False), ("running", False, True)}
+
+    def engine(self, sequences: int = 4, budget: int = 32, **options: Any) -> Any:
+        """An engine for `the_model()`, or options["model"], with at most `sequences` requests and
+        `budget` tokens in a pass. Other options: eos_ids, observers, steps_kept, policy, max_chunk,
+        chunked."""
+        raise NotImplementedError
+
+    def assert_idle(self, engine: Any) -> None:
+        """No request and no memory is held."""
+        assert engine.requests == {}
+
+    def shares(self, record: Any) -> list[tuple[str, int, int, str | None]]:
+        """(id, prefill tokens, decode tokens, finish reason) of each request in a pass, by id."""
+        names = ("request_id", "prefill_tokens", "decode_tokens", "finish_reason")
+        rows = record.slots if hasattr(record, "slots") else record.sequences
+        return sorted(tuple(getattr(row, name) for name in names) for row in rows)
+
+    @pytest.fixture
+    def broken(self) -> Iterator[Any]:
+        """broken(): the next pass of the model raises an error."""
+        handles: list[Any] = []
+
+        def fail(module, given):
+            handles.pop().remove()
+            raise RuntimeError("out of memory")
+
+        yield lambda: handles.append(the_model().register_forward_pre_hook(fail))
+        for handle in handles:
+            handle.remove()
+
+    def test_each_token_comes_with_the_id_of_its_request(self):
+        """Sampled requests with every option that neighbours could disturb are among them."""
+        engine = self.engine(2)
+        requests = [
+            engine.add(Request(prompt_of(length), sampling, id=id))
+            for id, length, sampling in (
+                ("a", 9, greedy(4)),
+                ("b", 2, replace(PENALIZED, seed=3)),
+                ("c", 5, greedy(1)),
+                ("d", 23, PENALIZED),
+                ("e", 23, replace(PENALIZED, max_tokens=24)),
+            )
+        ]
+        tokens = finish(engine)
+        for request in requests:
+            mine = [token for id, token in tokens if id == request.id]
+            assert [token.id for token in mine] == request.output.token_ids
+            assert [token.logprobs for token in mine] == request.output.logprobs
+            reasons = [token.finish_reason for token in mine]
+            assert reasons == [None] * (len(mine) - 1) + [request.output.finish_reason]
+        assert_answered(*requests)
+        assert len(set(requests[4].output.token_ids)) > 8  # worth comparing
+        self.assert_idle(engine)
+
+    @pytest.mark.parametrize("length", [1, 62, 63])
+    def test_prompt_and_answer_fill_the_context_and_no_more(self, length):
+        engine = self.engine()
+        request = ask(engine, length, 500)
+        finish(engine)
+        assert_answered(request)
+        assert len(request.output.token_ids) == 64 - length
+
+    def test_a_stop_makes_room_at_once(self):
+        whole = answer(9, 12)
+        engine = self.engine(1)
+        first = engine.add(Request(prompt_of(9), greedy(12, stop_token_ids=(whole[4],))))
+        second = ask(engine, 5, 3)
+        finish(engine)
+        end = whole.index(whole[4]) + 1
+        assert (first.output.token_ids, first.output.finish_reason) == (whole[:end], "stop")
+        assert len(engine.steps) == end + 3
+        assert_answered(second)
+
+    @bad
+    def test_a_bad_request_is_refused_and_the_others_go_on(self, prompt, params, message):
+        engine = self.engine(2)
+        good = [ask(engine, length, 6) for length in (5, 9, 2)]
+        engine.step()
+        request = Request(prompt, params, id="bad")
+        with pytest.raises(UserError, match=message):
+            engine.add(request)
+        assert request.state is State.NEW and len(engine.requests) == 3
+        finish(engine)
+        assert_answered(*good)
+
+    def test_abort_at_any_moment_changes_no_other_request(self):
+        """The same crowd again and again, and the victim leaves before another step each time."""
+        phases = set()
+        for moment in range(22):
+            engine = self.engine(3, 12, max_chunk=5)
+            others = [ask(engine, length, 8) for length in (18, 30, 5)]
+            victim = ask(engine, 26, 8, "victim")
+            others += [ask(engine, length, 8) for length in (12, 22)]
+            for _ in range(moment):
+                engine.step()
+            if "victim" not in engine.requests:
+                break
+            computed = victim.computed
+            phases.add((victim.state.value, 0 < computed < 26, bool(victim.output.token_ids)))
+            assert engine.abort("victim") is victim.output
+            assert victim.output.finish_reason == "abort" and victim.state is State.FINISHED
+            finish(engine)
+            assert_answered(victim, aborted=True)
+            assert_answered(*others)
+            later = [self.shares(record) for record in list(engine.steps)[moment:]]
+            assert "victim" not in {row[0] for rows in later for row in rows}
+            self.assert_idle(engine)
+        assert phases == self.phases
+        assert "victim" not in engine.requests  # the loop reached its end
+
+    def test_abort_of_a_request_that_is_not_there(self):
+        engine = self.engine()
+        other = ask(engine, 5, 6)
+        ask(engine, 2, 1, "finished")
+        ask(engine, 2, 9, "aborted")
+        engine.abort("aborted")
+        while "finished" in engine.requests:
+            engine.step()
+        for id in ("unknown", "finished", "aborted"):
+            with pytest.raises(UserError, match=f"There is no request '{id}' in the engine"):
+                engine.abort(id)
+        finish(engine)
+        assert_answered(other)
+
+    def test_a_pass_that_fails_ends_its_requests_and_no_other(self, broken):
+        engine = self.engine(3)
+        requests = [ask(engine, length, 8) for length in (9, 11, 5, 7)]
+        broken()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+        inside, waiting = requests[: self.together], requests[self.together :]
+        assert engine.fail(UserError("The pass failed.")) == inside
+        errors = {(request.output.finish_reason, request.output.error) for request in inside}
+        assert errors == {("error", "The pass failed.")}
+        assert list(engine.requests.values()) == waiting
+        finish(engine)
+        again = ask(engine, 9, 8)
+        finish(engine)
+        assert_answered(*waiting, again)
+        self.assert_idle(engine)
 
 
 class EngineContract(StepContract):
-    """Subclass it as `class TestMine(EngineContract)`."""
+    """Subclass it as `class TestMine(EngineContract)`, and define `spoil` too."""
 
     tight: dict[str, Any] = {}  # options for little memory, where an engine can have little
     unshared: dict[str, Any] = {}  # options under which requests share no memory
@@ -75,31 +231,6 @@ class EngineContract(StepContract):
         assert (engine.step(), list(engine.run())) == ([], [])
         assert len(engine.steps) == len(passes()) == 5
 
-    @pytest.mark.parametrize(
-        "sequences, budget, max_chunk", [(1, 1, None), (3, 5, 2), (8, 16, 7), (5, 64, 64)]
-    )
-    def test_tokens_through_the_model_are_those_of_the_records(
-        self, sequences, budget, max_chunk, passes
-    ):
-        """Packed: no padding, one pass a step, and logits of no row that is not sampled."""
-        engine = self.engine(sequences, budget, max_chunk=max_chunk)
-        requests = [ask(engine, 1 + 5 * i % 17, 1 + 3 * i % 8) for i in range(14)]
-        sampled = []
-        while engine.requests:
-            sampled.append(len(engine.step()))
-        spent = [record.prefill_tokens + record.decode_tokens for record in engine.steps]
-        assert passes() == list(zip(spent, sampled, strict=True))
-        assert max(spent) <= budget and max(record.rows for record in engine.steps) == sequences
-        assert sum(spent) == sum(request.token_count - 1 for request in requests)
-        for record, tokens in zip(engine.steps, spent, strict=True):
-            rows = self.shares(record)
-            assert record.rows == len({row[0] for row in rows}) and not record.wasted_tokens
-            assert record.prefill_tokens == sum(row[1] for row in rows)
-            assert not record.waiting or record.rows == sequences or tokens == budget
-        ends = [row[3] for record in engine.steps for row in self.shares(record) if row[3]]
-        assert ends == ["length"] * 14
-        assert_answered(*requests)
-
     def test_records_are_timed_and_limited(self):
         engine = self.engine(2, steps_kept=3)
         engine.generate([prompt_of(length) for length in (4, 5, 6)], greedy(4))
@@ -130,24 +261,21 @@ class EngineContract(StepContract):
         assert (third.token_ids, third.finish_reason) == (one, "length")
         assert self.engine().eos_ids == CONFIG.eos_ids
 
-    def test_generate_keeps_the_order_of_the_prompts_and_drops_old_records(self):
+    @bad
+    def test_generate_keeps_the_order_and_a_bad_prompt_fails_alone(self, prompt, params, message):
         engine = self.engine(2)
         engine.generate([prompt_of(3)], greedy(9))
-        prompts = [prompt_of(i) for i in (5, 1, 8)]
-        outputs = engine.generate(prompts, [greedy(1), greedy(6), greedy(3)])
+        prompts = [prompt_of(5), prompt, prompt_of(1), prompt_of(8)]
+        outputs = engine.generate(prompts, [greedy(6), params, greedy(1), greedy(4)])
         assert [output.prompt_ids for output in outputs] == prompts
-        assert [len(output.token_ids) for output in outputs] == [1, 6, 3]
-        assert sum(record.prefill_tokens for record in engine.steps) == 14
-
-    @bad
-    def test_one_bad_prompt_among_good_ones(self, prompt, params, message):
-        prompts = [prompt_of(5), prompt, prompt_of(9)]
-        first, wrong, last = self.engine(2).generate(prompts, [greedy(6), params, greedy(6)])
+        wrong = outputs.pop(1)
         assert (wrong.finish_reason, wrong.token_ids) == ("error", [])
         assert message in (wrong.error or "")
-        assert (first.token_ids, last.token_ids) == (answer(5, 6), answer(9, 6))
+        wanted = [answer(5, 6), answer(1, 1), answer(8, 4)]
+        assert [output.token_ids for output in outputs] == wanted
+        assert sum(record.prefill_tokens for record in engine.steps) == 14  # of this call alone
         with pytest.raises(UserError, match="There are no prompts: give at least one"):
-            self.engine().generate([], params)
+            engine.generate([], params)
 
     def test_an_id_is_taken_while_its_request_is_in_the_engine(self):
         """Also one that the engine would have given."""
@@ -220,40 +348,28 @@ class EngineContract(StepContract):
         assert max(record.rows for record in engine.steps) == 4
         self.assert_idle(engine)
 
-    @pytest.mark.parametrize("how", ["closed", "aborted from outside"])
-    def test_a_stream_that_ends_early_leaves_no_trace(self, how):
-        engine = self.engine(1)
-        stream = engine.stream(prompt_of(5), greedy(30))
-        next(stream)
-        (id,) = engine.requests
-        waits = ask(engine, 9, 4)
-        if how == "closed":
-            stream.close()
-        else:
-            engine.abort(id)
-        assert list(stream) == [] and list(engine.requests.values()) == [waits]
-        finish(engine)
-        assert_answered(waits)
-        self.assert_idle(engine)
-
-    def test_closing_a_stream_that_has_ended_aborts_no_request_of_the_same_id(self):
-        engine = self.engine()
-        stream = engine.stream(prompt_of(5), greedy(2))
-        next(stream)
-        (id,) = engine.requests
-        engine.step()
-        other = ask(engine, 9, 4, id)
-        stream.close()
-        finish(engine)
-        assert_answered(other)
-
-    def test_a_bad_stream_is_an_error_and_leaves_no_trace(self):
-        engine = self.engine(**self.unshared)
+    def test_a_stream_that_ends_early_leaves_no_trace(self):
+        """Closing one that has ended aborts no request that has taken its id since."""
+        engine = self.engine(1, **self.unshared)
         with pytest.raises(UserError, match="empty"):
             next(engine.stream([], greedy(3)))
-        sick = engine.stream(prompt_of(4), greedy(30))
-        next(sick)
-        self.spoil(engine, *engine.requests.values())
-        with pytest.raises(UserError, match="NaN or infinite"):
-            next(sick)
+        for how in ("closed", "aborted from outside", "failed", "closed after its end"):
+            ended = how == "closed after its end"
+            stream = engine.stream(prompt_of(5), greedy(2 if ended else 30))
+            next(stream)
+            ((id, mine),) = engine.requests.items()
+            if ended:
+                engine.step()
+            other = ask(engine, 9, 4, id if ended else "")
+            if how == "aborted from outside":
+                engine.abort(id)
+            elif how == "failed":
+                self.spoil(engine, mine)
+                with pytest.raises(UserError, match="NaN or infinite"):
+                    next(stream)
+            else:
+                stream.close()
+            assert list(stream) == [] and list(engine.requests.values()) == [other]
+            finish(engine)
+            assert_answered(other)
         self.assert_idle(engine)

@@ -129,12 +129,22 @@ class Life(RuleBasedStateMachine):
     def _step(self) -> None:
         self.steps += 1
         self.inside, self.line = list(self.scheduler.running), list(self.scheduler.waiting)
-        for id, token in self.engine.step():
+        self.plan = None
+        sent = self.engine.step()
+        for id, token in sent:
             self.sent[id].append(token.id)
+        if self.plan:
+            record, work = self.engine.steps[-1], self.plan.work
+            assert record.rows == len(work) and not record.wasted_tokens
+            assert sum(share.rows for share in work) == len(sent)
+            assert record.prefill_tokens == sum(share.prefill_tokens for share in work)
+            tokens = record.prefill_tokens + record.decode_tokens
+            assert tokens == sum(share.count for share in work)
+            assert record.waiting == len(self.scheduler.waiting)
 
     def before(self, plan: Any) -> None:
         """As an observer: what may run, how much of it, and in which order."""
-        scheduler, work = self.scheduler, plan.work
+        self.plan, scheduler, work = plan, self.scheduler, plan.work
         assert bool(work) == bool(self.engine.requests)  # in every step some request gets on
         shares = {share.request: share.count for share in work}
         spent = sum(shares.values())
@@ -152,12 +162,14 @@ class Life(RuleBasedStateMachine):
         longer = [request for request in stayed if request.remaining > 1]
         served = [share.request for share in work if share.request in self.inside]
         assert served[: len(singles)] == singles
-        if scheduler.chunked:
-            left = scheduler.token_budget - len(singles)
-            for request in longer:
-                assert shares.get(request, 0) == min(request.remaining, scheduler.max_chunk, left)
-                left -= shares.get(request, 0)
-            assert served[len(singles) :] == longer[: len(served) - len(singles)]
+        left = scheduler.token_budget - len(singles)
+        for request in longer:
+            share = min(request.remaining, scheduler.max_chunk, left)
+            if not scheduler.chunked and request.token_count <= scheduler.token_budget:
+                share = request.remaining if request.remaining <= left else 0
+            assert shares.get(request, 0) == share
+            left -= share
+        assert served[len(singles) :] == [request for request in longer if request in shares]
 
         # Then the waiting ones in their order, as far as slots and budget go.
         newcomers = [share.request for share in work[len(served) :]]

@@ -24,16 +24,13 @@ def config_of(group: int = 1) -> Config:
 CONFIG = config_of()
 
 
-def test_memory_is_as_computed_and_a_slot_is_checked():
+def test_memory_is_as_computed_and_a_share_outside_the_slots_is_refused():
     for config in (CONFIG, config_of(group=2)):
         assert SlotCache(config, 5, 10).bytes == 5 * 10 * config.kv_bytes_per_token(torch.float32)
     assert SlotCache(CONFIG, 5).slot_tokens == 256
-    for wrong in (1, 0, -1, 257):
+    for tokens in (1, 0, -1, 257):
         with pytest.raises(UserError, match="2 to 256 tokens"):
-            SlotCache(CONFIG, 5, wrong)
-
-
-def test_a_share_outside_the_slots_is_refused():
+            SlotCache(CONFIG, 5, tokens)
     wrong = [(2, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, 0), (1, 0, 11), (0, 10, 1), (0, 7, 4)]
     for share in wrong:
         with pytest.raises(ValueError, match="no place for"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 
@@ -27,17 +28,14 @@ def answered(prompt, answer):
     return request
 
 
-@pytest.mark.parametrize("after", State)
-@pytest.mark.parametrize("before", State)
-def test_only_legal_transitions(before, after):
-    request = Request([1], SamplingParams(), id="a")
-    request.state, legal = before, (before, after) in LEGAL
-    if legal:
-        request.move(after)
-    else:
-        with pytest.raises(RuntimeError, match=f"a cannot go from {before.value} to {after.value}"):
+def test_only_legal_transitions():
+    for before, after in itertools.product(State, State):
+        request = Request([1], SamplingParams(), id="a")
+        request.state, legal = before, (before, after) in LEGAL
+        words = f"a cannot go from {before.value} to {after.value}"
+        with nullcontext() if legal else pytest.raises(RuntimeError, match=words):
             request.move(after)
-    assert request.state is (after if legal else before)
+        assert request.state is (after if legal else before)
 
 
 def test_remaining_is_what_there_is_less_what_is_computed():
@@ -49,22 +47,16 @@ def test_remaining_is_what_there_is_less_what_is_computed():
         assert request.remaining == 6 - computed
 
 
-@pytest.mark.parametrize("answer", [[], [4], [4, 5, 6]], ids=str)
-@pytest.mark.parametrize("drafts", [[], [7, 8]], ids=str)
-def test_tokens_across_the_border_of_prompt_and_answer(answer, drafts):
-    request, whole = answered([1, 2, 3], answer), [1, 2, 3, *answer, *drafts]
-    request.drafts = drafts
-    for start, end in itertools.combinations_with_replacement(range(len(whole) + 1), 2):
-        assert request.tokens(start, end - start) == whole[start:end]
-    assert request.output.token_ids == answer
-
-
-def test_the_prompt_is_a_copy_and_requests_alike_are_still_two():
-    mine = [1, 2, 3]
-    first, second = (Request(mine, SamplingParams(seed=3)) for _ in range(2))
-    mine[0] = 99
-    assert first.tokens(0, 3) == [1, 2, 3] and first != second
-    assert first.generator is not second.generator and first.output is not second.output
+def test_tokens_across_the_border_of_prompt_and_answer():
+    """The prompt is a copy, and requests alike are still two."""
+    for answer, drafts in itertools.product(([], [4], [4, 5, 6]), ([], [7, 8])):
+        prompt, whole = [1, 2, 3], [1, 2, 3, *answer, *drafts]
+        request, other = answered(prompt, answer), answered(prompt, answer)
+        request.drafts, prompt[0] = drafts, 99
+        for start, end in itertools.combinations_with_replacement(range(len(whole) + 1), 2):
+            assert request.tokens(start, end - start) == whole[start:end]
+        assert request.output.token_ids == answer and request != other
+        assert request.generator is not other.generator
 
 
 def test_a_plan_is_packed_share_by_share():

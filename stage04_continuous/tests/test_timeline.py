@@ -77,18 +77,16 @@ def test_a_step_without_a_share_is_a_gap_and_an_id_may_come_again():
 
 
 def test_the_chart_draws_every_piece_and_labels_inside_the_bars(steps):
-    figure = gantt(steps, "Slots are filled again", slots=6)
+    figure, tenants = gantt(steps, "Slots are filled again", slots=6), bars(steps)
     axes = figure.axes[0]
     assert axes.get_xlim() == (0, len(steps)) and axes.get_ylim() == (5.5, -0.5)
     assert axes.get_title(loc="left") == "Slots are filled again"
-    tenants = bars(steps)
     drawn = sum(len(collection.get_paths()) for collection in axes.collections)
     assert drawn == len(tenants) + sum(len(bar.pieces) for bar in tenants)
     figure.draw_without_rendering()
     named = {bar.request_id.removeprefix("request-"): bar for bar in tenants}
-    labels = [text for text in axes.texts if text.get_text()]
-    assert len(labels) >= 5
-    for text in labels:
+    assert len(axes.texts) >= 5
+    for text in axes.texts:
         bar = named[text.get_text().removeprefix("request-")]
         box = Text.get_window_extent(text).transformed(axes.transData.inverted())
         spans = [(start, end) for what, start, end in bar.pieces if what == "decode"]
@@ -102,9 +100,9 @@ def test_the_chart_is_the_same_again_and_has_no_limit_of_size(steps):
     drawn = charts.render(gantt(steps, "t"))
     with matplotlib.rc_context({"legend.handlelength": 9}):  # as in a user's own matplotlibrc
         assert charts.render(gantt(steps, "t")) == drawn
-    many = [record(*((slot, f"$r{slot}$", 0, None) for slot in range(200)))] * 3
-    assert gantt(many, "200 slots").get_size_inches()[1] <= 12
-    assert charts.render(gantt(many[:1], "one step")).startswith(b"<?xml")
+    many = [record(*((slot, f"$r{slot}$", 0, None) for slot in range(200)))]
+    figure = gantt(many, "200 slots, one step")
+    assert figure.get_size_inches()[1] <= 12 and charts.render(figure).startswith(b"<?xml")
     with pytest.raises(ValueError, match="no steps"):
         gantt([], "t")
 
@@ -113,7 +111,7 @@ def test_the_trace_holds_a_slice_for_each_record_inside_its_step(steps):
     events = json.loads(json.dumps(perfetto(steps), allow_nan=False))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == sum(len(step.slots) for step in steps)
-    ends: dict[int, float] = {}
+    ends = dict.fromkeys(range(1, SLOTS + 1), 0.0)
     for event in slices:
         step = steps[event["args"]["step"]]
         (share,) = [share for share in step.slots if share.slot == event["tid"] - 1]
@@ -122,10 +120,8 @@ def test_the_trace_holds_a_slice_for_each_record_inside_its_step(steps):
             assert event["args"].get(name) == getattr(share, name)
         begin, end = (step.started - steps[0].started) * 1e6, event["ts"] + event["dur"]
         assert event["ts"] == pytest.approx(begin, abs=0.002)
-        assert event["ts"] < end <= begin + step.seconds * 1e6 + 0.002
-        assert event["ts"] >= ends.get(event["tid"], 0) - 1e-6
+        assert ends[event["tid"]] - 1e-6 <= event["ts"] < end <= begin + step.seconds * 1e6 + 0.002
         ends[event["tid"]] = end
-
     names = [event for event in events if event["name"] == "thread_name"]
     tracks = {event["tid"]: event["args"]["name"] for event in names}
     assert tracks == {slot + 1: f"slot {slot}" for slot in range(SLOTS)}

@@ -5,6 +5,7 @@ Every engine here is watched by the sanitizer.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -47,7 +48,7 @@ class PagedLife(Life):
         size=st.sampled_from((2, 3, 4, 1, 16)),
         spare_tokens=st.integers(0, 16),
         swap_tokens=st.sampled_from((64, 16, 3, 0)),
-        preemption=st.sampled_from(("swap", "auto", "recompute")),
+        preemption=st.sampled_from(("swap", "swap", "auto", "recompute")),
         prefix_caching=st.sampled_from((True, True, True, False)),
         watermark=st.sampled_from((0, 0.01, 0.3)),
         **OPTIONS,
@@ -55,6 +56,7 @@ class PagedLife(Life):
     def begin(self, size, spare_tokens, swap_tokens, preemption, **options):
         self.blocks = -(-LONGEST // size) + spare_tokens // size, size, swap_tokens // size
         self.preemption = preemption if swap_tokens // size else "recompute"
+        self.noted = 0  # preemptions that are in records
         super().begin(**options)
 
     def make(self, sequences, token_budget, **options):
@@ -125,17 +127,30 @@ class PagedLife(Life):
         evict(self.engine, int(share * len(self.scheduler.pool.cached)))
 
     def _step(self):
-        counts, evictions = replace(self.scheduler.counts), self.scheduler.pool.evictions
+        scheduler = self.scheduler
+        counts, evictions = replace(scheduler.counts), scheduler.pool.evictions
         self.sent_before = {id: list(ids) for id, ids in self.sent.items()}
         super()._step()
         for name in ("hit_tokens", "copies", "recomputed", "swapped_out", "swapped_in"):
             self.seen[name] += getattr(self.scheduler.counts, name) > getattr(counts, name)
-        self.seen["evicted"] += self.scheduler.pool.evictions > evictions
+        self.seen["evicted"] += scheduler.pool.evictions > evictions
+        noted, self.noted = self.noted, scheduler.counts.preemptions
+        if self.plan:
+            record = self.engine.steps[-1]
+            assert record.preempted == self.noted - noted
+            assert record.swapped == len(scheduler.swapped) <= record.waiting
+            assert max(row.blocks for row in record.sequences) <= record.owned_blocks
+            memory = record.owned_blocks, record.shared_blocks, record.cached_blocks
+            assert (*memory, record.used_tokens) == self.memory
 
     def before(self, plan):
         """Memory: the most junior give way, and no other request comes in beside them."""
         super().before(plan)
         scheduler = self.scheduler
+        held = Counter(block for table in scheduler.tables.values() for block in table.held)
+        used = sum(request.computed for request in scheduler.running)
+        shared, cached = sum(count > 1 for count in held.values()), len(scheduler.pool.cached)
+        self.memory = len(held), shared, cached, used + sum(work.count for work in plan.work)
         for work in plan.work:
             tokens = work.request.token_count
             assert len(work.table) == scheduler.pool.blocks_for(tokens)

@@ -20,8 +20,8 @@ from stage01_forward.generation import Output
 from stage01_forward.model import load_model
 from stage04_continuous.make import make as make_slots
 from stage04_continuous.request import Request, State
+from stage04_continuous.tests.contract import StepContract
 from stage04_continuous.tests.oracle import CONFIG, the_model
-from stage04_continuous.tests.steps import StepContract
 from stage05_paged.blockmap import FREE, blockmap
 from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make as make_paged
