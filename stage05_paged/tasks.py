@@ -132,20 +132,20 @@ TASKS = (
             "is the request noted: self.swapped, self._preempted, self.running, self.waiting?",
         ),
         tests=(
-            "tests/test_preemption.py::test_the_most_junior_gives_its_memory_back",
-            "tests/test_preemption.py::"
+            "tests/test_scheduler.py::test_the_most_junior_gives_its_memory_back",
+            "tests/test_scheduler.py::"
             "test_the_senior_is_served_first_even_if_it_was_admitted_later",
-            "tests/test_preemption.py::"
+            "tests/test_scheduler.py::"
             "test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_again",
-            "tests/test_preemption.py::"
+            "tests/test_scheduler.py::"
             "test_without_chunks_a_recompute_longer_than_the_budget_still_runs",
-            "tests/test_preemption.py::"
+            "tests/test_scheduler.py::"
             "test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_was",
-            "tests/test_preemption.py::"
+            "tests/test_scheduler.py::"
             "test_only_computed_blocks_are_swapped_and_without_one_the_request_recomputes",
-            "tests/test_preemption.py::"
+            "tests/test_scheduler.py::"
             "test_swap_blocks_are_taken_if_there_is_room_and_given_back_after_an_abort",
-            "tests/test_preemption.py::test_a_step_that_preempts_admits_no_request",
+            "tests/test_scheduler.py::test_a_step_that_preempts_admits_no_request",
         ),
     ),
     Task(
@@ -181,12 +181,12 @@ TASKS = (
             "tests/test_scheduler.py::test_the_watermark_stays_free_beside_others",
             "tests/test_scheduler.py::test_a_common_beginning_is_found",
             "tests/test_scheduler.py::test_without_chunks_a_prompt_over_the_budget_is_refused",
-            "tests/test_preemption.py::"
+            "tests/test_scheduler.py::"
             "test_a_copy_comes_from_the_parents_last_block_and_waits_for_one_of_its_own",
-            "tests/test_preemption.py::test_what_can_still_be_found_is_shared_and_not_copied_back",
-            "tests/test_preemption.py::"
+            "tests/test_scheduler.py::test_what_can_still_be_found_is_shared_and_not_copied_back",
+            "tests/test_scheduler.py::"
             "test_samples_of_a_prompt_compute_it_once_and_share_its_full_blocks",
-            "tests/test_preemption.py::"
+            "tests/test_scheduler.py::"
             "test_a_preempted_request_finds_its_own_blocks_which_does_not_flatter_the_rate",
             "tests/test_engine.py::test_salts_keep_tenants_apart",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,11 +54,8 @@ def test_every_block_is_in_the_state_of_tables_and_pool(tiny_model):
             if state >= 0:  # one number, one request, from beginning to end
                 assert [owners.setdefault(state, holders[0])] == holders
             else:
-                is_state = (
-                    len(holders) > 1,
-                    block in scheduler.pool.cached,
-                    block in scheduler.pool.free,
-                )
+                pool = scheduler.pool
+                is_state = len(holders) > 1, block in pool.cached, block in pool.free
                 assert is_state == (state == SHARED, state == CACHED, state == FREE)
             seen.add(min(state, 0))
     assert seen == {0, FREE, CACHED, SHARED} and engine.scheduler.counts.preemptions > 0
@@ -79,9 +77,6 @@ def test_no_letter_and_colour_repeat_and_letters_are_enough():
         assert shown[:2] == [(mark(0), look(0)), (mark(FREE), look(FREE))]
 
 
-# ---- the terminal -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("count", "width", "height"),
     [(24, 80, 5), (200, 50, 9), (200, 50, 3), (7, 9, 1), (300, 7, 2), (5, 1, 2)],
@@ -91,73 +86,57 @@ def test_a_character_a_block_and_the_rest_is_counted(count, width, height):
     states = [draw.choice([FREE, CACHED, SHARED, 0, 1, 70]) for _ in range(count)]
     drawn = lines(states, width, height)
     assert 1 <= len(drawn) <= height and all(line.cell_len <= width for line in drawn)
+    assert lines(states, width, 0) == []
     if width < 9:
         return  # too narrow to read
-    cut = drawn[-1].plain.startswith("and ")
-    shown = 0
-    for line in drawn[: len(drawn) - cut]:
+    shown, rows = 0, [line for line in drawn if not line.plain.startswith("and ")]
+    for line in rows:
         first, characters = line.plain.split()
         assert int(first) == shown and shown % 10 == 0  # round numbers
-        styles = [s.style for s in line.spans for _ in range(s.start, s.end)]
         group = states[shown : shown + len(characters)]
-        assert characters == "".join(map(mark, group)) and styles == [look(s) for s in group]
+        styles = [s.style for s in line.spans for _ in range(s.start, s.end)]
+        assert (characters, styles) == ("".join(map(mark, group)), [*map(look, group)])
         shown += len(characters)
-    rest = states[shown:]
-    assert cut == bool(rest)
+    rest = Counter(min(state, 0) for state in states[shown:])
+    assert (len(drawn) > len(rows)) == bool(rest)
     if rest:
-        owned = sum(state >= 0 for state in rest)
-        words = (
-            f"and {len(rest)} more blocks: {owned} of one sequence, {rest.count(SHARED)} shared, "
-            f"{rest.count(CACHED)} cached, {rest.count(FREE)} free"
-        )
+        words = f"and {rest.total()} more blocks: {rest[0]} of one sequence, {rest[SHARED]} shared"
+        words = f"{words}, {rest[CACHED]} cached, {rest[FREE]} free"
         assert drawn[-1].plain == words[:width]
-    assert lines(states, width, 0) == []
-
-
-# ---- the picture --------------------------------------------------------------------------------
 
 
 def test_the_picture_shows_every_state_of_every_step(frames):
     figure = picture(frames, "Blocks")
-    axes = figure.axes[0]
-    want = np.array(frames).T
-    want = want[: 1 + np.flatnonzero((want != FREE).any(axis=1))[-1]]
-    shown = np.full(want.shape, FREE)
-    boxes = []  # (block, start, end, state)
-    states = sorted(set(want.flatten().tolist()) - {FREE})
+    axes, grid = figure.axes[0], np.array(frames).T
+    grid = grid[: 1 + np.flatnonzero((grid != FREE).any(axis=1))[-1]]  # up to the last in use
+    states, shown = sorted({*grid.flatten().tolist()} - {FREE}), np.full(grid.shape, FREE)
     drawn = [each for each in axes.collections if isinstance(each, PolyCollection)]
     for state, collection in zip(states, drawn, strict=True):
-        for path in collection.get_paths():
-            corners = np.asarray(path.vertices)
-            (left, low), (right, high) = corners.min(axis=0), corners.max(axis=0)
-            block, start, end = round(low + 0.5), round(left), round(right)
-            assert high - low == 1 and (shown[block, start:end] == FREE).all()
-            shown[block, start:end] = state
-            boxes.append((block, start, end, state))
         assert (collection.get_hatch() is None) == (state != SHARED)
-    assert (shown == want).all() and {SHARED, CACHED} < set(states)
-    assert axes.get_xlim() == (0, len(frames)) and axes.get_ylim() == (len(want) - 0.5, -0.5)
+        for path in collection.get_paths():
+            (left, low), (right, high) = path.get_extents().get_points()
+            area = shown[round(low + 0.5), round(left) : round(right)]
+            assert high - low == 1 and (area == FREE).all()
+            area[:] = state
+    assert (shown == grid).all() and {SHARED, CACHED} < set(states)
+    assert axes.get_xlim() == (0, len(frames)) and axes.get_ylim() == (len(grid) - 0.5, -0.5)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", f"block, of {BLOCKS}")
     figure.draw_without_rendering()
     assert len(axes.texts) >= 5
     for text in axes.texts:
-        area = text.get_window_extent().transformed(axes.transData.inverted())
-        row = round(text.get_position()[1])
-        inside = [box for box in boxes if box[0] == row and box[1] <= area.x0 and area.x1 <= box[2]]
-        assert [mark(box[3]) for box in inside] == [text.get_text()] and inside[0][3] >= 0
+        place = text.get_window_extent().transformed(axes.transData.inverted())
+        under = grid[round(text.get_position()[1]), int(place.x0) : int(place.x1) + 1]
+        assert {*map(mark, under)} == {text.get_text()} and under.min() >= 0
         assert float(text.get_fontsize()) >= 9
     keys = [text.get_text() for text in figure.legends[0].get_texts()]
     assert keys == ["one sequence's, with its letter", "shared by several", "cached", "free"]
 
 
-def test_more_sequences_than_letters_have_numbers():
-    figure = picture([list(range(20, 60))] * 9, "Blocks")
+def test_the_picture_has_no_limit_of_size():
+    figure = picture([list(range(20, 60))] * 9, "more sequences than letters have numbers")
     assert [text.get_text() for text in figure.axes[0].texts] == [str(n) for n in range(21, 61)]
     keys = [text.get_text() for text in figure.legends[0].get_texts()]
     assert keys == ["one sequence's, with its number", "free"]
-
-
-def test_the_picture_has_no_limit_of_size():
     many = [[block % 60 for block in range(700)] + [FREE] * 300] * 40
     figure = picture(many, "700 of 1,000 blocks")
     assert figure.axes[0].get_ylim() == (699.5, -0.5)

@@ -28,12 +28,18 @@ def state(pool):
     return len(pool.free), len(pool.cached), pool.owned, pool.shared
 
 
-def test_a_pool_that_cannot_be():
+def test_what_cannot_be():
     for count in (0, -3):
         with pytest.raises(UserError, match=f"at least 1 block, not {count}"):
             BlockPool(count)
     with pytest.raises(UserError, match="holds at least 1 token, not 0"):
         BlockPool(4, 0)
+    pool = BlockPool(2, 4)
+    one, other = BlockTable(pool), BlockTable(pool)
+    other.adopt(one.grow(7))
+    with pytest.raises(RuntimeError, match="owned"):  # before anything is given back
+        other.replace(0)
+    assert (other.blocks, pool.references, pool.shared) == (one.blocks, [2, 2], 2)
 
 
 def test_all_blocks_are_given_once_and_come_back():
@@ -51,30 +57,13 @@ def test_all_blocks_are_given_once_and_come_back():
 
 
 class Quick(list):
-    """A list without whatever takes time that grows with its length."""
+    """The free blocks: a list without whatever takes time that grows with its length."""
 
     __contains__ = __iter__ = index = count = None  # type: ignore[assignment]
     remove = insert = sort = reverse = None  # type: ignore[assignment]
 
     def pop(self):  # type: ignore[override]
         return super().pop()
-
-
-def test_taking_and_giving_back_takes_constant_time():
-    """Nothing walks along the free blocks, however many there are."""
-    pool = BlockPool(64)
-    pool.free = Quick(pool.free)
-    taken = [pool.take() for _ in range(40)]
-    for block in taken[::2]:
-        pool.publish(block, bytes([block]))
-    for block in taken[10:] + taken[:10]:
-        pool.share(block)
-        pool.give_back(block)
-        pool.give_back(block)
-    assert (pool.available, len(pool.cached)) == (64, 20)
-    for _ in range(64):
-        pool.take()
-    assert (pool.owned, pool.evictions) == (64, 20)
 
 
 def test_an_unowned_block_is_not_given_back_and_a_free_one_not_shared():
@@ -115,6 +104,17 @@ def test_the_least_recently_used_block_is_evicted_first_and_after_the_free_ones(
     assert (pool.evictions, pool.found) == (4, {})
 
 
+def test_the_end_of_a_chain_is_evicted_before_its_beginning():
+    table = BlockTable(pool := BlockPool(3, 1))
+    blocks, names = table.grow(3), [b"a", b"b", b"c"]
+    for block, name in zip(blocks, names, strict=True):
+        pool.publish(block, name)
+    table.release()
+    for left in (2, 1, 0):
+        pool.take()
+        assert pool.match(names) == blocks[:left]
+
+
 def test_a_digest_stands_for_the_parent_the_tokens_and_their_order():
     root = hashlib.sha256(b"").digest()
     assert chain(root, [1, 2]) == hashlib.sha256(root + array("q", [1, 2]).tobytes()).digest()
@@ -124,23 +124,6 @@ def test_a_digest_stands_for_the_parent_the_tokens_and_their_order():
     for bits in (8, 15, 16):  # whole numbers, not their ends
         digests.add(chain(root, [50256 % 2**bits]))
     assert len(digests) == 8 and {len(digest) for digest in digests} == {32}
-
-
-def test_a_table_that_writes_to_a_shared_block_gets_its_own():
-    pool = BlockPool(10, 4)
-    one, other = BlockTable(pool), BlockTable(pool)
-    one.grow(7)
-    other.adopt(one.blocks)
-    first, second = one.blocks
-    old, new = other.replace(6)
-    assert old == second and new not in (first, second)
-    assert (one.blocks, other.blocks) == ([first, second], [first, new])
-    assert [pool.references[block] for block in (first, second, new)] == [2, 1, 1]
-    assert pool.shared == 1
-    other.grow(36)  # takes all that are free
-    with pytest.raises(RuntimeError, match="owned"):  # before anything is given back
-        other.replace(0)
-    assert (other.blocks[0], pool.references[first], pool.shared) == (first, 2, 1)
 
 
 def test_digests_are_worked_out_once_a_full_block_and_whatever_the_pieces():
@@ -187,6 +170,7 @@ def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
     alone, and what it holds is kept beside it."""
     size = data.draw(st.integers(1, 3))
     pool = BlockPool(data.draw(st.integers(1, 8)), size)
+    pool.free = Quick(pool.free)
     alive: list[tuple[BlockTable, list[int]]] = []  # with the tokens
     written: dict[int, list[int]] = {}  # block -> the tokens up to its end, as last written
     meant: dict[bytes, list[int]] = {}  # digest -> the same
@@ -228,12 +212,13 @@ def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
 
         held = Counter(block for table, _ in alive for block in table.blocks)
         assert pool.references == [held[block] for block in range(pool.count)]
-        assert sorted([*pool.free, *pool.cached, *held]) == list(range(pool.count))
+        free = list.copy(pool.free)
+        assert sorted([*free, *pool.cached, *held]) == list(range(pool.count))
         assert (pool.owned, pool.available) == (len(held), pool.count - len(held))
         assert pool.shared == sum(count > 1 for count in held.values())
         names = {digest: block for block, digest in enumerate(pool.digests) if digest is not None}
         assert names == pool.found
-        assert all(pool.digests[block] is None for block in pool.free)
+        assert all(pool.digests[block] is None for block in free)
         assert all(written[block] == meant[digest] for digest, block in pool.found.items())
         for table, tokens in alive:
             assert len(table.blocks) == pool.blocks_for(len(tokens))

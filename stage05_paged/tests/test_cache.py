@@ -9,13 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage04_continuous.tests.test_cache import (
-    CONFIG,
-    RUNS,
-    Packed,
-    random_passes,
-    shared_heads_and_other_dtypes,
-)
+from stage04_continuous.tests import test_cache as slots
 from stage05_paged import cache as module
 from stage05_paged.blocks import NOWHERE, Move
 from stage05_paged.cache import PagedCache, addresses, padded, runs
@@ -24,7 +18,7 @@ SIZES = (1, 3, 16, 128)  # of blocks
 TILES = (1, 2000, 12_000, 2**23)  # bytes: a head at a time; some heads; some sequences; all
 
 
-class Sequences(Packed):
+class Sequences(slots.Packed):
     """The blocks of each are in no order, among blocks full of NaN; what is not yet written of its
     own holds large numbers."""
 
@@ -49,7 +43,7 @@ class Sequences(Packed):
 @pytest.mark.parametrize(
     "starts_and_counts, sizes",
     [
-        *RUNS,
+        *slots.RUNS,
         ([(0, 4), (4, 4)], [1, 1]),  # a whole prompt gathers nothing, and a chunk does
         ([(0, 1), (1, 1)], [1, 1]),
     ],
@@ -75,7 +69,7 @@ def test_addresses_go_through_the_tables():
 def test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees():
     """Shares come in any order; `order` brings those together that attend together. Gathered are
     the blocks of the longest of a run; a shorter table is padded with its own first block."""
-    cache = PagedCache(CONFIG, 20, 4)
+    cache = PagedCache(slots.CONFIG, 20, 4)
     attention = cache.extend(
         [([7, 3], 0, 6), ([5, 11, 1, 8], 6, 2), ([4, 0, 6], 10, 1), ([9, 2], 0, 6), ([13], 2, 1)]
     )
@@ -112,7 +106,7 @@ def test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees():
 def test_a_gather_goes_in_tiles_of_so_many_bytes(tile_bytes, shapes, monkeypatch):
     """All into one buffer, no larger than a tile or a head."""
     monkeypatch.setattr(module, "TILE", tile_bytes)
-    cache = PagedCache(CONFIG, 20, 4, dtype=torch.float64)
+    cache = PagedCache(slots.CONFIG, 20, 4, dtype=torch.float64)
     attention = cache.extend([([3 * i, 3 * i + 1, 3 * i + 2], 8 + i % 4, 1) for i in range(5)])
     assert [tuple(tile.keys.shape[:2]) for tile in attention.tiles] == shapes
     assert attention.buffer.nbytes == max(tile_bytes // 8 * 8, 768)
@@ -129,17 +123,17 @@ def test_any_packing_is_explicit_attention_of_each_sequence(size, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TILE", data.draw(st.sampled_from(TILES)))
         patch.setattr(Sequences, "size", size)
-        random_passes(data, Sequences)
+        slots.random_passes(data, Sequences)
 
 
 @pytest.mark.parametrize("tile", TILES)
 def test_heads_share_keys_and_the_cache_has_a_dtype_of_its_own(tile, monkeypatch):
     monkeypatch.setattr(module, "TILE", tile)
-    shared_heads_and_other_dtypes(Sequences)
+    slots.shared_heads_and_other_dtypes(Sequences)
 
 
 def test_a_share_outside_its_blocks_is_refused():
-    cache = PagedCache(CONFIG, 5, 4)
+    cache = PagedCache(slots.CONFIG, 5, 4)
     for blocks, start, count in ((0, 0, 1), (1, -1, 1), (1, 0, 0), (2, 0, 9), (2, 8, 1), (2, 5, 4)):
         message = f"no place for {count} tokens at {start} in {blocks} blocks of 4"
         with pytest.raises(ValueError, match=message):
@@ -151,7 +145,7 @@ KINDS = ("wipe", "copy", "out", "in")
 
 
 def cache_with_content():
-    cache = PagedCache(CONFIG, BLOCKS, 2, SWAP_BLOCKS)
+    cache = PagedCache(slots.CONFIG, BLOCKS, 2, SWAP_BLOCKS)
     generator = torch.Generator().manual_seed(0)
     cache.kv.normal_(generator=generator)
     cache.swapped.normal_(generator=generator)

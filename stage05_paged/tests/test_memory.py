@@ -10,91 +10,68 @@ from shared import measure
 from shared.checkpoint import PRESETS
 from shared.errors import UserError
 from shared.roofline import forward_cost
+from stage05_paged import memory
 from stage05_paged.blocks import BlockPool
 from stage05_paged.cache import PagedCache
-from stage05_paged.memory import (
-    Cost,
-    block_bytes,
-    default_memory,
-    free_memory,
-    make_pool,
-    measure_cost,
-    most_sequences,
-    parse_memory,
-    size,
-)
 
 TINY, GPT2 = PRESETS["tiny"], PRESETS["gpt2"]
 FREE = 64 * 2**30
 
 
-@pytest.mark.parametrize(
-    "text, nbytes",
-    [("1000000", 10**6), ("0", 0), ("512B", 512), ("3KB", 3000), ("512MB", 512 * 10**6)]
-    + [("2GB", 2 * 10**9), ("3KiB", 3 * 2**10), ("512MiB", 512 * 2**20), ("2gib", 2 * 2**30)]
-    + [("1.5GiB", 3 * 2**29), (" 12 MiB ", 12 * 2**20), ("25%", FREE // 4), ("12.5 %", FREE // 8)]
-    + [("100%", FREE), (str(FREE), FREE)],
-)
-def test_amounts_of_memory(text, nbytes):
-    assert parse_memory(text, FREE) == nbytes
-
-
+AMOUNTS = {"1000000": 10**6, "0": 0, "512B": 512, "3KB": 3000, "512MB": 512 * 10**6}
+AMOUNTS |= {"2GB": 2 * 10**9, "3KiB": 3 * 2**10, "512MiB": 512 * 2**20, "2gib": 2 * 2**30}
+AMOUNTS |= {"1.5GiB": 3 * 2**29, " 12 MiB ": 12 * 2**20, "25%": FREE // 4, "12.5 %": FREE // 8}
+AMOUNTS |= {"100%": FREE, str(FREE): FREE}
 MUCH = ["65GiB", "100.1%", "999999999999"]
 NONE = ["", " ", "much", "GB", "-1GB", "1e9", "1,5GB", "12 parsecs", "5TB5", ".5GB", "%", "nan"]
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [(text, "write 512MiB, 2GB, or 25% for a share") for text in NONE]
-    + [(text, rf"{text}.* 64 GiB") for text in MUCH],
-)
-def test_what_is_no_amount_or_more_than_is_free_is_refused(text, words):
-    with pytest.raises(UserError, match=words):
-        parse_memory(text, FREE)
-
-
-def test_sizes_for_people():
-    sizes = [size(nbytes) for nbytes in (512, 2**19, 2**20, 12.4 * 2**20, 3.5 * 2**30, 2**36)]
+def test_amounts_of_memory():
+    assert {text: memory.parse_memory(text, FREE) for text in AMOUNTS} == AMOUNTS
+    refused = dict.fromkeys(NONE, "write 512MiB, 2GB, or 25% for a share")
+    refused |= {text: rf"{text}.* 64 GiB" for text in MUCH}
+    for text, words in refused.items():
+        with pytest.raises(UserError, match=words):
+            memory.parse_memory(text, FREE)
+    sizes = [
+        memory.size(nbytes) for nbytes in (512, 2**19, 2**20, 12.4 * 2**20, 3.5 * 2**30, 2**36)
+    ]
     assert sizes == ["512 bytes", "512.0 KiB", "1.0 MiB", "12 MiB", "3.5 GiB", "64 GiB"]
-    assert 0 < free_memory() <= psutil.virtual_memory().total
+    assert 0 < memory.free_memory() <= psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_pool_has_the_blocks_that_fit(dtype, block_size):
-    nbytes = block_bytes(TINY, dtype, block_size)
-    for memory in (5 * nbytes, 6 * nbytes - 1):
-        pool = make_pool(memory, TINY, dtype, block_size)
+    nbytes = memory.block_bytes(TINY, dtype, block_size)
+    for given in (5 * nbytes, 6 * nbytes - 1):
+        pool = memory.make_pool(given, TINY, dtype, block_size)
         assert (pool.count, pool.block_size) == (5, block_size)
         assert PagedCache(TINY, 5, block_size, dtype=dtype).bytes == 5 * nbytes
 
 
 def test_a_block_of_the_124m_shape():
     """12 layers, a key and a value of 768 numbers each: 72 KiB a token in float32."""
-    assert block_bytes(GPT2, torch.float32, 16) == 16 * 72 * 2**10
-    assert make_pool(2**30, GPT2, torch.float32).count == 2**30 // (16 * 72 * 2**10) == 910
+    assert memory.block_bytes(GPT2, torch.float32, 16) == 16 * 72 * 2**10
+    assert memory.make_pool(2**30, GPT2, torch.float32).count == 2**30 // (16 * 72 * 2**10) == 910
     with pytest.raises(UserError, match="16 tokens of gpt2 takes 1.1 MiB, and .* has 1.0 MiB"):
-        make_pool(2**20, GPT2, torch.float32)
+        memory.make_pool(2**20, GPT2, torch.float32)
     with pytest.raises(UserError, match="holds at least 1 token, not -4"):
-        make_pool(2**20, TINY, torch.float32, -4)
+        memory.make_pool(2**20, TINY, torch.float32, -4)
 
 
 def test_the_default_is_whole_contexts_but_at_most_half_of_what_is_free():
     contexts = 8 * 1024 * 72 * 2**10
-    assert default_memory(GPT2, torch.float32, 8, FREE) == contexts
-    assert default_memory(GPT2, torch.float32, 8, 2 * contexts) == contexts
-    assert default_memory(GPT2, torch.float32, 8, 2 * contexts - 2) == contexts - 1
-    assert default_memory(GPT2, torch.bfloat16, 8, FREE) == contexts // 2
+    assert memory.default_memory(GPT2, torch.float32, 8, FREE) == contexts
+    assert memory.default_memory(GPT2, torch.float32, 8, 2 * contexts) == contexts
+    assert memory.default_memory(GPT2, torch.float32, 8, 2 * contexts - 2) == contexts - 1
+    assert memory.default_memory(GPT2, torch.bfloat16, 8, FREE) == contexts // 2
     for block_size in (1, 100, 1024, 5000):
-        memory = default_memory(GPT2, torch.float32, 8, 10 * FREE, block_size)
-        assert most_sequences(make_pool(memory, GPT2, torch.float32, block_size), 1024) == 8
-
-
-def test_cost_is_operations_over_their_rate_and_bytes_over_theirs():
-    cost = Cost(GPT2, torch.float32, flops=1e11, bandwidth=1e10, overhead=1e-3)
-    assert cost.recompute(100) == forward_cost(GPT2, torch.float32, 100, sampled=0).flops / 1e11
-    assert cost.swap(100) == pytest.approx(2 * (1e-3 + 100 * 73_728 / 1e10))
-    assert cost.swap(0) == 2e-3
+        nbytes = memory.default_memory(GPT2, torch.float32, 8, 10 * FREE, block_size)
+        assert (
+            memory.most_sequences(memory.make_pool(nbytes, GPT2, torch.float32, block_size), 1024)
+            == 8
+        )
 
 
 class Clocked:
@@ -115,17 +92,20 @@ def test_costs_are_what_a_pass_and_the_copies_took(swap_blocks, tried, monkeypat
     """A swap copies each block out and in. No more are tried than the 64 of a whole context."""
     monkeypatch.setattr(measure, "seconds", lambda call: call())
     runner = Clocked()
-    cost = measure_cost(runner, BlockPool(99), BlockPool(swap_blocks), torch.float32)
+    cost = memory.measure_cost(runner, BlockPool(99), BlockPool(swap_blocks), torch.float32)
     assert (runner.most, cost.recompute(64)) == (2 * tried, 2)
     assert cost.swap(1024) == pytest.approx(2 * 0.25 + 2 * 64 * 0.25)
 
 
 def test_the_cheaper_way_changes_where_the_costs_cross():
     """A short sequence is computed again before the copies have begun, a long one copied sooner."""
-    cost = Cost(GPT2, torch.float32, flops=1e11, bandwidth=1e10, overhead=5e-3)
+    cost = memory.Cost(GPT2, torch.float32, flops=1e11, bandwidth=1e10, overhead=5e-3)
+    assert cost.recompute(100) == forward_cost(GPT2, torch.float32, 100, sampled=0).flops / 1e11
+    assert cost.swap(100) == pytest.approx(2 * (5e-3 + 100 * 73_728 / 1e10))
+    assert cost.swap(0) == 1e-2
     swaps = [cost.swap(tokens) < cost.recompute(tokens) for tokens in range(1, 1025)]
     assert not swaps[0] and swaps[-1] and swaps == sorted(swaps)
     ways = ["swap" if cheaper else "recompute" for cheaper in swaps]
     assert [cost.cheaper(tokens) for tokens in range(1, 1025)] == ways
     for bandwidth, way in ((1e6, "recompute"), (1e15, "swap")):
-        assert Cost(GPT2, torch.float32, 1e11, bandwidth).cheaper(64) == way
+        assert memory.Cost(GPT2, torch.float32, 1e11, bandwidth).cheaper(64) == way

@@ -6,8 +6,6 @@ decode pass in the middle of its work: ROWS sequences with CONTEXT tokens each, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,11 +16,10 @@ from shared.linear import optimize
 from shared.parity import random_prompt
 from stage01_forward.fast_sampling import sample
 from stage01_forward.generation import Token
-from stage01_forward.model import GPT2
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage05_paged.blocks import BlockPool, BlockTable
-from stage05_paged.cache import PagedAttention, PagedCache
+from stage05_paged.cache import PagedCache
 from stage05_paged.scheduler import Scheduler
 
 pytestmark = pytest.mark.micro
@@ -33,16 +30,16 @@ BLOCKS = ROWS * (CONTEXT // BLOCK + 1)
 
 
 @pytest.fixture
-def attention() -> PagedAttention:
+def attention():
     """A pass of one new token for each row; blocks are apart, as in a pool that has been in use."""
     cache = PagedCache(CONFIG, BLOCKS, BLOCK)
-    cache.kv.normal_(generator=torch.Generator().manual_seed(0))
+    cache.kv.normal_()
     return cache.extend([(list(range(row, BLOCKS, ROWS)), CONTEXT, 1) for row in range(ROWS)])
 
 
 @torch.inference_mode()
-def test_forward_pass(benchmark: Any, attention: PagedAttention) -> None:
-    model: GPT2 = stages.load_model(checkpoint.load("stories"))
+def test_forward_pass(benchmark, attention):
+    model = stages.load_model(checkpoint.load("stories"))
     optimize(model)
     ids, positions = torch.arange(ROWS), attention.positions
     logits = benchmark(lambda: model.logits(model(ids, positions, attention.attend)))
@@ -50,29 +47,27 @@ def test_forward_pass(benchmark: Any, attention: PagedAttention) -> None:
 
 
 @torch.inference_mode()
-def test_attend(benchmark: Any, attention: PagedAttention) -> None:
+def test_attend(benchmark, attention):
     """One layer: write the new keys and values, gather all, attend."""
     q, k, v = torch.randn(3, ROWS, CONFIG.n_head, CONFIG.head_dim)
     assert benchmark(attention.attend, 0, q, k, v).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.8, "top_p": 0.95, "seed": 0}], ids=["greedy", "top-p"]
-)
-def test_sample(benchmark: Any, options: dict[str, Any]) -> None:
-    logits = torch.randn(ROWS, CONFIG.vocab_size, generator=torch.Generator().manual_seed(2))
-    params = [SamplingParams(max_tokens=9, **options)] * ROWS
-    generators = [torch.Generator().manual_seed(row) for row in range(ROWS)]
-    tokens, _ = benchmark(sample, logits, params, [([1] * CONTEXT, [])] * ROWS, generators)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.95}], ids=str)
+def test_sample(benchmark, options):
+    params = SamplingParams(max_tokens=9, seed=0, **options)
+    logits = torch.randn(ROWS, CONFIG.vocab_size)
+    history: tuple[list[int], list[int]] = ([1] * CONTEXT, [])
+    rows = [params] * ROWS, [history] * ROWS, [params.generator()] * ROWS
+    tokens, _ = benchmark(sample, logits, *rows)
     assert tokens.shape == (ROWS,) and (options or torch.equal(tokens, logits.argmax(-1)))
 
 
-def test_schedule(benchmark: Any) -> None:
+def test_schedule(benchmark):
     """All rows have computed their prompts, and a token of the answer is to come."""
     scheduler = Scheduler(BlockPool(BLOCKS, BLOCK), ROWS, token_budget=ROWS * CONTEXT)
     for row in range(ROWS):
-        prompt = random_prompt(CONTEXT, CONFIG, row)
-        scheduler.add(Request(prompt, SamplingParams(max_tokens=9)))
+        scheduler.add(Request(random_prompt(CONTEXT, CONFIG, row), SamplingParams(max_tokens=9)))
     plan = scheduler.schedule()
     scheduler.advance(plan)
     for work in plan.work:
@@ -81,11 +76,11 @@ def test_schedule(benchmark: Any) -> None:
     assert [(work.start, work.count, work.rows) for work in plan.work] == [(CONTEXT, 1, 1)] * ROWS
 
 
-def test_block_pool(benchmark: Any) -> None:
+def test_block_pool(benchmark):
     """A table takes its blocks and gives them back, in a pool full of cached ones."""
     pool = BlockPool(BLOCKS, BLOCK)
 
-    def take_and_release(tokens: int = CONTEXT) -> int:
+    def take_and_release(tokens=CONTEXT):
         table = BlockTable(pool)
         for block in table.grow(tokens):
             pool.publish(block, str(block).encode())

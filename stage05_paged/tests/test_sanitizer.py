@@ -45,101 +45,79 @@ def table(engine, id):
     return engine.scheduler.tables[engine.requests[id]]
 
 
-class Before:
-    """What can go wrong between two passes, found before the next: (what, block, sequences)."""
+BEFORE = {  # what can go wrong between two passes, found before the next: the error, sequences
+    "it has two writers": "a, b",
+    "written while 2 tables hold it": "a, b",
+    "positions 14 to 14 are beyond the table's 12": "a",
+    "written while its old content can be found": "a",
+}
+AFTER = {  # what can go wrong during the step, found at its end
+    "1 references, but 0 tables hold it": "none",
+    "in 0 of the lists of free, cached and owned blocks": "none",
+    "in 2 of the lists of free, cached and owned blocks": "none",
+    "0 references, but 1 tables hold it": "a",
+    "1 references, but 2 tables hold it": "a, b",
+    "1 blocks are counted as shared": "none",
+    "the blocks' digests and the blocks by digest differ": "none",
+    "a cached block that cannot be found": "none",
+    "found under tokens that it does not hold": "a",
+    "changed since it was published": "b",
+    "written while it is free": "none",
+    "held by a request that does not run": "b",
+    "17 tokens in 4 blocks": "a",
+    "1 references, but 0 swap tables hold it": "none",
+    "swapped out, but not waiting": "a",
+}
 
-    def two_requests_write_to_one_block(engine: Any):
-        block = table(engine, "b").blocks[-1] = table(engine, "a").blocks[-1]
-        return "it has two writers", block, "a, b"
 
-    def a_shared_block_is_written(engine: Any):
-        block = table(engine, "a").blocks[-1]
-        table(engine, "b").adopt([block])
-        return "written while 2 tables hold it", block, "a, b"
-
-    def a_table_is_too_short(engine: Any):
-        table(engine, "a").blocks.pop()
-        return "positions 14 to 14 are beyond the table's 12", None, "a"
-
-    def a_published_block_is_written(engine: Any):
-        block = table(engine, "a").blocks[-1]
-        engine.scheduler.pool.publish(block, b"as if it were full")
-        return "written while its old content can be found", block, "a"
-
-
-class After:
-    """What can go wrong during the step, found at its end."""
-
-    def a_block_leaks(engine: Any):
-        return "1 references, but 0 tables hold it", engine.scheduler.pool.take(), "none"
-
-    def a_block_is_in_no_list(engine: Any):
-        block = engine.scheduler.pool.free.pop()
-        return "in 0 of the lists of free, cached and owned blocks", block, "none"
-
-    def a_block_is_freed_twice(engine: Any):
-        pool = engine.scheduler.pool
-        pool.free.append(pool.free[0])
-        return "in 2 of the lists of free, cached and owned blocks", pool.free[0], "none"
-
-    def a_block_in_use_is_given_back(engine: Any):
-        block = table(engine, "a").blocks[0]
-        engine.scheduler.pool.give_back(block)
-        return "0 references, but 1 tables hold it", block, "a"
-
-    def a_holder_is_not_counted(engine: Any):
-        block = table(engine, "a").blocks[0]
-        table(engine, "b").blocks.append(block)
-        return "1 references, but 2 tables hold it", block, "a, b"
-
-    def shared_blocks_are_miscounted(engine: Any):
-        engine.scheduler.pool.shared += 1
-        return "1 blocks are counted as shared", None, "none"
-
-    def a_digest_leads_nowhere(engine: Any):
-        pool = engine.scheduler.pool
-        pool.found[b"stale"] = pool.free[0]
-        return "the blocks' digests and the blocks by digest differ", None, "none"
-
-    def a_cached_block_has_no_digest(engine: Any):
-        pool = engine.scheduler.pool
-        pool.forget(block := next(iter(pool.cached)))
-        return "a cached block that cannot be found", block, "none"
-
-    def a_digest_is_stale(engine: Any):
-        pool, block = engine.scheduler.pool, table(engine, "a").blocks[1]
-        pool.forget(block)
-        pool.publish(block, b"what it held before")
-        return "found under tokens that it does not hold", block, "a"
-
-    def a_published_block_changes(engine: Any):
-        block = table(engine, "b").blocks[1]
-        engine.runner.cache.kv[1, 0, 1, block, 2, 3] += 1e-9
-        return "changed since it was published", block, "b"
-
-    def a_free_block_is_written(engine: Any):
-        block = engine.scheduler.pool.free[0]
-        engine.runner.cache.kv[2, 1, 1, block, 3, 5] = 0
-        return "written while it is free", block, "none"
-
-    def a_request_that_waits_keeps_its_table(engine: Any):
-        scheduler, request = engine.scheduler, engine.requests["b"]
-        scheduler.running.remove(request)
-        scheduler.waiting.append(request)
-        request.move(State.WAITING)
-        return "held by a request that does not run", table(engine, "b").blocks[0], "b"
-
-    def more_is_computed_than_there_is_room_for(engine: Any):
-        engine.requests["a"].computed += 2
-        return "17 tokens in 4 blocks", None, "a"
-
-    def a_swap_block_leaks(engine: Any):
-        block = engine.scheduler.swap_pool.take()
-        return "1 references, but 0 swap tables hold it", block, "none"
-
-    def a_request_that_runs_keeps_its_swap_blocks(engine: Any):
-        engine.scheduler.swapped[engine.requests["a"]] = [engine.scheduler.swap_pool.take()]
-        return "swapped out, but not waiting", None, "a"
+def violate(engine: Any, rule: str) -> int | None:
+    """Do what the rule's error describes; returns the block that it names."""
+    scheduler, pool, kv = engine.scheduler, engine.scheduler.pool, engine.runner.cache.kv
+    a, b, block = table(engine, "a"), table(engine, "b"), None
+    match rule:
+        case "it has two writers":
+            block = b.blocks[-1] = a.blocks[-1]
+        case "written while 2 tables hold it":
+            b.adopt([block := a.blocks[-1]])
+        case "positions 14 to 14 are beyond the table's 12":
+            a.blocks.pop()
+        case "written while its old content can be found":
+            pool.publish(block := a.blocks[-1], b"as if it were full")
+        case "1 references, but 0 tables hold it":
+            block = pool.take()
+        case "in 0 of the lists of free, cached and owned blocks":
+            block = pool.free.pop()
+        case "in 2 of the lists of free, cached and owned blocks":
+            pool.free.append(block := pool.free[0])
+        case "0 references, but 1 tables hold it":
+            pool.give_back(block := a.blocks[0])
+        case "1 references, but 2 tables hold it":
+            b.blocks.append(block := a.blocks[0])
+        case "1 blocks are counted as shared":
+            pool.shared += 1
+        case "the blocks' digests and the blocks by digest differ":
+            pool.found[b"stale"] = pool.free[0]
+        case "a cached block that cannot be found":
+            pool.forget(block := next(iter(pool.cached)))
+        case "found under tokens that it does not hold":
+            pool.forget(block := a.blocks[1])
+            pool.publish(block, b"what it held before")
+        case "changed since it was published":
+            kv[1, 0, 1, (block := b.blocks[1]), 2, 3] += 1e-9
+        case "written while it is free":
+            kv[2, 1, 1, (block := pool.free[0]), 3, 5] = 0
+        case "held by a request that does not run":
+            block, request = b.blocks[0], engine.requests["b"]
+            scheduler.running.remove(request)
+            scheduler.waiting.append(request)
+            request.move(State.WAITING)
+        case "17 tokens in 4 blocks":
+            engine.requests["a"].computed += 2
+        case "1 references, but 0 swap tables hold it":
+            block = scheduler.swap_pool.take()
+        case "swapped out, but not waiting":
+            scheduler.swapped[engine.requests["a"]] = [scheduler.swap_pool.take()]
+    return block
 
 
 def assert_named(engine, monkeypatch, moment, wrong):
@@ -162,22 +140,17 @@ def assert_named(engine, monkeypatch, moment, wrong):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize(
-    "moment, wrong",
-    [
-        pytest.param(moment, wrong, id=name)
-        for moment, rules in (("schedule", Before), ("run", After))
-        for name, wrong in vars(rules).items()
-        if not name.startswith("_")
-    ],
-)
-def test_every_rule_when_broken_is_named(moment, wrong, engine, monkeypatch):
+@pytest.mark.parametrize("rule", [*BEFORE, *AFTER])
+def test_every_rule_when_broken_is_named(rule, engine, monkeypatch):
     """In the step that breaks it."""
+    moment, sequences = ("schedule" if rule in BEFORE else "run"), (BEFORE | AFTER)[rule]
+    wrong = lambda engine: (rule, violate(engine, rule), sequences)  # noqa: E731
     assert_named(engine, monkeypatch, moment, wrong)
 
 
-def test_what_is_still_in_use_at_idle_is_named(tiny_model, monkeypatch):
-    """No request is left, and a swap block is taken: its request is forgotten."""
+def test_what_is_wrong_when_a_request_has_ended_is_named(tiny_model, monkeypatch):
+    """A swap block is in use at idle, its request forgotten; or a digest is wrong, and no table is
+    left that holds the block, and yet any request can find it."""
     engine = engine_of(8, 256, tiny_model, 16, 4, 6)
     gone = Request([1], greedy(1), id="gone")
     gone.move(State.WAITING)
@@ -186,19 +159,14 @@ def test_what_is_still_in_use_at_idle_is_named(tiny_model, monkeypatch):
         engine.scheduler.swapped[gone] = [engine.scheduler.swap_pool.take()]
         return "1 blocks are owned, and there is no request", None, "none"
 
-    assert_named(engine, monkeypatch, "schedule", forget)
-
-
-def test_a_wrong_digest_is_seen_even_if_its_request_ends_in_that_step(tiny_model, monkeypatch):
-    """Then no table is left that holds the block, and yet any request can find it."""
-    engine = engine_of(8, 256, tiny_model, 16, 4, 6)
-    ask(engine, 5, 1, "last")
-
     def misname(engine: Any):
         mine = table(engine, "last")
         mine.digests[0] = b"what another one holds"
         return "found under tokens that it does not hold", mine.blocks[0], "last"
 
+    assert_named(engine, monkeypatch, "schedule", forget)
+    engine = engine_of(8, 256, tiny_model, 16, 4, 6)
+    ask(engine, 5, 1, "last")
     assert_named(engine, monkeypatch, "run", misname)
 
 

@@ -476,7 +476,7 @@ EXHIBITS = (
         seen="nano-vllm, pull requests 211 and 233",
         tests=(
             (
-                "tests/test_preemption.py::"
+                "tests/test_scheduler.py::"
                 "test_without_chunks_a_recompute_longer_than_the_budget_still_runs"
             ),
         ),
@@ -563,9 +563,9 @@ EXHIBITS = (
         ),
         seen="SuStackx0/llm-serving-engine, the preemption of its scheduler",
         tests=(
-            "tests/test_preemption.py::"
+            "tests/test_scheduler.py::"
             "test_without_chunks_a_recompute_longer_than_the_budget_still_runs",
-            "tests/test_preemption.py::test_the_most_junior_gives_its_memory_back",
+            "tests/test_scheduler.py::test_the_most_junior_gives_its_memory_back",
         ),
     ),
     Exhibit(
@@ -595,7 +595,7 @@ EXHIBITS = (
         seen="hardly any engine tests it",
         tests=(
             (
-                "tests/test_preemption.py::"
+                "tests/test_scheduler.py::"
                 "test_a_copy_comes_from_the_parents_last_block_and_waits_for_one_of_its_own"
             ),
         ),
