@@ -95,11 +95,12 @@ def test_prompt_and_answer_fill_the_context_and_no_more(engine, length):
 
 def test_unfit_prompts_are_refused_before_any_work(engine):
     refused = {"empty": [], "64 tokens": [3] * 64, "shorten": [3] * 5000, "101": [101], "-1": [-1]}
+    params = SamplingParams(max_tokens=2)
     for words, prompt in refused.items():
         with pytest.raises(UserError, match=words):
-            engine.generate([[1, 2], prompt], SamplingParams(max_tokens=2))
+            engine.generate([[1, 2], prompt], params)
         with pytest.raises(UserError, match=words):
-            next(engine.stream(prompt, SamplingParams(max_tokens=2)))
+            next(engine.stream(prompt, params))
     assert engine.steps == []
 
 

@@ -70,24 +70,22 @@ def test_prompt_logprobs_are_those_of_every_position(models):
 def test_command(tmp_path, capsys):
     fields = {"vocab_size": 256, "n_positions": 24, "n_embd": 16, "n_layer": 1, "n_head": 2}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    text, latin, short = (tmp_path / f"{name}.txt" for name in ("text", "latin", "short"))
-    text.write_text("Once upon a time there was a café. " * 3, encoding="utf-8-sig")
-    latin.write_bytes("café au lait".encode("latin-1"))
-    short.write_text("a")
+    texts = {"text": "\ufeff" + "Once upon a time there was a café. " * 3, "short": "a"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "latin").write_bytes("café au lait".encode("latin-1"))
     model = ["--model", str(tmp_path), "--random-weights", "--dtype", "float64"]
-
-    main([str(text), "--stride", "8", *model])
+    main([str(tmp_path / "text"), "--stride", "8", *model])
     value = r"(\d+\.\d{4})"
     pattern = rf"perplexity +{value}\ncross-entropy +{value} nats per token\ntokens +(\d+)\n"
     match = re.fullmatch(pattern, capsys.readouterr().out)
     assert match is not None and int(match[3]) == 3 * 36 - 1  # é is two bytes, the mark is none
     assert float(match[1]) == pytest.approx(math.exp(float(match[2])), rel=1e-3)
     assert float(match[2]) == pytest.approx(math.log(256), abs=0.2)  # random weights know nothing
-
-    unreadable = dict.fromkeys((tmp_path / "none", tmp_path), "cannot be read")
-    for file, words in {latin: "not UTF-8", short: "1 tokens", **unreadable}.items():
+    unread = {"latin": "not UTF-8", "short": "1 tokens", "none": "cannot be read", ".": "cannot"}
+    for name, words in unread.items():
         with pytest.raises(UserError, match=words):
-            main([str(file), *model])
+            main([str(tmp_path / name), *model])
     for stride in (0, 25):
         with pytest.raises(UserError, match=f"from 1 to 24, .* not {stride}"):
             perplexity(load_model(random_checkpoint(CONFIG)), [1, 2], stride)

@@ -73,43 +73,45 @@ def test_attention_reads_the_cache_in_place(cache):
 
 
 @torch.inference_mode()
+def attended(cache, layer, q, k, v, cuts):
+    """Attention (T, H, D) in passes of `cuts` tokens."""
+    parts = zip(q.split(cuts), k.split(cuts), v.split(cuts), strict=True)
+    return torch.cat([cache.extend(len(part[0])).attend(layer, *part) for part in parts])
+
+
+def explicit(q, k, v):
+    """The same in one pass and in float64; k and v (T, H_kv, D)."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return explicit_attention(*(x.double().transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
+
+
 def test_one_decode_step_is_explicit_attention_over_all_keys(cache):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 9, 2, 12, dtype=torch.float64, generator=generator)  # (T, H, D) each
-    explicit = explicit_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
-    for start, end in ((0, 5), (5, 8), (8, 9)):  # a prompt, a chunk, a token
-        part = slice(start, end)
-        out = cache.extend(end - start).attend(1, q[part], k[part], v[part])
-        assert torch.allclose(out.transpose(0, 1), explicit[:, part], rtol=0, atol=1e-13)
+    """After a prompt and a chunk."""
+    q, k, v = torch.randn(3, 9, 2, 12, dtype=torch.float64)
+    out = attended(cache, 1, q, k, v, [5, 3, 1])
+    assert torch.allclose(out, explicit(q, k, v), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("cuts", [[9], [5, 1, 3]], ids=str)
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), (3, 1), (2, 2)])
-@pytest.mark.parametrize("stored", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@torch.inference_mode()
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_heads_may_share_keys_and_the_cache_may_have_a_dtype_of_its_own(
     cuts, heads, kv_heads, dtype, stored
 ):
     """A single row attends over widened bfloat16; the result has the dtype of the query."""
-    dtype, stored = getattr(torch, dtype), getattr(torch, stored)
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(9, heads, 10, generator=generator).to(dtype)  # (T, H, D)
-    k, v = torch.randn(2, 9, kv_heads, 10, generator=generator).to(dtype)  # (T, H_kv, D) each
+    q = torch.randn(9, heads, 10).to(dtype)  # (T, H, D)
+    k, v = torch.randn(2, 9, kv_heads, 10).to(dtype)  # (T, H_kv, D) each
     cache = KVCache(Config(5, 9, 8, 1, heads, kv_heads, 10), dtype=stored)
     assert cache.kv.shape == (1, 2, kv_heads, 9, 10)
-    parts = []
-    for part in zip(q.split(cuts), k.split(cuts), v.split(cuts), strict=True):
-        attention = cache.extend(len(part[0]))
-        assert attention.widen == (len(part[0]) == 1 and stored == torch.bfloat16)
-        parts.append(attention.attend(0, *part))
-    shared = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
-    explicit = explicit_attention(*(x.double().transpose(0, 1) for x in (q, *shared)))
-    out, coarsest = torch.cat(parts), min(dtype, stored, key=lambda each: each.itemsize)
+    out = attended(cache, 0, q, k, v, cuts)
+    coarsest = min(dtype, stored, key=lambda each: each.itemsize)
     # Query, scores, weights and result are rounded, each by half a step.
     bound = max(4 * torch.finfo(coarsest).eps / 2, 1e-14)
     assert out.dtype == dtype
-    assert torch.allclose(out.double(), explicit.transpose(0, 1), rtol=0, atol=bound)
+    assert torch.allclose(out.double(), explicit(q, k, v), rtol=0, atol=bound)
+    cache.crop(5)
+    assert cache.extend(1).widen == (stored == torch.bfloat16) and not cache.extend(2).widen
 
 
 def test_the_cache_refuses_more_than_it_holds(tiny_model, cache):

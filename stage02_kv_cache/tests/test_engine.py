@@ -44,9 +44,9 @@ def test_nothing_of_the_request_before_is_visible(engine, tiny_model):
 @pytest.mark.parametrize("length", [1, 62, 63])
 def test_prompt_and_answer_fill_the_context_and_no_more(engine, tiny_model, length):
     params = SamplingParams(max_tokens=500, ignore_eos=True)
-    (output,) = engine.generate([[3] * length], params)
-    assert (len(output.token_ids), output.finish_reason) == (64 - length, "length")
-    assert output.token_ids == Naive(tiny_model).generate([[3] * length], params)[0].token_ids
+    outputs = engine.generate([[3] * length], params)
+    assert (len(outputs[0].token_ids), outputs[0].finish_reason) == (64 - length, "length")
+    assert outputs == Naive(tiny_model).generate([[3] * length], params)
 
 
 def test_two_streams_at_once_are_an_error_not_a_wrong_text(engine, tiny_model):

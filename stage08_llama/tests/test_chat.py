@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 import random
-from itertools import groupby
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,18 +57,12 @@ def chat(loaded, folder):
 
 
 def test_a_conversation_is_the_prompt_of_every_answer(chat, capsys):
-    lines = iter(["hello", "and <|im_end|>?", "/nonsense", "/reset", "again", "/quit"])
-    asked = []
-    stream = chat.engine.stream
-
-    def watched(ids, sampling):
-        asked.append(chat.loaded.tokenizer.decode(ids))
-        return stream(ids, sampling)
-
-    chat.engine.stream = watched
-    assert chat.run(lambda: next(lines)) == 0
+    chat.engine.stream = Mock(side_effect=chat.engine.stream)
+    lines = ["hello", "and <|im_end|>?", "/nonsense", "/reset", "again", "/quit"]
+    assert chat.run(Mock(side_effect=lines)) == 0
     out, err = capsys.readouterr()
-    first, second, third = asked
+    asked = [call.args[0] for call in chat.engine.stream.call_args_list]
+    first, second, third = map(chat.loaded.tokenizer.decode, asked)
     start = f"<|im_start|>user\nhello{END}\n<|im_start|>assistant\n"
     assert first == start and second.startswith(start + out[:5].strip())
     assert second.endswith(f"<|im_start|>user\nand {END}?{END}\n<|im_start|>assistant\n")
@@ -79,34 +74,24 @@ def test_a_conversation_is_the_prompt_of_every_answer(chat, capsys):
 def test_regenerate_and_stop(chat, capsys, monkeypatch):
     with pytest.raises(UserError, match="no question"):
         chat.regenerate()
-    plain, count = builtins.print, [0]
+    plain, printed = builtins.print, itertools.count(1)
 
     def interrupted(*args, **options):
         plain(*args, **options)
-        count[0] += 1
-        if count[0] == 4:  # two lines at the start, then pieces
+        if next(printed) == 4:  # two lines at the start, then pieces
             raise KeyboardInterrupt
 
     monkeypatch.setattr(builtins, "print", interrupted)
-    lines = iter(["one", "/regenerate"])
-
-    def read():
-        line = next(lines, None)
-        if line is None:
-            raise EOFError
-        return line
-
-    assert chat.run(read) == 0
+    assert chat.run(Mock(side_effect=["one", "/regenerate", EOFError])) == 0
     assert "[stopped]" in capsys.readouterr().out
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]
     assert chat.engine.scheduler.pool.owned == 0 and not chat.engine.requests
 
 
 def test_a_conversation_that_is_too_long_says_so_and_goes_on(chat, capsys):
-    lines = iter(["word " * 600, "hi", "/quit"])
-    assert chat.run(lambda: next(lines)) == 0
-    out, err = capsys.readouterr()
-    assert "error: The prompt has" in err and [m["content"] for m in chat.messages][0] == "hi"
+    assert chat.run(Mock(side_effect=["word " * 600, "hi", "/quit"])) == 0
+    assert "error: The prompt has" in capsys.readouterr().err
+    assert chat.messages[0]["content"] == "hi"
 
 
 def test_rows_without_a_token_are_never_sampled(loaded):
@@ -144,7 +129,7 @@ def test_chatml_by_hand_is_the_template(folder, loaded):
             for _ in range(rng.randint(1, 3))
         ]
         start = rng.random() < 0.5
-        kinds = groupby(template.render(messages, start), key=lambda piece: piece[1])
+        kinds = itertools.groupby(template.render(messages, start), key=lambda piece: piece[1])
         want = [("".join(text for text, _ in group), kind) for kind, group in kinds]
         assert render(messages, control, start) == want
 

@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,23 +64,25 @@ def passes(block, lengths):
             yield shares
 
 
+def compare(found, paged, layer, *inputs):
+    """`found` with what stage 05 computes in float64 for the same pass."""
+    wanted = torch.empty(found.shape, dtype=torch.float64)
+    wanted[paged.order] = paged.attend(layer, *(x[paged.order].double() for x in inputs))
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
 def agree(heads, kv_heads, width, block, dtype, lengths, **options):
     torch.manual_seed(0)
     oracle, kernel = caches(heads, kv_heads, width, block, dtype, **options)
     for shares in passes(block, lengths):
         total = sum(count for _, _, count in shares)
         shape = [(total, count, width) for count in (heads, kv_heads, kv_heads)]
-        q, k, v = (torch.randn(each, dtype=torch.float64).to(dtype) for each in shape)
-        whole = oracle.extend(shares)
+        inputs = [torch.randn(each, dtype=torch.float64).to(dtype) for each in shape]
         for layer in (0, 1):
-            inputs = (x[whole.order].double() for x in (q, k, v))
-            wanted = torch.empty(total, heads, width, dtype=torch.float64)
-            wanted[whole.order] = whole.attend(layer, *inputs)
-            found = kernel.extend(shares).attend(layer, q, k, v)
+            found = kernel.extend(shares).attend(layer, *inputs)
             assert found.dtype == dtype
-            torch.testing.assert_close(
-                found.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-            )
+            compare(found, oracle.extend(shares), layer, *inputs)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -114,16 +117,19 @@ def test_a_window_hides_what_is_behind_it(window):
     agree(4, 2, 32, 16, torch.float64, [1, 20, 256, 700], window=window)
 
 
+def whole(q, k, v):
+    """Attention (T, H, D) of all tokens or of the last one, in float64."""
+    causal = len(q) > 1
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(0, 1)
+
+
 def test_large_scores_and_strided_queries():
     _, kernel = caches(2, 2, 64, 16, torch.float32)
     packed = 100 * torch.randn(40, 3 * 2 * 64)  # scores of +-1e4
     q, k, v = (part.unflatten(1, (2, 64)) for part in packed.chunk(3, 1))
     found = kernel.extend([([3, 1, 7], 0, 40)]).attend(0, q, k, v)
-    whole = [x.double().transpose(0, 1) for x in (q, k, v)]
-    wanted = F.scaled_dot_product_attention(whole[0], whole[1], whole[2], is_causal=True).transpose(
-        0, 1
-    )
-    torch.testing.assert_close(found.double(), wanted, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(found.double(), whole(q, k, v), atol=1e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
@@ -159,20 +165,8 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype, kv_head
 
 
 def test_two_python_threads_at_once():
-    failed = []
-
-    def work():
-        try:
-            agree(3, 3, 32, 16, torch.float64, [50, 9, 120])
-        except AssertionError as error:
-            failed.append(error)
-
-    workers = [threading.Thread(target=work) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failed
+    with ThreadPoolExecutor(2) as both:
+        list(both.map(lambda _: agree(3, 3, 32, 16, torch.float64, [50, 9, 120]), range(2)))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -191,18 +185,12 @@ def test_slots_that_no_token_has_written_change_no_bit(dtype):
         kernel.kv = room[49:-49].view(kernel.kv.shape).fill_(other)
         several = []
         for shares, rows in zip(given, (slice(10), slice(10, 31), slice(15, 16)), strict=True):
-            if shares == given[2]:  # two tokens first, which the last one sees
+            if shares == given[2]:  # six tokens first, which the last one sees
                 seen = [x[:6] for x in (q, k, v)]
                 kernel.extend([([8, 5, 3], 14, 6)]).attend(1, *seen)
                 oracle.extend([([8, 5, 3], 14, 6)]).attend(1, *(x.double() for x in seen))
             several.append(kernel.extend(shares).attend(1, q[rows], k[rows], v[rows]))
-            whole = oracle.extend(shares)
-            wanted = torch.empty(several[-1].shape, dtype=torch.float64)
-            wanted[whole.order] = whole.attend(
-                1, *(x[rows][whole.order].double() for x in (q, k, v))
-            )
-            tolerance = TOLERANCE[dtype]
-            torch.testing.assert_close(several[-1].double(), wanted, atol=tolerance, rtol=tolerance)
+            compare(several[-1], oracle.extend(shares), 1, q[rows], k[rows], v[rows])
         assert (room[:49] == 7).all() and (room[-49:] == 7).all()
         outputs.append(torch.cat(several))
     assert all(torch.equal(output, outputs[0]) for output in outputs)
@@ -221,21 +209,15 @@ def test_nothing_is_written_outside_the_blocks_of_a_share():
 def test_a_table_that_changed_since_the_last_pass_is_read_anew():
     """Its list is the same object and as long as before: one block came in another's place."""
     _, kernel = caches(2, 2, 16, 16, torch.float32)
-    first, table = torch.randn(3, 40, 2, 16), [3, 5, 7]
-    kernel.extend([(table, 0, 40), ([8], 0, 3)]).attend(
-        0, *(torch.cat((x, torch.randn(3, 2, 16))) for x in first)
-    )
+    first, table = torch.randn(3, 43, 2, 16), [3, 5, 7]
+    kernel.extend([(table, 0, 40), ([8], 0, 3)]).attend(0, *first)
     kernel.kv[0, 9] = kernel.kv[0, 7]
     kernel.kv[0, 7] = torch.nan
     table[2] = 9
     q, k, v = torch.randn(3, 1, 2, 16)
     found = kernel.extend([(table, 40, 1)]).attend(0, q, k, v)
-    whole = [
-        torch.cat((old, new)).transpose(0, 1) for old, new in zip(first[1:], (k, v), strict=True)
-    ]
-    q = q.transpose(0, 1)
-    wanted = F.scaled_dot_product_attention(q, whole[0], whole[1]).transpose(0, 1)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    wanted = whole(q, torch.cat((first[1, :40], k)), torch.cat((first[2, :40], v)))
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows reserves memory before it is touched")
