@@ -408,8 +408,7 @@ def claims(results: Results) -> Iterator[Claim]:
     one = rows.first("preemption")(results)[-2]
     for way, why in (
         (RECOMPUTE, "a prefill reaches some 70 % of the best rate of a product"),
-        (SWAP, "the copies went through new memory, which the system clears page by page; mended "
-         "since this run: see step 7"),
+        (SWAP, "the bound reads each byte once; a copy writes it, too, to pages that are cold"),
     ):  # fmt: skip
         best = lost(way, one, flops=one.peak, bandwidth=one.bandwidth)
         yield Claim(f"preemption at 512 tokens, {way}", best, 1e3 * one.of(way).median, "ms", why)
