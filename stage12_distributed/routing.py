@@ -29,7 +29,7 @@ from stage05_paged.blocks import chain
 
 BLOCK_SIZE = 16  # tokens, as the servers have it by default
 BLOCKS = 2048  # remembered for each replica, unless the caller knows its pool
-BOUND = 1.25  # a replica's share of the requests in flight, in shares of the mean
+BOUND = 1.5  # a replica's share of the requests in flight, in shares of the mean
 
 
 @dataclass(eq=False)
@@ -39,6 +39,7 @@ class Replica:
     blocks: digests to remember, at least 1; no more than its pool has blocks, or hits are expected
         where there are none.
     most: requests in flight that it can take.
+    tree: the digests, the longest unused first.
     ready: whether it may be chosen. One that drains or fails its health checks keeps its load and
         its tree: what is in flight there is still in flight.
     requests, tokens: in flight, sent by this policy's user. Only `Routing` writes them.
@@ -50,7 +51,7 @@ class Replica:
     ready: bool = True
     requests: int = 0
     tokens: int = 0
-    tree: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # oldest first
+    tree: OrderedDict[bytes, None] = field(default_factory=OrderedDict, repr=False)
 
     def match(self, digests: Sequence[bytes]) -> int:
         """Number of blocks of the longest prefix that was sent here.
@@ -145,9 +146,10 @@ class Routing:
         ]
         if not able:
             return None
-        cached = {replica: replica.match(digests) * self.block_size for replica in able}
+        most = max(0, tokens - 1) // self.block_size  # blocks: the last token is always computed
+        cached = {replica: min(most, replica.match(digests)) * self.block_size for replica in able}
         some = self.random.sample(able, min(2, len(able)))
-        candidates = {*some, *(replica for replica in able if cached[replica])}
+        candidates = dict.fromkeys([*(each for each in able if cached[each]), *some])
         mean = (sum(replica.requests for replica in able) + 1) / len(able)
         within = [each for each in candidates if each.requests < math.ceil(self.bound * mean)]
 
@@ -155,8 +157,7 @@ class Routing:
             return tokens - cached[replica] + replica.tokens, self.random.random()  # ties
 
         best = min(within or candidates, key=cost)
-        uncached = max(1, tokens - cached[best])  # the last token is always computed
-        return Route(best, digests, tokens - uncached, uncached + answer)
+        return Route(best, digests, cached[best], tokens - cached[best] + answer)
 
     def start(self, route: Route) -> None:
         """The request is sent: it counts as in flight, and its prompt as cached."""

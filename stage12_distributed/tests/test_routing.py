@@ -1,0 +1,248 @@
+"""The policy: prefixes against load, and what it knows of replicas that come and go."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.course.testing import python
+from stage05_paged.blocks import BlockPool, BlockTable
+from stage12_distributed.routing import Replica, Route, Routing
+
+SIZE = 4  # tokens in a block
+
+
+def fleet(count: int, seed: int = 0, **options) -> Routing:
+    routing = Routing(SIZE, seed=seed, **options)
+    for number in range(count):
+        routing.add(f"replica-{number}")
+    return routing
+
+
+def send(routing: Routing, prompt, salt: bytes = b"", answer: int = 0) -> Route:
+    """A request that is in flight from now on."""
+    route = routing.choose(routing.digests(prompt, salt), len(prompt), answer)
+    assert route is not None
+    routing.start(route)
+    return route
+
+
+def passed(routing: Routing, prompt, salt: bytes = b"") -> Route:
+    """A request that has ended."""
+    route = send(routing, prompt, salt)
+    routing.finish(route)
+    return route
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=length)
+
+
+def test_digests_are_those_of_the_servers():
+    prompt = prompt_of(4 * SIZE + 3)
+    for salt in (b"", b"tenant"):
+        table = BlockTable(BlockPool(1, SIZE), salt)
+        assert Routing(SIZE).digests(prompt, salt) == table.digest(prompt)
+
+
+def test_the_policy_needs_no_pytorch_and_no_http():
+    code = "import sys, stage12_distributed.routing; print({'torch', 'aiohttp'} & {*sys.modules})"
+    assert python("-c", code).stdout == "set()\n"
+    assert sys.version_info >= (3, 11)
+
+
+def test_the_longest_cached_prefix_is_found():
+    routing, prompt = fleet(2), prompt_of(10 * SIZE)
+    short, long = routing.replicas.values()
+    short.remember(routing.digests(prompt[: 3 * SIZE]))
+    long.remember(routing.digests(prompt[: 7 * SIZE]))
+    route = passed(routing, prompt)
+    assert route.replica is long and route.cached == 7 * SIZE and route.tokens == 3 * SIZE
+
+
+def test_the_last_token_is_always_computed():
+    routing, prompt = fleet(1), prompt_of(5 * SIZE)
+    assert [passed(routing, prompt).cached for _ in range(2)] == [0, 4 * SIZE]
+    assert passed(routing, []).cached == 0
+
+
+@pytest.mark.parametrize("salt", [b"another key", b"another adapter"])
+def test_tenants_and_adapters_share_nothing(salt):
+    routing, prompt = fleet(1), prompt_of(5 * SIZE)
+    passed(routing, prompt, b"one")
+    assert passed(routing, prompt, salt).cached == 0
+    assert passed(routing, prompt, b"one").cached == 4 * SIZE
+
+
+def test_a_long_queue_outweighs_a_short_prefix():
+    routing, prompt = fleet(2), prompt_of(10 * SIZE)
+    first = passed(routing, prompt[:SIZE]).replica
+    assert passed(routing, prompt).replica is first
+    for tokens, same in ((9 * SIZE, True), (11 * SIZE, False)):
+        first.tokens = tokens  # what is cached there is worth 10 blocks less the last token's
+        route = routing.choose(routing.digests(prompt), len(prompt))
+        assert route is not None and (route.replica is first) == same
+
+
+def test_one_hot_prefix_does_not_end_affinity_for_all():
+    """Its replica is full, and the requests spill over; those with other prefixes do not."""
+    routing = fleet(4)
+    own = {seed: passed(routing, prompt_of(40 * SIZE, seed)).replica for seed in range(1, 9)}
+    hot = prompt_of(100 * SIZE, 0)
+    routes = [send(routing, hot + [number] * SIZE) for number in range(40)]
+    loads = Counter(route.replica for route in routes)
+    assert max(loads.values()) <= 1.5 * 40 / 4 + 1
+    for route in routes:
+        routing.finish(route)
+    send(routing, hot)
+    for seed, replica in own.items():
+        assert passed(routing, prompt_of(40 * SIZE, seed)).replica is replica
+
+
+def test_several_routers_do_not_dilute_the_bound():
+    """Each sees a quarter of the requests, and bounds the same shares."""
+    routers = [fleet(4, seed) for seed in range(4)]
+    hot, loads = prompt_of(100 * SIZE), Counter[str]()
+    for number in range(40):
+        loads[send(routers[number % 4], hot + [number] * SIZE).replica.name] += 1
+    assert max(loads.values()) <= 4 * (1.5 * 10 / 4 + 1)
+
+
+def test_ties_are_broken_at_random():
+    routing = fleet(8)
+    counts = Counter(passed(routing, prompt_of(SIZE - 1, seed)).replica for seed in range(800))
+    assert len(counts) == 8 and max(counts.values()) < 150
+
+
+def test_routers_that_know_little_do_not_herd():
+    """Eight routers with a request each: none knows of the others'."""
+    counts = Counter(send(fleet(8, seed), prompt_of(40, seed)).replica.name for seed in range(64))
+    assert len(counts) == 8 and max(counts.values()) <= 16
+
+
+def test_without_a_prefix_the_less_busy_of_two_is_chosen():
+    routing = fleet(8)
+    for seed in range(160):
+        send(routing, prompt_of(SIZE - 1, seed))
+    loads = [replica.requests for replica in routing.replicas.values()]
+    assert max(loads) - min(loads) <= 4  # 20 each; one random choice is off by 10 or more
+
+
+def test_a_dead_replica_is_forgotten_with_its_tree():
+    routing, prompt = fleet(2), prompt_of(10 * SIZE)
+    open_route = send(routing, prompt)
+    dead = open_route.replica
+    routing.remove(dead.name)
+    other = passed(routing, prompt)
+    assert other.replica is not dead and not other.cached
+    again = routing.add(dead.name)
+    assert again is not dead and not again.match(routing.digests(prompt))
+    routing.finish(open_route)
+    assert (again.requests, again.tokens) == (0, 0)
+    routing.remove("unknown")
+
+
+def test_a_replica_that_is_not_ready_keeps_its_load_and_its_tree():
+    routing, prompt = fleet(2), prompt_of(10 * SIZE)
+    open_route = send(routing, prompt)
+    open_route.replica.ready = False
+    assert passed(routing, prompt).replica is not open_route.replica
+    assert open_route.replica.tokens == len(prompt) and open_route.replica.requests == 1
+    open_route.replica.ready = True
+    routing.finish(open_route)
+    assert passed(routing, prompt).cached == 9 * SIZE
+
+
+def test_full_failed_and_absent_replicas_are_not_chosen():
+    routing = Routing(SIZE)
+    assert routing.choose([], 1) is None
+    small = routing.add("small", most=1)
+    route = send(routing, [1])
+    assert routing.choose([], 1) is None
+    routing.finish(route)
+    assert routing.choose([], 1, without=[small]) is None
+    assert routing.choose([], 1) is not None
+
+
+def test_counts_return_to_zero_however_requests_end():
+    routing, generator = fleet(3), random.Random(1)
+    routes = [send(routing, prompt_of(30, seed), answer=seed) for seed in range(30)]
+    for route in generator.sample(routes, 30):
+        routing.finish(route)
+        routing.finish(route)
+    assert all((each.requests, each.tokens) == (0, 0) for each in routing.replicas.values())
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1), max_size=12), max_size=30),
+    st.integers(1, 12),
+    st.lists(st.integers(0, 1), max_size=12),
+)
+def test_searching_by_halves_finds_what_a_walk_finds(chains, blocks, asked):
+    routing, replica = Routing(1), Replica("one", blocks)
+    for tokens in chains:
+        replica.remember(routing.digests(tokens))
+        assert len(replica.tree) <= blocks
+    digests, walked = routing.digests(asked), 0
+    while walked < len(digests) and digests[walked] in replica.tree:
+        walked += 1
+    assert replica.match(digests) == walked
+    assert not any(digest in replica.tree for digest in digests[walked:])
+
+
+def test_the_beginning_of_a_chain_outlives_its_end():
+    routing, replica = Routing(1), Replica("one", blocks=6)
+    replica.remember(routing.digests([1, 2, 3, 4]))
+    replica.remember(routing.digests([1, 2, 8, 9, 10]))
+    assert replica.match(routing.digests([1, 2, 3, 4])) == 3
+    assert replica.match(routing.digests([1, 2, 8, 9, 10])) == 5
+
+
+def conversations(count: int, turns: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of `count` conversations about four subjects, in a random order. Each turn repeats
+    all earlier ones."""
+    generator = random.Random(seed)
+    subjects = [prompt_of(16 * SIZE, 1000 + number) for number in range(4)]
+    open_ones = [list(generator.choice(subjects)) for _ in range(count)]
+    order = [number for number in range(count) for _ in range(turns)]
+    generator.shuffle(order)
+    prompts = []
+    for number in order:
+        open_ones[number] += generator.choices(range(1000), k=4 * SIZE)
+        prompts.append(list(open_ones[number]))
+    return prompts
+
+
+def hits(routing: Routing, prompts, at_a_time: int) -> int:
+    """Cached tokens of all prompts, with some of them in flight at any time."""
+    cached, running = 0, []
+    for prompt in prompts:
+        running.append(send(routing, prompt, answer=16))
+        cached += running[-1].cached
+        if len(running) == at_a_time:
+            routing.finish(running.pop(0))
+    return cached
+
+
+@pytest.mark.parametrize("at_a_time", [6, 16])
+def test_hits_are_at_least_nine_tenths_of_one_big_cache(at_a_time):
+    prompts, blocks = conversations(60, 8), 3000
+    one, four = Routing(SIZE), Routing(SIZE, seed=0)
+    one.add("big", blocks)
+    for number in range(4):
+        four.add(f"replica-{number}", blocks // 4)
+    best = hits(one, prompts, at_a_time)
+    assert best > 0.8 * sum(map(len, prompts))
+    assert hits(four, prompts, at_a_time) >= 0.9 * best
+    # the control: the same caches, chosen in turn
+    found = 0
+    for number in range(4):
+        alone = Routing(SIZE)
+        alone.add("replica", blocks // 4)
+        found += hits(alone, prompts[number::4], at_a_time)
+    assert found < 0.8 * best
