@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .connection import SAFE, log
 from .errors import ApiError
-from .service import tenant
 
 LARGEST_BODY = 2**20  # bytes
 SLOWEST_BODY = 30  # seconds: one byte now and then would hold a connection without end
@@ -60,7 +59,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        name = request_id(headers.get(b"x-request-id", b""))
+        name = scope["request_id"] = request_id(headers.get(b"x-request-id", b""))
         started, status = time.perf_counter(), GONE
 
         async def answer(message: Message) -> None:
@@ -161,6 +160,11 @@ def request_id(sent: bytes) -> str:
     """The name of a request, for its answer and the log: the client's own if it is a plain one."""
     name = sent.decode("latin-1")
     return name if REQUEST_ID.fullmatch(name) else uuid.uuid4().hex
+
+
+def tenant(key: str) -> bytes:
+    """The salt of the client with this key: only its own requests share blocks."""
+    return hashlib.sha256(key.encode()).digest() if key else b""
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

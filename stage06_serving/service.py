@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -271,8 +270,3 @@ class Service:
         if len(ids) > LONG_TEXT:
             return await asyncio.to_thread(lambda: [decode([token]) for token in ids])
         return [decode([token]) for token in ids]
-
-
-def tenant(key: str) -> bytes:
-    """The salt of the client with this key: only its own requests share blocks."""
-    return hashlib.sha256(key.encode()).digest() if key else b""

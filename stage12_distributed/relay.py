@@ -1,0 +1,314 @@
+"""One request through the router: to a replica, perhaps to another one, and the answer back.
+
+What may be repeated is decided by what was shown. Until the client has been sent a byte, another
+replica may answer instead: after a failed connection, a death, or status 503; once, within the
+request's one deadline and a budget that all requests share. Afterwards an answer that breaks off
+ends with an error. An error that the request itself caused (4xx) is the answer, and so is a replica
+that was too slow (504): a repeat would only double the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+from yarl import URL
+
+from stage06_serving.errors import ApiError
+
+from .replicas import POLL, Pool, whole
+from .routing import Replica, Route, Routing
+
+BYTES = 4  # of text, for a token: what GPT-2's have on average
+MOST_BLOCKS = 1024  # of a prompt that are hashed: 16,384 tokens
+MOST_TOKENS = 4096  # that an answer is expected to have, whatever the client asks for
+DEFAULT_TOKENS = 16  # of an answer, if the client does not ask
+TRIES = 2  # replicas that see a request, at most
+BUDGET = 0.1  # retries for each request, so that a failing fleet does not get twice the load
+MOST_BUDGET = 10.0  # retries that may be saved up
+LARGEST_ANSWER = 2**26  # bytes of an answer that is no stream
+LARGEST_EVENT = 2**20  # bytes of one event of a stream
+STALLED = 5.0  # seconds in which a client may still read its last event
+DONE = b"data: [DONE]"
+ENDS = (b"\n\n", b"\r\n\r\n")  # of an event
+SENT = ("authorization", "content-type", "accept")  # headers that a replica gets
+SHOWN = ("content-type", "cache-control", "retry-after", "x-should-retry", "x-accel-buffering")
+AUTOMATIC = ("accept-encoding", "user-agent")  # headers that aiohttp would add
+REPLICA = "x-replica"  # header of an answer: the replica that gave it
+FULL = "No replica can take the request now: try again in a moment."
+DIED = "The replica ended before it answered: try again."
+CUT = "The replica ended in the middle of the answer: try again."
+LATE = "The answer took longer than the router allows: ask for fewer tokens."
+CLOSING = "The router is being stopped: try again."
+ALIEN = "The replica answered with something else than JSON: check the address of --backend."
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, and what the policy needs to know about it.
+
+    tokens: of all its prompts. answer: tokens that it may generate.
+    """
+
+    method: str
+    path: str
+    body: bytes
+    headers: Mapping[str, str]
+    digests: Sequence[bytes] = ()
+    tokens: int = 1
+    answer: int = 0
+
+
+def read(scope: Scope, body: bytes, routing: Routing) -> Asked:
+    """The request of a scope. A body that cannot be read has no digests: a replica refuses it."""
+    given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    headers = {name: given[name] for name in SENT if name in given}
+    headers["x-request-id"] = scope["request_id"]
+    path = (scope["raw_path"] + b"?" + scope["query_string"]).decode("latin-1").removesuffix("?")
+    asked = (scope["method"], path, body, headers)
+    try:
+        fields = json.loads(body)
+        ids, tokens, answer = size(fields)
+        salt = f"{headers.get('authorization', '')}\0{fields.get('model')}".encode()
+        digests = routing.digests(ids[: MOST_BLOCKS * routing.block_size], salt)
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
+        return Asked(*asked)
+    return Asked(*asked, digests, tokens, answer)
+
+
+def size(fields: Any) -> tuple[Sequence[int], int, int]:
+    """The tokens of the first prompt, the number of those of all prompts, and of the answers.
+
+    Text counts as a token for each BYTES bytes, which serves every model without its tokenizer. It
+    finds the same beginnings: texts that begin alike have tokens that begin alike.
+    """
+    if "messages" in fields:
+        prompts = [json.dumps(fields["messages"])]
+    else:
+        given = fields.get("prompt") or fields.get("text") or ""
+        one = isinstance(given, str) or isinstance(given[0], int)
+        prompts = [given] if one else given
+    rows = [tokens_of(prompt) for prompt in prompts]
+    most = fields.get("max_completion_tokens") or fields.get("max_tokens") or DEFAULT_TOKENS
+    answer = min(MOST_TOKENS, max(0, int(most))) * len(rows) * max(1, int(fields.get("n") or 1))
+    return rows[0], max(1, sum(map(len, rows))), min(MOST_TOKENS, answer)
+
+
+def tokens_of(prompt: str | Sequence[int]) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    data = prompt.encode("utf-8", "replace")
+    return array("I", data[: len(data) // BYTES * BYTES])
+
+
+class Answer:
+    """What the client has been sent so far."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.shown = self.complete = False
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self.shown = True
+        listed = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": listed})
+
+    async def write(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        self.complete = True
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def send_whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        await self.begin(status, {**headers, "content-length": str(len(body))})
+        await self.end(body)
+
+    async def fail(self, error: ApiError) -> None:
+        """End with an error, as an answer of its own or as the last event of a stream."""
+        body = json.dumps(error.body()).encode()
+        if self.shown:
+            await self.end(b"data: " + body + b"\n\n" + DONE + b"\n\n")
+        else:
+            kind = {"content-type": "application/json"}
+            await self.send_whole(error.status, kind | error.headers, body)
+
+
+class Failed(Exception):
+    """A try without an answer; nothing was shown. What the client gets if there is no other try."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        super().__init__()
+        self.status, self.headers, self.body = status, headers, body
+
+
+def busy(message: str) -> Failed:
+    """Status 503, after which clients try again."""
+    error = ApiError(503, message)
+    headers = {"content-type": "application/json", "retry-after": "1"}
+    return Failed(error.status, headers, json.dumps(error.body()).encode())
+
+
+class Relay:
+    """All requests. It is the `engine` of stage 06's server: what is drained at its end.
+
+    timeout: seconds for a request, with all its tries.
+    """
+
+    def __init__(self, pool: Pool, timeout: float) -> None:
+        self.pool, self.routing, self.timeout = pool, pool.routing, timeout
+        self.draining = False
+        self.budget = MOST_BUDGET
+        self.limits: set[asyncio.Timeout] = set()  # of the requests in flight
+        self.counts: Counter[str] = Counter()  # for /metrics
+        self.answers: Counter[tuple[str, int]] = Counter()  # by replica and status
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application. If the client leaves, the replica loses its connection too."""
+        body = await Request(scope, receive).body()
+        answer, task, left = Answer(send), asyncio.current_task(), False
+        assert task is not None
+
+        async def watch() -> None:
+            nonlocal left
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            if not answer.complete:
+                left = True
+                task.cancel()
+
+        watching = asyncio.create_task(watch())
+        try:
+            await self._serve(read(scope, body, self.routing), answer)
+        except asyncio.CancelledError:
+            if not left:
+                raise
+            task.uncancel()
+            self.counts["left"] += 1
+        finally:
+            watching.cancel()
+
+    async def _serve(self, asked: Asked, answer: Answer) -> None:
+        """Answer with what a replica sends, or with an error."""
+        self.counts["requests"] += 1
+        self.budget = min(MOST_BUDGET, self.budget + BUDGET)
+        limit = asyncio.timeout(0 if self.draining else self.timeout)
+        try:
+            async with limit:
+                self.limits.add(limit)
+                await self._tries(asked, answer)
+        except TimeoutError:
+            late = ApiError(504, LATE, headers={"x-should-retry": "false"})
+            with contextlib.suppress(TimeoutError):  # a client that reads nothing
+                async with asyncio.timeout(STALLED):
+                    await answer.fail(ApiError(503, CLOSING) if self.draining else late)
+        finally:
+            self.limits.discard(limit)
+
+    async def _tries(self, asked: Asked, answer: Answer) -> None:
+        tried: list[Replica] = []
+        failed = busy(FULL)
+        while len(tried) < TRIES and not (tried and self.budget < 1):
+            route = self.routing.choose(asked.digests, asked.tokens, asked.answer, tried)
+            if route is None:
+                break
+            if tried:
+                self.budget -= 1
+                self.counts["retries"] += 1
+            tried.append(route.replica)
+            self.routing.start(route)
+            try:
+                return await self._try(asked, route, answer)
+            except Failed as now:
+                failed = now
+            finally:
+                self.routing.finish(route)
+        await answer.send_whole(failed.status, failed.headers, failed.body)
+
+    async def _try(self, asked: Asked, route: Route, answer: Answer) -> None:
+        """Have one replica answer. Raises Failed if another one may try."""
+        replica = route.replica
+        try:
+            async with self.pool.session.request(
+                asked.method,
+                URL(self.pool.backends[replica.name].url + asked.path, encoded=True),
+                data=asked.body or None,
+                headers=asked.headers,
+                allow_redirects=False,
+                skip_auto_headers=AUTOMATIC,
+            ) as response:
+                await self._pass_on(response, replica, answer)
+        except (aiohttp.ClientError, OSError) as error:
+            self.pool.failed(replica, error)
+            if not answer.shown:
+                raise busy(DIED) from None
+            self.counts["cut"] += 1
+            await answer.fail(ApiError(503, CUT))
+        else:
+            self.pool.served(replica)
+            self.counts["prompt_tokens"] += asked.tokens
+            self.counts["cached_tokens"] += route.cached
+
+    async def _pass_on(
+        self, response: aiohttp.ClientResponse, replica: Replica, answer: Answer
+    ) -> None:
+        """Raises ClientError if the answer breaks off, and Failed for status 503."""
+        given, status = response.headers, response.status
+        headers = {name: given[name] for name in SHOWN if name in given} | {REPLICA: replica.name}
+        kind = headers.get("content-type", "").partition(";")[0]
+        if kind == "text/event-stream":
+            await stream(response, headers, answer)
+        else:
+            body = await whole(response, LARGEST_ANSWER)
+            if status == 503:
+                raise Failed(status, headers, body)
+            if kind == "application/json":
+                await answer.send_whole(status, headers, body)
+            else:
+                await answer.fail(ApiError(502, ALIEN))
+        self.answers[replica.name, status] += 1
+
+    async def drain(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Accept nothing more, wait up to `grace` seconds for what is in flight, and end the rest
+        with an error; at once if `hurry` returns true."""
+        self.draining = True
+        loop = asyncio.get_running_loop()
+        end = loop.time() + grace
+        while self.limits and not hurry() and loop.time() < end:
+            await asyncio.sleep(POLL)
+        for limit in self.limits:
+            with contextlib.suppress(RuntimeError):  # it is expiring already
+                limit.reschedule(loop.time())
+        while self.limits:  # until their clients have the error, or STALLED seconds have passed
+            await asyncio.sleep(POLL)
+
+
+async def stream(
+    response: aiohttp.ClientResponse, headers: Mapping[str, str], answer: Answer
+) -> None:
+    """Pass events on as they come, each as a whole: if the replica dies within one, the error can
+    follow. Raises ClientPayloadError for a stream without its end."""
+    left, done = b"", False
+    async for data in response.content.iter_any():
+        left += data
+        end = max((left.rfind(mark) + len(mark) for mark in ENDS if mark in left), default=0)
+        if end:
+            events, left = left[:end], left[end:]
+            if not answer.shown:
+                await answer.begin(response.status, headers)
+            await answer.write(events)
+            done = events.rstrip().endswith(DONE)
+        elif len(left) > LARGEST_EVENT:
+            raise aiohttp.ClientPayloadError("an event is too long")
+    if not done:
+        raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
+    await answer.end()
