@@ -64,7 +64,11 @@ def router(*arguments: str) -> Iterator[OwnServer]:
 def events(url: str, count: int, prompt: str = PROMPT) -> Iterator[dict[str, Any]]:
     """The events of a stream of `count` tokens, without [DONE]. Raises httpx2's errors."""
     fields = {"prompt": prompt, "max_tokens": count, "stream": True, "ignore_eos": True}
-    asked = {"json": fields | {"temperature": 0}, "timeout": LIMIT, "trust_env": False}
+    asked: dict[str, Any] = {
+        "json": fields | {"temperature": 0},
+        "timeout": LIMIT,
+        "trust_env": False,
+    }
     with httpx2.stream("POST", url + PATH, **asked) as answer:
         answer.raise_for_status()
         for line in answer.iter_lines():

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
 
 import openai
 import pytest
@@ -21,7 +23,11 @@ from stage12_distributed.tests.tools import PATH, Routed, plain, routed
 
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there
 FAST = {"ttft": 0.01, "itl": 0.002}
-ASK = {"prompt": "Once upon a time there was a fox. " * 8, "max_tokens": 8, "ignore_eos": True}
+ASK: dict[str, Any] = {
+    "prompt": "Once upon a time there was a fox. " * 8,
+    "max_tokens": 8,
+    "ignore_eos": True,
+}
 STREAM = ASK | {"stream": True}
 
 
@@ -30,9 +36,9 @@ def mock(**fields):
     return serving(Behaviour(**FAST | fields))
 
 
-def both(first, second, routed: Routed):
+def both(first: Any, second: Any, routed: Routed) -> Any:
     """Have the next prompt's prefix at `first`, and nothing at `second`."""
-    names = {backend.url: backend for backend in routed.pool.backends.values()}
+    names: dict[str, Any] = {each.url: each for each in routed.pool.backends.values()}
     digests = routed.pool.routing.digests(relay.tokens_of(ASK["prompt"]), b"\0None")
     names[first.url].replica.remember(digests)
     names[second.url].replica.tree.clear()
@@ -46,6 +52,20 @@ async def held(request: web.Request) -> web.StreamResponse:
 
 async def answered(request: web.Request) -> web.StreamResponse:
     return web.json_response({"text": "whole"})
+
+
+def die(request: web.Request) -> None:
+    """As a process does."""
+    assert request.transport is not None
+    request.transport.abort()
+
+
+def idle(server: Any) -> bool:
+    return not server.running
+
+
+def busy(server: Any) -> bool:
+    return bool(server.running)
 
 
 def events(text: str) -> list:
@@ -118,7 +138,7 @@ async def test_an_event_that_was_cut_in_two_is_not_shown():
         await asyncio.sleep(0.05)
         await response.write(b'nd": 2}\n\ndata: {"third"')
         await asyncio.sleep(0.05)
-        request.transport.abort()
+        die(request)
         return response
 
     async with plain(half) as one, routed(one.url) as router:
@@ -135,7 +155,7 @@ async def test_a_death_before_the_first_byte_is_not_seen():
         response.content_length = 100
         await response.prepare(request)
         await response.write(b'{"text": "ha')
-        request.transport.abort()
+        die(request)
         return response
 
     async with plain(broken) as bad, mock() as other, routed(bad.url, other.url) as router:
@@ -213,7 +233,7 @@ async def test_one_deadline_for_all_tries():
             status, headers, body = await router.post(PATH, fields)
             assert status == 504 and headers["x-should-retry"] == "false"
             assert one.requests == 1 and router.idle and router.replicas[0].ready
-            await until(lambda one=one: not one.running)
+            await until(partial(idle, one))
 
 
 async def test_a_stream_that_stalls_ends_at_its_deadline():
@@ -228,7 +248,7 @@ async def test_a_client_that_leaves_is_passed_on_and_nothing_is_left():
     async with mock(itl=30.0) as one, mock(itl=30.0) as two, routed(one.url, two.url) as router:
         for round_ in range(10):
             post = router.http.post(router.url + PATH, json=STREAM if round_ % 2 else ASK)
-            asking = asyncio.create_task(post)  # type: ignore[arg-type]
+            asking = asyncio.ensure_future(post)
             await until(lambda: one.running + two.running == 1)
             if round_ % 2:
                 response = await asking
@@ -292,8 +312,7 @@ async def test_failures_outlive_the_request_that_met_them():
     later each time; one good answer, and it is forgiven."""
 
     async def dies(request: web.Request) -> web.StreamResponse:
-        assert request.transport is not None
-        request.transport.abort()
+        die(request)
         return web.Response()
 
     async with plain(dies) as bad, plain(answered) as other, routed(bad.url, other.url) as router:
@@ -434,12 +453,12 @@ async def test_at_the_end_answers_may_end_and_the_rest_gets_an_error():
         for server, grace, good in ((one, 20.0, True), (two, 0.2, False)):
             async with routed(server.url, grace=grace) as router:
                 asking = asyncio.create_task(router.post(PATH, STREAM))
-                await until(lambda server=server: server.running)
+                await until(partial(busy, server))
                 router.server.should_exit = True
                 last = events((await asking)[2])[-1]
                 assert ("error" in last) != good
                 assert good or "being stopped" in last["error"]["message"]
-            await until(lambda server=server: not server.running)
+            await until(partial(idle, server))
 
 
 async def test_one_page_of_metrics_for_all():

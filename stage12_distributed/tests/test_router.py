@@ -1,0 +1,246 @@
+"""The router with processes of its own, each with the embedded model: equal tokens, kills, updates.
+
+All tests share one router: a server takes seconds to start. The last test kills it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+import pytest
+import torch
+
+from shared.checkpoint import STORIES, load
+from shared.course import stages
+from shared.server import OwnServer, python
+from shared.tokenizer import Tokenizer
+from stage06_serving.settings import PREFIX
+from stage06_serving.tests.conftest import environment, read_metrics
+from stage06_serving.tests.tools import alone, words
+
+PROMPTS = ("Once upon a time", "The old fox looked at the river", "Every morning, Anna")
+SERVERS = ("--dtype", "float64", "--linear", "plain", "--threads", "1", "--kv-memory", "32MiB")
+KEY = "for the administrator"
+LONG: dict[str, Any] = {"model": "stories", "temperature": 0, "extra_body": {"ignore_eos": True}}
+SLACK = 60.0  # seconds: a replica has started again long before
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model, in a place from where it can be taken away."""
+    return Path(shutil.copytree(STORIES, tmp_path_factory.mktemp("models") / "stories"))
+
+
+@pytest.fixture(scope="module")
+def router(folder: Path) -> Iterator[OwnServer]:
+    options = ["--", "--model", str(folder), *SERVERS]
+    command = ["-m", "stage12_distributed", "router", "--port", "0", *options]
+    with python(command, environment({f"{PREFIX}ADMIN_KEY": KEY})) as server:
+        server.wait()
+        yield server
+        assert "Traceback" not in server.stderr(), server.stderr()
+
+
+@pytest.fixture(scope="module")
+def client(router: OwnServer) -> Iterator[openai.OpenAI]:
+    url = f"{router.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=SLACK) as client:
+        yield client
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SLACK
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.05)
+
+
+def about(router: OwnServer) -> dict[str, Any]:
+    found: dict[str, Any] = httpx2.get(f"{router.url}/health", trust_env=False).json()["replicas"]
+    return found
+
+
+def all_ready(router: OwnServer) -> bool:
+    return [one["ready"] for one in about(router).values()] == [True, True]
+
+
+def idle(router: OwnServer) -> bool:
+    """Nothing is in flight at the router or its replicas, and no block is owned."""
+    names = ("vllm:num_requests_", "vllm:kv_cache_usage", "staircase:replica_requests")
+    numbers = read_metrics(router.url)
+    found = [value for name, value in numbers.items() if name.startswith(names)]
+    loads = [one["requests"] + one["tokens"] for one in about(router).values()]
+    return len(found) == 8 and not any(found) and not any(loads)
+
+
+def children(router: OwnServer) -> list[psutil.Process]:
+    """The processes of the replicas, the oldest first."""
+    return sorted(psutil.Process(router.pid).children(), key=psutil.Process.create_time)
+
+
+def stream(client: openai.OpenAI, prompt: str, count: int, begun: Callable[[], Any]) -> Any:
+    """The replica, and the text or None if the stream ended with an error. Fails if it just ended.
+
+    begun: called when the first event is there.
+    """
+    raw = client.completions.with_raw_response.create(
+        prompt=prompt, max_tokens=count, stream=True, **LONG
+    )
+    text, reason = "", None
+    try:
+        for chunk in raw.parse():
+            if reason is None and not text:
+                begun()
+            text += chunk.choices[0].text
+            reason = chunk.choices[0].finish_reason or reason
+    except openai.APIError:
+        return raw.headers["x-replica"], None
+    assert reason == "length"
+    return raw.headers["x-replica"], text
+
+
+def test_tokens_are_those_of_the_first_stage(client):
+    tokenizer = Tokenizer.from_folder(STORIES)
+    model = stages.load_model(load("stories"), dtype=torch.float64)
+    for prompt in PROMPTS:
+        expected = tokenizer.decode(alone(model, tokenizer.encode(prompt), words(24)))
+        asked = {**LONG, "prompt": prompt, "max_tokens": 24}
+        assert client.completions.create(**asked).choices[0].text == expected
+        assert stream(client, prompt, 24, bool)[1] == expected
+        ids = {**asked, "prompt": tokenizer.encode(prompt)}
+        assert client.completions.create(**ids).choices[0].text == expected
+
+
+def test_a_chat_is_that_of_a_replica(router, client):
+    """With the last event of a stream, which has the counts."""
+    lines = router.stderr().splitlines()
+    urls = [line.split()[-1] for line in lines if "] Staircase serves" in line]
+    fields = {"messages": [{"role": "user", "content": "A story!"}], "max_completion_tokens": 12}
+    answers = []
+    for url in (router.url, *urls):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as other:
+            asked: Any = {
+                **LONG,
+                **fields,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            *chunks, last = other.chat.completions.create(**asked)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            answers.append((text, last.usage.completion_tokens))
+    assert len(answers) == 3 and len(set(answers)) == 1 and answers[0][0]
+
+
+def test_a_conversation_stays_where_its_blocks_are(router, client):
+    begun = "".join(f"{name} saw a fox. " for name in ("Anna", "Ben", "Cleo", "Dora") * 6)
+    before, replicas = read_metrics(router.url), set()
+    for turn in range(4):
+        begun += f"On day {turn} the river was quiet and the fox slept in the sun. "
+        replicas.add(stream(client, begun, 4, bool)[0])
+    assert len(replicas) == 1
+    name = f'vllm:prefix_cache_hits_total{{replica="{replicas.pop()}"}}'
+    assert read_metrics(router.url)[name] - before[name] > 3 * 90  # tokens
+
+
+def test_wrong_requests_get_the_replicas_own_words(client):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="another", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="prompt"):
+        client.completions.create(model="stories", prompt="")
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_clients_that_leave_leave_nothing(router, client, count):
+    def leave(number: int) -> None:
+        prompt = PROMPTS[number % 3] + " and" * number
+        asked = {**LONG, "prompt": prompt, "max_tokens": 900}
+        if number % 4 == 3:  # before there is an answer
+            with pytest.raises(openai.APITimeoutError):
+                client.with_options(timeout=0.2).completions.create(**asked)
+            return
+        with client.completions.create(**asked, stream=True) as answer:
+            for _ in range(number % 4):
+                next(answer)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(leave, range(count)))
+    until(lambda: idle(router))
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_kill_loses_only_what_was_running_there(router, client, kills):
+    """Every stream ends, with its answer or with an error, and those of the other are whole."""
+    expected = {prompt: stream(client, prompt, 150, bool)[1] for prompt in PROMPTS}
+    for number in range(kills):
+        until(lambda: all_ready(router))
+        begun = threading.Semaphore(0)
+        with ThreadPoolExecutor(8) as pool:
+            asked = [PROMPTS[place % 3] for place in range(8)]
+            running = [pool.submit(stream, client, each, 150, begun.release) for each in asked]
+            for _ in running:
+                assert begun.acquire(timeout=SLACK)
+            children(router)[number % 2].kill()
+            found = [each.result() for each in running]
+        lost = {replica for replica, text in found if text is None}
+        assert len(lost) <= 1, found
+        for prompt, (replica, text) in zip(asked, found, strict=True):
+            assert text == expected[prompt] or (text is None and replica in lost)
+        assert stream(client, PROMPTS[0], 150, bool)[1] == expected[PROMPTS[0]]
+    until(lambda: all_ready(router) and idle(router))
+
+
+def update(router: OwnServer) -> httpx2.Response:
+    url, key = f"{router.url}/admin/update", {"x-admin-key": KEY}
+    return httpx2.post(url, json={}, headers=key, timeout=SLACK, trust_env=False)
+
+
+def test_an_update_that_fails_changes_nothing(router, client, folder):
+    old, away = children(router), folder.with_name("away")
+    folder.rename(away)
+    answer = update(router)
+    away.rename(folder)
+    assert answer.status_code == 400 and "did not start" in answer.json()["error"]["message"]
+    assert children(router) == old and all_ready(router)
+    assert stream(client, PROMPTS[0], 4, bool)[1]
+
+
+def test_an_update_fails_no_request(router, client):
+    """New processes, started before the old ones end, and the old ones end by themselves."""
+    old, names = children(router), set(about(router))
+    over, outcomes = threading.Event(), Counter[Any]()
+
+    def ask(number: int) -> None:
+        while not over.is_set():
+            try:
+                text = stream(client, PROMPTS[number], 30, bool)[1]
+                outcomes["whole" if text else "cut"] += 1
+            except openai.APIError as error:
+                outcomes[str(error)] += 1
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask, number) for number in range(3)]
+        answer = update(router)
+        over.set()
+        for each in asking:
+            each.result()
+    assert answer.json() == {"updated": 2}
+    assert outcomes.keys() == {"whole"} and outcomes["whole"] > 3
+    assert not any(process.is_running() for process in old) and len(children(router)) == 2
+    assert not names & set(about(router)) and all_ready(router)
+
+
+def test_replicas_end_with_a_router_that_is_killed(router):
+    running = children(router)
+    router.process.kill()
+    _, alive = psutil.wait_procs(running, SLACK)
+    assert len(running) == 2 and not alive
