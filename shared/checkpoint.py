@@ -221,7 +221,7 @@ def _download(name: str, repository: str) -> Path:
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors under the file's names, from one file or from the shards of an index."""
     if (folder / WEIGHTS).is_file():
-        return _read_file(folder / WEIGHTS)
+        return read_file(folder / WEIGHTS)
     if (folder / INDEX).is_file():
         return _read_shards(folder)
     paths = folder.iterdir() if folder.is_dir() else ()
@@ -254,11 +254,11 @@ def _read_shards(folder: Path) -> dict[str, torch.Tensor]:
             raise UserError(
                 f"{folder / name} is missing although {INDEX} names it: copy or download it again."
             )
-        tensors |= _read_file(folder / name)
+        tensors |= read_file(folder / name)
     return tensors
 
 
-def _read_file(path: Path) -> dict[str, torch.Tensor]:
+def read_file(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of one safetensors file, mapped into memory rather than read."""
     try:
         with safe_open(str(path), framework="pt") as file:

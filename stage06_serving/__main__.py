@@ -93,21 +93,28 @@ def choose(settings: Settings) -> str:
     return "paged" if settings.engine == AUTO else settings.engine
 
 
-def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
-    """The model and its engine, whose name `settings` has then. Raises UserError for a model that
-    cannot be loaded, for an engine that cannot run here, and for lack of memory."""
+def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.Loaded]:
+    """The model and its engine, whose name `settings` has then.
+
+    maker: `load`, `make` and `serve` in place of `cli.load_model_from`, of the stage's `make` and
+        of Paged, for an engine that a later stage sets up by options of its own.
+    Raises UserError for a model that cannot be loaded, for an engine that cannot run here, and for
+    lack of memory.
+    """
     from stage01_forward import families
 
     from .engines import Paged
 
     settings.engine = choose(settings)
+    if maker and settings.engine != "paged":
+        raise UserError("This server has an engine of its own: leave --engine out.")
     stage = engines()[settings.engine]
     if stage < "stage05" and (settings.sanitize or settings.swap_memory):
         raise UserError(
             "--sanitize and --swap-memory are for blocks, which the engine "
             f"'{settings.engine}' does not have: leave them out."
         )
-    made = import_module(f"{stage}.make") if stage >= "stage05" else None
+    made: Any = import_module(f"{stage}.make") if stage >= "stage05" else None
     options = argparse.Namespace(
         model=settings.model,
         random_weights=settings.random_weights,
@@ -117,7 +124,7 @@ def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
         linear=getattr(made, "LINEAR", settings.linear),
         threads=settings.threads or None,
     )
-    loaded = cli.load_model_from(options, families)
+    loaded = (maker.load if maker else cli.load_model_from)(options, families)
     config, dtype, block_size = loaded.config, loaded.dtype, settings.block_size
     free = free_memory(loaded.device)
     if settings.kv_memory:
@@ -133,8 +140,7 @@ def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
     if settings.swap_memory:
         swap = parse_memory(settings.swap_memory, free_memory("cpu"))
         swap_pool = make_pool(swap, config, dtype, block_size)
-    assert made is not None
-    engine = made.make(
+    engine = (maker or made).make(
         loaded.model,
         pool=make_pool(memory, config, dtype, block_size),
         swap_pool=swap_pool,
@@ -145,7 +151,7 @@ def make_engine(settings: Settings) -> tuple[AnyEngine, cli.Loaded]:
         prefix_caching=settings.prefix_caching,
         preemption=settings.preemption,
     )
-    return Paged(engine), loaded
+    return (maker.serve if maker else Paged)(engine), loaded
 
 
 def make_earlier(
@@ -200,22 +206,25 @@ def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, maker: Any = None) -> int:
+    """Run the server. maker: as for `make_engine`."""
     settings = parse(argv)
     logs.start(settings.log_requests)
     template = load_template(settings.chat_template)
     # Before the model is loaded, which takes longer.
     with listen(settings.host, settings.port) as listening:
-        serve(settings, template, listening)
+        serve(settings, template, listening, maker)
     return 0
 
 
-def serve(settings: Settings, template: ChatTemplate | None, listening: socket.socket) -> None:
+def serve(
+    settings: Settings, template: ChatTemplate | None, listening: socket.socket, maker: Any = None
+) -> None:
     """Answer on `listening` until a signal ends the process."""
     from .app import create_app
 
     thread = EngineThread()
-    made = thread.run(lambda: make_engine(settings))
+    made = thread.run(lambda: make_engine(settings, maker))
     app = create_app(made, settings, template, thread)
     host, port = listening.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -192,6 +192,12 @@ class Api:
         texts = [text if isinstance(text, str) else tokenizer.decode(text) for text in body.prompts]
         if top is None:
             return [(text, None) for text in texts]
+        if service.check_model(body.model):
+            message = (
+                "Prompts are scored by the model itself: leave 'echo' or 'logprobs' out, or ask "
+                f"for '{service.name}'."
+            )
+            raise ApiError(400, message, "logprobs")
         service.check_scores(sum(map(len, prompts)), top)
 
         async def score() -> list[Echo]:
@@ -297,20 +303,20 @@ def create_app(
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         return await state.api.chat(request, body)
 
-    def card() -> dict[str, Any]:
+    def card(name: str) -> dict[str, Any]:
         service: Service = state.service
-        about = {"id": service.name, "object": "model", "created": created}
+        about = {"id": name, "object": "model", "created": created}
         chat = settings.chat or isinstance(service.template, OwnTemplate)  # for the page
         return about | {"owned_by": "staircase", "max_model_len": service.context, "chat": chat}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card()]}
+        return {"object": "list", "data": [card(name) for name in state.service.names]}
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> dict[str, Any]:
         state.service.check_model(model_id)
-        return card()
+        return card(model_id)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
@@ -340,7 +346,7 @@ def create_app(
             return {"status": "loading"}
         if not state.engine.alive:
             raise ApiError(503, "The engine has stopped: restart the server.")
-        return {"status": "draining" if state.engine.draining else "ok"}
+        return {"status": state.engine.health}
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready")

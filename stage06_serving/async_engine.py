@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,7 @@ from .status import AnyEngine, Status
 BROKEN = "The engine failed in this step, and the request with it: send the request again."
 DEAD = "The engine has stopped after repeated failures: restart the server, and read its log."
 CLOSING = "The server is shutting down: send the request again later, or to another server."
+LOST = "The engine lost the memory of this request, and starts again: send the request again."
 FAILURES = 3  # failed steps in a row before the engine is given up
 STUCK = 5.0  # seconds: a step that takes longer ends with the process
 DRAIN = 0.05  # seconds between two checks of what is in flight, while the server shuts down
@@ -48,7 +49,7 @@ class TooMany(UserError):
 
 
 class EngineDead(Exception):
-    """The engine has stopped for good, or is about to."""
+    """The engine has stopped for good, is about to, or must start again."""
 
 
 class Broken(Exception):
@@ -162,6 +163,16 @@ class AsyncEngine:
         """The engine's newest status. The thread replaces it and never mutates it."""
         return self._engine.status
 
+    @property
+    def health(self) -> str:
+        """ "ok", or why requests are not answered now."""
+        return "draining" if self.draining else self._engine.health
+
+    @property
+    def variants(self) -> Mapping[str, bytes]:
+        """Names that the engine answers for beside the model's, each with a part of a salt."""
+        return self._engine.variants
+
     def start(self) -> None:
         """Let the thread make steps."""
         self.alive = True
@@ -245,7 +256,7 @@ class AsyncEngine:
                 if ended:
                     unfinished.remove(ticket)
                     if ticket.reason == "error":
-                        dead = ticket.error in (CLOSING, DEAD)
+                        dead = ticket.error in (CLOSING, DEAD, LOST)
                         raise (EngineDead if dead else Broken)(ticket.error)
 
     def abort(self, ticket: Ticket, reason: str = "abort") -> None:

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -39,6 +39,14 @@ class Stepping:
     """An engine that has `add`, `abort` and `step`. `status` is its state before any step."""
 
     steps: deque[BlocksRecord]
+
+    @property
+    def health(self) -> str:
+        return "ok"
+
+    @property
+    def variants(self) -> Mapping[str, bytes]:
+        return {}
 
     def __init__(self, engine: Engine, status: Status) -> None:
         self.engine, self.status, self.requests = engine, status, engine.requests
@@ -233,6 +241,9 @@ class Transformers:
 
 class Batches:
     """Feeds `engine` from a queue: up to `rows` requests, then none until all have ended."""
+
+    health = "ok"
+    variants: Mapping[str, bytes] = {}
 
     def __init__(self, engine: BatchEngine, rows: int, steps_kept: int) -> None:
         self.engine = engine

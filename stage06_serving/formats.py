@@ -109,7 +109,7 @@ class Completion:
         echoes: Mapping[int, Echo],
     ) -> None:
         self.body, self.choices, self.tokenizer = body, choices, service.loaded.tokenizer
-        self.head = head(service.name, "cmpl", object="text_completion")
+        self.head = head(body.model or service.name, "cmpl", object="text_completion")
         self.note = service.note(body.max_tokens, choices)
         self._echoes = dict(echoes)  # those not sent yet
         self._offsets = [
@@ -184,7 +184,7 @@ class Chat:
 
     def __init__(self, body: ChatBody, choices: Sequence[Choice], service: Service) -> None:
         self.body, self.choices, self.tokenizer = body, choices, service.loaded.tokenizer
-        self.head = head(service.name, "chatcmpl")
+        self.head = head(body.model or service.name, "chatcmpl")
         self.note = service.note(body.max_completion_tokens or body.max_tokens, choices)
         self._greeted: set[int] = set()  # choices whose role has been sent
 

@@ -80,11 +80,21 @@ class Service:
         """The most tokens of prompt and answer together."""
         return self.loaded.config.n_positions
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 for the name of another model."""
-        if name is not None and name != self.name:
-            message = f"The model {name[:100]!r} does not exist: this server has '{self.name}'."
+    @property
+    def names(self) -> list[str]:
+        """What clients may call a model: the model itself, and the engine's variants of it."""
+        return [self.name, *self.engine.variants]
+
+    def check_model(self, name: str | None) -> bytes:
+        """What the salt of a request for the model of this name ends with. Raises ApiError 404 for
+        an unknown one."""
+        if name is None or name == self.name:
+            return b""
+        if name not in self.engine.variants:
+            known = ", ".join(f"'{each}'" for each in self.names)
+            message = f"The model {name[:100]!r} does not exist: this server has {known}."
             raise ApiError(404, message, "model")
+        return self.engine.variants[name]
 
     async def encode(
         self, text: str, field: str = "prompt", characters: int | None = None
@@ -153,13 +163,13 @@ class Service:
 
     async def complete(self, body: CompletionBody, salt: bytes) -> list[Choice]:
         """Raises ApiError, UserError, Overloaded, EngineDead, as `generate` and `chat` do."""
-        self.check_model(body.model)
+        salt += self.check_model(body.model)
         prompts = await self.all_prompt_ids(body.prompts)
         limit = self.limit(body.max_tokens, DEFAULT_TOKENS)
         return self.begin(body, prompts, body.n or 1, limit, body.logprobs, body.stops, salt)
 
     async def chat(self, body: ChatBody, salt: bytes) -> list[Choice]:
-        self.check_model(body.model)
+        salt += self.check_model(body.model)
         ids = await self.chat_ids(body.messages)
         stops = self.template.stops if self.template else ()
         asked = body.max_completion_tokens or body.max_tokens

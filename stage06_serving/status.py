@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,14 +33,25 @@ class Status:
 
 
 class AnyEngine(Protocol):
-    """An engine that the server can run. Only `check` and `status` are for all threads; the rest
-    is for the engine's own."""
+    """An engine that the server can run. Only `check` and the properties are for all threads; the
+    rest is for the engine's own."""
 
     steps: deque[BlocksRecord]  # one a forward pass, the newest last
 
     @property
+    def health(self) -> str:
+        """ "ok", or in one word why the engine answers no request now."""
+        ...
+
+    @property
     def status(self) -> Status:
         """The newest status: replaced before each step and after each change, never mutated."""
+        ...
+
+    @property
+    def variants(self) -> Mapping[str, bytes]:
+        """What the engine answers for beside the model, such as its adapters: the names, and what
+        the salt of a request for one ends with."""
         ...
 
     def check(self, request: Request) -> None:

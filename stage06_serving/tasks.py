@@ -88,7 +88,7 @@ TASKS = (
             "Take a ticket's list of fresh tokens, leave an empty one, and remember in the same "
             "line whether it has ended: more may arrive during a yield.",
             "Yield the tokens if there are any; drop a ticket that has ended. If its reason is "
-            "'error', raise: EngineDead for CLOSING and DEAD, Broken for any other ticket.error.",
+            "'error', raise: EngineDead for CLOSING, DEAD and LOST, else Broken.",
         ),
         tests=(
             "tests/test_async_engine.py::test_the_tokens_are_those_of_the_first_stage",

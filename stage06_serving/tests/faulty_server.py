@@ -68,13 +68,15 @@ class Faulty:
 
 
 def make_engine(
-    settings: Settings, make: Callable[..., tuple[Any, Any]] = program.make_engine
+    settings: Settings,
+    maker: Any = None,
+    make: Callable[..., tuple[Any, Any]] = program.make_engine,
 ) -> tuple[Any, Any]:
     """The program's own engine, with the fault if the variable names one."""
     fault = Fault(Path(os.environ[VARIABLE])) if VARIABLE in os.environ else None
     while fault and fault.read() == "loading":
         time.sleep(0.005)
-    engine, loaded = make(settings)
+    engine, loaded = make(settings, maker)
     if fault:
         engine.engine.runner.run = Faulty(engine.engine.runner.run, fault)
     return engine, loaded
