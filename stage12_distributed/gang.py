@@ -1,0 +1,408 @@
+"""A gang: processes that compute one model together, and the runner that leads them.
+
+Rank 0 is the engine's own process. It alone schedules and samples, so no decision can differ
+between ranks: before each pass it broadcasts one tensor of integers with all that changes the
+pass (moves, ids, shares, rows, adapters), and every rank runs stage 04's runner on its own part of
+the model and of the cache. Nothing is pickled after the start.
+
+A rank may die, or hang. Then the pass fails, the keys and values are lost with it, all requests
+end with an error, and the gang is started again; `up` is false until then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch import Tensor
+
+from shared import linear
+from shared.checkpoint import DTYPES
+from shared.errors import UserError
+from stage04_continuous.engine import Engine
+from stage04_continuous.plan import Plan
+from stage04_continuous.runner import Runner
+from stage05_paged.blocks import BlockPool, Move
+from stage05_paged.cache import PagedCache, Share
+from stage05_paged.engine import make as make_paged
+from stage06_serving.async_engine import LOST
+
+from .lora import Adapters, Ordered
+from .parallel import Peers, digest, shard
+
+START = 180.0  # seconds for a rank to import PyTorch and load its model
+TIMEOUT = 4.0  # seconds until a rank that does not come to a sum is given up
+RETRY = 2.0  # seconds between two attempts to start the gang again
+ROOM = 1024  # numbers of an order that are broadcast at once; few orders are longer
+CACHE, STEP = range(2)  # kinds of orders
+KINDS = ("wipe", "copy", "out", "in")  # of moves
+
+log = logging.getLogger("staircase")
+
+
+class RanksLost(RuntimeError):
+    """Other ranks have died or hung, and the keys and values with them."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How every rank makes its part of the model.
+
+    load: returns the whole model with plain layers. It is sent to new processes: a function of a
+        module, or a `partial` of one.
+    timeout: seconds that a rank waits for the others within a pass.
+    linear: as for `shared.linear.optimize`, which sees the parts.
+    adapters: the folder with a subfolder for each adapter; empty: there are none.
+    """
+
+    load: Callable[[], Any]
+    ranks: int = 2
+    timeout: float = TIMEOUT
+    linear: str = "plain"
+    adapters: str = ""
+
+
+def take_part(setup: Setup, model: Any, rank: int) -> tuple[Peers, bytes, str]:
+    """Leave in the whole `model` the part of `rank`; returns its peers, what all ranks must agree
+    on, and the kind of linear layers."""
+    peers, whole, config = Peers(rank, setup.ranks), digest(model), model.config
+    cuts, model.adapters = shard(model, peers), None
+    if setup.adapters:
+        model.adapters = Adapters(model, config, cuts)
+        model.adapters.load_all(Path(setup.adapters))
+        whole = b"".join([whole, *model.adapters.numbers])
+    return peers, whole, linear.optimize(model, setup.linear)
+
+
+def runner_of(model: Any, cache: PagedCache) -> Runner:
+    """What runs the passes of one rank."""
+    return Runner(model, Ordered(cache, model.adapters.batch) if model.adapters else cache)
+
+
+# ---- orders -------------------------------------------------------------------------------------
+
+
+def pack(
+    moves: Sequence[Move],
+    ids: Sequence[int],
+    shares: Sequence[Share],
+    rows: Sequence[int],
+    adapters: Sequence[int] = (),
+) -> list[int]:
+    """A pass as integers; `adapters` has one for each share, or none."""
+    numbers = [STEP, len(moves), len(ids), len(shares), len(rows), len(adapters)]
+    for move in moves:
+        numbers += KINDS.index(move.kind), move.source, move.target
+    numbers += ids
+    for blocks, start, count in shares:
+        numbers += len(blocks), start, count, *blocks
+    return [*numbers, *rows, *adapters]
+
+
+def unpack(
+    numbers: Sequence[int],
+) -> tuple[list[Move], list[int], list[Share], list[int], list[int]]:
+    """The arguments of `pack`."""
+    place = 1
+
+    def take(count: int) -> list[int]:
+        nonlocal place
+        place += count
+        return list(numbers[place - count : place])
+
+    moved, tokens, shared, wanted, adapted = take(5)
+    moves = []
+    for _ in range(moved):
+        kind, source, target = take(3)
+        moves.append(Move(KINDS[kind], source, target))
+    ids, shares = take(tokens), []
+    for _ in range(shared):
+        blocks, start, count = take(3)
+        shares.append((take(blocks), start, count))
+    return moves, ids, shares, take(wanted), take(adapted)
+
+
+def give(peers: Peers, numbers: Sequence[int]) -> None:
+    """Broadcast an order from rank 0."""
+    order = torch.zeros(max(ROOM, 1 + len(numbers)), dtype=torch.int64)
+    order[: 1 + len(numbers)] = torch.tensor([len(numbers), *numbers])
+    peers.order(order[:ROOM])
+    if len(order) > ROOM:
+        peers.order(order[ROOM:])
+
+
+def receive(peers: Peers) -> list[int]:
+    """The next order, on the other ranks."""
+    order = peers.order(torch.empty(ROOM, dtype=torch.int64))
+    count = int(order[0])
+    if count >= ROOM:
+        order = torch.cat((order, peers.order(torch.empty(1 + count - ROOM, dtype=torch.int64))))
+    return order[1 : 1 + count].tolist()
+
+
+def work(rank: int, setup: Setup, threads: int, file: str, pipe: connection.Connection) -> None:
+    """The life of a rank other than 0, in a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: rank 0 decides
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    model = setup.load()
+    device = model.device
+    peers, whole, _ = take_part(setup, model, rank)
+    try:
+        pipe.send_bytes(whole)
+        pipe.recv_bytes()  # all have come this far, and agree
+    except (EOFError, OSError):
+        return  # rank 0 has gone
+    peers.connect(file, setup.timeout, device)
+    peers.passing = True
+    runner: Any = None
+    while True:
+        try:
+            order = receive(peers)
+        except RuntimeError:
+            return  # rank 0 has gone, or another rank
+        if order[0] == CACHE:
+            _, blocks, size, swap_blocks, number = order
+            cache = PagedCache(model.config, blocks, size, swap_blocks, DTYPES[number], device)
+            runner = runner_of(model, cache)
+            continue
+        moves, ids, shares, rows, adapters = unpack(order)
+        if model.adapters:
+            model.adapters.batch.adapters = adapters
+        runner.move(moves)
+        runner.run(ids, shares, rows)
+
+
+# ---- rank 0 -------------------------------------------------------------------------------------
+
+
+class Gang:
+    """Rank 0's part of a model, as `model`, and the processes with the other parts. They are
+    started at once, and again whenever one ends.
+
+    model: that `setup.load` would return; None: it is called. The gang takes it over.
+    Raises UserError if a rank cannot start, or has another model than rank 0.
+    """
+
+    def __init__(self, setup: Setup, model: Any = None) -> None:
+        self.model = setup.load() if model is None else model
+        self.device = self.model.device
+        self.up, self.epoch = False, 0  # epoch: starts so far
+        self.workers: list[Any] = []
+        self._condition = threading.Condition()  # held during a pass
+        self._closed = False
+        self._cache: list[int] = []  # the order that makes the caches
+        self._folder: Any = None
+        self.peers, self.digest, self.linear = take_part(setup, self.model, 0)
+        # Measured once, and not by all ranks beside each other.
+        self.setup = replace(setup, linear=self.linear.split()[0])
+        self.model.gang = self
+        self._watcher = threading.Thread(target=self._watch, name="gang", daemon=True)
+        self._start()
+        atexit.register(self.close)  # before multiprocessing ends the workers
+        if setup.ranks > 1:
+            self._watcher.start()
+
+    @contextmanager
+    def steady(self, epoch: int | None = None) -> Iterator[None]:
+        """Wait until all ranks are up, and let none be started again within the block. Raises
+        RanksLost at once if those of `epoch` have ended."""
+        with self._condition:
+            if epoch is None:
+                self._condition.wait_for(lambda: self.up or self._closed)
+            if not self.up or epoch not in (None, self.epoch):
+                raise RanksLost("A rank has ended, and keys and values with it.")
+            yield
+
+    def give_up(self) -> None:
+        """End the other ranks, which may wait for each other in vain; `_watch` starts new ones."""
+        self.up = self.setup.ranks == 1
+        self._kill()
+
+    def hold(self, cache: PagedCache) -> None:
+        """Give every rank a cache like rank 0's `cache`, in place of the one before."""
+        swapped = cache.swapped.shape[3]
+        number = DTYPES.index(cache.kv.dtype)
+        self._cache = [CACHE, cache.blocks, cache.block_size, swapped, number]
+        with self.steady():
+            give(self.peers, self._cache)
+
+    def close(self) -> None:
+        """End the other ranks for good."""
+        self._closed = True
+        atexit.unregister(self.close)
+        self._kill()
+        with self._condition:
+            self._condition.notify_all()
+        if self._watcher.is_alive():
+            self._watcher.join(START)
+        else:
+            self._end()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        file, context = f"{self._folder.name}/store", torch.multiprocessing.get_context("spawn")
+        pipes, threads = [], torch.get_num_threads()
+        try:
+            for rank in range(1, self.setup.ranks):
+                ours, theirs = context.Pipe()
+                pipes.append(ours)
+                arguments = (rank, self.setup, threads, file, theirs)
+                worker = context.Process(target=work, args=arguments, daemon=True)
+                worker.start()
+                theirs.close()
+                self.workers.append(worker)
+            for rank, pipe in enumerate(pipes, 1):
+                self._agree(rank, pipe)
+            for pipe in pipes:
+                pipe.send_bytes(b"connect")
+            if self.setup.ranks > 1:
+                self.peers.connect(file, self.setup.timeout, self.device)
+                if self._cache:
+                    give(self.peers, self._cache)
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            for pipe in pipes:
+                pipe.close()
+        with self._condition:
+            self.up, self.epoch = True, self.epoch + 1
+            self._condition.notify_all()
+
+    def _agree(self, rank: int, pipe: connection.Connection) -> None:
+        """Wait until a rank has loaded the same model. Raises UserError."""
+        try:
+            if not pipe.poll(START):
+                raise UserError(f"Rank {rank} has not loaded its model within {START:g} s.")
+            whole = pipe.recv_bytes()
+        except (EOFError, OSError):
+            raise UserError(
+                f"Rank {rank} ended before it had loaded its model: see its message above."
+            ) from None
+        if whole != self.digest:
+            raise UserError(
+                f"Rank {rank} has another model than rank 0: give all ranks the same config.json "
+                "and the same weights."
+            )
+
+    def _watch(self) -> None:
+        """Start the gang again whenever a rank ends."""
+        while True:
+            connection.wait([worker.sentinel for worker in self.workers])
+            with self._condition:  # no pass is under way, and none begins
+                self.up = False
+            self._end()
+            while not self._closed and not self.up:
+                log.error("a rank has ended: all ranks are started again")
+                try:
+                    self._start()
+                except Exception as error:
+                    log.error("the ranks cannot start", exc_info=error)
+                    with self._condition:
+                        self._condition.wait(RETRY)
+            if self._closed:
+                self._end()
+                return
+
+    def _kill(self) -> None:
+        for worker in list(self.workers):
+            with suppress(ValueError):  # `_end` has closed it meanwhile
+                worker.kill()
+
+    def _end(self) -> None:
+        self._kill()
+        for worker in self.workers:
+            worker.join()
+            worker.close()
+        self.workers.clear()
+        self.peers.disconnect()
+        self._folder.cleanup()
+
+
+class GangRunner:
+    """Runs passes on all ranks, with rank 0's part of the model and of the cache.
+
+    `on_loss` is called when all keys and values were lost; then the pass raises RanksLost.
+    """
+
+    def __init__(self, model: Any, cache: PagedCache) -> None:
+        self.gang, self.cache, self.config = model.gang, cache, model.config
+        self.on_loss: Callable[[], object] = lambda: None
+        self._runner = runner_of(model, cache)
+        self._moves: list[Move] = []  # not done by the other ranks yet
+        self._epoch: int | None = None  # of the ranks that have keys and values; None: none have
+        self.gang.hold(cache)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        self.cache.move(moves)
+        self._moves += moves
+
+    def run(self, ids: Sequence[int], shares: Sequence[Share], rows: Sequence[int]) -> Tensor:
+        """As stage 04's Runner. Raises RanksLost if a rank dies or hangs, or has done so since the
+        last pass."""
+        if not ids:
+            return self._runner.run(ids, shares, rows)
+        try:
+            with self.gang.steady(self._epoch):
+                self._epoch, moves, self._moves = self.gang.epoch, self._moves, []
+                model, peers = self.gang.model, self.gang.peers
+                adapters = model.adapters.batch.adapters if model.adapters else ()
+                try:
+                    peers.passing = True
+                    give(peers, pack(moves, ids, shares, rows, adapters))
+                    return self._runner.run(ids, shares, rows)
+                except BaseException:
+                    self.gang.give_up()
+                    raise
+                finally:
+                    peers.passing = False
+        except BaseException as error:
+            self._lose()
+            if isinstance(error, Exception) and not isinstance(error, RanksLost):
+                raise RanksLost("A rank died or hung in this pass.") from error
+            raise
+
+    def renew(self) -> None:
+        """Where no request has keys and values: see that a rank that ended since the last pass
+        makes no pass fail."""
+        if not self.gang.up or self._epoch != self.gang.epoch:
+            self._lose()
+
+    def _lose(self) -> None:
+        self._epoch = None
+        self._moves.clear()
+        self.on_loss()
+
+
+def forget(engine: Engine) -> None:
+    """End all requests of `engine` with an error, and empty its prefix cache."""
+    engine.plan = Plan()  # not only those of the pass: no memory can be trusted
+    engine.fail(UserError(LOST))
+    pool: BlockPool = engine.scheduler.pool
+    for block in [pool.take() for _ in range(pool.available)]:
+        pool.give_back(block)
+
+
+def make(model: Any, contexts: int | None = None, **options: Any) -> Engine:
+    """Stage 05's engine on the ranks of `model`, which is rank 0's part of a gang's. options: those
+    of stage 05."""
+    engine = make_paged(model, contexts, make_runner=GangRunner, **options)
+    if model.adapters:
+        engine.observers.append(model.adapters)
+    runner: Any = engine.runner
+    runner.on_loss = partial(forget, engine)
+    return engine

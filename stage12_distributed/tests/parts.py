@@ -1,0 +1,108 @@
+"""Models that the ranks of a test load, adapters, and ranks that are threads."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shared.config import Config
+from shared.course.testing import random_checkpoint, wide_norm
+from stage01_forward import families
+from stage01_forward.attention import Recompute
+from stage08_llama.model import RMSNorm
+from stage12_distributed import lora
+from stage12_distributed.parallel import Peers, shard
+
+
+def random_model(config: Config, spread: float = 24, dtype: torch.dtype = torch.float64) -> Any:
+    """As `oracle.the_model`; norms without their float32 island, as in stage 09's tests."""
+    if multiprocessing.parent_process() is not None:
+        RMSNorm.forward = wide_norm  # type: ignore[method-assign]
+    return families.load_model(random_checkpoint(config, spread=spread), dtype=dtype)
+
+
+def stored(name: str) -> Any:
+    """An embedded model, or that of a folder, in float64."""
+    return families.load_model(families.load(name), dtype=torch.float64)
+
+
+def another(config: Config) -> Any:
+    """Rank 0 and the other ranks get different weights."""
+    return random_model(config, 24 if multiprocessing.parent_process() is None else 25)
+
+
+def broken(config: Config) -> Any:
+    """Only rank 0 can load it."""
+    if multiprocessing.parent_process() is not None:
+        raise SystemExit(3)
+    return random_model(config)
+
+
+def write_adapter(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, int]],
+    seed: int = 0,
+    zero: bool = False,
+    **fields: Any,
+) -> Path:
+    """A GPT-2's adapter of random numbers for layers of `shapes` (out, in), as PEFT saves it; its
+    B is `zero`, or it makes another model. fields: of its config."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (out, width) in shapes.items():
+        key = f"base_model.model.transformer.{name}.lora_"
+        tensors[f"{key}A.weight"] = torch.randn(4, width, generator=generator)
+        b = torch.randn(out, 4, generator=generator)
+        tensors[f"{key}B.weight"] = torch.zeros_like(b) if zero else b
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / lora.WEIGHTS)
+    given = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "bias": "none", "use_rslora": False}
+    (folder / lora.CONFIG).write_text(json.dumps(given | fields), encoding="utf-8")
+    return folder
+
+
+class ThreadPeers(Peers):
+    """Ranks that are threads of one process, and meet at barriers."""
+
+    def __init__(self, rank: int, size: int, table: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__(rank, size)
+        self.table, self.barrier = table, barrier
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        self.table[self.rank] = x.clone()
+        self.barrier.wait(60)
+        parts = list(self.table)
+        self.barrier.wait(60)
+        return parts
+
+    def sum(self, x: Tensor) -> Tensor:
+        return torch.stack(self._all(x)).sum(0)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        parts = self._all(x)
+        return parts if self.rank == 0 else []
+
+
+def in_threads(config: Config, ranks: int, ids: list[int], make: Any = random_model) -> list[Any]:
+    """[(model, logits of all `ids` on rank 0)] by rank, of a model cut into `ranks` parts."""
+    table, barrier = [None] * ranks, threading.Barrier(ranks)
+
+    @torch.inference_mode()
+    def one(rank: int) -> tuple[Any, Tensor]:
+        model = make(config)
+        shard(model, ThreadPeers(rank, ranks, table, barrier))
+        tokens = torch.tensor(ids)
+        hidden = model(tokens, torch.arange(len(ids)), Recompute(model.config).attend)
+        return model, model.logits(hidden)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))

@@ -1,0 +1,117 @@
+"""The contract of engines on ranks: GPT-2 on two; by -m slow also a Llama on three, more than it
+has heads of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from shared.course.testing import wide_norm
+from shared.parity import prove
+from stage01_forward.params import SamplingParams
+from stage04_continuous.tests import oracle
+from stage04_continuous.tests.lives import live
+from stage05_paged.cache import PagedCache
+from stage05_paged.tests import test_contract as paged
+from stage05_paged.tests.engines import engine_of
+from stage08_llama.model import RMSNorm
+from stage08_llama.tests.test_contract import GROUPED
+from stage12_distributed.gang import Gang, GangRunner, Setup
+from stage12_distributed.parallel import digest, heads_of
+from stage12_distributed.tests.parts import random_model
+
+LLAMA = replace(GROUPED, layer_norm_epsilon=3e-5)  # no other test gets the answers of `wide_norm`
+SHAPES = {"gpt2": oracle.CONFIG, "llama": LLAMA}
+GANGS: dict[Any, Gang] = {}
+
+
+@pytest.fixture(
+    scope="module", autouse=True, params=["gpt2", pytest.param("llama", marks=pytest.mark.slow)]
+)
+def shape(request):
+    """A config. One gang serves all tests of a model."""
+    config = SHAPES[request.param]
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch, oracle.shape(config):
+        torch.set_num_threads(1)
+        patch.setattr(RMSNorm, "forward", wide_norm)
+        yield config
+    torch.set_num_threads(threads)
+    for gang in GANGS.values():
+        gang.close()
+    GANGS.clear()
+
+
+def ranks_of(config: Any) -> int:
+    return 3 if config == LLAMA else 2
+
+
+def make_cache(config: Any, *rest: Any) -> PagedCache:
+    """Rank 0's part of the cache."""
+    queries, kv = heads_of(config, 0, ranks_of(config))
+    return PagedCache(replace(config, n_head=len(queries), n_kv_head=len(kv)), *rest)
+
+
+def make_runner(model: Any, cache: PagedCache) -> GangRunner:
+    """The runner of the ranks with `model`, which is whole here: it is the oracle's too."""
+    config = model.config
+    if config not in GANGS:
+        load = partial(random_model, config, 24 if config.name == "wide" else 16)
+        GANGS[config] = Gang(Setup(load, ranks_of(config)))
+        assert GANGS[config].digest == digest(model)
+    return GangRunner(GANGS[config].model, cache)
+
+
+RANKS: dict[str, Any] = {"make_cache": make_cache, "make_runner": make_runner}
+
+
+class TestRanks(paged.TestPaged):
+    @staticmethod
+    def engine(*args: Any, **options: Any) -> Any:
+        return engine_of(*args, **(RANKS | options))
+
+    @pytest.fixture
+    def watched(self, monkeypatch):
+        """The passes of the ranks, and errors to raise before one."""
+        seen: list[tuple[int, int]] = []
+        errors: list[Exception] = []
+        run = GangRunner.run
+
+        def watch(self, ids, shares, rows):
+            if ids and errors:
+                raise errors.pop()
+            if ids:
+                seen.append((len(ids), len(rows)))
+            return run(self, ids, shares, rows)
+
+        monkeypatch.setattr(GangRunner, "run", watch)
+        return seen, errors
+
+    @pytest.fixture
+    def passes(self, watched):
+        return lambda: watched[0]
+
+    @pytest.fixture
+    def broken(self, watched):
+        return lambda: watched[1].append(RuntimeError("out of memory"))
+
+    def test_all_scenarios(self, shape, tiny_model):
+        model = tiny_model if shape == oracle.CONFIG else oracle.the_model()
+        engine = self.engine(4, 32, model=model)
+        parity = prove(engine, oracle.oracle_of(model), SamplingParams)
+        assert parity.sequences > 20 and not parity.near_ties
+        self.assert_idle(engine)
+
+
+class RanksLife(paged.PagedLife):
+    def make(self, sequences, token_budget, **options):
+        return super().make(sequences, token_budget, **RANKS, **options)
+
+
+def test_lives_of_fifty_calls(shape):
+    """Preemption, swapping, prefix hits, samples and forks."""
+    live(RanksLife, 6)

@@ -1,0 +1,287 @@
+"""Adapters: several in one batch, beside PEFT's own answers, on ranks, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shared.config import Config
+from shared.errors import UserError
+from shared.parity import random_prompt
+from stage01_forward.params import SamplingParams
+from stage04_continuous.request import Request
+from stage04_continuous.tests.oracle import finish
+from stage05_paged.blocks import BlockPool
+from stage05_paged.fork import add_samples
+from stage12_distributed import lora
+from stage12_distributed.gang import Gang, Setup, make
+from stage12_distributed.parallel import cuts
+from stage12_distributed.tests.parts import random_model, stored, write_adapter
+
+CONFIG = Config(101, 64, 24, 2, 3, name="odd")
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
+DRAWN = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=3)
+SHAPES = {name: cut.shape for name, cut in cuts(random_model(CONFIG), 0, 1).items()}
+
+
+def write(folder: Path, seed: int = 0, zero: bool = False, **fields: Any) -> Path:
+    """An adapter for every layer of CONFIG."""
+    return write_adapter(folder, SHAPES, seed, zero, **fields)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("one", "two", "three")):
+        write(made / name, seed)
+    write(made / "zero", zero=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def gang(folder):
+    """One rank, with four adapters."""
+    made = Gang(Setup(partial(random_model, CONFIG), 1, adapters=str(folder)))
+    yield made
+    made.close()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random_prompt(length, CONFIG, seed)
+
+
+def engine_of(gang: Gang, **options: Any) -> Any:
+    return make(gang.model, pool=BlockPool(80, 4), sanitize=True, **options)
+
+
+def ask(engine: Any, name: str, length: int, sampling: SamplingParams = GREEDY) -> Request:
+    names = engine.runner.gang.model.adapters.names
+    return engine.add(Request(prompt(length), sampling, salt=b"tenant" + names.get(name, b"")))
+
+
+def answers(engine: Any, asked: list[tuple[str, int, SamplingParams]]) -> list[Any]:
+    """[(ids, log-probabilities)] of requests (adapter, length, sampling) that run together."""
+    requests = [ask(engine, *each) for each in asked]
+    finish(engine)
+    return [(request.output.token_ids, request.output.logprobs) for request in requests]
+
+
+ASKED = [
+    (name, 5 + 6 * place, GREEDY if place % 3 else DRAWN)
+    for place, name in enumerate(["one", "", "two", "one", "zero", "three", "", "two"])
+]
+
+
+def test_an_adapter_of_zeros_is_the_model_bit_for_bit(gang):
+    base, zero = (
+        answers(engine_of(gang), [(name, length, GREEDY) for length in (3, 17, 40)])
+        for name in ("", "zero")
+    )
+    assert base == zero  # log-probabilities too, to the last bit
+
+
+def test_several_adapters_in_one_batch_equal_each_alone(gang):
+    """Prompts in chunks, decoding in mixed passes, preempted now and then."""
+    alone = [answers(engine_of(gang), [each])[0][0] for each in ASKED]
+    engine = engine_of(gang, token_budget=24, max_sequences=8)
+    together = [ids for ids, _ in answers(engine, ASKED)]
+    assert together == alone
+    assert max(record.rows for record in engine.steps) == len(ASKED)
+    same = [
+        answers(engine_of(gang), [(name, 9, GREEDY)])[0][0] for name in gang.model.adapters.names
+    ]
+    assert len({tuple(ids) for ids in same}) == 4  # worth comparing
+
+
+def test_adapters_share_no_prefix_and_samples_do(gang):
+    engine = engine_of(gang)
+    for name in ("one", "two", ""):
+        answers(engine, [(name, 20, GREEDY)])
+    assert engine.scheduler.counts.hit_tokens == 0
+    answers(engine, [("one", 20, GREEDY)])
+    assert engine.scheduler.counts.hit_tokens == 16
+    salt = b"tenant" + gang.model.adapters.names["two"]
+    samples = add_samples(engine, prompt(11), [DRAWN, DRAWN], salt)
+    finish(engine)
+    (want,) = answers(engine_of(gang), [("two", 11, DRAWN)])
+    assert [sample.output.token_ids for sample in samples] == [want[0]] * 2
+
+
+def test_an_adapter_loaded_again_with_other_bytes_finds_nothing_stale(tmp_path):
+    """vLLM #42125: the blocks of the old version answered for the new one."""
+    for seed, name in enumerate(("old", "new")):
+        write(tmp_path / name / "mine", seed)
+    gangs = {
+        name: Gang(Setup(partial(random_model, CONFIG), 1, adapters=str(tmp_path / name)))
+        for name in ("old", "new")
+    }
+    engine = engine_of(gangs["old"])
+    adapters = gangs["old"].model.adapters
+    old = answers(engine, [("mine", 30, GREEDY)])
+    running = ask(engine, "mine", 13)
+    engine.step()
+    before = adapters.names["mine"]
+    assert adapters.load(tmp_path / "old" / "mine") == before  # the same bytes: nothing new
+    write(tmp_path / "old" / "mine", seed=1)
+    assert adapters.load(tmp_path / "old" / "mine") != before
+    hits = engine.scheduler.counts.hit_tokens
+    new = answers(engine, [("mine", 30, GREEDY)])
+    (want,) = answers(engine_of(gangs["new"]), [("mine", 30, GREEDY)])
+    assert new[0][0] == want[0] != old[0][0]
+    assert engine.scheduler.counts.hit_tokens == hits
+    write(tmp_path / "new" / "mine", seed=0)
+    gangs["new"].model.adapters.load(tmp_path / "new" / "mine")
+    (want,) = answers(engine_of(gangs["new"]), [("mine", 13, GREEDY)])
+    assert running.output.token_ids == want[0]  # it began with the old version
+    for gang in gangs.values():
+        gang.close()
+
+
+def test_adapters_on_two_ranks(gang, folder):
+    """Every rank must get the numbers of the pass (atlas #1133: the slot never reached rank 1)."""
+    ranked = Gang(Setup(partial(random_model, CONFIG), 2, adapters=str(folder)))
+    try:
+        one, two = (answers(engine_of(each, max_sequences=8), ASKED) for each in (gang, ranked))
+        assert [ids for ids, _ in one] == [ids for ids, _ in two]
+    finally:
+        ranked.close()
+
+
+# ---- beside PEFT --------------------------------------------------------------------------------
+
+
+def logits_of(gang: Gang, name: str, ids: list[int]) -> torch.Tensor:
+    """Logits of all of a prompt with an adapter, beside a neighbour without one."""
+    runner, adapters = engine_of(gang).runner, gang.model.adapters
+    adapters.batch.adapters = [lora.BASE, adapters.numbers[adapters.names[name]]]
+    count = len(ids)
+    shares = [([0, 1], 0, 7), (list(range(2, 2 - -count // 4 + 1)), 0, count)]
+    return runner.run(prompt(7) + ids, shares, range(7, 7 + count))
+
+
+@pytest.mark.parametrize("rslora", [False, True], ids=["", "rslora"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_logits_are_those_of_peft(tmp_path, family, rslora):
+    """Every linear layer has an adapter, and so both layers that are called c_proj."""
+    why = "the reference for LoRA is in requirements-distributed.txt"
+    peft = pytest.importorskip("peft", reason=why)
+    import transformers
+
+    torch.manual_seed(5)
+    if family == "gpt2":
+        sizes = {"n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 3}
+        config = transformers.GPT2Config(vocab_size=101, eos_token_id=1, **sizes)
+        theirs: Any = transformers.GPT2LMHeadModel(config)
+        targets = ["c_attn", "c_proj", "c_fc"]
+    else:
+        sizes = {"hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": 64}
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
+        config = transformers.LlamaConfig(vocab_size=101, eos_token_id=1, **sizes)
+        theirs = transformers.LlamaForCausalLM(config)
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    for tensor in theirs.parameters():
+        tensor.data += 0.05 * torch.randn_like(tensor)
+    theirs.save_pretrained(tmp_path / "base")
+    options = peft.LoraConfig(
+        r=4,
+        lora_alpha=10,
+        target_modules=targets,
+        use_rslora=rslora,
+        init_lora_weights=False,
+        fan_in_fan_out=family == "gpt2",
+        task_type="CAUSAL_LM",
+    )
+    tuned = peft.get_peft_model(theirs, options)
+    tuned.save_pretrained(tmp_path / "adapters" / "tuned")
+    ids = prompt(23)
+    with torch.inference_mode():
+        want = tuned.double().eval()(torch.tensor([ids])).logits[0]
+        with tuned.disable_adapter():
+            plain = tuned(torch.tensor([ids])).logits[0]
+    load = partial(stored, str(tmp_path / "base"))
+    gang = Gang(Setup(load, 1, adapters=str(tmp_path / "adapters")))
+    got = logits_of(gang, "tuned", ids)
+    assert (got - want).abs().max() < (1e-9 if family == "gpt2" else 1e-5)
+    assert (plain - want).abs().max() > 0.1
+    gang.close()
+
+
+def test_the_scale_is_alpha_by_the_rank_or_by_its_root(tmp_path):
+    layer = "h.0.attn.c_attn"
+    for rslora, scale in ((False, 12 / 4), (True, 12 / 2)):
+        folder = write(tmp_path / "one", use_rslora=rslora)
+        saved = load_file(folder / lora.WEIGHTS)[
+            f"base_model.model.transformer.{layer}.lora_B.weight"
+        ]
+        _, b = lora.read(folder, CONFIG, SHAPES).pairs[layer]
+        assert torch.equal(b, scale * saved.double())
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"use_dora": True}, "use_dora to True"),
+    "bias": ({"bias": "all"}, "bias to all; only none"),
+    "whole layers": ({"modules_to_save": ["lm_head"]}, r"modules_to_save to \['lm_head'\]"),
+    "ranks": ({"rank_pattern": {"c_fc": 8}}, "rank_pattern"),
+    "alphas": ({"alpha_pattern": {"c_fc": 8}}, "alpha_pattern"),
+    "start": ({"init_lora_weights": "pissa"}, "init_lora_weights to pissa"),
+    "kind": ({"peft_type": "IA3"}, "peft_type to IA3; only LORA"),
+    "unknown": ({"use_magic": 1}, "use_magic to 1"),
+    "high rank": ({"r": 65}, "r to 65; only a rank from 1 to 64"),
+    "no rank": ({"r": "4"}, "a rank from 1"),
+    "no alpha": ({"lora_alpha": None}, "lora_alpha to None; only a number"),
+    "other rank": ({"r": 8}, r"is \(4, 24\) instead of \(8, 24\): the adapter is of another rank"),
+}
+
+
+@pytest.mark.parametrize("fields, message", BAD.values(), ids=BAD)
+def test_what_is_not_implemented_is_refused_by_name(tmp_path, fields, message):
+    with pytest.raises(UserError, match=message):
+        lora.read(write(tmp_path / "bad", **fields), CONFIG, SHAPES)
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path):
+    """Another model, half an adapter, damage, a pickle, and nothing at all."""
+
+    def refused(message, shapes=SHAPES):
+        with pytest.raises(UserError, match=message):
+            lora.read(bad, CONFIG, shapes)
+
+    bad = write(tmp_path / "bad")
+    wide = {name: (2 * out, 2 * width) for name, (out, width) in SHAPES.items()}
+    refused(r"is \(4, 24\) instead of \(4, 48\): .* or for another model than odd", wide)
+    refused("has no such layer", {"h.0.attn.c_attn": (72, 24)})
+    name = "base_model.model.transformer.h.0.mlp.c_fc.lora_A.weight"
+    save_file({name: torch.zeros(4, 24)}, bad / lora.WEIGHTS)
+    refused("one matrix of two for h.0.mlp.c_fc")
+    save_file(
+        {"base_model.model.transformer.wte.lora_embedding_A": torch.zeros(4, 101)},
+        bad / lora.WEIGHTS,
+    )
+    refused("tensor base_model.model.transformer.wte.lora_embedding_A, and odd has no such layer")
+    (bad / lora.WEIGHTS).write_bytes(b"no tensors")
+    refused("truncated, corrupt or not safetensors")
+    (bad / lora.WEIGHTS).rename(bad / "adapter_model.bin")
+    refused("but adapter_model.bin, and pickles are not opened: save the adapter as safetensors")
+    (bad / lora.CONFIG).unlink()
+    refused("adapter_config.json is missing")
+
+
+def test_a_folder_of_adapters_has_some_and_not_too_many(tmp_path, monkeypatch):
+    load = partial(random_model, CONFIG)
+    with pytest.raises(UserError, match="has no subfolder with an adapter"):
+        Gang(Setup(load, 1, adapters=str(tmp_path)))
+    write(tmp_path / "odd")
+    with pytest.raises(UserError, match="is called like the model"):
+        Gang(Setup(load, 1, adapters=str(tmp_path)))
+    (tmp_path / "odd").rename(tmp_path / "one")
+    write(tmp_path / "two", seed=1)
+    monkeypatch.setattr(lora, "MOST_ADAPTERS", 1)
+    with pytest.raises(UserError, match="two is one adapter more than 1: remove some"):
+        Gang(Setup(load, 1, adapters=str(tmp_path)))

@@ -1,0 +1,123 @@
+"""The cut of a model: ranks that are threads give the logits of the whole, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shared.config import Config
+from shared.errors import UserError
+from stage01_forward.attention import Recompute
+from stage08_llama.tests.test_contract import GROUPED
+from stage12_distributed.parallel import Peers, cuts, digest, heads_of, shard, split
+from stage12_distributed.tests.parts import in_threads, random_model
+
+ODD = Config(101, 64, 24, 2, 3, name="odd")  # 3 heads, 101 tokens, 96 channels in the MLP
+UNTIED = replace(ODD, tied=False)
+BIASED = replace(GROUPED, qkv_bias=True, o_bias=True, mlp_bias=True, n_inner=41)
+LLAMA3 = replace(GROUPED, n_head=3, n_kv_head=1)
+
+
+def parameters(model) -> int:
+    """Numbers kept in memory: views share theirs."""
+    storages = {}
+    for tensor in model.state_dict().values():
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes() // tensor.itemsize
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "config", [ODD, UNTIED, GROUPED, BIASED, LLAMA3], ids=["gpt2", "untied", "llama", "biases", "3"]
+)
+def test_the_logits_of_all_ranks_are_those_of_the_whole(config, ranks):
+    """Biases unlike zero, 3 heads on 2 ranks, an odd vocabulary, heads of keys that are copied."""
+    ids = [5, 17, 3, 99, 41, 8, 8, 60]
+    whole = random_model(config)
+    with torch.inference_mode():
+        hidden = whole(torch.tensor(ids), torch.arange(len(ids)), Recompute(config).attend)
+        want = whole.logits(hidden)
+    parts = in_threads(config, ranks, ids)
+    got = parts[0][1]
+    assert got.shape == want.shape == (8, 101)
+    assert (got - want).abs().max() < 1e-10 * want.abs().max()
+    if ranks > 1:
+        sizes = [parameters(model) for model, _ in parts]
+        assert max(sizes) < parameters(whole) * (0.8 if ranks == 2 else 0.7)
+
+
+@pytest.mark.parametrize(
+    "queries, kv", [(3, 3), (12, 12), (25, 25), (6, 2), (3, 1), (8, 2), (9, 3)]
+)
+def test_heads_meet_their_keys(queries, kv):
+    """Each query head is on one rank, beside the head of keys that it reads in the whole model."""
+    config = replace(ODD, n_head=queries, n_kv_head=kv, head_dim=8)
+    for ranks in range(1, queries + 1):
+        try:
+            parts = [heads_of(config, rank, ranks) for rank in range(ranks)]
+        except UserError:
+            assert kv < ranks and queries // kv < -(-ranks // kv)
+            continue
+        assert [head for own, _ in parts for head in own] == list(range(queries))
+        for own, keys in parts:
+            assert own and len(own) % len(keys) == 0
+            group = len(own) // len(keys)
+            for place, head in enumerate(own):
+                assert keys[place // group] == head // (queries // kv)
+
+
+def test_three_heads_on_two_ranks_are_two_and_one():
+    """c_attn is [q | k | v]: of each third the rank's heads, with their biases."""
+    model = random_model(ODD)
+    whole = model.h[0].attn.c_attn
+    q, k, v = whole.weight.split(24)
+    parts = []
+    for rank, rows in ((0, slice(0, 16)), (1, slice(16, 24))):
+        part = random_model(ODD)
+        shard(part, Peers(rank, 2))
+        assert torch.equal(part.h[0].attn.c_attn.weight, torch.cat([q[rows], k[rows], v[rows]]))
+        biases = torch.cat([third[rows] for third in whole.bias.split(24)])
+        assert torch.equal(part.h[0].attn.c_attn.bias, biases)
+        assert part.config.n_head == part.config.n_kv_head == len(range(24)[rows]) // 8
+        parts.append(part)
+    assert parts[1].lm_head.missing == 1  # 101 tokens are 51 and 50
+    sizes = [part.config.kv_bytes_per_token(torch.float64) for part in parts]
+    assert sum(sizes) == ODD.kv_bytes_per_token(torch.float64) and sizes[0] == 2 * sizes[1]
+    assert set(cuts(model, 0, 2)) == {
+        f"h.{layer}.{name}"
+        for layer in (0, 1)
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+
+
+def test_parts_differ_by_one_at_most():
+    for count in range(20):
+        for parts in range(1, 6):
+            cut = [split(count, parts, index) for index in range(parts)]
+            assert [each for part in cut for each in part] == list(range(count))
+            assert max(map(len, cut)) - min(map(len, cut)) <= 1
+
+
+def test_too_many_ranks_are_refused():
+    for config, ranks in ((ODD, 4), (GROUPED, 7)):
+        with pytest.raises(UserError, match=f"too few for {ranks} ranks: take fewer"):
+            shard(random_model(config), Peers(0, ranks))
+
+
+def test_a_part_computes_in_passes_only():
+    """So that a prompt that is scored ends with an error, and not with a rank's partial sums."""
+    model = random_model(ODD)
+    shard(model, Peers(0, 2))
+    with pytest.raises(UserError, match="take one rank"):
+        model(torch.tensor([1]), torch.tensor([0]), Recompute(model.config).attend)
+
+
+def test_the_digest_knows_config_and_weights():
+    same, model = digest(random_model(ODD)), random_model(ODD)
+    assert digest(model) == same
+    model.h[1].mlp.c_proj.bias[3] += 1e-9
+    assert digest(model) != same
+    assert digest(random_model(replace(ODD, layer_norm_epsilon=2e-5))) != same
