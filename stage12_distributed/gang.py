@@ -17,7 +17,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection
@@ -320,14 +320,12 @@ class Gang:
 
     def _kill(self) -> None:
         for worker in list(self.workers):
-            with suppress(ValueError):  # `_end` has closed it meanwhile
-                worker.kill()
+            worker.kill()
 
     def _end(self) -> None:
         self._kill()
         for worker in self.workers:
             worker.join()
-            worker.close()
         self.workers.clear()
         self.peers.disconnect()
         self._folder.cleanup()

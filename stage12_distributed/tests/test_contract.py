@@ -99,6 +99,11 @@ class TestRanks(paged.TestPaged):
     def broken(self, watched):
         return lambda: watched[1].append(RuntimeError("out of memory"))
 
+    @pytest.mark.slow
+    def test_abort_at_any_moment_changes_no_other_request(self):
+        super().test_abort_at_any_moment_changes_no_other_request()
+
+    @pytest.mark.slow
     def test_all_scenarios(self, shape, tiny_model):
         model = tiny_model if shape == oracle.CONFIG else oracle.the_model()
         engine = self.engine(4, 32, model=model)
