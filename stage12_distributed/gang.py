@@ -34,7 +34,7 @@ from shared.errors import UserError
 from stage04_continuous.engine import Engine
 from stage04_continuous.plan import Plan
 from stage04_continuous.runner import Runner
-from stage05_paged.blocks import BlockPool, Move
+from stage05_paged.blocks import Move
 from stage05_paged.cache import PagedCache, Share
 from stage05_paged.engine import make as make_paged
 from stage06_serving.async_engine import LOST
@@ -390,7 +390,7 @@ def forget(engine: Engine) -> None:
     """End all requests of `engine` with an error, and empty its prefix cache."""
     engine.plan = Plan()  # not only those of the pass: no memory can be trusted
     engine.fail(UserError(LOST))
-    pool: BlockPool = engine.scheduler.pool
+    pool = engine.scheduler.pool
     for block in [pool.take() for _ in range(pool.available)]:
         pool.give_back(block)
 
