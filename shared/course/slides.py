@@ -1,0 +1,128 @@
+"""Slides for the lectures, made from the lessons: `python -m shared.course.slides stage05`.
+
+A lesson gives its question and answer, its trace before and after, each picture under the heading
+where it is, and the closing table. All of it comes from the README, so slides and lesson agree. The
+deck is one HTML file with the pictures in it, for any browser: the arrow keys turn the slides, and
+printing makes a PDF of one slide a page.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from .. import cli, paths
+from . import mine
+
+OUT = "slides.html"
+ABOUT = "Makes slides of the lessons' questions, pictures and closing tables: one HTML file."
+EXAMPLES = """\
+  python -m shared.course.slides                    all stages
+  python -m shared.course.slides stage05 stage06 --out week5.html"""
+TRACE, CLOSING = "Before and after", "prediction"  # a heading; the first cell of a closing table
+MEASURED = "Predicted, and measured"
+STYLE = """\
+html { scroll-snap-type: y mandatory }
+body { margin: 0; font: 2.6vh/1.4 system-ui, sans-serif; color: #16213e; background: #fff }
+section { box-sizing: border-box; height: 100vh; padding: 5vh 6vw; scroll-snap-align: start;
+  display: flex; flex-direction: column; overflow: hidden }
+h1 { font-size: 6.5vh; margin: auto 0 0 } h2 { font-size: 4.2vh; margin: 0 0 2vh }
+.first p { font-size: 3.6vh; max-width: 46em } .first p:last-child { margin-bottom: auto }
+figure { flex: 1; min-height: 0; margin: 0; display: flex; flex-direction: column }
+img { flex: 1; min-height: 0; object-fit: contain } figcaption { text-align: center }
+pre { font-size: min(2.5vh, 1.05vw); line-height: 1.3; margin: auto }
+table { border-collapse: collapse; font-size: 2.3vh; margin: auto 0; width: 100% }
+th, td { padding: 0.7vh 1vw; border-bottom: 1px solid #ccd; text-align: left }
+footer { margin-top: 1.5vh; font-size: 1.8vh; color: #667 }
+@page { size: 13.33in 7.5in; margin: 0 }
+@media print { section { break-after: page } }"""
+KEYS = """\
+addEventListener("keydown", event => {
+  const step = {ArrowRight: 1, ArrowDown: 1, PageDown: 1, " ": 1,
+                ArrowLeft: -1, ArrowUp: -1, PageUp: -1}[event.key];
+  if (!step) return;
+  event.preventDefault();
+  scrollTo(0, (Math.round(scrollY / innerHeight) + step) * innerHeight);
+});"""
+
+
+def slides(lesson: Path) -> Iterator[str]:
+    """The slides of a lesson, as HTML sections. Raises OSError for a picture that is missing."""
+    markdown = MarkdownIt("commonmark").enable("table")
+    for rule in ("link_open", "link_close"):  # relative links lead nowhere from a slide
+        markdown.add_render_rule(rule, lambda *_: "")
+    heading, place = "", f"<footer>{html.escape(lesson.parent.name)}</footer>"
+
+    def slide(content: str, title: str = "", kind: str = "") -> str:
+        title = title and f"<h2>{title}</h2>"
+        return f'<section class="{kind}">{title}{content}{place}</section>'
+
+    def rendered(tokens: Sequence[Token]) -> str:
+        return markdown.renderer.render(tokens, markdown.options, {})
+
+    parts = list(_parts(markdown.parse(lesson.read_text(encoding="utf-8"))))
+    yield slide("".join(map(rendered, parts[:3])), kind="first")  # title, question, answer
+    for part in parts[3:]:
+        inline = part[1] if len(part) > 1 else part[0]
+        image = next((child for child in inline.children or () if child.type == "image"), None)
+        if part[0].type == "heading_open":
+            heading = re.sub("</?h[1-6]>", "", rendered(part))
+        elif image is not None:
+            yield slide(_figure(lesson.parent / str(image.attrs["src"]), image.content), heading)
+        elif part[0].type == "fence" and heading.startswith(TRACE):
+            yield slide(rendered(part), heading)
+        elif part[0].type == "table_open" and _first_cell(part) == CLOSING:
+            yield slide(rendered(part), MEASURED)
+
+
+def _parts(tokens: Sequence[Token]) -> Iterator[list[Token]]:
+    """The blocks of a text: each from its first token to its last."""
+    part: list[Token] = []
+    for token in tokens:
+        part.append(token)
+        if token.level == 0 and token.nesting <= 0:
+            yield part
+            part = []
+
+
+def _first_cell(table: Sequence[Token]) -> str:
+    return next(token.content for token in table if token.type == "inline")
+
+
+def _figure(picture: Path, caption: str) -> str:
+    data = b64encode(picture.read_bytes()).decode()
+    words = html.escape(caption)
+    image = f'<img alt="{words}" src="data:image/svg+xml;base64,{data}">'
+    return f"<figure>{image}<figcaption>{words}</figcaption></figure>"
+
+
+def deck(stages: Sequence[str]) -> str:
+    """The HTML page with the slides of these stages."""
+    lessons = [paths.ROOT / stage / "README.md" for stage in stages]
+    sections = "\n".join(section for lesson in lessons for section in slides(lesson))
+    title = "Staircase: " + ", ".join(stages)
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n'
+        f"<body>{sections}<script>{KEYS}</script></body></html>\n"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.Parser("shared.course.slides", ABOUT, EXAMPLES)
+    parser.add_argument("stages", nargs="*", help="which stages; default: all")
+    parser.add_argument("--out", metavar="FILE", default=OUT, help="an .html file to write")
+    options = parser.parse_args(argv)
+    stages = [mine.find_stage(name) for name in options.stages] or paths.discover()
+    cli.write_file(cli.output_file(options.out, ".html"), deck(stages).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
