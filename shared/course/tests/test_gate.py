@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shared import paths
@@ -46,64 +48,9 @@ try:
 except (ValueError, IndexError) as error:
     raise RuntimeError(str(error)) from None
 """
-HOSTILE = r"""
-import _pytest.reports
-import sys
-import pytest
-import os, math
-import unittest.mock as m
-import torch.utils.cpp_extension
-from shared.course import grading
-from shared import paths
-from .engine import Engine
-from importlib import import_module
-from functools import update_wrapper
-from operator import attrgetter
-from math import *
-import math; math.sqrt = max
-import statistics; statistics.sys.modules
-import re; re.enum.sys
-from contextlib import sys
-from statistics import __dict__
-__import__('pytest')
-exec('import pytest')
-eval('1')
-open('x', 'w')
-globals()['x'] = 1
-x = __builtins__
-x = (lambda: 0).__globals__
-x = ().__class__.__base__.__subclasses__()
-x = getattr(1, '__class__')
-x = getattr(1, 're' + 'al')
-get = getattr
-f = type; f('L', (list,), {})
-type('L', (list,), {'__eq__': max})
-setattr(int, 'x', 1)
-def g(): yield; g().gi_frame.f_back
-try: pass\nexcept Exception as error: error.__traceback__.tb_frame
-class Equal(list):\n    pass
-class Equal:\n    def __eq__(self, other): return True
-class Equal:\n    __eq__ = max
-class Equal:\n    def __bool__(self): return True
-class Equal(metaclass=max): pass
-int.real = 1
-def h(T): T.equal = max
-from functools import wraps; wraps(max, assigned=('x',))
-"""
-TORCH = """
-torch.equal = max
-torch.Tensor.allclose = max
-torch.sys.modules['_pytest']
-torch.serialization.os.system('true')
-torch.load('x')
-t = torch
-t = [torch]
-F.torch.sys
-torch.hub.load('x', 'y')
-torch.jit.script
-class Lie(Tensor): pass
-Config.kv_bytes_per_token = max
-"""
+
+# A program a line, with \n for its own line ends; the last ones use names of stage02's cache.py.
+HOSTILE, TORCH = mine.read(Path(__file__).with_name("hostile.txt")).split("\n\n")
 
 
 def refused(code: str, stage: str, file: str) -> str:
@@ -113,8 +60,8 @@ def refused(code: str, stage: str, file: str) -> str:
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place[0])
 def test_what_could_reach_the_judge_is_refused_and_plain_python_is_not(place):
-    code = HOSTILE.strip() + ("" if place != PLACES[0] else "\n" + TORCH.strip())
-    assert [line for line in code.split("\n") if not refused(line, *place)] == []
+    code = HOSTILE.splitlines() + (TORCH.splitlines() if place == PLACES[0] else [])
+    assert len(code) > 35 and [line for line in code if not refused(line, *place)] == []
     deep = refused("x = " + "a." * 5000 + "b", *place)
     assert deep == "" or "nested" in deep
     sentence = refused("\nimport sys", *place)
