@@ -79,7 +79,12 @@ class Driver:
     def _reply(self, seconds: float) -> dict[str, Any]:
         assert self.process.stdout is not None
         late = threading.Event()
-        clock = threading.Timer(seconds, lambda: (late.set(), self.stop()))
+
+        def end() -> None:
+            late.set()
+            self.stop()
+
+        clock = threading.Timer(seconds, end)
         clock.start()
         try:
             line = self.process.stdout.readline()  # "" once it has ended
