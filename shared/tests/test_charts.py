@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
@@ -96,7 +96,7 @@ def test_colours_are_apart_in_grey():
         assert len({str(shape) for shape in shapes}) == len(charts.COLOURS)
 
 
-def check_readable(figure: Figure, written: list[Text]) -> None:
+def check_readable(figure: Figure, written: Sequence[Text]) -> None:
     """No text of the figure is small, and none of those `written` is on top of another."""
     assert min(float(text.get_fontsize()) for text in texts(figure)) >= 9
     figure.draw_without_rendering()

@@ -14,13 +14,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import drivers  # beside this file, which is run by its path
 
 # The engine's own comes last.
 PACKAGES = (
@@ -33,7 +32,7 @@ PACKAGES = (
 )
 
 
-def asked(answer: drivers.Answer, prompts: list[list[int]], count: int) -> dict[str, Any]:
+def asked(answer: Callable[..., None], prompts: list[list[int]], count: int) -> dict[str, Any]:
     """The reply to one request."""
     tokens: list[list[int]] = [[] for _ in prompts]
     first: dict[str, Any] = {}
@@ -62,7 +61,8 @@ def versions() -> dict[str, str]:
 def main(engine: str, folder: str, dtype: str, threads: str, *options: str) -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print
-    answer = getattr(drivers, engine)(Path(folder), dtype, int(threads), *options)
+    load = getattr(import_module("drivers"), engine)  # beside this file, which is run by its path
+    answer = load(Path(folder), dtype, int(threads), *options)
     found: dict[str, Any] = {"ready": versions()}
     while True:
         print(json.dumps(found), file=replies, flush=True)

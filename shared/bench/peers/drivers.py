@@ -78,9 +78,8 @@ def transformers(folder: Path, dtype: str, threads: int) -> Answer:
 
 def llama_cpp(folder: Path, dtype: str, threads: int) -> Answer:
     """llama.cpp through its C interface."""
-    from llama import load
-
-    return load(folder, dtype, threads, BUDGET)
+    answer: Answer = import_module("llama").load(folder, dtype, threads, BUDGET)
+    return answer
 
 
 def vllm(folder: Path, dtype: str, threads: int) -> Answer:
