@@ -15,7 +15,7 @@ import torch
 
 from shared import charts
 from shared.bench import kit
-from shared.bench.peers import compare, install, process, served, shapes
+from shared.bench.peers import compare, drive, install, process, served, shapes
 from shared.bench.peers.compare import BENCHMARK, Plan, title
 from shared.bench.peers.install import ENGINES, OURS, Engine, python
 from shared.bench.peers.process import Driver
@@ -70,10 +70,18 @@ def test_an_engine_that_ends_hangs_or_stops_early_is_ended_with_its_reason(
     assert driver.process.poll() is not None
 
 
+def test_the_first_tokens_are_there_when_every_row_has_one() -> None:
+    def answer(prompts: list[list[int]], count: int, emit: Any) -> None:
+        for row in (0, 0, 1, 1):
+            emit([(row, 7)])
+
+    found = drive.asked(answer, [[1], [2]], 2)
+    assert found["begun"] == 3 and found["tokens"] == [[7, 7]] * 2
+
+
 def test_what_an_engine_has_started_ends_with_it() -> None:
-    start = (
-        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1)\n"
-    )
+    sleeper = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+    start = f"import subprocess, sys; subprocess.Popen({sleeper})\n"
     with Driver(program(start + READY + "input()")) as driver:
         driver.ready(20)
         (child,) = psutil.Process(driver.process.pid).children()
