@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx2
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from shared.checkpoint import STORIES
-from shared.server import OwnServer
 from shared.tokenizer import Tokenizer
 
 PROMPT, OTHER = "Once upon a time", "The old fox looked at the river"
@@ -21,6 +22,20 @@ TOKENIZER = Tokenizer.from_folder(STORIES)
 GREEDY: dict[str, Any] = {"model": "stories", "temperature": 0}
 TOKENS = 8  # of an answer by default: the sanitizer checks the memory after every step
 IGNORE: dict[str, Any] = {"ignore_eos": True}
+JSON = "Content-Type: application/json"
+IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+HANG = 60.0  # seconds: nothing in these tests takes a tenth of that
+
+
+def until(condition: Callable[[], object], what: Callable[[], object] = str) -> None:
+    """Wait until `condition` holds. Fails with the text of `what` after HANG seconds."""
+    deadline = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not happen within {HANG:g} s: {what()}"
+        time.sleep(0.01)
+
+
+# ---- OpenAI's client ----------------------------------------------------------------------------
 
 
 def complete(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
@@ -50,12 +65,20 @@ def counts(answer: Any) -> tuple[int, int, int]:
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
-def post(server: OwnServer, path: str = "/v1/completions", **options: Any) -> httpx2.Response:
-    return httpx2.post(server.url + path, trust_env=False, verify=False, timeout=60, **options)
+# ---- plain HTTP: a server is what has a `url` ---------------------------------------------------
 
 
-def get(server: OwnServer, path: str, **options: Any) -> httpx2.Response:
-    return httpx2.get(server.url + path, trust_env=False, verify=False, timeout=60, **options)
+def ask(server: Any, method: str, path: str, **options: Any) -> httpx2.Response:
+    options = {"trust_env": False, "verify": False, "timeout": HANG} | options
+    return httpx2.request(method, server.url + path, **options)
+
+
+def post(server: Any, path: str = "/v1/completions", **options: Any) -> httpx2.Response:
+    return ask(server, "POST", path, **options)
+
+
+def get(server: Any, path: str, **options: Any) -> httpx2.Response:
+    return ask(server, "GET", path, **options)
 
 
 def events(text: str) -> list[Any]:
@@ -65,17 +88,63 @@ def events(text: str) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def first_frame(server: OwnServer) -> dict[str, Any]:
+def first_frame(server: Any) -> dict[str, Any]:
     """The state of a server as a page shows it."""
-    with httpx2.stream("GET", f"{server.url}/live", trust_env=False, timeout=60) as live:
+    with httpx2.stream("GET", f"{server.url}/live", trust_env=False, timeout=HANG) as live:
         line = next(line for line in live.iter_lines() if line)
     return json.loads(line.removeprefix("data: "))
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def numbers_of(text: str) -> dict[str, float]:
+    """Metrics by name and labels, without the label of the model."""
+    values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = [f'{name}="{value}"' for name, value in sample.labels.items()]
+            kept = ",".join(label for label in labels if not label.startswith("model_name="))
+            values[sample.name + (f"{{{kept}}}" if kept else "")] = sample.value
+    return values
+
+
+def read_metrics(server: Any, key: str = "none") -> dict[str, float]:
+    return numbers_of(get(server, "/metrics", headers=bearer(key)).text)
+
+
+def until_idle(server: Any) -> dict[str, float]:
+    """The server's metrics once nothing runs or waits and no block is owned."""
+    seen: list[dict[str, float]] = []
+
+    def idle() -> bool:
+        seen.append(read_metrics(server))
+        return not any(seen[-1][name] for name in IDLE)
+
+    until(idle, lambda: {name: seen[-1][name] for name in IDLE})
+    return seen[-1]
 
 
 def ended(numbers: Mapping[str, float]) -> dict[str, float]:
     """Of a server's metrics: sequences that have ended, by reason."""
     name = 'vllm:request_success_total{finished_reason="%s"}'
     return {reason: numbers[name % reason] for reason in ("stop", "length", "abort", "error")}
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+def written(target: str, *headers: str, method: str = "GET", host: str = "localhost") -> bytes:
+    """The head of a request."""
+    lines = [f"{method} {target} HTTP/1.1", f"Host: {host}", *headers, "", ""]
+    return "\r\n".join(lines).encode(errors="surrogateescape")
+
+
+def posted(body: Any, path: str = "/v1/completions") -> bytes:
+    """A whole request with a body of JSON."""
+    content = json.dumps(body).encode()
+    return written(path, JSON, f"Content-Length: {len(content)}", method="POST") + content
 
 
 @contextlib.contextmanager
@@ -94,3 +163,7 @@ def exchange(server: Any, data: bytes) -> bytes:
         while more := client.recv(2**16):
             received += more
     return bytes(received)
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ")[1])

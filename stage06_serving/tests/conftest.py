@@ -7,16 +7,13 @@ import inspect
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 
 from shared.config import Config
@@ -26,12 +23,12 @@ from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make as make_paged
 from stage06_serving.engines import Paged
 from stage06_serving.settings import PREFIX
-from stage06_serving.tests.faulty_server import MODULE, VARIABLE, Fault
-from stage06_serving.tests.tools import Failing, Gate, alone, words
+
+from .faulty_server import MODULE, VARIABLE, Fault
+from .tools import Passes
 
 ALWAYS = ("--sanitize", "--linear", "plain")
 FEW_BLOCKS = ("--kv-memory", "8MiB")  # the sanitizer checks all blocks after every step
-IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 House = Callable[..., "Running"]
 
@@ -79,32 +76,6 @@ def serving(
             yield Running(**vars(server))
         finally:
             server.process.kill()
-
-
-def read_metrics(url: str, key: str = "") -> dict[str, float]:
-    """The server's metrics by name and labels, without the label of the model."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    text = httpx2.get(
-        f"{url}/metrics", headers=headers, trust_env=False, timeout=60, verify=False
-    ).text
-    values = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            labels = [f'{name}="{value}"' for name, value in sample.labels.items()]
-            kept = ",".join(label for label in labels if not label.startswith("model_name="))
-            values[sample.name + (f"{{{kept}}}" if kept else "")] = sample.value
-    return values
-
-
-def until_idle(url: str, timeout: float = 60) -> dict[str, float]:
-    """The server's metrics once nothing runs or waits and no block is owned. Fails after `timeout`
-    seconds."""
-    deadline = time.monotonic() + timeout
-    while any((values := read_metrics(url))[name] for name in IDLE):
-        busy = {name: values[name] for name in IDLE}
-        assert time.monotonic() < deadline, f"not idle after {timeout:g} s: {busy}"
-        time.sleep(0.02)
-    return values
 
 
 @pytest.fixture(scope="session")
@@ -197,25 +168,6 @@ def gated(engine):
 
     def make(**options):
         made = engine(**options)
-        gate = made.engine.runner.run = Gate(made.engine.runner.run)
-        return made, gate
+        return made, Passes(made.engine.runner, gate=True)
 
     return make
-
-
-@pytest.fixture
-def failing(engine):
-    """make(which, error=None, **options): an engine whose passes with these numbers fail."""
-
-    def make(which, error=None, **options):
-        made = engine(**options)
-        made.engine.runner.run = Failing(made.engine.runner.run, which, error)
-        return made
-
-    return make
-
-
-@pytest.fixture
-def expected(tiny_model):
-    """expected(prompt, count): the tokens of stage 01."""
-    return lambda prompt, count: alone(tiny_model, prompt, words(count))

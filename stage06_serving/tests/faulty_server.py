@@ -40,31 +40,25 @@ class Fault:
         new.write_text(fault, encoding="utf-8")
         os.replace(new, self.file)
 
-    def mend(self) -> None:
-        self.file.unlink(missing_ok=True)
-
     def read(self) -> str:
         try:
             return self.file.read_text(encoding="utf-8")
         except FileNotFoundError:
             return ""
 
+    def before(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A pass with the fault before it."""
 
-@dataclass(frozen=True)
-class Faulty:
-    """A forward pass with a fault before it."""
+        def run(*arguments: Any) -> Any:
+            fault = self.read()
+            if fault == "once":
+                self.file.unlink()
+                raise RuntimeError("a planted fault")
+            if fault:
+                time.sleep(float(fault))
+            return forward(*arguments)
 
-    forward: Callable[..., Any]
-    fault: Fault
-
-    def __call__(self, *arguments: Any) -> Any:
-        fault = self.fault.read()
-        if fault == "once":
-            self.fault.mend()
-            raise RuntimeError("a planted fault")
-        if fault:
-            time.sleep(float(fault))
-        return self.forward(*arguments)
+        return run
 
 
 def make_engine(
@@ -78,16 +72,8 @@ def make_engine(
         time.sleep(0.005)
     engine, loaded = make(settings, maker)
     if fault:
-        engine.engine.runner.run = Faulty(engine.engine.runner.run, fault)
+        engine.engine.runner.run = fault.before(engine.engine.runner.run)
     return engine, loaded
-
-
-def until(condition: Callable[[], object], timeout: float = 60) -> None:
-    """Wait until `condition` holds. Fails after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not happen within {timeout:g} s"
-        time.sleep(0.01)
 
 
 def many(argv: list[str] | None) -> None:

@@ -10,21 +10,17 @@ import pytest
 
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
-from stage06_serving.async_engine import BROKEN, CLOSING, DEAD, EngineDead, Overloaded
-from stage06_serving.tests.tools import (
-    HANG,
-    Failing,
-    Gate,
-    alone,
-    error_of,
-    is_empty,
-    prompt_of,
-    said,
-    started,
-    submit,
-    until,
-    words,
-)
+from stage06_serving.async_engine import BROKEN, CLOSING, DEAD, EngineDead, Overloaded, Ticket
+
+from .asking import HANG
+from .tools import Passes, alone, error_of, is_empty, prompt_of, said, started, submit, until, words
+
+
+@pytest.fixture
+def expected(tiny_model):
+    """expected(prompt, count): the tokens of stage 01."""
+    return lambda prompt, count: alone(tiny_model, prompt, words(count))
+
 
 # ---- tokens -------------------------------------------------------------------------------------
 
@@ -40,9 +36,6 @@ async def test_the_tokens_are_those_of_the_first_stage(gated, expected):
     assert answers == [expected(prompt, 5 + i) for i, prompt in enumerate(prompts)]
     ends = [(ticket.reason, ticket.generated) for ticket in tickets]
     assert ends == [("length", 5 + i) for i in range(12)]
-    for ticket in tickets:
-        times = [ticket.arrived, ticket.scheduled, ticket.first_token, ticket.last_token]
-        assert times == sorted(time for time in times if time is not None)
     assert max(step.rows for step in made.steps) == 4  # together
 
 
@@ -55,10 +48,10 @@ async def test_samples_of_a_prompt_share_its_blocks(gated, tiny_model):
     async with started(made) as running:
         (group,) = running.submit([prompt], sampling)
         gate.allow()
-        answers: dict[str, list[int]] = {ticket.id: [] for ticket in group}
-        async for ticket, tokens in running.tokens(group):
-            answers[ticket.id] += [token.id for token in tokens]
-    assert [*answers.values()] == [alone(tiny_model, prompt, params) for params in sampling]
+        read = [(ticket, one.id) async for ticket, some in running.tokens(group) for one in some]
+    for ticket, params in zip(group, sampling, strict=True):
+        mine = [token for owner, token in read if owner is ticket]
+        assert mine == alone(tiny_model, prompt, params)
     assert sum(step.prefill_tokens for step in made.steps) < 2 * len(prompt)
 
 
@@ -96,11 +89,11 @@ async def test_a_deadline_ends_the_waiting(gated):
 async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
     """Listeners get it before the tickets' times change: they take the gap to the last token."""
     made, gate = gated()
-    steps: list[tuple[list[str], list[str]]] = []
+    steps: list[tuple[list[Ticket], list[Ticket]]] = []
     known: list[bool] = []
 
     def listen(step, spoke, over):
-        steps.append(([ticket.id for ticket in spoke], [ticket.id for ticket in over]))
+        steps.append(([*spoke], [*over]))
         known.extend(ticket.last_token is not None for ticket in spoke)
 
     async with started(made) as running:
@@ -112,7 +105,7 @@ async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
         assert len((await asyncio.wait_for(reading, 10))[1]) == 1  # awake before the end
         gate.allow()
         await until(lambda: all(ticket.ended for ticket in group))
-        one, two = (ticket.id for ticket in group)  # the second waits for the first's blocks
+        one, two = group  # the second waits for the first's blocks
         assert steps == [([one], []), ([one, two], [one]), ([two], []), ([two], [two])]
         assert known == [False, True, False, True, True] and len(made.steps) == 4
     for ticket in group:
@@ -196,25 +189,20 @@ async def test_a_request_that_can_never_be_answered_takes_no_place(engine):
         assert len(await said(running, submit(running, prompt_of(20), 5))) == 5
 
 
-async def test_other_work_takes_places_and_gives_them_back(gated):
-    made, gate = gated(max_sequences=2)
+async def test_other_work_takes_places_and_gives_them_back(engine):
     prompt = prompt_of(4)
-    async with started(made, max_queue=3) as running:
-        ticket = submit(running, prompt, 4)
-        with running.place(2), running.place(1):
-            submitted = submit(running, prompt, 4)
+    async with started(engine(max_sequences=2), max_queue=3) as running:
+        with running.place(2), running.place(2):
+            submitted = submit(running, prompt, 50)
             with pytest.raises(Overloaded, match="5 sequences in flight, of at most 5"):
                 submit(running, prompt, 4)
             with pytest.raises(Overloaded), running.place(1):
                 raise AssertionError("there is no place")
-        assert running.rejected == 2
+        assert running.rejected == 2 and len(await said(running, submitted)) == 50
         with pytest.raises(ZeroDivisionError), running.place(3):
             1 // 0  # noqa: B018
         with pytest.raises(UserError, match="at most 5"), running.place(6):
             raise AssertionError("there are never 6 places")
-        gate.allow()
-        for each in (ticket, submitted):
-            assert len(await said(running, each)) == 4
         running.submit([prompt] * 5, [words(1)])  # all are free
         await running.drain(HANG)
         with pytest.raises(EngineDead, match="shutting down"), running.place(1):
@@ -227,12 +215,11 @@ async def test_other_work_takes_places_and_gives_them_back(gated):
 async def test_a_call_is_made_on_the_thread_between_two_steps(gated, expected):
     made, gate = gated()
     prompt, passes = prompt_of(5), []
-    forward = made.engine.runner.run
 
     def watched(*arguments):
         passes.append("begun")
         try:
-            return forward(*arguments)
+            return gate(*arguments)
         finally:
             passes.pop()
 
@@ -259,16 +246,15 @@ async def test_a_call_is_made_on_the_thread_between_two_steps(gated, expected):
 
 async def test_requests_that_outlast_the_grace_end_with_an_error(gated):
     made, gate = gated(max_sequences=1)
-    ended: list[tuple[str, str | None]] = []
+    ended: list[Ticket] = []
     async with started(made) as running:
-        running.listeners.append(
-            lambda step, spoke, over: ended.extend((ticket.id, ticket.reason) for ticket in over)
-        )
+        running.listeners.append(lambda step, spoke, over: ended.extend(over))
         tickets = [submit(running, prompt_of(4), 50) for _ in range(3)]
         gate.allow(2)
         await until(lambda: len(made.steps) >= 2)
         await running.drain(0.02)
-        assert ended == [(ticket.id, "error") for ticket in tickets]  # as the metrics count them
+        assert ended == tickets  # as the metrics count them
+        assert {ticket.reason for ticket in ended} == {"error"}
         assert [await error_of(running, ticket) for ticket in tickets] == [CLOSING] * 3
         gate.allow(1)
     assert len(made.steps) <= 3 and len(ended) == 3
@@ -322,10 +308,11 @@ async def test_a_defect_in_adding_ends_all_samples_and_nothing_else(engine, expe
     assert len(made.steps) < 40
 
 
-async def test_a_failing_step_ends_only_its_requests(failing, expected):
+async def test_a_failing_step_ends_only_its_requests(engine, expected):
     """Two run when it fails, and two wait: these get their tokens, and so does a later request."""
-    prompts = [prompt_of(4 + i, i) for i in range(5)]
-    async with started(failing({3}, max_sequences=2)) as running:
+    made, prompts = engine(max_sequences=2), [prompt_of(4 + i, i) for i in range(5)]
+    Passes(made.engine.runner, {3})
+    async with started(made) as running:
         tickets = [submit(running, prompt, 12) for prompt in prompts[:4]]
         assert [await error_of(running, ticket) for ticket in tickets[:2]] == [BROKEN] * 2
         assert [ticket.reason for ticket in tickets[:2]] == ["error"] * 2
@@ -335,20 +322,22 @@ async def test_a_failing_step_ends_only_its_requests(failing, expected):
         assert running.alive
 
 
-async def test_only_failures_in_a_row_count(failing, expected):
-    made = failing({1, 2, 4, 5, 7, 8})
+async def test_only_failures_in_a_row_count(engine, expected):
+    made = engine()
+    passes = Passes(made.engine.runner, {1, 2, 4, 5, 7, 8})
     async with started(made) as running:
         for _ in range(3):
             assert await error_of(running, submit(running, prompt_of(4), 4)) == BROKEN
             # Until the probe has found that steps work.
-            await until(lambda: made.engine.runner.run.count in (3, 6, 9) and is_empty(made))
+            await until(lambda: passes.count in (3, 6, 9) and is_empty(made))
         assert await said(running, submit(running, prompt_of(4), 4)) == expected(prompt_of(4), 4)
 
 
 @pytest.mark.parametrize(("which", "lives"), [({1}, True), ({1, 2, 3}, False)])
-async def test_the_probe_finds_out_when_no_request_is_left(failing, which, lives):
+async def test_the_probe_finds_out_when_no_request_is_left(engine, which, lives):
     """One request fails, and no other comes: a broken engine must not seem well for that."""
-    made = failing(which)
+    made = engine()
+    Passes(made.engine.runner, which)
     async with started(made) as running:
         assert await error_of(running, submit(running, prompt_of(4), 4)) == BROKEN
         await until(lambda: not running.alive or made.steps and is_empty(made))
@@ -356,18 +345,17 @@ async def test_the_probe_finds_out_when_no_request_is_left(failing, which, lives
 
 
 @pytest.mark.parametrize("error", [RuntimeError(), SystemExit()], ids=["always", "thread ends"])
-async def test_nothing_waits_for_a_dead_engine(failing, error):
+async def test_nothing_waits_for_a_dead_engine(engine, error):
     """Running and waiting requests and calls are all answered."""
-    ended: list[str] = []
-    async with started(failing(range(2, 1000), error, max_sequences=1)) as running:
-        running.listeners.append(
-            lambda step, spoke, over: ended.extend(ticket.id for ticket in over)
-        )
+    made, ended = engine(max_sequences=1), list[Ticket]()
+    Passes(made.engine.runner, range(2, 1000), error)
+    async with started(made) as running:
+        running.listeners.append(lambda step, spoke, over: ended.extend(over))
         tickets = [submit(running, prompt_of(4), 10) for _ in range(6)]
         errors = [await error_of(running, ticket) for ticket in tickets]
         assert set(errors) <= {BROKEN, DEAD} and errors[-1] == DEAD
         assert not running.alive and not running.in_flight
-        assert sorted(ended) == sorted(ticket.id for ticket in tickets)
+        assert set(ended) == set(tickets) and len(ended) == len(tickets)
         with pytest.raises(EngineDead, match="restart the server"):
             submit(running, [1], 1)
         with pytest.raises(EngineDead, match="restart the server"):
@@ -377,8 +365,7 @@ async def test_nothing_waits_for_a_dead_engine(failing, error):
 
 async def test_a_command_in_the_queue_of_a_dying_thread_is_answered(engine):
     made = engine()
-    runner = made.engine.runner
-    gate = runner.run = Gate(Failing(runner.run, {2}, SystemExit()))
+    gate = Passes(made.engine.runner, {2}, SystemExit(), gate=True)
     async with started(made) as running:
         ticket = submit(running, prompt_of(4), 10)
         gate.allow(1)

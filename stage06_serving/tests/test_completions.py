@@ -7,27 +7,22 @@ from typing import Any
 
 import pytest
 
-from stage06_serving.tests import asking
-from stage06_serving.tests.asking import OTHER, PROMPT, TOKENIZER, TOKENS, complete, counts, first
+from . import asking
+from .asking import OTHER, PROMPT, TOKENIZER, TOKENS, complete, counts, first
 
 # ---- prompts ------------------------------------------------------------------------------------
 
 
-def test_a_completion_has_the_fields_that_the_client_reads(client):
-    before = int(time.time())
+def test_a_prompt_may_be_text_or_ids_or_a_list_of_either(client):
+    """The answer has the fields that the client reads."""
+    before, ids, other = int(time.time()), TOKENIZER.encode(PROMPT), TOKENIZER.encode(OTHER)
     answer = complete(client)
-    (choice,) = answer.choices
+    (choice,), text = answer.choices, answer.choices[0].text
     assert answer.id.startswith("cmpl-") and complete(client).id != answer.id
     assert (answer.object, answer.model) == ("text_completion", "stories")
-    assert before <= answer.created <= time.time()
+    assert before <= answer.created <= time.time() and text and PROMPT not in text
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
-    assert choice.text and PROMPT not in choice.text
     assert counts(answer) == (4, TOKENS, 4 + TOKENS) and "token_ids" not in choice.model_dump()
-
-
-def test_a_prompt_may_be_text_or_ids_or_a_list_of_either(client):
-    ids, other = TOKENIZER.encode(PROMPT), TOKENIZER.encode(OTHER)
-    text = first(client).text
     for prompt in (ids, [PROMPT], [ids]):
         assert [choice.text for choice in complete(client, prompt).choices] == [text]
     both = complete(client, [other, ids])
@@ -47,18 +42,17 @@ def test_choices_are_prompt_major(client):
     assert counts(both)[:2] == (prompts, 6 * TOKENS)  # a prompt counts once
 
 
-def test_sixteen_tokens_by_default(client):
-    for fields in ({}, {"max_tokens": None}):
-        options = {"model": "stories", "prompt": PROMPT, "extra_body": asking.IGNORE | fields}
-        answer = client.completions.create(**options)
-        assert counts(answer)[1] == 16 and answer.choices[0].finish_reason == "length"
-
-
-def test_the_context_is_a_limit_and_not_an_error(client):
+def test_sixteen_tokens_by_default_and_what_the_context_allows(client):
     """Issue 10380 of llama.cpp: a prompt that was too long ended the process."""
-    ids = (TOKENIZER.encode(PROMPT) * 256)[:1023]
-    answer = complete(client, ids, extra_body=asking.IGNORE)
-    assert answer.choices[0].finish_reason == "length" and counts(answer)[1] == 1
+    long = (TOKENIZER.encode(PROMPT) * 256)[:1023]
+    for prompt, fields, tokens in (
+        (PROMPT, {}, 16),
+        (PROMPT, {"max_tokens": None}, 16),
+        (long, {}, 1),
+    ):
+        options = {"model": "stories", "prompt": prompt, "extra_body": asking.IGNORE | fields}
+        answer = client.completions.create(**options)
+        assert counts(answer)[1] == tokens and answer.choices[0].finish_reason == "length"
 
 
 # ---- ends ---------------------------------------------------------------------------------------
@@ -107,22 +101,17 @@ def test_a_stop_token_ends_the_text(client):
 # ---- streams ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": True}])
-def test_usage_comes_last_and_only_on_request(client, options):
-    *chunks, last = complete(client, stream=True, stream_options=options)
-    wanted = bool(options and options.get("include_usage"))
-    assert not any(chunk.usage for chunk in chunks) and bool(last.usage) == wanted
-    if wanted:
-        assert last.choices == [] and last.id == chunks[0].id
-        assert chunks[-1].choices[0].finish_reason
-        assert counts(last) == (4, TOKENS, 4 + TOKENS)
-
-
 @pytest.mark.parametrize("ask", [complete, asking.chat])
-def test_usage_may_come_with_every_chunk(client, ask):
-    """The fields that GuideLLM always sends."""
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    fields = {"stream": True, "stream_options": options, "stop": None}
+def test_usage_comes_last_and_only_on_request_or_with_every_chunk(client, ask):
+    for options in (None, {}, {"include_usage": False}, {"include_usage": True}):
+        *chunks, last = ask(client, stream=True, stream_options=options)
+        wanted = bool(options and options.get("include_usage"))
+        assert not any(chunk.usage for chunk in chunks) and bool(last.usage) == wanted
+        if wanted:
+            assert last.choices == [] and last.id == chunks[0].id
+            assert chunks[-1].choices[0].finish_reason and counts(last)[1] == TOKENS
+    every = {"include_usage": True, "continuous_usage_stats": True}  # GuideLLM sends these
+    fields = {"stream": True, "stream_options": every, "stop": None}
     chunks = list(ask(client, extra_body=asking.IGNORE | {"stop": None}, **fields))
     usages = [counts(chunk) for chunk in chunks]
     tokens = [completion for _, completion, _ in usages]

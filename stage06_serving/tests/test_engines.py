@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from shared.checkpoint import Checkpoint, load
 from shared.course.testing import random_checkpoint
 from shared.errors import UserError
 from stage01_forward.engine import Engine as Naive
-from stage01_forward.generation import Output
 from stage01_forward.model import load_model
 from stage04_continuous.make import make as make_slots
 from stage04_continuous.request import Request, State
@@ -30,17 +28,16 @@ from stage06_serving.engines import Batches, OneByOne, Paged, Slots, Static, Tra
 from stage06_serving.live import look
 from stage06_serving.protocol import CompletionBody
 from stage06_serving.settings import parse
-from stage06_serving.status import AnyEngine
-from stage06_serving.tests.asking import events, first_frame, post
-from stage06_serving.tests.conftest import Running, read_metrics
-from stage06_serving.tests.tools import Failing, alone, is_empty, prompt_of, words
+
+from .asking import events, first_frame, post, read_metrics
+from .tools import Passes, alone, is_empty, prompt_of, words
 
 KINDS = ("continuous", "static", "sequential", "transformers")
 ALONE = KINDS[2:]  # one request at a time
 ROWS = 3  # of the other two
 
 
-def make(kind: str, checkpoint: Checkpoint, rows: int = ROWS) -> AnyEngine:
+def make(kind, checkpoint, rows=ROWS):
     """The engine behind `--engine kind`, in float64."""
     model = load_model(checkpoint, dtype=torch.float64)
     if kind == "continuous":
@@ -53,12 +50,12 @@ def make(kind: str, checkpoint: Checkpoint, rows: int = ROWS) -> AnyEngine:
     return Batches(Transformers(theirs, model.config), 1, 1000)
 
 
-def ask(engine: AnyEngine, name: str, length: int, count: int) -> Request:
+def ask(engine, name, length, count):
     """Queue a request for `count` tokens."""
     return engine.add(Request(prompt_of(length, ord(name[0])), words(count), name))
 
 
-def finish(engine: AnyEngine) -> list[set[str]]:
+def finish(engine):
     """Step until no request is left; the ids in each of these steps."""
     before = len(engine.steps)
     for _ in range(1000):
@@ -113,8 +110,12 @@ class TestTransformers(TestSequential):
     @pytest.fixture
     def broken(self, monkeypatch):
         kind = peers.TransformersSequence
-        feed = Failing(kind.feed, {1}, RuntimeError("out of memory"))
-        return lambda: monkeypatch.setattr(kind, "feed", lambda *arguments: feed(*arguments))
+
+        def fail(*arguments):
+            monkeypatch.undo()
+            raise RuntimeError("out of memory")
+
+        return lambda: monkeypatch.setattr(kind, "feed", fail)
 
     def engine(self, *_: Any, **options: Any) -> Any:
         model = peers.transformers_model(random_checkpoint(CONFIG, spread=24), torch.float64)
@@ -124,31 +125,24 @@ class TestTransformers(TestSequential):
 # ---- which requests run when, and together with which -------------------------------------------
 
 
-def test_no_request_joins_a_static_batch(tiny, tiny_model):
+def test_no_request_joins_a_static_batch_and_an_abort_does_not_end_it(tiny, tiny_model):
     """It is padded, and a row that has ended is computed on to its end."""
-    engine = make("static", tiny, 2)
-    requests = [ask(engine, *each) for each in (("a", 5, 3), ("b", 9, 7), ("c", 4, 2))]
-    assert finish(engine) == [{"a", "b"}] * 3 + [{"b"}] * 4 + [{"c"}] * 2
-    assert [record.waiting for record in engine.steps] == [1] * 7 + [0] * 2
-    wasted = [record.wasted_tokens for record in engine.steps]
-    assert wasted == [9 - 5, 0, 0, 1, 1, 1, 1, 0, 0]
-    for request in requests:
-        assert request.output.token_ids == alone(tiny_model, request.prompt_ids, request.sampling)
-
-
-def test_an_abort_does_not_end_its_static_batch(tiny, tiny_model):
     engine = make("static", tiny, 2)
     stays, leaves, waits, late = (
         ask(engine, *each) for each in (("a", 5, 6), ("b", 9, 9), ("c", 4, 2), ("d", 3, 2))
     )
     engine.step()
     engine.step()
+    assert [record.waiting for record in engine.steps] == [2, 2]
     assert engine.abort("b") is leaves.output and leaves.output.finish_reason == "abort"
     assert engine.abort("d").token_ids == []  # it only waited
     assert [name for name, _ in engine.status.running] == ["a"] and engine.status.owned == 1
-    assert finish(engine) == [{"a"}] * 4 + [{"c"}] * 2
-    assert [record.rows for record in engine.steps] == [2] * 6 + [1] * 2  # b is still computed
-    assert late.state is State.FINISHED
+    short = ask(engine, "e", 7, 1)
+    assert finish(engine) == [{"a"}] * 4 + [{"c", "e"}] + [{"c"}]
+    assert [record.rows for record in engine.steps] == [2] * 7 + [1]  # b is still computed
+    wasted = [record.wasted_tokens for record in engine.steps]
+    assert wasted == [9 - 5, *[0] * 5, 7 - 4, 1]
+    assert late.state is short.state is State.FINISHED
     for request in (stays, leaves, waits):
         tokens = alone(tiny_model, request.prompt_ids, request.sampling)
         assert request.output.token_ids == (tokens[:2] if request is leaves else tokens)
@@ -177,8 +171,8 @@ def test_the_records_of_the_steps_add_up(tiny, kind):
     """To the page a slot is a block, and it has the number of its request."""
     engine = make(kind, tiny)
     asked = {"a": (9, 3), "b": (5, 7), "c": (40, 2), "d": (4, 5)}
-    for name, (length, count) in asked.items():
-        ask(engine, name, length, count)
+    for name, lengths in asked.items():
+        ask(engine, name, *lengths)
     rows, waiting = engine.status.max_sequences, []
     assert (engine.status.blocks, engine.status.block_size) == (rows, 64)
     while not is_empty(engine):
@@ -186,22 +180,22 @@ def test_the_records_of_the_steps_add_up(tiny, kind):
         status, runs = look(engine)
         states = [state for state, count in runs for _ in range(count)]
         numbers = [number for _, number in status.running]
-        assert len(states) == rows and [state for state in states if state != FREE] == numbers
+        assert states == numbers + [FREE] * (rows - status.owned)
         assert dict(status.running).items() <= {"a": 0, "b": 1, "c": 2, "d": 3}.items()
-        assert status.owned == len(numbers) and status.hit_rate == status.preemptions == 0
         waiting.append(status.waiting)
     assert runs == [(FREE, rows)] and waiting[0] == len(asked) - rows and waiting[-1] == 0
     records = list(engine.steps)
     for record in records:
-        assert sum(each.prefill_tokens for each in record.sequences) == record.prefill_tokens
-        assert sum(each.decode_tokens for each in record.sequences) == record.decode_tokens
-        assert record.rows == len(record.sequences) == record.owned_blocks
-        assert {each.blocks for each in record.sequences} == {1}
+        parts = [(one.prefill_tokens, one.decode_tokens, one.blocks) for one in record.sequences]
+        assert [*map(sum, zip(*parts, strict=True))] == [
+            *(record.prefill_tokens, record.decode_tokens, record.rows)
+        ]
+        assert record.rows == len(parts) == record.owned_blocks
         assert record.seconds > 0 and record.bookkeeping_seconds <= record.seconds
     for name, (length, count) in asked.items():
         own = [each for record in records for each in record.sequences if each.request_id == name]
-        assert sum(each.prefill_tokens for each in own) == length
-        assert sum(each.decode_tokens for each in own) == count - 1
+        tokens = [sum(one.prefill_tokens for one in own), sum(one.decode_tokens for one in own)]
+        assert tokens == [length, count - 1]
         assert [each.finish_reason for each in own] == [None] * (len(own) - 1) + ["length"]
     started = [record.started for record in records]
     assert started == sorted(started) and [record.waiting for record in records] == waiting
@@ -230,19 +224,16 @@ def test_the_map_of_the_paged_engine_is_its_scheduler_s(tiny_model):
 # ---- failures -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_failure_without_running_requests_ends_all(tiny, kind):
-    """The next step would fail in the same way, and the one after it."""
-    engine = make(kind, tiny)
-    requests = [ask(engine, name, 5, 30) for name in "ab"]
-    assert engine.fail(UserError("it broke")) == requests and is_empty(engine)
-
-
 def test_a_failed_pass_is_in_the_status_until_its_requests_end(tiny):
-    """/metrics shows the requests that a pass admitted though the pass raised."""
-    engine: Any = make("continuous", tiny)
+    """/metrics shows the requests that a pass admitted though the pass raised. A failure without
+    running requests ends all: the next step would fail in the same way."""
+    for kind in KINDS:
+        idle = make(kind, tiny)
+        requests = [ask(idle, name, 5, 30) for name in "ab"]
+        assert idle.fail(UserError("it broke")) == requests and is_empty(idle)
+    engine = make("continuous", tiny)
     requests = [ask(engine, name, 5, 30) for name in "abcd"]
-    engine.engine.runner.run = Failing(engine.engine.runner.run, {1})
+    Passes(engine.engine.runner, {1})
     with pytest.raises(RuntimeError):
         engine.step()
     assert len(engine.status.running) == ROWS
@@ -286,7 +277,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def crowd_of(count: int) -> list[dict[str, Any]]:
+def crowd_of(count):
     """Bodies with prompts as ids, many of them with a common beginning, and options of all kinds;
     every other one for a stream."""
     rng = random.Random("parity")
@@ -300,7 +291,7 @@ def crowd_of(count: int) -> list[dict[str, Any]]:
     return made
 
 
-def answer_of(running: Running, body: dict[str, Any]) -> tuple[list[int], str]:
+def answer_of(running, body):
     """Tokens and finish reason."""
     answer = post(running, json=body)
     assert answer.status_code == 200, answer.text
@@ -310,13 +301,13 @@ def answer_of(running: Running, body: dict[str, Any]) -> tuple[list[int], str]:
     return tokens, choices[-1]["finish_reason"]
 
 
-def expected_of(engine: Naive, body: dict[str, Any]) -> Output:
+def expected_of(engine, body):
     """The answer of stage 01 to a body."""
     params = CompletionBody(**body).params(body["max_tokens"], None, 0)
     return engine.generate([body["prompt"]], params)[0]
 
 
-def assert_parity(folder: Path, running: Running, count: int) -> list[tuple[list[int], str]]:
+def assert_parity(folder, running, count):
     """A crowd gets the answers of stage 01, and so do samples of one prompt; the answers."""
     engine, bodies = Naive(load_model(load(str(folder)), dtype=torch.float64)), crowd_of(count)
     with ThreadPoolExecutor(count) as pool:
@@ -344,7 +335,7 @@ def test_a_crowd_with_little_memory(house, tiny_folder, preemption):
     options += ("--preemption", preemption, *swap, *limits)
     running = house("--model", str(tiny_folder), *options)
     answers = assert_parity(tiny_folder, running, 45)
-    numbers = read_metrics(running.url)
+    numbers = read_metrics(running)
     assert numbers["vllm:num_preemptions_total"] > 0 and numbers["vllm:prefix_cache_hits_total"] > 0
     assert {reason for _, reason in answers} == {"stop", "length"}
 
@@ -353,8 +344,8 @@ CONTEXT = 64 * 1024  # bytes of one whole context of the tiny folder's model in 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_is_for_whole_contexts(tiny_folder, kind):
-    def rows(*options: str) -> int:
+def test_memory_is_for_whole_contexts_and_there_are_no_blocks(tiny_folder, kind):
+    def rows(*options):
         arguments = ["--model", str(tiny_folder), "--linear", "plain", "--engine", kind, *options]
         engine, loaded = stage.make_engine(parse(arguments))
         status = engine.status
@@ -370,13 +361,9 @@ def test_memory_is_for_whole_contexts(tiny_folder, kind):
     ]
     with pytest.raises(UserError, match="block"):
         rows("--kv-memory", str(CONTEXT - 1))
-
-
-@pytest.mark.parametrize("option", [("--sanitize",), ("--swap-memory", "1MiB")])
-@pytest.mark.parametrize("kind", KINDS)
-def test_options_for_blocks_are_refused(tiny_folder, kind, option):
-    with pytest.raises(UserError, match=f"blocks, which the engine '{kind}' does not have"):
-        stage.make_engine(parse(["--model", str(tiny_folder), "--engine", kind, *option]))
+    for option in (("--sanitize",), ("--swap-memory", "1MiB")):
+        with pytest.raises(UserError, match=f"blocks, which the engine '{kind}' does not have"):
+            rows(*option)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,7 +18,9 @@ from stage06_serving.app import unless_gone
 from stage06_serving.errors import ApiError
 from stage06_serving.live import MOST_WATCHERS
 from stage06_serving.service import Service
-from stage06_serving.tests.tools import Failing, Gate, until
+
+from .asking import numbers_of
+from .tools import Passes, until
 
 PATH = "/v1/completions"
 LONG = {"prompt": "Once upon a time", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
@@ -34,15 +36,20 @@ async def idle(inside: Inside) -> None:
 
 async def numbers(inside: Inside, *names: str) -> list[float]:
     """Metrics with these names."""
-    text = (await inside.ask("/metrics")).body.decode()
-    lines = dict(line.rsplit(" ", 1) for line in text.splitlines())
-    return [float(lines[f'vllm:{name}{{model_name="stories"}}']) for name in names]
+    found = numbers_of((await inside.ask("/metrics")).body.decode())
+    return [found[f"vllm:{name}"] for name in names]
 
 
-async def blocked(inside: Inside) -> tuple[Gate, Asking]:
+async def watch(inside: Inside) -> tuple[Asking, dict[str, Any]]:
+    """An open page, and its first frame."""
+    page = inside.begin("/live")
+    await until(lambda: page.heard.body)
+    return page, next(page.heard.events())
+
+
+async def blocked(inside: Inside) -> tuple[Passes, Asking]:
     """A request whose pass waits at this gate."""
-    runner = inside.engine.runner
-    gate = runner.run = Gate(runner.run)
+    gate = Passes(inside.engine.runner, gate=True)
     asking = inside.begin(PATH, SHORT)
     await until(lambda: gate.count)
     return gate, asking
@@ -83,7 +90,7 @@ async def test_a_client_that_leaves_before_its_answer_ends_it(stream):
 async def test_work_is_cancelled_when_its_client_leaves_and_not_before():
     ended: list[str] = []
 
-    async def work(seconds: float) -> str:
+    async def work(seconds):
         try:
             await asyncio.sleep(seconds)
             return f"{1 / seconds:g}"
@@ -91,11 +98,12 @@ async def test_work_is_cancelled_when_its_client_leaves_and_not_before():
             await asyncio.sleep(0.01)
             ended.append("work")
 
-    def asked(gone: asyncio.Event) -> Request:
+    def asked(gone):
         """A request with a body in two messages, whose client leaves at `gone`."""
+        messages: list[Any]
         messages = [{"type": "http.request", "more_body": more} for more in (False, True)]
 
-        async def receive() -> dict[str, Any]:
+        async def receive():
             if not messages:
                 await gone.wait()
             return messages.pop() if messages else {"type": "http.disconnect"}
@@ -162,7 +170,7 @@ async def test_the_loop_answers_while_the_engine_computes():
 async def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
     """Catches a deadline that is only checked between two tokens."""
 
-    async def full(asking: Asking, message: dict[str, Any]) -> None:
+    async def full(asking, message):
         """As a socket whose other end does not read."""
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
@@ -182,21 +190,14 @@ async def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
 async def test_the_number_of_watching_pages_is_limited():
     """100 clients at /live kept the loop busy."""
     async with Inside.serving() as inside:
-
-        async def watch() -> Asking:
-            page = inside.begin("/live")
-            await until(lambda: page.heard.status)
-            return page
-
-        watching = [await watch() for _ in range(MOST_WATCHERS)]
+        watching = [(await watch(inside))[0] for _ in range(MOST_WATCHERS)]
         refused = await inside.ask("/live")
         assert refused.status == 503 and refused.headers["retry-after"]
         assert "watch" in refused.json()["error"]["message"]
         watching[0].leave()
         await watching[0].answer()
-        watching[0] = await watch()  # there is room again
+        watching[0], _ = await watch(inside)  # there is room again
         for page in watching:
-            assert page.heard.status == 200
             page.leave()
             await page.answer()
 
@@ -204,19 +205,14 @@ async def test_the_number_of_watching_pages_is_limited():
 async def test_the_first_frame_is_true_though_no_page_was_open():
     """Blocks that stay in the prefix cache are on the map, and earlier steps are in it."""
 
-    async def watch() -> tuple[Asking, dict[str, Any]]:
-        page = inside.begin("/live")
-        await until(lambda: page.heard.body)
-        return page, next(page.heard.events())
-
-    def seen() -> list[int]:
+    def seen():
         return [step["number"] for frame in early.heard.events() for step in frame["steps"]]
 
     async with Inside.serving(kv_memory="1MiB") as inside:
-        early, first = await watch()
+        early, first = await watch(inside)
         await inside.ask(PATH, LONG | {"max_tokens": 40})
         await idle(inside)
-        late, frame = await watch()
+        late, frame = await watch(inside)
         await until(lambda: len(seen()) >= 40)
         assert seen() == [*range(1, 41)] and first["step"] == 0  # each step once
         states = [state for state, _ in frame["map"]]
@@ -237,7 +233,7 @@ async def test_the_first_frame_is_true_though_no_page_was_open():
 async def test_a_dead_engine_is_reported_and_can_be_stopped():
     """A supervisor looks at /health: only a restart helps."""
     async with Inside.serving() as inside:  # which gives up after a while
-        inside.engine.runner.run = Failing(inside.engine.runner.run, {1}, SystemExit())
+        Passes(inside.engine.runner, {1}, SystemExit())
         assert (await inside.ask(PATH, SHORT)).status == 503
         for body in (SHORT, SHORT | {"stream": True}, SCORED):
             answer = await inside.ask(PATH, body)
@@ -249,7 +245,7 @@ async def test_a_dead_engine_is_reported_and_can_be_stopped():
 async def test_a_stream_that_fails_has_an_error_event(fault, status):
     """The official client takes a stream that just ends for a whole answer."""
     async with Inside.serving() as inside:
-        inside.engine.runner.run = Failing(inside.engine.runner.run, {5}, fault)
+        Passes(inside.engine.runner, {5}, fault)
         answer = await inside.ask(PATH, LONG | {"stream": True})
     *chunks, error, done = answer.events()
     assert done == "[DONE]" and error["error"]["code"] == status and error["error"]["message"]
@@ -257,7 +253,10 @@ async def test_a_stream_that_fails_has_an_error_event(fault, status):
 
 
 async def test_the_text_of_an_unexpected_error_is_not_sent(monkeypatch):
-    monkeypatch.setattr(Service, "score", Failing(None, {1}))
+    async def score(*arguments):
+        raise RuntimeError("a planted fault")
+
+    monkeypatch.setattr(Service, "score", score)
     async with Inside.serving() as inside:
         asking = inside.begin(PATH, SCORED)
         with pytest.raises(RuntimeError):  # the framework raises it again, for the log

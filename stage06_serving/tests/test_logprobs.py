@@ -8,18 +8,8 @@ from typing import Any
 import pytest
 
 from shared.tokenizer import Tokenizer
-from stage06_serving.tests.asking import (
-    OTHER,
-    PROMPT,
-    TOKENIZER,
-    TOKENS,
-    chat,
-    complete,
-    counts,
-    first,
-    joined,
-    post,
-)
+
+from .asking import OTHER, PROMPT, TOKENIZER, TOKENS, chat, complete, counts, first, joined, post
 
 
 @pytest.mark.parametrize("count", [0, 1, 20])
@@ -47,16 +37,6 @@ def test_no_sampling_option_changes_a_logprob(client):
     assert forced.token_logprobs[0] == pytest.approx(top[token], abs=1e-3)
 
 
-def test_echo_with_logprobs_scores_the_prompt_too(client):
-    choice = first(client, echo=True, logprobs=2)
-    table = choice.logprobs
-    assert table.token_logprobs[0] is None and table.top_logprobs[0] is None
-    assert "".join(table.tokens) == choice.text == PROMPT + first(client).text
-    assert table.text_offset == [sum(map(len, table.tokens[:i])) for i in range(4 + TOKENS)]
-    assert all(2 <= len(top) <= 3 for top in table.top_logprobs[1:])
-    assert table.token_logprobs[4:] == first(client, logprobs=2).logprobs.token_logprobs
-
-
 def test_echo_without_tokens_scores_the_prompt_alone(client):
     answered = first(client, logprobs=3)
     scores = answered.logprobs.token_logprobs
@@ -78,7 +58,7 @@ def test_echo_without_tokens_scores_the_prompt_alone(client):
     assert chunks[-1].choices == [] and counts(chunks[-1]) == (4, 0, 4)
 
 
-def test_the_samples_of_a_prompt_have_the_same_echo(client):
+def test_samples_have_the_echo_of_their_prompt_and_its_scores(client):
     prompts = (PROMPT, PROMPT, OTHER, OTHER)
     fields = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1, "seed": 3}
     choices = complete(client, [PROMPT, OTHER], **fields).choices
@@ -88,6 +68,8 @@ def test_the_samples_of_a_prompt_have_the_same_echo(client):
         assert choice.text.startswith(prompt) and table.tokens[:count] == alone.tokens
         scores = alone.token_logprobs[1:]
         assert table.token_logprobs[1:count] == pytest.approx(scores, abs=1e-3)
+        assert table.token_logprobs[0] is table.top_logprobs[0] is None
+        assert "".join(table.tokens) == choice.text
         offsets = [len("".join(table.tokens[:i])) for i in range(count + TOKENS)]
         assert table.text_offset == offsets
     assert choices[0].text != choices[1].text

@@ -17,31 +17,26 @@ from shared.errors import UserError
 from stage05_paged.sanitizer import Sanitizer
 from stage06_serving import __main__ as stage
 from stage06_serving.settings import PREFIX, Settings, parse
-from stage06_serving.tests.asking import get, post
-from stage06_serving.tests.conftest import serving
+
+from .asking import get, post
+from .conftest import serving
 
 VALUES: dict[str, Any] = {"model": "gpt2", "served_model_name": "mine", "random_weights": True}
 VALUES |= {"device": "cpu", "dtype": "float64", "linear": "plain", "threads": 3, "engine": "static"}
 VALUES |= {"host": "::1", "port": 81, "api_key": "a, b,,", "max_sequences": 5, "token_budget": 77}
 VALUES |= {"kv_memory": "1GB", "block_size": 8, "swap_memory": "2MB", "preemption": "swap"}
 VALUES |= {"prefix_caching": False, "sanitize": True, "max_queue": 0, "request_timeout": 1.5}
-VALUES |= {
-    "grace": 0,
-    "chat_template": "simple",
-    "chat": True,
-    "allowed_host": "here",
-    "api_key_file": __file__,
-}
-VALUES |= {"log_requests": True}
+VALUES |= {"grace": 0, "chat_template": "simple", "chat": True, "log_requests": True}
+VALUES |= {"allowed_host": "here", "api_key_file": __file__}
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean(monkeypatch):
     for name in Settings.model_fields:
         monkeypatch.delenv(PREFIX + name.upper(), raising=False)
 
 
-def ended(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str]:
+def ended(capsys, *arguments):
     """Exit status and output of a command line that starts nothing."""
     with pytest.raises(SystemExit) as exit:
         cli.run(stage.main, list(arguments))
@@ -51,12 +46,6 @@ def ended(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str
 
 
 # ---- settings
-
-
-def test_the_defaults_are_safe():
-    settings = parse([])
-    assert (settings.host, settings.port, settings.model) == ("127.0.0.1", 8000, "stories")
-    assert settings.keys == [] and not settings.open_to_all and settings.max_queue == 1024
 
 
 def test_every_option_is_a_variable_too_and_the_command_line_wins(monkeypatch):
@@ -71,7 +60,10 @@ def test_every_option_is_a_variable_too_and_the_command_line_wins(monkeypatch):
     assert (changed.model, changed.block_size) == ("stories", 8)
 
 
-def test_open_to_all():
+def test_the_defaults_are_safe_and_what_is_open_to_all():
+    settings = parse([])
+    assert (settings.host, settings.port, settings.model) == ("127.0.0.1", 8000, "stories")
+    assert settings.keys == [] and not settings.open_to_all and settings.max_queue == 1024
     for host, key, open_to_all in (
         *((host, "", False) for host in ("127.0.0.1", "localhost", "::1")),
         *((host, "", True) for host in ("0.0.0.0", "::", "192.168.1.5")),
@@ -101,13 +93,10 @@ def test_invalid_values_are_an_error_of_one_sentence(capsys, monkeypatch, option
         monkeypatch.delenv(variable)
 
 
-def test_options_that_do_not_exist(capsys):
+def test_help_shows_every_option_and_its_variable(capsys):
     for arguments in (["--prot", "8000"], ["--port"], ["something"], ["--sanitize=maybe"]):
         status, shown = ended(capsys, *arguments)
         assert status == 2 and shown.startswith("error: ") and "--help" in shown
-
-
-def test_help_shows_every_option_and_its_variable(capsys):
     status, shown = ended(capsys, "--help")
     assert status == 0
     for name in Settings.model_fields:
@@ -134,7 +123,7 @@ def test_the_libraries_objects_are_not_collected(interruptible, tiny_folder, mon
     second on the event loop."""
     frozen = []
 
-    def plan(*about: Any) -> str:  # the model is loaded, and the server is ready
+    def plan(*about):  # the model is loaded, and the server is ready
         frozen.append(gc.get_freeze_count())
         signal.raise_signal(signal.SIGINT)
         return ""
@@ -150,20 +139,12 @@ def test_the_libraries_objects_are_not_collected(interruptible, tiny_folder, mon
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("option", ["--kv-memory", "--swap-memory"])
-@pytest.mark.parametrize(
-    ("memory", "words"), [("lots", "not a valid size"), ("100TB", "free"), ("1KiB", "block")]
-)
-def test_memory_that_is_not_there_stops_the_start(tiny_folder, option, memory, words):
-    with pytest.raises(UserError, match=words):
-        stage.make_engine(parse(["--model", str(tiny_folder), "--linear", "plain", option, memory]))
-
-
 def test_the_engine_has_the_settings(tiny_folder):
+    """Memory that is not there stops the start."""
     options = "--max-sequences 3 --block-size 8 --kv-memory 64KiB --swap-memory 8KiB"
     arguments = ["--model", str(tiny_folder), *options.split(), "--dtype", "float64"]
 
-    def made(*more: str) -> tuple[Any, bool]:
+    def made(*more):
         engine: Any = stage.make_engine(parse([*arguments, "--linear", "plain", *more]))[0]
         assert engine.steps.maxlen == stage.RECORDS
         observers = engine.engine.observers
@@ -174,6 +155,12 @@ def test_the_engine_has_the_settings(tiny_folder):
     assert sizes == (16, 8, 2)
     assert (scheduler.max_sequences, scheduler.token_budget) == (3, stage.BUDGET)
     assert scheduler.preemption == "swap" and not scheduler.prefix_caching and sanitized
+    for option, (memory, words) in product(
+        ("--kv-memory", "--swap-memory"),
+        (("lots", "not a valid size"), ("100TB", "free"), ("1KiB", "block")),
+    ):
+        with pytest.raises(UserError, match=words):
+            made(option, memory)
     scheduler, sanitized = made("--token-budget", "50")
     assert scheduler.token_budget == 50 and scheduler.prefix_caching and not sanitized
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from stage06_serving.tests.asking import ended, get, post
-from stage06_serving.tests.conftest import until_idle
-from stage06_serving.tests.faulty_server import VARIABLE, Fault
+from .asking import ended, get, post, until_idle
+from .faulty_server import VARIABLE, Fault
 
-# The families that vLLM's dashboards ask for.
-GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
-COUNTERS = """num_preemptions prefix_cache_queries prefix_cache_hits prompt_tokens generation_tokens
-    request_success admission_rejections"""
-HISTOGRAMS = """iteration_tokens_total time_to_first_token_seconds inter_token_latency_seconds
-    e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds
-    request_decode_time_seconds request_prompt_tokens request_generation_tokens"""
+FAMILIES = {  # that vLLM's dashboards ask for
+    "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc",
+    "counter": "num_preemptions prefix_cache_queries prefix_cache_hits prompt_tokens "
+    "generation_tokens request_success admission_rejections",
+    "histogram": "iteration_tokens_total time_to_first_token_seconds inter_token_latency_seconds "
+    "e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds "
+    "request_decode_time_seconds request_prompt_tokens request_generation_tokens",
+}
 REASONS = {"stop", "length", "abort", "error"}
 IDS = list(range(10, 50))  # 40 tokens: two whole blocks and a half
 
@@ -30,7 +30,7 @@ def complete(running, prompt=IDS, status=200, **fields):
 def test_the_counters_are_exact(house, tiny_folder, tmp_path):
     fault = Fault(tmp_path / "fault")
     running = house("--model", str(tiny_folder), env={VARIABLE: str(fault.file)})
-    before = until_idle(running.url)
+    before = until_idle(running)
     names = [name for name in before if name.startswith("vllm:") and "_created" not in name]
     assert names and not any(before[name] for name in names)
     complete(running, max_tokens=8)
@@ -47,7 +47,7 @@ def test_the_counters_are_exact(house, tiny_folder, tmp_path):
     failed = complete(running, [5, 6, 7], max_tokens=4, status=500)
     assert "planted" not in str(failed) and "a planted fault" in running.stderr()
     assert get(running, "/health").status_code == 200
-    numbers = until_idle(running.url)
+    numbers = until_idle(running)
     assert ended(numbers) == {"length": 5, "stop": 1, "abort": 0, "error": 1}
     answers = [8, 1, 5, 5, 6, 1]  # tokens; the answer that failed has none
     # The probe after the fault is not counted.
@@ -87,8 +87,7 @@ def test_the_names_are_those_of_vllm_and_nothing_of_a_client_becomes_a_label(ser
     kind = answer.headers["content-type"]
     assert kind.startswith("text/plain") and "version=" in kind and word not in answer.text
     families = list(text_string_to_metric_families(answer.text))
-    kinds = {"gauge": GAUGES, "counter": COUNTERS.split(), "histogram": HISTOGRAMS.split()}
-    expected = {f"vllm:{name}": kind for kind, names in kinds.items() for name in names}
+    expected = {f"vllm:{name}": kind for kind in FAMILIES for name in FAMILIES[kind].split()}
     assert expected.items() <= {family.name: family.type for family in families}.items()
     labels: dict[str, set[str]] = {}
     for family in families:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from selenium.webdriver.common.keys import Keys
 
 from shared.checkpoint import Config, random_tensors
 from shared.course.testing import FIELDS
-from stage06_serving.tests.asking import first_frame, post
-from stage06_serving.tests.conftest import checkpoint, serving, until_idle
-from stage06_serving.tests.faulty_server import MODULE
+
+from .asking import first_frame, post, until, until_idle
+from .conftest import checkpoint, serving
+from .faulty_server import MODULE
 
 SAID = (
     "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'> & "
@@ -82,7 +82,7 @@ class Page:
     """The page in a browser, as a reader sees it."""
 
     def __init__(self, browser: webdriver.Chrome, url: str) -> None:
-        self.browser, self.url = browser, url
+        self.browser = browser
         browser.get(url)
 
     def __getitem__(self, name: str) -> Any:
@@ -91,14 +91,12 @@ class Page:
     def run(self, script: str) -> Any:
         return self.browser.execute_script(script)
 
-    def until(self, holds: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + 60
-        while not holds():
-            assert time.monotonic() < deadline, f"not in time: {what}; {self['status'].text!r}"
-            time.sleep(0.02)
+    def until(self, holds: Callable[[], Any]) -> None:
+        until(holds, lambda: f"the page has {self.run('return document.body.innerText')!r}")
 
-    def link(self, words: str) -> None:
-        self.until(lambda: self["link"].text == words, f"the connection is {words!r}")
+    def shows(self, name: str, words: str) -> None:
+        """Wait until the element with this name has the text."""
+        self.until(lambda: words in self[name].text)
 
     def start(self, **values: str) -> None:
         for name, value in values.items():
@@ -110,13 +108,7 @@ class Page:
     def ask(self, meanwhile: Callable[[], object] = lambda: None, **values: str) -> None:
         """Start, and wait for the end of the answer, with repeated calls of `meanwhile`."""
         self.start(**{"prompt": "x", "temperature": "0"} | values)
-        self.until(lambda: meanwhile() or self["status"].text.startswith("Done"), "it is done")
-
-    def begun(self) -> None:
-        self.until(lambda: any(self.texts()[:1]), "the answer has begun")
-
-    def stopped(self) -> None:
-        self.until(lambda: self["status"].text == "Stopped.", "it has stopped")
+        self.until(lambda: meanwhile() or self["status"].text.startswith("Done"))
 
     def texts(self) -> list[str]:
         answers = "[...document.querySelectorAll('.answer')]"
@@ -143,11 +135,11 @@ class Page:
 @pytest.fixture
 def page(browser, served):
     """The page, live and idle; the browser's log must stay without errors."""
-    until_idle(served.url)
+    until_idle(served)
     browser.get_log("browser")
     page = Page(browser, served.url)
-    page.link("Live")
-    page.until(lambda: sum(page.blocks()) > 0, "the map is there")
+    page.shows("link", "Live")
+    page.until(lambda: sum(page.blocks()) > 0)
     yield page
     page.media()
     browser.get("about:blank")
@@ -181,38 +173,34 @@ def test_text_streams_in_while_the_pictures_move(page):
     assert page["status"].text == f"Done: {len(prompt)} tokens in, 160 out."
     assert "finish reason: length" in page["answers"].text
     assert page["start"].is_displayed() and not page["stop"].is_displayed()
-    page.until(lambda: page["running"].text == "0", "nothing runs")
+    page.shows("running", "0")
     after = page.blocks()
     assert after[OWNED] == after[SHARED] == 0 and after[CACHED] >= 160 // 16
     assert sum(after) == sum(idle)
 
 
-def test_samples_are_several_answers_below_the_prompt_that_they_share(page):
-    page.start(prompt="x" * 65, max_tokens="120", temperature="0.7", samples="3")
-    page.until(lambda: page.blocks()[SHARED] >= 4, "the prompt's blocks are shared")
-    assert page["running"].text == "3"
-    page.until(lambda: page["status"].text.startswith("Done"), "the answers are done")
-    assert page.texts() == [expected(120, 65)] * 3
-    assert page["answers"].text.count("x" * 65) == 1 and "Answer 3 of 3" in page["answers"].text
-
-
-def test_a_click_on_a_prompt_starts_it(page):
+def test_a_click_on_a_prompt_starts_it_and_samples_share_theirs(page):
     """Times of tokens are shown while a sequence runs; the line of token rates moves."""
-    page.until(lambda: page["ttft"].text == page["itl"].text == "–", "no times without tokens")
+    page.until(lambda: page["ttft"].text == page["itl"].text == "–")  # no times without tokens
     before, button = page.picture("rates"), page["prompts"].find_element(By.TAG_NAME, "button")
     button.click()
-    page.until(lambda: page["itl"].text.endswith(" ms"), "the time between tokens")
-    page.until(lambda: page["status"].text.startswith("Done"), "the answer is done")
+    page.shows("itl", " ms")
+    page.shows("status", "Done")
     assert page["prompt"].get_property("value") == button.text
     assert page["answers"].text.startswith(button.text) and page.picture("rates") != before
     assert not page["rates-words"].text.endswith("at most 0")
+    page.start(prompt="x" * 65, max_tokens="120", temperature="0.7", samples="3")
+    page.until(lambda: page.blocks()[SHARED] >= 4 and page["running"].text == "3")
+    page.shows("status", "Done")
+    assert page.texts() == [expected(120, 65)] * 3
+    assert page["answers"].text.count("x" * 65) == 1 and "Answer 3 of 3" in page["answers"].text
 
 
 def test_the_timeline_scrolls_and_stays_where_it_was_scrolled_to(page):
     def scrolled(left):
         words = page["timeline-words"].text
         page.run(f"document.getElementById('steps-view').scrollLeft = {left}")
-        page.until(lambda: page["timeline-words"].text != words, "other steps are shown")
+        page.until(lambda: page["timeline-words"].text != words)  # other steps are shown
         return page["timeline-words"].text.split(" to ")
 
     page.ask(max_tokens="300")
@@ -223,24 +211,9 @@ def test_the_timeline_scrolls_and_stays_where_it_was_scrolled_to(page):
     assert scrolled(1e6)[1] == page["steps"].text != newest
 
 
-def test_stop_ends_the_request_and_its_blocks_are_released(page, served):
-    page.start(prompt="x", max_tokens="900", temperature="0")
-    page.begun()
-    page.until(lambda: len(page.texts()[0]) > 20 and page.blocks()[OWNED], "some text is there")
-    page["stop"].click()
-    page.stopped()
-    assert page.browser.switch_to.active_element == page["start"]  # the focus is not lost
-    text = page.texts()[0]
-    until_idle(served.url)
-    page.until(lambda: page.blocks()[OWNED] == 0 == int(page["running"].text), "the map shows it")
-    assert page.texts() == [text] and 20 < len(text) < 900  # the text stays
-    page.ask(max_tokens="20")  # and the next request works
-    assert page.texts() == [expected(20)]
-
-
-def test_the_keyboard_is_enough_and_everything_has_a_name(page):
-    """Through all fields by Tab, Ctrl+Enter starts, Escape stops; the focus is visible. Fields have
-    labels, the pictures texts, and changes are announced."""
+def test_the_keyboard_is_enough_and_everything_has_a_name(page, served):
+    """Through all fields by Tab, Ctrl+Enter starts, Escape stops, and so does the button; the focus
+    is visible. Fields have labels, the pictures texts, and changes are announced."""
     fields = "[...document.querySelectorAll('textarea, input')]"
     assert page.run(f"return {fields}.filter(each => !each.labels.length).length") == 0
     for name in ("map", "timeline", "rates"):
@@ -267,14 +240,20 @@ def test_the_keyboard_is_enough_and_everything_has_a_name(page):
     page["prompt"].send_keys("x")
     press(*[Keys.TAB] * 4, "900")  # a field is selected when Tab comes to it
     press(Keys.CONTROL + Keys.ENTER + Keys.NULL)
-    page.begun()
+    page.until(lambda: len("".join(page.texts())) > 20 and page.blocks()[OWNED])
     press(Keys.ESCAPE)
-    page.stopped()
+    page.shows("status", "Stopped.")
+    text = page.texts()[0]
+    until_idle(served)
+    page.until(lambda: page.blocks()[OWNED] == 0 == int(page["running"].text))
+    assert page.texts() == [text] and 20 < len(text) < 900  # the text stays
     page["start"].send_keys(Keys.ENTER)
-    page.until(lambda: focused() == "stop", "the focus is on Stop")
+    page.until(lambda: focused() == "stop")
     press(Keys.ENTER)
-    page.stopped()
-    assert focused() == "start"
+    page.shows("status", "Stopped.")
+    assert focused() == "start"  # the focus is not lost
+    page.ask(max_tokens="20")  # and the next request works
+    assert page.texts() == [expected(20)]
 
 
 def test_a_phone_needs_no_horizontal_scrolling(page):
@@ -282,7 +261,7 @@ def test_a_phone_needs_no_horizontal_scrolling(page):
     page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
         page.browser.refresh()
-        page.link("Live")
+        page.shows("link", "Live")
         page.ask(prompt="long" * 40, max_tokens="90", temperature="0.5", samples="2")
         assert page.run("return [innerWidth, document.documentElement.scrollWidth]") == [375, 375]
         scrolls = "each.closest('#steps-view')"
@@ -292,14 +271,33 @@ def test_a_phone_needs_no_horizontal_scrolling(page):
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_colours_follow_the_scheme(page):
-    shown = []
+def test_pictures_follow_the_scheme_hold_when_frozen_and_need_no_animation(page):
+    """With reduced motion there is one now and then, and none in the browser's frames."""
+
+    def shown():
+        return *(page.picture(name) for name in ("map", "timeline", "rates")), page["steps"].text
+
+    colours = []
     for scheme in ("light", "dark"):
         page.media(prefers_color_scheme=scheme)
-        page.until(lambda: page.picture("map") not in shown, "the map is painted anew")
+        page.until(lambda: page.picture("map") not in colours)  # it is painted anew
         colour = page.run("return getComputedStyle(document.body).backgroundColor")
-        shown.extend([page.picture("map"), colour])
-    assert len(set(shown)) == 4
+        colours.extend([page.picture("map"), colour])
+    assert len(set(colours)) == 4
+    page["freeze"].click()
+    before = shown()
+    page.ask(max_tokens="60")
+    assert shown() == before
+    page["freeze"].click()
+    page.until(lambda: shown()[1] != before[1])
+    page.media(prefers_reduced_motion="reduce")
+    before = shown()
+    page.run("window.requestAnimationFrame = () => { window.animated = true; }")
+    page.ask(max_tokens="60")
+    cursor = "getComputedStyle(document.querySelector('.answer'), '::after')"
+    assert page.run(f"return {cursor}.animationName") == "none"
+    page.until(lambda: shown()[1] != before[1])
+    assert page.run("return window.animated") is None
 
 
 def test_no_two_sequences_that_run_look_alike(page, served):
@@ -313,44 +311,20 @@ def test_no_two_sequences_that_run_look_alike(page, served):
     command = page.browser.execute_cdp_cmd
     script = command(f"Page.add{name}", {"source": source})
     page.browser.refresh()
-    page.until(lambda: page.blocks()[OWNED] == 2, "the map is there")
+    page.until(lambda: page.blocks()[OWNED] == 2)
     command(f"Page.remove{name}", script)
     block = "document.getElementById('map').getContext('2d').getImageData(32 * n, 0, 32, 32).data"
     assert len(set(page.run(f"return [0, 1, 2].map(n => {block}.join())"))) == 3
 
 
-def test_reduced_motion_means_no_animation(page):
-    """A picture now and then, and none in the browser's animation frames."""
-    page.media(prefers_reduced_motion="reduce")
-    before = page.picture("timeline")
-    page.run("window.requestAnimationFrame = () => { window.animated = true; }")
-    page.ask(max_tokens="60")
-    cursor = "getComputedStyle(document.querySelector('.answer'), '::after')"
-    assert page.run(f"return {cursor}.animationName") == "none"
-    page.until(lambda: page.picture("timeline") != before, "the timeline has moved")
-    assert page.run("return window.animated") is None
-
-
-def test_freeze_holds_the_pictures(page):
-    def shown():
-        return *(page.picture(name) for name in ("map", "timeline", "rates")), page["steps"].text
-
-    page["freeze"].click()
-    before = shown()
-    page.ask(max_tokens="60")
-    assert shown() == before
-    page["freeze"].click()
-    page.until(lambda: shown()[1] != before[1], "it moves again")
-
-
-@pytest.mark.parametrize("wrong", [{"temperature": 3}, {"max_tokens": 0}, {"n": 2}])
-def test_errors_are_shown_in_the_servers_words(page, served, wrong):
-    body = {"prompt": "x", "max_tokens": 5, "temperature": 0, "n": 1} | wrong
-    message = post(served, "/v1/completions", json=body).json()["error"]["message"]
-    body["samples"] = body.pop("n")
-    page.start(**{name: str(value) for name, value in body.items()})
-    page.until(lambda: page["error"].text, "an error is shown")
-    assert page["error"].text == message and page["start"].is_displayed()
+def test_errors_are_shown_in_the_servers_words(page, served):
+    for wrong in ({"temperature": 3}, {"max_tokens": 0}, {"n": 2}):
+        body = {"prompt": "x", "max_tokens": 5, "temperature": 0, "n": 1} | wrong
+        message = post(served, json=body).json()["error"]["message"]
+        body["samples"] = body.pop("n")
+        page.start(**{name: str(value) for name, value in body.items()})
+        page.shows("error", message)
+        assert page["error"].text == message and page["start"].is_displayed()
     assert all("status of 400" in error for error in page.errors())  # the browser's own note
 
 
@@ -374,24 +348,24 @@ def test_a_key_is_asked_for_and_large_pools_are_drawn(browser, house, reciter):
     many = ("--block-size", "1", "--kv-memory", f"{70_000 * 512}", "--no-sanitize")
     running = house("--model", str(reciter), "--api-key", "open-sesame", *many)
     page, missing = Page(browser, running.url), "API key is missing or wrong"
-    page.link("Waiting for a key")
+    page.shows("link", "Waiting for a key")
     assert page["key-form"].is_displayed() and missing in page["key-why"].text
     page.start(prompt="x", max_tokens="4", temperature="0")
-    page.until(lambda: missing in page["error"].text, "the server refuses")
+    page.shows("error", missing)
     page["key"].send_keys("wrong", Keys.ENTER)
-    page.until(lambda: page["key-form"].is_displayed(), "it asks again")
+    page.until(page["key-form"].is_displayed)  # it asks again
     page["key"].send_keys("open-sesame", Keys.ENTER)
-    page.link("Live")
+    page.shows("link", "Live")
     assert not page["key-form"].is_displayed()
     page.ask(max_tokens="4")
     assert page.texts() == [expected(4)]
-    page.until(lambda: page.blocks()[CACHED] == 4, "the blocks are on the map")
+    page.until(lambda: page.blocks()[CACHED] == 4)
     assert sum(page.blocks()) == 65_536
     page.ask(max_tokens="4")
     shown, high = page["map-size"].text, page["map"].size["height"]
     assert re.fullmatch(r"the first (6|7|8)\d of 70,000 blocks of 1 tokens", shown)
     page.ask(max_tokens="300")
-    page.until(lambda: page["map-size"].text.startswith("the first 5"), "more are drawn")
+    page.shows("map-size", "the first 5")  # more are drawn
     assert high < page["map"].size["height"] < 360  # the more blocks, the smaller
     stored = page.run("return [localStorage.length, sessionStorage.length, document.cookie]")
     assert stored == [0, 0, ""]
@@ -403,18 +377,18 @@ def test_the_page_reports_a_lost_server_and_finds_it_again(browser, house, recit
     options = ("--model", str(reciter), *FEW_BLOCKS)
     with serving(*options, "--grace", "0", env=slowly, module=MODULE) as running:
         page = Page(browser, running.url)
-        page.link("Live")
+        page.shows("link", "Live")
         page.start(prompt="x", max_tokens="900", temperature="0")
-        page.begun()
+        page.until(lambda: any(page.texts()))
         running.stop()
-        page.link("The server is gone: trying again")
-        page.until(lambda: "shutting down" in page["error"].text, "the last error is shown")
+        page.shows("link", "The server is gone: trying again")
+        page.shows("error", "shutting down")
         page["start"].click()
-        page.until(lambda: "cannot be reached" in page["error"].text, "the reason is shown")
+        page.shows("error", "cannot be reached")
         assert not re.search("Traceback|ERROR", running.stderr()), running.stderr()
         house(*options, "--port", str(running.port))
-        page.link("Live")
-        page.until(lambda: page["steps"].text == "0" and page.blocks()[FREE], "the new server")
+        page.shows("link", "Live")
+        page.until(lambda: page["steps"].text == "0" and page.blocks()[FREE])
         assert page.blocks()[:FREE] == [0, 0, 0]
         page.ask(max_tokens="20")
         assert page.texts() == [expected(20)]
@@ -425,16 +399,13 @@ def test_the_page_reports_a_lost_server_and_finds_it_again(browser, house, recit
 def test_a_conversation_goes_on_until_a_new_one_begins(browser, house):
     """With the model that --chat serves. Each message is asked with all that was said before."""
     page = Page(browser, house("--chat").url)
-    page.until(lambda: page["new-chat"].is_displayed(), "the form is for messages")
+    page.until(page["new-chat"].is_displayed)  # the form is for messages
     assert not page["samples"].is_displayed() and "Pim" in page["prompt"].get_attribute("value")
 
     def send(*words: str) -> int:
         before = page["status"].text
         page["prompt"].send_keys(*words, Keys.ENTER)
-        page.until(
-            lambda: page["status"].text.startswith("Done") and page["status"].text != before,
-            "it is done",
-        )
+        page.until(lambda: "Done" in page["status"].text != before)
         assert page["prompt"].get_attribute("value") == ""
         return int(re.findall(r"\d+", page["status"].text)[0])
 

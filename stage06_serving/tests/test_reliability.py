@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import signal
 import socket
@@ -17,27 +16,21 @@ from contextlib import ExitStack
 import httpx2
 
 from shared.server import python
-from stage06_serving.tests.asking import ended, events, post
-from stage06_serving.tests.conftest import environment, until_idle
-from stage06_serving.tests.faulty_server import MODULE, VARIABLE, Fault, until
-from stage06_serving.tests.tools import HANG
+
+from .asking import HANG, ended, events, post, posted, until, until_idle
+from .conftest import environment
+from .faulty_server import MODULE, VARIABLE, Fault
 
 LONG = {"prompt": "abcd", "temperature": 0, "ignore_eos": True, "max_tokens": 200}
 SHORT = LONG | {"max_tokens": 8}
 PHASES = ("connected", "header", "body", "sent", "queue", "decode", "last")
 
 
-def post_bytes(body, path="/v1/completions"):
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
-
-
 async def leave(port, phase, streams, chance):
     """Connect, go as far as `phase`, and leave: with an orderly end, or with a reset."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = (SHORT if phase == "last" else LONG) | {"stream": streams}
-    data = post_bytes(body, chance.choice(["/v1/completions", "/generate"]))
+    data = posted(body, chance.choice(["/v1/completions", "/generate"]))
     cut = {"connected": 0, "header": data.index(b"\r\n\r\n") // 2, "body": len(data) - 5}
     writer.write(data[: cut.get(phase, len(data))])
     if phase == "queue":
@@ -60,7 +53,7 @@ def test_a_storm_of_clients_that_leave(house, tiny_folder):
     options = "--max-sequences 24 --max-queue 300 --kv-memory 1MiB"
     running = house("--model", str(tiny_folder), *options.split())
     expected = post(running, json=SHORT).json()["choices"]
-    before, log = ended(until_idle(running.url)), running.stderr()
+    before, log = ended(until_idle(running)), running.stderr()
     chance = random.Random(0)
     clients = [(PHASES[number % 7], number // 7 % 2 == 0) for number in range(200)]
 
@@ -73,7 +66,7 @@ def test_a_storm_of_clients_that_leave(house, tiny_folder):
             await asyncio.gather(*(one(*client) for client in clients))
 
     asyncio.run(storm())
-    after = ended(until_idle(running.url))
+    after = ended(until_idle(running))
     assert after["abort"] - before["abort"] >= clients.count(("decode", True))
     last = clients.count(("last", True)) + clients.count(("last", False))
     assert after["length"] - before["length"] >= last and after["error"] == 0
@@ -116,7 +109,7 @@ def test_loading_draining_and_hurrying(tmp_path, tiny_folder):
         until(lambda: answers("/ready", 200) == {"status": "ok"})
         slow = [socket.create_connection(("127.0.0.1", port), timeout=HANG) for _ in range(3)]
         for each in slow:
-            stack.enter_context(each).sendall(post_bytes(SHORT)[:-3])
+            stack.enter_context(each).sendall(posted(SHORT)[:-3])
         assert stack.enter_context(http.stream("GET", "/live")).status_code == 200
         ends, lasts = ask(max_tokens=20), ask()
         begun = [next(ends) for _ in range(3)]

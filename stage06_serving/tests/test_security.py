@@ -17,12 +17,14 @@ from shared.errors import UserError
 from stage06_serving.__main__ import make_engine
 from stage06_serving.guard import LARGEST_BODY, Guard
 from stage06_serving.settings import Settings
-from stage06_serving.tests.asking import PROMPT, exchange, get, post
-from stage06_serving.tests.conftest import read_metrics
+
+from .asking import JSON, PROMPT, bearer, exchange, get, post, read_metrics, status_of, written
 
 LARGEST_ERROR = 2048  # bytes
-JSON = {"Content-Type": "application/json"}
 WORD = "a-word-of-the-client"
+POST = written("/v1/completions", "Connection: close", JSON, method="POST")[:-2]
+BODY = b'{"prompt": "a", "max_tokens": 1}'
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def refused(answer, status=400):
@@ -36,11 +38,9 @@ def refused(answer, status=400):
     return error["message"]
 
 
-def status_of(server, target, *headers, method="GET", host="localhost"):
-    """The status of a request written by hand."""
-    lines = [f"{method} {target} HTTP/1.1", f"Host: {host}", "Connection: close", *headers]
-    text = b"\r\n".join(each if isinstance(each, bytes) else each.encode() for each in lines)
-    return int(exchange(server, text + b"\r\n\r\n").split(b" ")[1])
+def raw(server, content):
+    """The answer to a body of JSON."""
+    return post(server, content=content, headers=dict([JSON.split(": ")]))
 
 
 # ---- bodies -------------------------------------------------------------------------------------
@@ -48,8 +48,9 @@ def status_of(server, target, *headers, method="GET", host="localhost"):
 
 def test_bodies_have_a_limit(server):
     """With their length sent before or not; what is over the limit is not kept."""
-    refused(post(server, content=b"a" * LARGEST_BODY, headers=JSON), 400)  # not JSON, not too long
-    refused(post(server, content=b"a" * (LARGEST_BODY + 1), headers=JSON), 413)
+    refused(raw(server, b"a" * LARGEST_BODY), 400)  # not JSON, not too long
+    refused(raw(server, b"a" * (LARGEST_BODY + 1)), 413)
+    assert "not a JSON object" in refused(raw(server, b"[5]"))
     before = psutil.Process(server.process.pid).memory_info().rss
     chunk = b"10000\r\n" + b"a" * 65536 + b"\r\n"
     assert exchange(server, CHUNKED + chunk * 500).startswith(b"HTTP/1.1 413")
@@ -74,15 +75,10 @@ def test_bodies_have_a_limit(server):
 )
 def test_unreadable_bodies_are_refused(server, body):
     """With a small error: four kilobytes were answered with 23 megabytes elsewhere."""
-    refused(post(server, content=body, headers=JSON))
+    refused(raw(server, body))
 
 
 # ---- HTTP ---------------------------------------------------------------------------------------
-
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-POST += b"Content-Type: application/json\r\n"
-BODY = b'{"prompt": "a", "max_tokens": 1}'
-CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -129,63 +125,59 @@ SPELLINGS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("target", "host"),
-    [
+def asked(server, target, key="", method="GET", host="localhost"):
+    """The status of a request with this header "Authorization"."""
+    headers = ("Connection: close", f"Authorization: {key}")
+    return status_of(exchange(server, written(target, *headers, method=method, host=host)))
+
+
+def test_no_host_and_no_spelling_of_a_path_opens_it(locked):
+    """CVE-2026-48710, CVE-2026-48746 ("BadHost"): the path that was checked came from the host."""
+    for target, host in (
         *((path, host) for path in ("/v1/models", "/metrics", "/live") for host in HOSTS),
         *((target, "localhost") for target in SPELLINGS),
-    ],
-)
-def test_no_host_and_no_spelling_of_a_path_opens_it(locked, target, host):
-    """CVE-2026-48710, CVE-2026-48746 ("BadHost"): the path that was checked came from the host."""
-    assert status_of(locked, target, host=host) in (400, 401, 403)
+    ):
+        assert asked(locked, target, host=host) in (400, 401, 403), (target, host)
 
 
 def test_a_key_opens_everything_and_nothing_else_does(locked):
-    path, bearer = "/v1/models", b"Authorization: "
-    for right in ("Bearer first-key", "bearer second-key", "BEARER zweiter-schlüssel"):
-        assert status_of(locked, path, bearer + right.encode()) == 200
-    wrong = [b"", b"Bearer", b"Bearer ", b"Bearer first-key,second-key", b"Bearer first-ke"]
-    wrong += [b"Bearer first-keyx", b"Bearer \xff", b"first-key", b"bearer first-key x"]
-    for key in [*wrong, b"Basic first-key", b"Bearer " + b"x" * 8000]:
-        assert status_of(locked, path, bearer + key) == 401
+    path, first = "/v1/models", "Bearer first-key"
+    for right in (first, "bearer second-key", "BEARER zweiter-schlüssel"):
+        assert asked(locked, path, right) == 200
+    wrong = ["", "Bearer", "Bearer ", f"{first},second-key", first[:-1], f"{first}x", f"{first} x"]
+    for key in [*wrong, "Bearer \udcff", "first-key", "Basic first-key", "Bearer " + "x" * 8000]:
+        assert asked(locked, path, key) == 401
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"):
-        assert status_of(locked, "/v1/completions", method=method) == 401
-    assert "first-key" not in refused(get(locked, path), 401) + locked.stderr()
+        assert asked(locked, "/v1/completions", method=method) == 401
+    answer = get(locked, path)
+    assert "first-key" not in refused(answer, 401) + locked.stderr()
+    assert answer.json()["error"]["type"] == "AuthenticationError"
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch):
     """CVE-2025-59425: `==` ends at the first letter that differs, and its time shows where."""
     compared: list[tuple[bytes, bytes]] = []
 
-    def compare(digest, known):
-        compared.append((digest, known))
-        return digest == known
+    def compare(*pair):
+        compared.append(pair)
+        return pair[0] == pair[1]
 
     monkeypatch.setattr(secrets, "compare_digest", compare)
-    keys = ("first", "second", "third")
-    guard = Guard(FastAPI(), keys)
-    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-    for key, known in ((b"first", True), (b"third", True), (b"", False), (b"\xff" * 5000, False)):
+    guard = Guard(FastAPI(), ("first", "second", "third"))
+    for key, known in ((b"first", True), (b"third", True), (b"\xff" * 5000, False)):
         compared.clear()
         assert guard._known(key) is known
         digest = hashlib.sha256(key).digest()  # of one length, whatever was sent
-        assert compared == [(digest, known) for known in digests]
+        assert compared == [(digest, one) for one in guard.digests] and len(compared) == 3
 
 
 def test_keys_do_not_share_a_prefix(locked):
     """CVE-2025-46570: the time to the first token showed whether another client sent the same."""
-
-    def hits() -> float:
-        return read_metrics(locked.url, "first-key")["vllm:prefix_cache_hits_total"]
-
-    found = [hits()]
+    found, body = [], {"prompt": list(range(40)), "max_tokens": 1}
     for key in ("first-key", "first-key", "second-key", "second-key"):
-        body = {"prompt": list(range(40)), "max_tokens": 1}
-        headers = {"Authorization": f"Bearer {key}"}
-        assert post(locked, json=body, headers=headers).status_code == 200
-        found.append(hits())
-    assert [count - found[0] for count in found] == [0, 0, 32, 32, 64]
+        assert post(locked, json=body, headers=bearer(key)).status_code == 200
+        found.append(read_metrics(locked, key)["vllm:prefix_cache_hits_total"])
+    assert [count - found[0] for count in found] == [0, 32, 32, 64]
 
 
 # ---- programs and addresses ---------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.checkpoint import STORIES
-from shared.tokenizer import AnyTokenizer, Tokenizer
+from shared.tokenizer import Tokenizer
 from stage06_serving.service import Service
-from stage06_serving.tests.asking import events, post
 from stage06_serving.text import TextStream, overlap
+
+from .asking import events, post
 
 REAL = Tokenizer.from_folder(STORIES)
 # Tokens of one, two and three letters, so that stop strings begin and end anywhere in them.
@@ -32,14 +32,12 @@ some_stops = st.lists(st.text("abcé\n", min_size=1, max_size=5), max_size=4)
 examples = settings(deadline=None, derandomize=True)
 
 
-def mixed_texts(count: int) -> list[str]:
+def mixed_texts(count):
     rng = random.Random("texts")
     return ["".join(rng.choice(PIECES) for _ in range(rng.randint(1, 12))) for _ in range(count)]
 
 
-def pieces_of(
-    tokenizer: AnyTokenizer, ids: Sequence[int], **options: Any
-) -> tuple[list[str], str | None]:
+def pieces_of(tokenizer, ids, **options):
     """The output of a stream for each token and at the end, and its stop string."""
     ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     stream, pieces = TextStream(tokenizer, ends, **options), []
@@ -52,7 +50,7 @@ def pieces_of(
     return pieces, stream.stop
 
 
-def stopped(text: str, stops: Sequence[str], keep: bool = False) -> tuple[str, str | None]:
+def stopped(text, stops, keep=False):
     """The rule, letter by letter: the stop string that is complete first, and the longest."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
@@ -173,8 +171,8 @@ def test_long_texts_are_tokenized_and_joined_off_the_loop(monkeypatch):
     """A megabyte into tokens, and these into text again, took the event loop two seconds."""
     on_loop: list[bool] = []
 
-    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+    def watched(method):
+        def call(*arguments):
             on_loop.append(threading.current_thread() is threading.main_thread())
             return method(*arguments)
 

@@ -13,37 +13,30 @@ from stage01_forward.params import SamplingParams
 from stage06_serving.async_engine import CLOSING, DEAD, AsyncEngine, Broken, EngineDead, Ticket
 from stage06_serving.status import AnyEngine
 
-HANG = 60.0  # seconds: nothing here takes a tenth of that
+from .asking import HANG
 
 
-class Gate:
-    """Lets as many passes through as the test allows."""
+class Passes:
+    """The passes of a runner from now on. Those with the numbers `failing`, from 1 on, raise
+    `error`; behind a gate they wait until the test allows them."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward, self.permits = forward, threading.Semaphore(0)
-        self.count = 0  # passes that have come to the gate
+    def __init__(
+        self, runner: Any, failing: Any = (), error: BaseException | None = None, gate: bool = False
+    ) -> None:
+        self.forward, self.failing, self.gate = runner.run, failing, gate
+        self.error = error or RuntimeError("a planted fault")
+        self.permits, self.count = threading.Semaphore(0), 0  # passes that have begun
+        runner.run = self
 
     def __call__(self, *arguments: Any) -> Any:
         self.count += 1
-        assert self.permits.acquire(timeout=HANG), "the gate was never opened"
+        assert not self.gate or self.permits.acquire(timeout=HANG), "the gate was never opened"
+        if self.count in self.failing:
+            raise self.error
         return self.forward(*arguments)
 
     def allow(self, passes: int = 10_000) -> None:
         self.permits.release(passes)
-
-
-class Failing:
-    """A pass that raises `error` if its number, from 1 on, is in `which`."""
-
-    def __init__(self, forward: Any, which: Any, error: BaseException | None = None) -> None:
-        self.forward, self.which, self.count = forward, which, 0
-        self.error = error or RuntimeError("a planted fault")
-
-    def __call__(self, *arguments: Any) -> Any:
-        self.count += 1
-        if self.count in self.which:
-            raise self.error
-        return self.forward(*arguments)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
