@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from shared.bench.rows import Results
-from stage07_loadtest import benchmark, metrics
+from stage07_loadtest import metrics
 from stage07_loadtest.client import Record
 from stage07_loadtest.mock import Behaviour
-from stage07_loadtest.workload import ANSWER, LENGTHS
 
 REPORT = (Path(__file__).parents[1] / "REPORT.md").read_text(encoding="utf-8")
 LESSON = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -22,7 +18,7 @@ SERVER = Behaviour(ttft=50, itl=0, stall=600, stall_every=1000)  # milliseconds 
 END, EVERY, COLUMN = 2000, 200, 50
 
 
-def answered(intended: float, sent: float) -> Record:
+def answered(intended, sent):
     end = SERVER.due(sent, SERVER.ttft)
     return Record(0, intended, 1, sent=sent, chunks=[end], end=end, completion_tokens=1)
 
@@ -45,9 +41,7 @@ for start in range(EVERY, END, EVERY):
         ("open loop, from the intended start", OPEN, metrics.e2e_intended),
     ],
 )
-def test_the_table_is_what_the_trace_gives(
-    load: str, records: list[Record], of: Callable[[Record], float | None]
-) -> None:
+def test_the_table_is_what_the_trace_gives(load, records, of):
     values = [of(record) or 0.0 for record in records]
     percentiles = (f"{metrics.percentile(values, percent):.0f}" for percent in (50, 90))
     slow = 100 * sum(value > 100 for value in values) / len(values)
@@ -55,13 +49,13 @@ def test_the_table_is_what_the_trace_gives(
     assert f"\n| {' | '.join(cells)} | {slow:.0f} % |\n" in LESSON
 
 
-def mark(record: Record) -> tuple[int, str]:
+def mark(record):
     """The column and the text of a request in the picture."""
     start, end = (round((at or 0) / COLUMN) for at in (record.sent, record.end))
     return start, "|" if end == start + 1 else f"[{'=' * (end - start - 2)}]"
 
 
-def test_the_picture_is_the_trace() -> None:
+def test_the_picture_is_the_trace():
     for name, records in {"closed loop, one user": USER, "one connection": CONNECTION}.items():
         line = ""
         for column, text in map(mark, records):
@@ -77,29 +71,10 @@ def test_the_picture_is_the_trace() -> None:
     assert f"Count the columns of the open loop: {share}" in PROSE
 
 
-def test_littles_law_in_the_trace_and_the_glossary_in_the_report() -> None:
+def test_littles_law_in_the_trace_and_the_glossary_in_the_report():
     stay = sum(record.end - record.intended for record in OPEN) / len(OPEN)
     assert (1000 * len(OPEN) / END, stay) == (5, 170)
     text = f"ten requests in 2 s are 5 a second, and they stay {stay:.0f} ms on average: 5 * 0.17"
     assert f"{text} = 0.85" in PROSE
     assert metrics.GLOSSARY in REPORT
     assert len({line.count("|") for line in metrics.GLOSSARY.splitlines()}) == 1
-
-
-def test_the_prediction_is_what_the_roofline_gives() -> None:
-    """For the round machine of stage 02, the workload "short", and the memory of 8 contexts."""
-    limits = {"device": "cpu", "threads": 1, "bandwidth_gb_s": 40.0, "gflops": {"float32": 200.0}}
-    plan = {"plan": asdict(benchmark.FULL)}
-    results = Results({"configuration": plan, "limits": limits, "results": {}})
-    assert (LENGTHS["short"], ANSWER, benchmark.FULL.contexts) == (8, 50, 8)
-    for engine, users, rate in (
-        (benchmark.SEQUENTIAL, 64, 81),
-        (benchmark.CONTINUOUS, 64, 583),
-        (benchmark.PAGED, 64, 735),
-        (benchmark.PAGED, 10, 708),
-    ):
-        found = benchmark.predicted(results, engine, "short", users, "float32")
-        assert round(found or 0) == rate
-        assert users == 10 or f"{rate} tok/s" in PROSE
-    for text in ("583 / 81 = 7.2", "735 / 583 = 1.26", f"{735 / 50:.1f} requests a second"):
-        assert text in PROSE

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
 from stage07_loadtest import load, mock
 from stage07_loadtest.client import REFUSED, Target
-from stage07_loadtest.load import Point, ServerDelta, run_point
-from stage07_loadtest.mock import Behaviour, Mock
-from stage07_loadtest.schedule import Schedule, bursts, closed, poisson, trace
-from stage07_loadtest.tests.helpers import QUICK, against, asks
+from stage07_loadtest.load import ServerDelta, run_point
+from stage07_loadtest.mock import Behaviour
+from stage07_loadtest.schedule import bursts, closed, poisson, trace
 from stage07_loadtest.workload import Ask
+
+from .helpers import QUICK, against, asks
 
 
 def test_a_closed_loop_has_as_many_requests_in_hand_as_users():
@@ -83,12 +82,10 @@ def test_requests_in_flight_are_sampled_evenly():
     assert min(late) >= -1e-4 and max(late) <= 2 * load.SAMPLING
 
 
-def interrupted(
-    when: Schedule, count: int, enough: Callable[[Mock], bool], warmup: int = 0, **behaviour: Any
-) -> tuple[Point, Mock]:
+def interrupted(when, count, enough, warmup=0, **behaviour):
     """A point that is cancelled as soon as the mock has seen `enough`."""
 
-    async def run() -> tuple[Point, Mock]:
+    async def run():
         async with mock.serving(Behaviour(**QUICK | behaviour)) as server:
             work = run_point(Target(server.url), asks(count), when, warmup=warmup)
             task = asyncio.create_task(work)
@@ -102,7 +99,7 @@ def interrupted(
 
 
 @pytest.mark.parametrize("when", [closed(2, 1000), poisson(100, 1000, 0)])
-def test_cancelled_it_keeps_what_was_measured(when: Schedule):
+def test_cancelled_it_keeps_what_was_measured(when):
     found, server = interrupted(when, 1000, lambda server: server.requests >= 10)
     assert found.interrupted and found.server is None
     assert 1 <= len(found.records) <= server.requests < 1000
@@ -111,7 +108,7 @@ def test_cancelled_it_keeps_what_was_measured(when: Schedule):
 
 
 def test_cancelled_after_the_answers_the_point_is_complete_and_before_them_there_is_none():
-    def answered(server: Mock) -> bool:
+    def answered(server):
         return server.requests == 4 and not server.running
 
     found, _ = interrupted(closed(4, 4), 4, answered, fault="leak")  # the server never settles

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from pytest import approx
 
 from stage07_loadtest import metrics
-from stage07_loadtest.client import Record
-from stage07_loadtest.metrics import Slo, Summary, percentile, summarize
-from stage07_loadtest.tests.helpers import broken, counters, point, record, refused
+from stage07_loadtest.metrics import Slo, percentile, summarize
+
+from .helpers import broken, counters, point, record, refused
 
 MANY = [record(i, intended=0.7 * i) for i in range(100)]
 
 # ---- one request
 
 
-def test_latencies_count_from_sending_and_from_the_intended_start() -> None:
+def test_latencies_count_from_sending_and_from_the_intended_start():
     one = record(intended=1.0, sent=1.25, gaps=(0.5, 0.1, 0.3), end=9.0)  # the connection stays
     of = (metrics.ttft, metrics.ttft_intended, metrics.e2e, metrics.e2e_intended)
     assert [each(one) for each in of] == approx([0.5, 0.75, 0.9, 1.15])
@@ -35,7 +34,7 @@ def test_latencies_count_from_sending_and_from_the_intended_start() -> None:
     assert metrics.client_queue(replace(refused(), sent=None)) is None
 
 
-def test_a_percentile_is_the_nearest_rank() -> None:
+def test_a_percentile_is_the_nearest_rank():
     for percent, value in ((0, 1), (20, 1), (21, 2), (50, 3), (80, 4), (90, 5), (100, 5)):
         assert percentile([5.0, 3.0, 1.0, 2.0, 4.0], percent) == value
     assert percentile(range(1, 101), 7) == 7  # in floating point 0.07 * 100 is more than 7
@@ -45,7 +44,7 @@ def test_a_percentile_is_the_nearest_rank() -> None:
             percentile(values, percent)
 
 
-def test_the_99th_percentile_needs_a_thousand_samples() -> None:
+def test_the_99th_percentile_needs_a_thousand_samples():
     few = metrics.distribution([float(i) for i in range(999)], 0)
     enough = metrics.distribution([float(i) for i in range(1000)], 0, drawn=True)
     assert few and few.adjusted and enough
@@ -56,7 +55,7 @@ def test_the_99th_percentile_needs_a_thousand_samples() -> None:
     assert (enough.curve[0], enough.curve[-1]) == (0.0, 999.0)
 
 
-def test_a_failure_is_an_answer_that_never_came() -> None:
+def test_a_failure_is_an_answer_that_never_came():
     answers = [record(i, gaps=(0.1 * (i + 1), 0.1)) for i in range(19)]
     good = metrics.latencies([*answers, refused()])["ttft"]
     worse = metrics.latencies([*answers[:18], refused(), broken()])["ttft"]
@@ -74,7 +73,7 @@ def test_a_failure_is_an_answer_that_never_came() -> None:
         assert values.adjusted["p50"] != math.inf and values.adjusted["p90"] == math.inf
 
 
-def test_goodput_counts_what_meets_every_limit_from_the_intended_start() -> None:
+def test_goodput_counts_what_meets_every_limit_from_the_intended_start():
     records = [record(), record(gaps=(2.0, 0.1, 0.1)), record(gaps=(0.5, 0.5, 0.5)), refused()]
     limits = (Slo(), Slo(ttft=1.0), Slo(ttft=1.0, tpot=0.2), Slo(e2e=0.1))
     assert [metrics.goodput(records, slo, 2.0) for slo in limits] == [1.5, 1.0, 0.5, 0.0]
@@ -87,13 +86,13 @@ def test_goodput_counts_what_meets_every_limit_from_the_intended_start() -> None
     assert str(limits[2]) == "TTFT 1,000 ms, TPOT 200 ms" and str(Slo()) == "no limits"
 
 
-def sampled(records: list[Record], seconds: float, count: int) -> list[tuple[float, int]]:
+def sampled(records, seconds, count):
     times = [(number + 0.5) * seconds / count for number in range(count)]
     spans = [(record.sent or 0.0, record.end) for record in records]
     return [(at, sum(sent <= at < end for sent, end in spans)) for at in times]
 
 
-def test_littles_law_holds_for_a_load_that_is_not_steady() -> None:
+def test_littles_law_holds_for_a_load_that_is_not_steady():
     """Requests pile up: the tenth arrives after 0.9 s, and each takes longer than the last."""
     records = [record(i, intended=0.1 * i, gaps=(0.2 * i + 0.1, 0.1)) for i in range(10)]
     seconds = max(one.end for one in records)
@@ -104,7 +103,7 @@ def test_littles_law_holds_for_a_load_that_is_not_steady() -> None:
     assert metrics.little([*records, unsent], sampled(records, seconds, 1000), seconds) == law
 
 
-def test_samples_that_came_late_weigh_no_more_than_their_time() -> None:
+def test_samples_that_came_late_weigh_no_more_than_their_time():
     """Two requests in flight for 1 s, then one for 1 s; no sample but at both ends of the first."""
     records = [record(0, gaps=(1.0,)), record(1, gaps=(2.0,))]
     in_flight = [(0.0, 2), *[(0.999, 2)] * 100, *[(1.0 + 0.01 * i, 1) for i in range(100)]]
@@ -114,7 +113,7 @@ def test_samples_that_came_late_weigh_no_more_than_their_time() -> None:
     assert later is not None and later.in_flight == approx(1.0, abs=0.01)
 
 
-def test_littles_law_is_not_judged_by_few_samples() -> None:
+def test_littles_law_is_not_judged_by_few_samples():
     records = [record(i, intended=float(i)) for i in range(20)]
     few = [(20.0, 99), (20.0, 110), (2.0, 99)]  # 110 in 20 s: under four a stay
     for seconds, samples in (*few, (20.0, 120)):
@@ -123,7 +122,7 @@ def test_littles_law_is_not_judged_by_few_samples() -> None:
     assert metrics.little([], [(0.0, 0)] * 200, 20.0) is None
 
 
-def test_the_steady_part_begins_when_all_users_have_sent_and_ends_with_the_last_request() -> None:
+def test_the_steady_part_begins_when_all_users_have_sent_and_ends_with_the_last_request():
     """Two users, 0.7 s per round: tokens come 0.5, 0.6 and 0.7 s after the start of a round."""
     found = metrics.steady([record(i, intended=0.7 * (i // 2)) for i in range(6)], users=2)
     assert found is not None and (found.start, found.end) == (0.0, approx(1.4))
@@ -136,7 +135,7 @@ def test_the_steady_part_begins_when_all_users_have_sent_and_ends_with_the_last_
         assert metrics.steady([record(i) for i in range(count)], users) is None
 
 
-def test_a_summary_of_answers_and_failures() -> None:
+def test_a_summary_of_answers_and_failures():
     records = [record(0), refused(1, 0.7), record(2, 0.71), broken(3, 1.41)]
     seconds = records[-1].end
     # A rejected request explains no other number of tokens; one that broke off may have had more.
@@ -155,11 +154,12 @@ def test_a_summary_of_answers_and_failures() -> None:
     nothing = summarize(point([refused(0), refused(1)], users=None), Slo())
     assert (nothing.succeeded, nothing.output_rate, nothing.load) == (0, 0, "poisson, 2/s")
     assert nothing.at("ttft", 50) is None and nothing.at("ttft", 50, adjusted=True) == math.inf
+    assert metrics.knee([]) is metrics.knee([nothing]) is None
     with pytest.raises(ValueError, match="without requests"):
         summarize(replace(point([record()]), records=[]), Slo())
 
 
-def late(seconds: float, wait: float) -> list[Record]:
+def late(seconds, wait):
     """Requests that the client sends this late, and whose first token takes `wait` seconds."""
     return [record(i, i - seconds, sent=float(i), gaps=(wait, 0.1)) for i in range(100)]
 
@@ -181,20 +181,9 @@ def late(seconds: float, wait: float) -> list[Record]:
         ("short: 20 requests in 14 s", MANY[:20], {}),
     ],
 )
-def test_every_reason_for_distrust_is_named(flag: str, records: Any, more: Any) -> None:
+def test_every_reason_for_distrust_is_named(flag, records, more):
     """And a server that counts nothing is none."""
     found = summarize(point(records, **more), Slo())
     assert found.flags == [flag] * bool(flag) and (found.little is None) != ("in_flight" in more)
     if "server" not in more:
         assert found.server_tokens is found.tokens_match is found.blocks_back is None
-
-
-def test_the_knee_is_where_throughput_over_latency_is_greatest() -> None:
-    def at(rate: float, wait: float) -> Summary:
-        records = [record(i, i / rate, gaps=(wait, 0.0)) for i in range(50)]
-        return summarize(point(records, users=None, duration=50 / rate), Slo())
-
-    points = [at(1.0, 0.7), at(2.0, 0.8), at(2.2, 4.0)]
-    assert metrics.knee(points) is points[1]
-    assert metrics.knee([]) is None
-    assert metrics.knee([summarize(point([refused()], users=None), Slo())]) is None

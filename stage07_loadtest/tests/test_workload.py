@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ GOOD = {"prompt": "Once upon a time", "max_tokens": 3, "at": 0.5}
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_requests_depend_on_the_seed_alone(name: str):
+def test_requests_depend_on_the_seed_alone(name):
     asks = make(name, 300, 3, vocab=101)
     assert make(name, 20, 3, vocab=101) == asks[:20] != make(name, 20, 4, vocab=101)
     assert {id for ask in asks for id in ask.prompt} == set(range(101))
@@ -43,14 +42,12 @@ def test_mixed_lengths_are_lognormal_and_bounded():
         assert statistics.mean(lengths) > 1.15 * median, "no long tail to the right"
 
 
-def test_shared_prompts_begin_alike_and_then_differ():
+def test_a_workload_must_fit_in_the_context():
+    """The shared one begins all prompts alike, and then they differ."""
     asks, (least, most) = make("shared", 60, 0), workload.QUESTION
     assert len({tuple(ask.prompt[: workload.SYSTEM]) for ask in asks}) == 1
     questions = {len(ask.prompt) - workload.SYSTEM for ask in asks}
     assert least <= min(questions) and max(questions) <= most and len(questions) > 5
-
-
-def test_a_workload_must_fit_in_the_context():
     for name, need in {"short": 58, "long": 114, "mixed": 584, "shared": 338}.items():
         assert len(make(name, 200, 0, longest=need)) == 200
         with pytest.raises(UserError, match=f"needs {need} tokens.* choose another one"):
@@ -114,7 +111,7 @@ def test_lognormal_lengths_are_cut_to_the_context_and_others_must_fit():
         make("short", 300, 0, prompts=workload.lengths("1"))
 
 
-def write(path: Path, *lines: Any) -> Path:
+def write(path, *lines):
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (path / "trace.jsonl").write_text("\n".join([*texts, ""]), encoding="utf-8")
     return path / "trace.jsonl"
@@ -132,38 +129,30 @@ def test_a_trace_is_read_in_the_order_of_its_times(tmp_path):
     assert load_trace(file, 1) == load_trace(file, 1) != load_trace(file)
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
+def test_a_trace_that_is_invalid_is_refused_with_the_line(tmp_path, monkeypatch):
+    bad: dict[str, list[Any]] = {"max_tokens": [0, True, "3", None], "at": [-1, None, True, "3"]}
+    bad["prompt"] = ["", [], [1, -1], [True], 3]
+    for line, why in (
         ("{", "invalid JSON"),
         ("[1]", "not a JSON object"),
         ({"max_tokens": 3, "at": 0}, "one of 'prompt' and 'prompt_tokens'"),
         (GOOD | {"prompt_tokens": 3}, "one of 'prompt' and 'prompt_tokens'"),
-        *((GOOD | {"prompt": bad}, "'prompt' must be") for bad in ("", [], [1, -1], [True], 3)),
-        *((GOOD | {"max_tokens": bad}, "'max_tokens' must be") for bad in (0, True, "3", None)),
-        *((GOOD | {"at": bad}, "'at' must be") for bad in (-1, None, True, "3")),
+        *((GOOD | {name: wrong}, f"'{name}' must be") for name in bad for wrong in bad[name]),
         ({"prompt_tokens": 0, "max_tokens": 3, "at": 0}, "'prompt_tokens' must be"),
         ('{"prompt": "Once", "max_tokens": 3, "at": NaN}', "'at' must be"),
-    ],
-)
-def test_an_invalid_line_is_named(tmp_path, line: Any, why: str):
-    file = write(tmp_path, GOOD, line, GOOD)
-    with pytest.raises(UserError) as error:
-        load_trace(file)
-    assert all(text in str(error.value) for text in (f"{file}, line 2: ", why, '"at": 0.5'))
-
-
-def test_files_that_are_not_traces(tmp_path, monkeypatch):
+    ):
+        file = write(tmp_path, GOOD, line, GOOD)
+        with pytest.raises(UserError) as error:
+            load_trace(file)
+        assert all(text in str(error.value) for text in (f"{file}, line 2: ", why, '"at": 0.5'))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "M\xfcller", "max_tokens": 3, "at": 0}\n')
     for path, why in (
-        (tmp_path / "absent.jsonl", "cannot be read"),
-        (tmp_path, "cannot be read"),
+        *((path, "cannot be read") for path in (tmp_path, tmp_path / "absent.jsonl")),
+        (tmp_path / "latin.jsonl", "line 1: not UTF-8"),
         (write(tmp_path, "", " "), "is empty"),
     ):
         with pytest.raises(UserError, match=why):
             load_trace(path)
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "M\xfcller", "max_tokens": 3, "at": 0}\n')
-    with pytest.raises(UserError, match="line 1: not UTF-8"):
-        load_trace(tmp_path / "latin.jsonl")
     monkeypatch.setattr(workload, "MOST_TRACE_BYTES", 10)
     with pytest.raises(UserError, match="split it"):
         load_trace(write(tmp_path, GOOD))
