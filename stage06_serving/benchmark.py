@@ -26,14 +26,12 @@ from itertools import islice, pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
-import matplotlib
 import psutil
 import torch
 import uvicorn
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from shared import charts, cli, measure
+from shared import cli, measure
 from shared.bench import kit, rows
 from shared.bench.kit import Group, Subject
 from shared.bench.rows import Results, Row, median, percentile
@@ -424,19 +422,11 @@ def run(plan: Plan) -> dict[str, Any]:
 # ---- predictions --------------------------------------------------------------------------------
 
 
-def cpu(row: Row, who: str) -> list[float]:
-    """Seconds of processor time of the "engine", the "loop" or the "client" in every run."""
-    return [used[who] for used in row["cpu"] if who in used]
-
-
-def beside(row: Row) -> Row:
-    """The engine beside the loop: watched, or the server where nothing was."""
-    return row.of(WATCHED if WATCHED in row.group["seconds"] else SERVER)
-
-
 def python_seconds(row: Row, who: str) -> float:
-    """Processor time of the "loop" or the "client" for the whole load, as it was watched."""
-    return median(cpu(beside(row), who))
+    """Processor time of the "loop" or the "client" for the whole load, as it was watched; of the
+    server itself where it was not."""
+    own = row.of(WATCHED if WATCHED in row.group["seconds"] else SERVER)
+    return median(used[who] for used in own["cpu"])
 
 
 def left(engine: float, python: float, cpus: float) -> tuple[float, float]:
@@ -501,18 +491,6 @@ def percents(least: float, most: float) -> str:
 # ---- tables and charts --------------------------------------------------------------------------
 
 
-def share_text(row: Row) -> str:
-    found = share(row)
-    spread = f"{found.median:.1f}% ({found.low:.1f}% to {found.high:.1f}%)"
-    return f"{spread}, {percents(*predicted(row))}"
-
-
-def sides(results: Results) -> list[Row]:
-    """The engine alone and the server, in all cases."""
-    groups = [group for case in (HTTP, NULL, LOSE) for group in results.groups(case)]
-    return [group.of(name) for group in groups for name in (OFFLINE, SERVER)]
-
-
 def latency(key: str, place: int) -> rows.Column:
     """Median of the runs, in ms, of the percentile at `place` in "ttft" or "itl"."""
 
@@ -528,31 +506,24 @@ def a_request(who: str) -> rows.Column:
     return lambda row: f"{python_seconds(row, who) / row['requests'] * 1e6:,.0f}"
 
 
-def token_costs(results: Results) -> dict[str, float]:
-    """Microseconds a token, with the most streams: of the parts of the loop, and of the client."""
+def token_lines(results: Results) -> Iterator[dict[str, str]]:
+    """A token's way on the loop, with the most streams."""
     row = rows.first(HTTP)(results)[-1]
     loop, client = (python_seconds(row, who) / row.tokens * 1e6 for who in ("loop", "client"))
-    return {name: part * loop for name, part in results["parts"].items()} | {"client": client}
-
-
-def token_lines(results: Results) -> Iterator[dict[str, str]]:
-    """A token's way on the loop."""
-    found = token_costs(results)
-    client = found.pop("client")
-    total = sum(found.values())
-    for name, part in found.items():
-        yield {"on the loop": name, "us a token": f"{part:.1f}", "share": f"{part / total:.0%}"}
-    for name, part in (("**all of it**", total), ("the client, in its own process", client)):
-        yield {"on the loop": name, "us a token": f"{part:.1f}", "share": ""}
+    for name, part in results["parts"].items():
+        yield {"on the loop": name, "us a token": f"{part * loop:.1f}", "share": f"{part:.0%}"}
+    for name, whole in (("**all of it**", loop), ("the client, in its own process", client)):
+        yield {"on the loop": name, "us a token": f"{whole:.1f}", "share": ""}
 
 
 COLUMNS: dict[str, rows.Column] = {
     "model": lambda row: f"{row['model']}, {row['dtype']}",
     "alone, tok/s": lambda row: row.of(OFFLINE).rate.show(),
-    "share, predicted": share_text,
+    "share, %": lambda row: share(row).show(1),
+    "predicted": lambda row: percents(*predicted(row)),
     "same tokens": lambda row: row.of(SERVER).alike(OFFLINE, "alone"),
     "steps": lambda row: ", ".join(
-        f"{median(one['passes']):.0f}" for one in (row.of(OFFLINE), beside(row))
+        f"{median(row.of(name)['passes']):.0f}" for name in (OFFLINE, WATCHED)
     ),
     **{f"{who}, us a request": a_request(who) for who in ("loop", "client")},
     **{
@@ -561,7 +532,7 @@ COLUMNS: dict[str, rows.Column] = {
         for place, name in enumerate(("p50", "p99"))
     },
 }
-LOADS = "model | streams | alone, tok/s | server, tok/s | share, predicted | same tokens"
+LOADS = "model | streams | alone, tok/s | server, tok/s | share, % | predicted | same tokens"
 TABLES = rows.tables(
     COLUMNS,
     f"""
@@ -571,42 +542,28 @@ TABLES = rows.tables(
     latency < sides: model | streams | requests | answer | engine | TTFT p50, ms | TTFT p99, ms
       | ITL p50, ms | ITL p99, ms
     """,
-    sides=sides,
+    sides=lambda results: [
+        group.of(side)
+        for case in (HTTP, NULL, LOSE)
+        for group in results.groups(case)
+        for side in (OFFLINE, SERVER)
+    ],
     tokens=token_lines,
     loop=predictions,
 )
 STREAMS = FULL.most.streams
 
 
-def share_chart(results: Results) -> Figure:
-    """Measured shares beside the range that was predicted of each load."""
-    groups, title = results.groups(HTTP), "What is left of the engine's throughput behind HTTP"
-    figure, axes = charts.new_figure(title, "", "% of the tok/s of the engine alone")
-    with matplotlib.rc_context(charts.style()):
-        for at, row in enumerate(groups):
-            found, (least, most) = share(row), predicted(row)
-            axes.bar(at, most - least, 0.6, least, color=charts.FAINT)
-            axes.plot([at, at], [found.low, found.high], color=charts.INK, linewidth=1.2)
-            axes.plot(at, found.median, "o", color=charts.COLOURS[found.median < AIM])
-            words, look = f"{found.median:.0f}", {"textcoords": "offset points", "fontsize": 9}
-            axes.annotate(words, (at, found.median), (8, 0), va="center", **look)
-        axes.axhline(AIM, color=charts.INK, linewidth=1.0, linestyle=(0, (8, 3)))
-        names = [f"{r['model']}, {r['dtype']}\nstreams: {r['streams']}" for r in groups]
-        axes.set_xticks(range(len(groups)), names)
-        axes.annotate("the aim", (len(groups) - 0.6, AIM), (0, 4), va="bottom", **look)
-        axes.set_xlabel("grey: as predicted; a line: the runs")
-    return figure
-
-
-CHARTS: dict[str, rows.Picture] = {
-    "http": share_chart,
-    "where": rows.bars(
-        "What a token costs on the event loop, and in the client",
-        (f"microseconds a token, {STREAMS} streams (GPT-2 124M shape, float32)",),
-        lambda results: [{"name": n, "us": us} for n, us in token_costs(results).items()],
-        "name",
-        {"beside the engine": "us"},
-    ),
+CHARTS = {
+    "http": rows.bars(
+        "What is left of the engine's throughput behind HTTP",
+        ("% of the tok/s of the engine alone",),
+        HTTP,
+        lambda row: f"{row['model']}, {row['dtype']}\nstreams: {row['streams']}",
+        {"measured": share},
+        limits={"the aim": AIM},
+        digits=0,
+    )
 }
 
 

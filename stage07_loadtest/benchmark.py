@@ -263,7 +263,7 @@ def cells(results: Results, server: str, points: list[Summary]) -> dict[str, Any
     """All repeats of one point, by column; "points" and "rate" (output tok/s) are for charts.
     Latencies are medians of the repeats, failures counted as infinite."""
     first, (engine, _, dtype) = points[0], server.partition(", ")
-    dtype, users = dtype or results.plan["dtypes"][0], first.users
+    users, dtype = first.users, dtype or results.plan["dtypes"][0]
     most = predicted(results, engine, first.workload, users, dtype) if users else None
     rates = measure.summarize([point.output_rate for point in points])
     requests, good = (sum(getattr(p, key) for p in points) for key in ("requests", "succeeded"))
@@ -272,8 +272,8 @@ def cells(results: Results, server: str, points: list[Summary]) -> dict[str, Any
         return f"{1e3 * median(p.at(name, percent, True) or math.inf for p in points):,.0f}"
 
     return {
-        **{"server": server, "engine": engine, "dtype": dtype, "points": points},
-        **{"workload": first.workload, "users": users, "arrivals": first.kind},
+        **{"server": server, "points": points, "workload": first.workload, "users": users},
+        "arrivals": first.kind,
         **{"requests": requests, "failed": requests - good, "rate": rates.median},
         "success": f"{good / requests:.1%}",
         "tok/s": rates.show() if len(points) > 1 else f"{rates.median:,.1f}",
@@ -307,22 +307,18 @@ def loads(results: Results) -> list[dict[str, Any]]:
 
 
 def closed(results: Results) -> list[dict[str, Any]]:
-    """Every closed loop in the first dtype."""
-    return [row for row in loads(results) if row["users"] and row["server"] in ENGINES]
-
-
-def dtypes(results: Results) -> list[dict[str, Any]]:
-    """The second dtype beside the first."""
-    wanted = [row for row in loads(results) if row["users"] in (1, results.plan["main_users"])]
-    shown = {(SEQUENTIAL, "short"), (PAGED, "short")}
-    return [row for row in wanted if (row["engine"], row["workload"]) in shown]
+    """Every closed loop."""
+    return [row for row in loads(results) if row["users"]]
 
 
 def split(results: Results, name: str) -> dict[str, float]:
     """tok/s by engine with the main number of users; of those that work alone, with the most."""
-    wanted = [row for row in closed(results) if row["workload"] == name]
-    main = [r for r in wanted if alone(r["server"]) or r["users"] == results.plan["main_users"]]
-    return {row["server"]: row["rate"] for row in main}
+    main, found = results.plan["main_users"], dict[str, float]()
+    for row in closed(results):
+        wanted = row["workload"] == name and row["server"] in ENGINES
+        if wanted and (alone(row["server"]) or row["users"] == main):
+            found[row["server"]] = row["rate"]
+    return found
 
 
 def steps(results: Results, name: str) -> Iterator[dict[str, str]]:
@@ -363,25 +359,6 @@ def rate(results: Results, engine: str, users: int = 0) -> float:
     return predicted(results, engine, "short", many, dtype) or 0.0
 
 
-def knee(results: Results) -> float:
-    """Users with the greatest throughput over latency, which is users / throughput."""
-    many = range(1, results.plan["main_users"] + 1)
-    return max(many, key=lambda users: rate(results, PAGED, users) ** 2 / users)
-
-
-def measured_knee(results: Results) -> float:
-    best = metrics.knee([point for point in short(results)[PAGED] if point.users])
-    return float((best and best.users) or math.nan)
-
-
-def waiting(results: Results) -> float:
-    """Seconds that the 95th percentile of the fastest arrivals waits, if as many requests/s can be
-    answered as the limits allow, and the load is as far above it as it was above the capacity."""
-    fastest = arrivals(results)[-1]
-    over = 1 - capacity(results["points"]) / (fastest.rate or math.inf)
-    return 0.95 * fastest.requests * over / (rate(results, PAGED) / ANSWER)
-
-
 def claims(results: Results) -> Iterator[Claim]:
     """The lesson's predictions."""
     found, most = split(results, "short"), {name: rate(results, name) for name in ENGINES}
@@ -397,10 +374,18 @@ def claims(results: Results) -> Iterator[Claim]:
         ("paging", PAGED, CONTINUOUS, "many rows use the arithmetic better than eight"),
     ):
         yield Claim(what, most[engine] / most[base], found[engine] / found[base], "x", why)
-    yield Claim("knee", knee(results), measured_knee(results), "users", "few numbers were tried")
+    # The greatest throughput over latency, which is users / throughput.
+    many = range(1, results.plan["main_users"] + 1)
+    knee = max(many, key=lambda users: rate(results, PAGED, users) ** 2 / users)
+    best = metrics.knee([point for point in short(results)[PAGED] if point.users])
+    users = float((best and best.users) or math.nan)
+    yield Claim("knee", knee, users, "users", "few numbers were tried")
+    # As if the limits were the capacity, and the fastest arrivals as far above it as they were.
     fastest, why = arrivals(results)[-1], "the first arrivals fill the batch before a queue grows"
+    over = 1 - capacity(results["points"]) / (fastest.rate or math.inf)
+    waits = 0.95 * fastest.requests * over / (most[PAGED] / ANSWER)
     late = fastest.at(metrics.TTFT_INTENDED, 95, True) or math.inf
-    yield Claim("TTFT p95 above the capacity", waiting(results), late, "s waited", why)
+    yield Claim("TTFT p95 above the capacity", waits, late, "s waited", why)
 
 
 TABLES = tables(
@@ -413,12 +398,9 @@ TABLES = tables(
     open < opened: arrivals | of capacity | tok/s | TTFT p95, ms | E2E p95, ms | goodput, req/s
     open_latency < opened: arrivals | of capacity | requests | success | offered, req/s
       | answered, req/s | TTFT p50, ms | TPOT p50, ms | E2E p50, ms
-    dtype < dtypes: server | dtype | users | success | tok/s | limit, tok/s | TTFT p50, ms
-      | TPOT p50, ms | E2E p50, ms
     """,
     closed=closed,
     opened=lambda results: [row for row in loads(results) if not row["users"]],
-    dtypes=dtypes,
     trust=trust,
     loop=closing(claims),
     split=partial(steps, name="short"),
@@ -446,8 +428,7 @@ def short(results: Results, least: int = 1) -> dict[str, list[Summary]]:
 
 def arrivals(results: Results) -> list[Summary]:
     """Open loops of random arrivals, by their rate."""
-    found = [point for point in short(results)[PAGED] if point.kind == "poisson"]
-    return sorted(found, key=lambda point: point.rate or 0.0)
+    return [point for point in short(results)[PAGED] if point.kind == "poisson"]
 
 
 CHARTS: dict[str, Callable[[Results], Figure]] = {

@@ -20,7 +20,7 @@ from stage04_continuous.make import make as make_slots
 from stage04_continuous.request import Request, State
 from stage04_continuous.tests.contract import StepContract
 from stage04_continuous.tests.oracle import CONFIG, the_model
-from stage05_paged.blockmap import FREE, blockmap
+from stage05_paged.blockmap import FREE
 from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make as make_paged
 from stage06_serving import __main__ as stage
@@ -199,26 +199,6 @@ def test_the_records_of_the_steps_add_up(tiny, kind):
         assert [each.finish_reason for each in own] == [None] * (len(own) - 1) + ["length"]
     started = [record.started for record in records]
     assert started == sorted(started) and [record.waiting for record in records] == waiting
-
-
-def test_the_map_of_the_paged_engine_is_its_scheduler_s(tiny_model):
-    """Three sequences in memory for two: after each step the scheduler's own tables and counts."""
-    options: dict[str, Any] = {"max_sequences": 3, "token_budget": 16, "sanitize": True}
-    engine = Paged(make_paged(tiny_model, pool=BlockPool(6, block_size=4), **options))
-    scheduler = engine.engine.scheduler
-    for number in range(3):
-        engine.add(Request([1, 2, 3, 4, number], words(12), f"sequence-{number}"))
-    waited = []
-    while scheduler.unfinished:
-        engine.step()
-        status, runs = look(engine)
-        assert [state for state, count in runs for _ in range(count)] == blockmap(scheduler)
-        running = tuple((request.id, request.arrival) for request in scheduler.running)
-        assert (status.running, status.owned) == (running, scheduler.pool.owned)
-        counts = scheduler.counts
-        assert (status.preemptions, status.hit_rate) == (counts.preemptions, counts.hit_rate)
-        waited.append(status.waiting)
-    assert status.preemptions > 0 and status.hit_rate > 0 and max(waited) > 0 and waited[-1] == 0
 
 
 # ---- failures -----------------------------------------------------------------------------------

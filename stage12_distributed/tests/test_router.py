@@ -25,7 +25,8 @@ from shared.course import stages
 from shared.server import OwnServer, python
 from shared.tokenizer import Tokenizer
 from stage06_serving.settings import PREFIX
-from stage06_serving.tests.conftest import environment, read_metrics
+from stage06_serving.tests.asking import read_metrics
+from stage06_serving.tests.conftest import environment
 from stage06_serving.tests.tools import alone, words
 
 PROMPTS = ("Once upon a time", "The old fox looked at the river", "Every morning, Anna")
@@ -77,7 +78,7 @@ def all_ready(router: OwnServer) -> bool:
 def idle(router: OwnServer) -> bool:
     """Nothing is in flight at the router or its replicas, and no block is owned."""
     names = ("vllm:num_requests_", "vllm:kv_cache_usage", "staircase:replica_requests")
-    numbers = read_metrics(router.url)
+    numbers = read_metrics(router)
     found = [value for name, value in numbers.items() if name.startswith(names)]
     loads = [one["requests"] + one["tokens"] for one in about(router).values()]
     return len(found) == 8 and not any(found) and not any(loads)
@@ -143,13 +144,13 @@ def test_a_chat_is_that_of_a_replica(router, client):
 
 def test_a_conversation_stays_where_its_blocks_are(router, client):
     begun = "".join(f"{name} saw a fox. " for name in ("Anna", "Ben", "Cleo", "Dora") * 6)
-    before, replicas = read_metrics(router.url), set()
+    before, replicas = read_metrics(router), set()
     for turn in range(4):
         begun += f"On day {turn} the river was quiet and the fox slept in the sun. "
         replicas.add(stream(client, begun, 4, bool)[0])
     assert len(replicas) == 1
     name = f'vllm:prefix_cache_hits_total{{replica="{replicas.pop()}"}}'
-    assert read_metrics(router.url)[name] - before[name] > 3 * 90  # tokens
+    assert read_metrics(router)[name] - before[name] > 3 * 90  # tokens
 
 
 def test_wrong_requests_get_the_replicas_own_words(client):
