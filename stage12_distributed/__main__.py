@@ -13,7 +13,7 @@ COMMANDS = {  # each is a module of this package with a function `main`, importe
     "serve": "the same replicas on Ray, here or on a cluster",
     "simulate": "runs a fleet's traffic through the real scheduler and policy, in virtual time",
     "apart": "prefill and decode in two processes over one pool",
-    "tp": "one model on several processes, each with a part of every matrix",
+    "tp": "one model on several processes, each with a part of every matrix; LoRA adapters",
 }
 EXAMPLES = """\
   python -m stage12_distributed router --replicas 2

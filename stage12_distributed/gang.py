@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import shutil
 import signal
 import tempfile
 import threading
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -102,36 +104,24 @@ def pack(
     adapters: Sequence[int] = (),
 ) -> list[int]:
     """A pass as integers; `adapters` has one for each share, or none."""
-    numbers = [STEP, len(moves), len(ids), len(shares), len(rows), len(adapters)]
-    for move in moves:
-        numbers += KINDS.index(move.kind), move.source, move.target
-    numbers += ids
-    for blocks, start, count in shares:
-        numbers += len(blocks), start, count, *blocks
-    return [*numbers, *rows, *adapters]
+    moved = chain.from_iterable((KINDS.index(m.kind), m.source, m.target) for m in moves)
+    shared = chain.from_iterable((s, n, len(blocks), *blocks) for blocks, s, n in shares)
+    lists = [list(each) for each in (moved, ids, shared, rows, adapters)]
+    return [STEP, *map(len, lists), *chain.from_iterable(lists)]
 
 
 def unpack(
     numbers: Sequence[int],
 ) -> tuple[list[Move], list[int], list[Share], list[int], list[int]]:
     """The arguments of `pack`."""
-    place = 1
-
-    def take(count: int) -> list[int]:
-        nonlocal place
-        place += count
-        return list(numbers[place - count : place])
-
-    moved, tokens, shared, wanted, adapted = take(5)
-    moves = []
-    for _ in range(moved):
-        kind, source, target = take(3)
-        moves.append(Move(KINDS[kind], source, target))
-    ids, shares = take(tokens), []
-    for _ in range(shared):
-        blocks, start, count = take(3)
-        shares.append((take(blocks), start, count))
-    return moves, ids, shares, take(wanted), take(adapted)
+    rest = iter(numbers[6:])
+    moved, ids, shared, rows, adapters = (list(islice(rest, size)) for size in numbers[1:6])
+    triples = zip(moved[::3], moved[1::3], moved[2::3], strict=True)
+    shares, flat = [], iter(shared)
+    for start in flat:
+        count, blocks = next(flat), next(flat)
+        shares.append((list(islice(flat, blocks)), start, count))
+    return [Move(KINDS[kind], *pair) for kind, *pair in triples], ids, shares, rows, adapters
 
 
 def give(peers: Peers, numbers: Sequence[int]) -> None:
@@ -172,8 +162,9 @@ def work(rank: int, setup: Setup, threads: int, file: str, pipe: connection.Conn
     while True:
         try:
             order = receive(peers)
-        except RuntimeError:
-            return  # rank 0 has gone, or another rank
+        except RuntimeError:  # rank 0 has gone, or another rank
+            shutil.rmtree(Path(file).parent, ignore_errors=True)  # a signal leaves it behind
+            return
         if order[0] == CACHE:
             _, blocks, size, swap_blocks, number = order
             cache = PagedCache(model.config, blocks, size, swap_blocks, DTYPES[number], device)
@@ -217,27 +208,31 @@ class Gang:
             self._watcher.start()
 
     @contextmanager
-    def steady(self, epoch: int | None = None) -> Iterator[None]:
-        """Wait until all ranks are up, and let none be started again within the block. Raises
-        RanksLost at once if those of `epoch` have ended."""
+    def passing(self, epoch: int | None = None) -> Iterator[None]:
+        """Wait until all ranks are up, and let none be started again within the block. An error in
+        it ends the other ranks, which may wait for each other in vain. Raises RanksLost at once if
+        those of `epoch` have ended."""
         with self._condition:
             if epoch is None:
                 self._condition.wait_for(lambda: self.up or self._closed)
             if not self.up or epoch not in (None, self.epoch):
                 raise RanksLost("A rank has ended, and keys and values with it.")
-            yield
-
-    def give_up(self) -> None:
-        """End the other ranks, which may wait for each other in vain; `_watch` starts new ones."""
-        self.up = self.setup.ranks == 1
-        self._kill()
+            self.peers.passing = True
+            try:
+                yield
+            except BaseException:
+                self.up = self.setup.ranks == 1
+                self._kill()
+                raise
+            finally:
+                self.peers.passing = False
 
     def hold(self, cache: PagedCache) -> None:
         """Give every rank a cache like rank 0's `cache`, in place of the one before."""
         swapped = cache.swapped.shape[3]
         number = DTYPES.index(cache.kv.dtype)
         self._cache = [CACHE, cache.blocks, cache.block_size, swapped, number]
-        with self.steady():
+        with self.passing():
             give(self.peers, self._cache)
 
     def close(self) -> None:
@@ -355,24 +350,15 @@ class GangRunner:
         if not ids:
             return self._runner.run(ids, shares, rows)
         try:
-            with self.gang.steady(self._epoch):
+            with self.gang.passing(self._epoch):
                 self._epoch, moves, self._moves = self.gang.epoch, self._moves, []
-                model, peers = self.gang.model, self.gang.peers
-                adapters = model.adapters.batch.adapters if model.adapters else ()
-                try:
-                    peers.passing = True
-                    give(peers, pack(moves, ids, shares, rows, adapters))
-                    return self._runner.run(ids, shares, rows)
-                except BaseException:
-                    self.gang.give_up()
-                    raise
-                finally:
-                    peers.passing = False
-        except BaseException as error:
+                loaded = self.gang.model.adapters
+                adapters = loaded.batch.adapters if loaded else ()
+                give(self.gang.peers, pack(moves, ids, shares, rows, adapters))
+                return self._runner.run(ids, shares, rows)
+        except Exception as error:
             self._lose()
-            if isinstance(error, Exception) and not isinstance(error, RanksLost):
-                raise RanksLost("A rank died or hung in this pass.") from error
-            raise
+            raise RanksLost("A rank died or hung: all of them start again.") from error
 
     def renew(self) -> None:
         """Where no request has keys and values: see that a rank that ended since the last pass

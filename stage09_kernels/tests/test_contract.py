@@ -33,16 +33,18 @@ def shape(request):
 
 
 class TestKernels(paged.TestPaged):
+    runner: Any = KernelRunner
+
     @staticmethod
     def engine(*args: Any, **options: Any) -> Any:
         return engine_of(*args, **(KERNELS | options))
 
     @pytest.fixture
     def watched(self, monkeypatch):
-        """The passes of the kernels, which call no module of the model, and errors to raise."""
+        """The passes of a runner that calls no module of `the_model()`, and errors to raise."""
         seen: list[tuple[int, int]] = []
         errors: list[Exception] = []
-        run = KernelRunner.run
+        run = self.runner.run
 
         def watch(self, ids, shares, rows):
             if ids and errors:
@@ -51,7 +53,7 @@ class TestKernels(paged.TestPaged):
                 seen.append((len(ids), len(rows)))
             return run(self, ids, shares, rows)
 
-        monkeypatch.setattr(KernelRunner, "run", watch)
+        monkeypatch.setattr(self.runner, "run", watch)
         return seen, errors
 
     @pytest.fixture

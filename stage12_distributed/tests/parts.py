@@ -40,13 +40,6 @@ def another(config: Config) -> Any:
     return random_model(config, 24 if multiprocessing.parent_process() is None else 25)
 
 
-def broken(config: Config) -> Any:
-    """Only rank 0 can load it."""
-    if multiprocessing.parent_process() is not None:
-        raise SystemExit(3)
-    return random_model(config)
-
-
 def write_adapter(
     folder: Path,
     shapes: Mapping[str, tuple[int, int]],

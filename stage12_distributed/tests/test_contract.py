@@ -20,6 +20,7 @@ from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import engine_of
 from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import GROUPED
+from stage09_kernels.tests import test_contract as kernels
 from stage12_distributed.gang import Gang, GangRunner, Setup
 from stage12_distributed.parallel import digest, heads_of
 from stage12_distributed.tests.parts import random_model
@@ -69,35 +70,12 @@ def make_runner(model: Any, cache: PagedCache) -> GangRunner:
 RANKS: dict[str, Any] = {"make_cache": make_cache, "make_runner": make_runner}
 
 
-class TestRanks(paged.TestPaged):
+class TestRanks(kernels.TestKernels):
+    runner = GangRunner
+
     @staticmethod
     def engine(*args: Any, **options: Any) -> Any:
         return engine_of(*args, **(RANKS | options))
-
-    @pytest.fixture
-    def watched(self, monkeypatch):
-        """The passes of the ranks, and errors to raise before one."""
-        seen: list[tuple[int, int]] = []
-        errors: list[Exception] = []
-        run = GangRunner.run
-
-        def watch(self, ids, shares, rows):
-            if ids and errors:
-                raise errors.pop()
-            if ids:
-                seen.append((len(ids), len(rows)))
-            return run(self, ids, shares, rows)
-
-        monkeypatch.setattr(GangRunner, "run", watch)
-        return seen, errors
-
-    @pytest.fixture
-    def passes(self, watched):
-        return lambda: watched[0]
-
-    @pytest.fixture
-    def broken(self, watched):
-        return lambda: watched[1].append(RuntimeError("out of memory"))
 
     @pytest.mark.slow
     def test_abort_at_any_moment_changes_no_other_request(self):

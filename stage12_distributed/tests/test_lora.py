@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from shared.config import Config
 from shared.errors import UserError
 from shared.parity import random_prompt
+from stage01_forward.attention import Recompute
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import finish
@@ -152,9 +153,6 @@ def test_adapters_on_two_ranks(gang, folder):
         ranked.close()
 
 
-# ---- beside PEFT --------------------------------------------------------------------------------
-
-
 def logits_of(gang: Gang, name: str, ids: list[int]) -> torch.Tensor:
     """Logits of all of a prompt with an adapter, beside a neighbour without one."""
     runner, adapters = engine_of(gang).runner, gang.model.adapters
@@ -162,6 +160,23 @@ def logits_of(gang: Gang, name: str, ids: list[int]) -> torch.Tensor:
     count = len(ids)
     shares = [([0, 1], 0, 7), (list(range(2, 2 - -count // 4 + 1)), 0, count)]
     return runner.run(prompt(7) + ids, shares, range(7, 7 + count))
+
+
+def test_an_adapter_is_its_product_added_to_each_weight(gang, folder):
+    """Each layer's own: two of them are called c_proj."""
+    model, saved = random_model(CONFIG), load_file(folder / "two" / lora.WEIGHTS)
+    for name in SHAPES:
+        key = f"base_model.model.transformer.{name}.lora_"
+        a, b = (saved[f"{key}{matrix}.weight"].double() for matrix in "AB")
+        model.get_submodule(name).weight += 12 / 4 * b @ a
+    ids = prompt(20)
+    with torch.inference_mode():
+        hidden = model(torch.tensor(ids), torch.arange(20), Recompute(CONFIG).attend)
+        want = model.logits(hidden)
+    assert (logits_of(gang, "two", ids) - want).abs().max() < 1e-9 * want.abs().max()
+
+
+# ---- beside PEFT --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rslora", [False, True], ids=["", "rslora"])

@@ -11,7 +11,7 @@ from shared.config import Config
 from shared.errors import UserError
 from stage01_forward.attention import Recompute
 from stage08_llama.tests.test_contract import GROUPED
-from stage12_distributed.parallel import Peers, cuts, digest, heads_of, shard, split
+from stage12_distributed.parallel import Peers, digest, heads_of, shard
 from stage12_distributed.tests.parts import in_threads, random_model
 
 ODD = Config(101, 64, 24, 2, 3, name="odd")  # 3 heads, 101 tokens, 96 channels in the MLP
@@ -67,38 +67,6 @@ def test_heads_meet_their_keys(queries, kv):
             group = len(own) // len(keys)
             for place, head in enumerate(own):
                 assert keys[place // group] == head // (queries // kv)
-
-
-def test_three_heads_on_two_ranks_are_two_and_one():
-    """c_attn is [q | k | v]: of each third the rank's heads, with their biases."""
-    model = random_model(ODD)
-    whole = model.h[0].attn.c_attn
-    q, k, v = whole.weight.split(24)
-    parts = []
-    for rank, rows in ((0, slice(0, 16)), (1, slice(16, 24))):
-        part = random_model(ODD)
-        shard(part, Peers(rank, 2))
-        assert torch.equal(part.h[0].attn.c_attn.weight, torch.cat([q[rows], k[rows], v[rows]]))
-        biases = torch.cat([third[rows] for third in whole.bias.split(24)])
-        assert torch.equal(part.h[0].attn.c_attn.bias, biases)
-        assert part.config.n_head == part.config.n_kv_head == len(range(24)[rows]) // 8
-        parts.append(part)
-    assert parts[1].lm_head.missing == 1  # 101 tokens are 51 and 50
-    sizes = [part.config.kv_bytes_per_token(torch.float64) for part in parts]
-    assert sum(sizes) == ODD.kv_bytes_per_token(torch.float64) and sizes[0] == 2 * sizes[1]
-    assert set(cuts(model, 0, 2)) == {
-        f"h.{layer}.{name}"
-        for layer in (0, 1)
-        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    }
-
-
-def test_parts_differ_by_one_at_most():
-    for count in range(20):
-        for parts in range(1, 6):
-            cut = [split(count, parts, index) for index in range(parts)]
-            assert [each for part in cut for each in part] == list(range(count))
-            assert max(map(len, cut)) - min(map(len, cut)) <= 1
 
 
 def test_too_many_ranks_are_refused():
