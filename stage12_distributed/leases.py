@@ -1,0 +1,248 @@
+"""Blocks that go from one process to another: leases over one memory.
+
+Two processes map one file as the memory of their blocks, and can read all of it; each writes the
+blocks of its own pool only. The prefill process computes a prompt, and sends the numbers of its
+blocks. They are leased: until it learns that they were copied, or the lease expires, they stay as
+they are.
+
+A lease may expire while the other process copies. So each block has a generation, in a second file:
+the number of times that it was taken for something new. Whoever copies a block reads its generation
+afterwards. Where it differs from that of the lease, the copy is worthless, and the request fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.config import Config
+from shared.errors import UserError
+from stage01_forward.generation import Token, finish_reason
+from stage04_continuous import drive
+from stage04_continuous.request import Request
+from stage05_paged.blocks import BlockPool, BlockTable, Move
+from stage05_paged.cache import PagedAttention, PagedCache, Share
+
+EXPIRED = "The lease on the prompt's blocks expired before they were copied: send it again."
+ENDED = "The prefill process has ended: start both again."
+LEASE = 10.0  # seconds
+PATIENCE = 0.01  # seconds to wait for a message with nothing to compute
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Blocks in two files that both processes map: the first `prefill` are those of one, the next
+    `decode` those of the other."""
+
+    folder: Path
+    prefill: int
+    decode: int
+
+    @property
+    def blocks(self) -> int:
+        return self.prefill + self.decode
+
+    def generations(self) -> np.ndarray:
+        """(blocks,) int64, in the file: zeros at first."""
+        file = self.folder / "generations"
+        with file.open("ab") as end:
+            end.truncate(8 * self.blocks)
+        return np.memmap(file, dtype=np.int64, mode="r+", shape=(self.blocks,))
+
+    def pool(self, decode: bool, block_size: int) -> BlockPool:
+        """The pool of one process. Blocks of the other are owned from the start."""
+        pool = BlockPool(self.blocks if decode else self.prefill, block_size)
+        for _ in range(self.prefill if decode else 0):
+            pool.take()
+        return pool
+
+
+class MappedCache:
+    """Stage 05's cache in `memory`. It counts a block's generation before the block is written."""
+
+    def __init__(
+        self, memory: Memory, config: Config, blocks: int, block_size: int, swap_blocks: int,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:  # fmt: skip
+        self.generations, self.paged = memory.generations(), PagedCache(config, 1, block_size)
+        before, after = self.paged.kv.shape[:3], self.paged.kv.shape[4:]
+        shape = (*before, memory.blocks, *after)
+        name, count = str(memory.folder / "blocks"), int(np.prod(shape))
+        kv = torch.from_file(name, shared=True, size=count, dtype=dtype).view(shape)
+        self.paged.kv, self.paged.blocks = kv, memory.blocks
+
+    def move(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self.generations[move.target] += 1
+        self.paged.move(moves)
+
+    def extend(self, shares: Sequence[Share]) -> PagedAttention:
+        return self.paged.extend(shares)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The full blocks of a computed prompt, and its first token. error: why there are none."""
+
+    id: str
+    first: int = 0
+    blocks: tuple[int, ...] = ()
+    generations: tuple[int, ...] = ()
+    expires: float = 0.0  # time.monotonic(), which all processes of a machine share
+    error: str | None = None
+
+
+class Prefill:
+    """Computes prompts that come through `connection`, and leases their blocks for `seconds`."""
+
+    def __init__(
+        self, engine: Any, connection: Connection, seconds: float = LEASE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.engine, self.connection, self.seconds, self.clock = engine, connection, seconds, clock
+        self.pool, self.generations = engine.scheduler.pool, engine.runner.cache.generations
+        self.leases: dict[str, Lease] = {}
+
+    def turn(self) -> None:
+        """Read messages, release what has expired, and make a step. Raises EOFError if the other
+        process has ended."""
+        while self.connection.poll(0 if self.engine.requests and self.engine.plan else PATIENCE):
+            name, prompt, sampling = self.connection.recv()
+            if prompt is None:
+                self._release(name)
+                continue
+            try:
+                self.engine.add(Request(prompt, replace(sampling, max_tokens=1), name))
+            except UserError as error:
+                self.connection.send(Lease(name, error=str(error)))
+        for name in [n for n, lease in self.leases.items() if lease.expires <= self.clock()]:
+            self._release(name)
+        asked = dict(self.engine.requests)
+        for name, token in self.engine.step() if asked else ():
+            self._lease(asked[name], token)
+
+    def _lease(self, request: Request, token: Token) -> None:
+        # They have just become cached: all that the scheduler has published is still there.
+        blocks = self.pool.match(BlockTable(self.pool).digest(request.output.prompt_ids))
+        for block in blocks:
+            self.pool.share(block)
+        generations, expires = self.generations[blocks].tolist(), self.clock() + self.seconds
+        lease = Lease(request.id, token.id, tuple(blocks), tuple(generations), expires)
+        self.leases[request.id] = lease
+        self.connection.send(lease)
+
+    def _release(self, name: str) -> None:
+        """Blocks that no other lease or request holds may be taken from now on."""
+        if name in self.leases:
+            for block in reversed(self.leases.pop(name).blocks):
+                self.pool.give_back(block)
+
+
+class Apart:
+    """An engine that has its prompts computed at the other end of `connection`, and decodes.
+
+    It offers what stage 05's engine does. Greedy only: a generator of random numbers would have to
+    travel along.
+    """
+
+    generate, stream, run = drive.generate, drive.stream, drive.run
+
+    def __init__(
+        self, engine: Any, connection: Connection, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.engine, self.connection, self.clock = engine, connection, clock
+        self.pool, self.cache, self.steps = (
+            engine.scheduler.pool, engine.runner.cache, engine.steps,
+        )  # fmt: skip
+        self.room = self.pool.available  # blocks
+        self.asked: dict[str, Request] = {}  # whose prompts are computed elsewhere
+        self.expired = self._named = 0
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """Those that have not ended."""
+        return self.asked | self.engine.requests
+
+    def add(self, request: Request) -> Request:
+        """Have its prompt computed. Raises UserError if the request is invalid."""
+        self.engine.check(request)
+        most = len(request.prompt_ids) + request.sampling.max_tokens
+        if request.sampling.temperature > 0:
+            raise UserError("Prefill and decode apart are greedy only: set the temperature to 0.")
+        if self.pool.blocks_for(most) > self.room:
+            raise UserError(
+                f"Prompt and answer of up to {most} tokens need more than the {self.room} blocks "
+                "of the decode process: ask for fewer tokens."
+            )
+        self._named += 1
+        request.id = request.id or f"apart-{self._named}"
+        try:
+            self.connection.send((request.id, request.output.prompt_ids, request.sampling))
+        except OSError:
+            raise UserError(ENDED) from None
+        self.asked[request.id] = request
+        return request
+
+    def abort(self, name: str) -> Any:
+        if name not in self.asked:
+            return self.engine.abort(name)
+        request = self.asked.pop(name)  # its lease is given back when it comes
+        request.output.finish_reason = "abort"
+        return request.output
+
+    def step(self) -> list[tuple[str, Token]]:
+        """Take what was computed elsewhere, then make a pass. Returns new tokens."""
+        tokens = []
+        try:
+            while self.connection.poll(0 if self.engine.requests else PATIENCE):
+                tokens += self._take(self.connection.recv())
+        except (EOFError, OSError):
+            for request in self.asked.values():
+                request.output.fail(UserError(ENDED))
+            self.asked.clear()
+        return tokens + (self.engine.step() if self.engine.requests else [])
+
+    def _take(self, lease: Lease) -> list[tuple[str, Token]]:
+        """The first token of an answer, whose other tokens are left to the engine."""
+        request = self.asked.pop(lease.id, None)
+        copied = request is not None and lease.error is None and self._copy(request, lease)
+        self.connection.send((lease.id, None, None))
+        if request is None:
+            return []
+        if not copied:
+            self.expired += lease.error is None
+            request.output.fail(UserError(lease.error or EXPIRED))
+            return []
+        config, prompt, eos = self.engine.config, request.output.prompt_ids, self.engine.eos_ids
+        reason = finish_reason([lease.first], len(prompt), request.sampling, config, eos)
+        request.output.append(Token(lease.first, None, reason))
+        if reason is None:
+            self.engine.add(request)
+        return [(request.id, Token(lease.first, None, reason))]
+
+    def _copy(self, request: Request, lease: Lease) -> bool:
+        """Copy leased blocks into the prefix cache of this engine, where the request will find
+        them. Returns whether they are what was leased. Without room, it will compute them."""
+        digests = BlockTable(self.pool).digest(request.output.prompt_ids)[: len(lease.blocks)]
+        held = self.pool.match(digests)
+        for block in held:
+            self.pool.share(block)  # so that `take` does not evict them
+        missing = list(zip(lease.blocks, digests, strict=True))[len(held) :][: self.pool.available]
+        own = [self.pool.take() for _ in missing]
+        moves = [Move("copy", there, b) for (there, _), b in zip(missing, own, strict=True)]
+        self.cache.move(moves)
+        valid = self.clock() < lease.expires
+        valid &= self.cache.generations[list(lease.blocks)].tolist() == list(lease.generations)
+        for block, (_, digest) in zip(own, missing, strict=True):
+            if valid:
+                self.pool.publish(block, digest)
+        for block in reversed(held + own):
+            self.pool.give_back(block)
+        return valid

@@ -1,0 +1,101 @@
+"""Stage 07's load on stage 06's server, whose passes are timed: what the simulator must predict."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import uvicorn
+
+from stage06_serving.__main__ import SWITCH, configure, listen, make_engine
+from stage06_serving.app import create_app
+from stage06_serving.async_engine import EngineThread
+from stage06_serving.settings import parse
+from stage07_loadtest import schedule, workload
+from stage07_loadtest.client import Target
+from stage07_loadtest.load import Point, run_point
+
+from .passes import Meter
+from .simulator import Ask
+
+Times = tuple[float, Sequence[float]]  # a request's arrival, and those of its tokens
+
+
+@dataclass(frozen=True)
+class Run:
+    """A load as stage 07 measured it, and the passes of the engine in the meantime."""
+
+    share: float  # of the capacity; 0: the closed loop that found it
+    rate: float  # requests a second
+    asks: list[Ask]
+    times: list[Times]
+    steps: list[tuple[float, ...]]
+
+
+def point(url: str, asks: list[workload.Ask], when: schedule.Schedule, warmup: int) -> Point:
+    return asyncio.run(run_point(Target(url), asks, when, warmup=warmup))
+
+
+async def serve(
+    options: list[str], shares: Iterable[float], users: int, count: int, client: Executor
+) -> list[Run]:
+    settings, thread, usual = parse(options), EngineThread(), sys.getswitchinterval()
+    made = thread.run(partial(make_engine, settings))
+    meter, place = Meter(made.result()[0].engine), listen("127.0.0.1", 0)
+    server = uvicorn.Server(configure(create_app(made, settings, None, thread)))
+    running, runs, most = asyncio.create_task(server.serve(sockets=[place])), list[Run](), 0.0
+    sys.setswitchinterval(SWITCH)
+    try:
+        while not server.started:
+            await asyncio.sleep(0.05)
+        url = f"http://127.0.0.1:{place.getsockname()[1]}"
+        for share in (0.0, *shares):
+            many = count if share else 3 * users
+            asks = workload.make("short", users + many, f"stage 12, {share}")
+            when = schedule.closed(users, many)
+            if share:
+                when = schedule.poisson(share * most, many, seed=round(100 * share))
+            meter.steps.clear()
+            job = client.submit(point, url, asks, when, users)
+            records = (found := await asyncio.wrap_future(job)).records
+            if failed := [record.detail for record in records if record.failure]:
+                raise AssertionError(f"{len(failed)} requests failed, such as: {failed[0]}")
+            most = most or many / found.duration
+            pairs = list(zip(asks[users:], records, strict=True))
+            own = [Ask(list(map(int, a.prompt)), a.max_tokens, r.intended) for a, r in pairs]
+            tokens = [np.repeat(r.chunks, r.chunk_tokens).tolist() for r in records]
+            times: list[Times] = [(r.intended, t) for r, t in zip(records, tokens, strict=True)]
+            runs.append(Run(share, share * most, own, times, list(meter.steps)))
+    finally:
+        sys.setswitchinterval(usual)
+        server.should_exit = True
+        await running
+    return runs
+
+
+def measure(options: list[str], shares: Iterable[float], users: int, count: int) -> list[Run]:
+    """A closed loop of `users`, whose throughput is the capacity; then `count` random arrivals at
+    each of `shares` of it. The client is a process of its own.
+
+    options: of `python -m stage06_serving`. Raises AssertionError if a request fails.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as client:
+        return asyncio.run(serve(options, shares, users, count, client))
+
+
+def quantiles(requests: Iterable[Times]) -> dict[str, list[float]]:
+    """p50 and p99 in seconds, of each latency."""
+    requests = list(requests)
+    values = {
+        "ttft": [tokens[0] - arrived for arrived, tokens in requests],
+        "itl": [b - a for _, tokens in requests for a, b in pairwise(tokens)],
+        "e2e": [tokens[-1] - arrived for arrived, tokens in requests],
+    }
+    return {name: np.percentile(own, (50, 99)).tolist() for name, own in values.items()}

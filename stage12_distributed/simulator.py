@@ -1,0 +1,224 @@
+"""A cell of replicas in simulated time.
+
+Stage 05's scheduler and blocks and this stage's routing run as they are. Only a pass is not
+computed: it takes the time that was fitted to passes of the real engine (passes.py). So what twenty
+machines do in a minute takes one of them some seconds, and is the same each time.
+
+What is not there: the network, HTTP, tokenizing, and machines that differ.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from stage01_forward.generation import Token
+from stage04_continuous.request import Request
+
+from .passes import PassTime, greedy
+from .routing import Replica, Route, Routing
+from .virtual import Server, simpy
+
+POLICIES = ("random", "load", "prefix")
+NONE_READY = "no replica was ready"
+LOST = "its replica died after the first token, or two died"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: an answer of `max_tokens`, `at` seconds after the start."""
+
+    prompt: list[int]
+    max_tokens: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Replicas behind one router. Times are in seconds; `failures` are those at which one dies.
+
+    prefill: replicas that only compute prompts, beside the `replicas`, which then only decode.
+    handover: seconds to copy a token's keys and values from the one to the other.
+    target: requests in flight for which there is a replica, from `least` up to `replicas`; one is
+        removed after `calm` seconds with too many. 0: all run always.
+    starting: until a new replica is ready.
+    """
+
+    replicas: int = 1
+    policy: str = "prefix"
+    blocks: int = 512
+    sequences: int = 32
+    budget: int = 256
+    prefill: int = 0
+    handover: float = 0.0
+    failures: tuple[float, ...] = ()
+    starting: float = 30.0
+    target: float = 0.0
+    least: int = 1
+    calm: float = 60.0
+
+
+@dataclass
+class Life:
+    """A request: the times of its tokens, and why it was lost, if it was."""
+
+    ask: Ask
+    tokens: list[float] = field(default_factory=list)
+    error: str = ""
+    retried: bool = False
+
+
+class Fleet:
+    """A cell and its traffic, run to the end of the last request by `run`."""
+
+    def __init__(self, cell: Cell, pass_time: PassTime, asks: Sequence[Ask], seed: int = 0) -> None:
+        self.cell, self.pass_time, self.chance = cell, pass_time, random.Random(f"fleet {seed}")
+        self.lives, self.left = [Life(ask) for ask in asks], len(asks)
+        self.env = simpy().Environment()
+        self.over = self.env.event()
+        self.servers: dict[Replica, Server] = {}  # the dead ones too
+        self.front, self.back = Routing(seed=seed), Routing(seed=seed + 1)
+        self.coming = 0  # replicas that start
+        first = cell.prefill or (cell.least if cell.target else cell.replicas)
+        for routing in [self.front] * first + [self.back] * (cell.replicas * (cell.prefill > 0)):
+            self._add(routing)
+
+    def run(self) -> Fleet:
+        self.env.process(self._arrive())
+        self.env.process(self._fail())
+        if self.cell.target:
+            self.env.process(self._scale())
+        self.env.run(self.over)
+        return self
+
+    def choose(
+        self, routing: Routing, digests: Sequence[bytes], ask: Ask, without: Collection[Replica]
+    ) -> Route | None:
+        """By the cell's policy. A replica that decodes only gets its blocks sent, so it is chosen
+        by its load."""
+        policy = "load" if routing is self.back else self.cell.policy
+        if policy == "prefix":
+            return routing.choose(digests, len(ask.prompt), ask.max_tokens, without)
+        able = [one for one in routing.replicas.values() if one.ready and one not in without]
+        if not able:
+            return None
+        if policy == "random":
+            best = self.chance.choice(able)
+        else:
+            best = min(able, key=lambda one: (one.tokens, self.chance.random()))
+        return Route(best, [], 0, len(ask.prompt) + ask.max_tokens)
+
+    def _add(self, routing: Routing) -> None:
+        replica = routing.add(f"replica {len(self.servers) + 1}", self.cell.blocks)
+        sizes = self.cell.blocks, self.cell.sequences, self.cell.budget
+        self.servers[replica] = Server(self.env, *sizes, self.pass_time, self.chance)
+
+    # ---- processes ------------------------------------------------------------------------------
+
+    def _arrive(self) -> Iterator[Any]:
+        for life in self.lives:
+            if life.ask.at > self.env.now:  # those of one moment come before any pass
+                yield self.env.timeout(life.ask.at - self.env.now)
+            self.env.process(self._live(life))
+
+    def _live(self, life: Life) -> Iterator[Any]:
+        most = life.ask.max_tokens
+        legs = [(self.front, 1), (self.back, most)] if self.cell.prefill else [(self.front, most)]
+        for routing, tokens in legs:
+            if len(life.tokens) < most and not life.error:
+                yield from self._leg(life, routing, tokens)
+        self.left -= 1
+        if not self.left:
+            self.over.succeed()
+
+    def _leg(self, life: Life, routing: Routing, tokens: int) -> Iterator[Any]:
+        """An answer of `tokens`, or the rest of one, by one replica; by a second one if that dies
+        before the first token."""
+        ask, tried = life.ask, list[Replica]()
+        digests = routing.digests(ask.prompt)
+        while route := self.choose(routing, digests, ask, tried):
+            routing.start(route)
+            server, request = self.servers[route.replica], Request(ask.prompt, greedy(tokens))
+            if life.tokens:  # of the leg before
+                yield self.env.timeout(self.cell.handover * len(ask.prompt))
+                server.receive(digests)
+                request.output.append(Token(0, None, None))
+            if not server.dead:
+                yield server.submit(request, life.tokens)
+            routing.finish(route)
+            if request.output.finish_reason:
+                return
+            if life.tokens or tried:
+                life.error = LOST
+                return
+            tried, life.retried = [route.replica], True
+        life.error = NONE_READY
+
+    def _fail(self) -> Iterator[Any]:
+        routing = self.back if self.cell.prefill else self.front
+        for at in self.cell.failures:
+            yield self.env.timeout(at - self.env.now)
+            if routing.replicas:
+                replica = self.chance.choice(list(routing.replicas.values()))
+                routing.remove(replica.name)
+                self.servers[replica].kill()
+                self.env.process(self._begin(routing))
+
+    def _begin(self, routing: Routing) -> Iterator[Any]:
+        self.coming += 1
+        yield self.env.timeout(self.cell.starting)
+        self.coming -= 1
+        self._add(routing)
+
+    def _scale(self) -> Iterator[Any]:
+        cell, routing, calm = self.cell, self.front, 0.0
+        every = min(cell.starting, cell.calm) / 4
+        while True:
+            yield self.env.timeout(every)
+            ready = [one for one in routing.replicas.values() if one.ready]
+            load = sum(one.requests for one in routing.replicas.values())
+            wanted = min(max(math.ceil(load / cell.target), cell.least), cell.replicas)
+            for _ in range(wanted - len(ready) - self.coming):
+                self.env.process(self._begin(routing))
+            calm = calm + every if wanted < len(ready) else 0.0
+            if calm >= cell.calm:
+                min(ready, key=lambda one: one.requests).ready, calm = False, 0.0  # it drains
+            for one in [one for one in routing.replicas.values() if not one.ready]:
+                if not one.requests:
+                    routing.remove(one.name)
+                    self.servers[one].gone = self.env.now
+
+    # ---- the result -----------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, float]:
+        """Latencies in seconds, without lost requests. hits: share of the prompts' tokens that were
+        found. balance: the busiest replica over the mean. tokens: a second. paid: seconds of all
+        replicas."""
+        ended, now = [life for life in self.lives if not life.error], self.env.now
+        counts = [server.scheduler.counts for server in self.servers.values()]
+        busy = [server.busy for server in self.servers.values()]
+        found = {
+            "requests": len(self.lives),
+            "lost": len(self.lives) - len(ended),
+            "retried": sum(life.retried for life in self.lives),
+            "hits": sum(c.hit_tokens for c in counts) / sum(c.lookup_tokens for c in counts),
+            "balance": max(busy) * len(busy) / sum(busy),
+            "tokens": sum(len(life.tokens) for life in self.lives) / now,
+            "paid": sum(min(one.gone, now) - one.born for one in self.servers.values()),
+            "seconds": now,
+        }
+        latencies = {
+            "ttft": [life.tokens[0] - life.ask.at for life in ended],
+            "itl": [b - a for life in ended for a, b in pairwise(life.tokens)] or [0.0],
+            "e2e": [life.tokens[-1] - life.ask.at for life in ended],
+        }
+        for name, values in latencies.items():
+            low, high = np.percentile(values, (50, 99)).tolist()
+            found |= {f"{name}_p50": low, f"{name}_p99": high}
+        return found

@@ -1,0 +1,152 @@
+"""Prefill and decode apart: the same tokens, and none from blocks that were taken for another."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.errors import UserError
+from stage01_forward import families
+from stage01_forward.params import SamplingParams
+from stage04_continuous.request import Request
+from stage05_paged.make import make
+
+from .. import leases
+from ..apart import Job, apart
+from ..leases import EXPIRED, Apart, MappedCache, Memory, Prefill
+from ..passes import greedy
+
+SIZE = 4  # tokens in a block
+
+
+def tiny() -> Any:
+    return families.load_model(families.load("tiny", random_weights=True), dtype=torch.float64)
+
+
+def sides(folder: Path, blocks: int = 64, **settings: Any) -> tuple[Prefill, Apart]:
+    """Both, in this process: they share nothing but the files and the pipe."""
+    memory, (ours, theirs) = Memory(folder, blocks, 200), Pipe()
+    cache = partial(MappedCache, memory)
+    first, second = (
+        make(tiny(), pool=memory.pool(decode, SIZE), make_cache=cache) for decode in (False, True)
+    )
+    return Prefill(first, theirs, **settings), Apart(second, ours)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [chance.choices(range(101), k=chance.randint(2, 40)) for _ in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "PATIENCE", 0)
+
+
+def test_the_tokens_are_those_of_one_engine(tmp_path: Path) -> None:
+    prefill, decode = sides(tmp_path)
+    asked = prompts(12)
+    asked += [asked[3] + [1, 2, 3], asked[5]]  # beginnings that both sides have already
+    requests = [decode.add(Request(prompt, greedy(n % 8 + 1))) for n, prompt in enumerate(asked)]
+    while decode.requests:
+        prefill.turn()
+        decode.step()
+    alone = make(tiny(), contexts=4).generate(asked, [request.sampling for request in requests])
+    assert [request.output for request in requests] == alone
+    prefill.turn()
+    assert not prefill.leases and prefill.pool.owned == 0
+    assert decode.pool.owned == 64  # those of the other process
+    computed = sum(step.prefill_tokens for step in decode.steps)
+    assert computed < SIZE * len(asked)  # only what is in no full block
+
+
+def test_a_lease_that_has_expired_fails_its_request(tmp_path: Path) -> None:
+    prefill, decode = sides(tmp_path, seconds=0.0)
+    request = decode.add(Request([1] * 20, greedy(4)))
+    prefill.turn()
+    decode.step()
+    assert request.output.error == EXPIRED and decode.expired == 1
+    prefill.turn()
+    assert prefill.pool.owned == 0
+
+
+def expire(folder: Path, count: int) -> None:
+    """Leases expire before, while and after their blocks are copied, and the prefill process takes
+    these blocks for other prompts. The decode process has a clock that stands still, so only the
+    generations protect it."""
+    now, chance = [0.0], random.Random(count)
+    prefill, decode = sides(folder, blocks=12, clock=lambda: now[0])
+    decode.clock = lambda: 0.0
+    move = decode.cache.move
+
+    def go_on() -> None:
+        now[0] += chance.choice((0, 2 * leases.LEASE))
+        prefill.turn()
+
+    def slowly(moves: Any) -> None:
+        for each in moves:
+            if chance.random() < 0.3:
+                go_on()
+            move([each])
+
+    decode.cache.move = slowly
+    made: list[Request] = []
+    source = iter(prompts(50 * count, count))
+    while decode.expired < count:
+        while len(decode.requests) < 6:
+            made.append(decode.add(Request(next(source), greedy(4))))
+        for _ in range(chance.choice((1, 2, 20))):
+            go_on()
+        decode.step()
+    ended = [request for request in made if request.output.finish_reason]
+    whole = [request for request in ended if request.output.finish_reason == "length"]
+    assert {request.output.error for request in ended} == {None, EXPIRED} and len(
+        whole
+    ) > count / 10
+    expected = make(tiny(), contexts=4).generate([list(r.prompt_ids) for r in whole], greedy(4))
+    assert [request.output.token_ids for request in whole] == [one.token_ids for one in expected]
+
+
+def test_no_answer_comes_from_blocks_that_were_freed(tmp_path: Path) -> None:
+    expire(tmp_path, 30)
+
+
+@pytest.mark.slow
+def test_no_answer_comes_from_blocks_that_were_freed_in_1000_expiries(tmp_path: Path) -> None:
+    expire(tmp_path, 1000)
+
+
+def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
+    prefill, decode = sides(tmp_path, blocks=4)
+    with pytest.raises(UserError, match="greedy"):
+        decode.add(Request([1], SamplingParams(temperature=1.0)))
+    request = decode.add(Request([1] * 30, greedy(4)))  # there is no room to compute its prompt
+    prefill.turn()
+    decode.step()
+    assert "give more memory" in (request.output.error or "")
+    gone = decode.add(Request([1] * 8, greedy(4)))
+    assert decode.abort(gone.id).finish_reason == "abort" and not decode.requests
+    prefill.turn()
+    decode.step()
+    prefill.turn()
+    assert not prefill.leases
+
+
+def test_two_processes_answer_as_one_and_an_end_is_noticed() -> None:
+    """Starts a process, which takes seconds: only here does the memory have two owners."""
+    asked = prompts(4)
+    job = Job("tiny", True, "float64", prefill=2, decode=2)
+    with apart(job) as engine:
+        answers = engine.generate(asked, greedy(5))
+        assert answers == make(tiny(), contexts=4).generate(asked, greedy(5))
+        engine.connection.send("no message")  # ends the prefill process with an error
+        request = engine.add(Request(asked[0], greedy(5)))
+        for _ in engine.run():
+            pass
+        assert request.output.error == leases.ENDED

@@ -1,0 +1,209 @@
+"""The simulator: its fit, the queues that theory knows, and what a cell of replicas does."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from shared.errors import UserError
+from stage01_forward import families
+from stage04_continuous.plan import Plan, Work
+from stage04_continuous.request import Request
+from stage05_paged.make import make
+
+from ..passes import Meter, PassTime, amounts, calibrate, greedy
+
+pytest.importorskip("simpy", reason="requirements-distributed.txt is not installed")
+
+from .. import simulate, simulator  # noqa: E402
+from ..simulate import arrivals, capacity, one_big_cache, traffic  # noqa: E402
+from ..simulator import LOST, Ask, Cell, Fleet  # noqa: E402
+
+# About those of GPT-2 124M on two cores: 20 ms to read the weights, 0.7 ms a token of a prompt.
+TIMES = PassTime((0.02, 0.0007, 0.0015, 2e-6, 1e-7), (0.9, 1.0, 1.1))
+CELL = Cell(replicas=8, blocks=512)
+
+
+def engine() -> Any:
+    model = families.load_model(families.load("tiny", random_weights=True))
+    return make(model, contexts=6)
+
+
+def load(cell: Cell, kind: str, count: int = 600, share: float = 0.6, **more: Any) -> list[Ask]:
+    """Traffic to a cell, as a share of what it can answer."""
+    rate = share * cell.replicas * capacity(cell, TIMES)
+    return traffic(kind, arrivals(rate, count, **more), answer=20)
+
+
+# ---- the time of a pass -------------------------------------------------------------------------
+
+
+def test_a_pass_is_described_by_what_it_computes() -> None:
+    prompt, decode = Request([1] * 10, greedy(4)), Request([1] * 6, greedy(4))
+    plan = Plan(work=[Work(prompt, [], 2, 3, 0), Work(decode, [], 5, 1, 1)])
+    # Tokens 2, 3, 4 see 3, 4 and 5 tokens; token 5 sees 6.
+    assert amounts(plan) == (1, 2, 2, 5 + 6, 3 + 4 + 5 + 6)
+
+
+def test_the_fit_finds_costs_that_were_planted_and_none_below_zero() -> None:
+    chance = random.Random(0)
+    steps = [[1.0, *(chance.randrange(1, 100) for _ in range(4))] for _ in range(50)]
+    planted = (0.01, 0.002, 0.0, 3e-5, 1e-6)
+    cost = [sum(a * b for a, b in zip(planted, step, strict=True)) for step in steps]
+    fitted = PassTime.fit([[*step, s] for step, s in zip(steps, cost, strict=True)])
+    assert fitted.costs == pytest.approx(planted, abs=1e-9)
+    assert fitted.ratios == pytest.approx([1.0] * 100)
+    odd = [s - 1e-4 * step[2] for step, s in zip(steps, cost, strict=True)]
+    fitted = PassTime.fit([[*step, s] for step, s in zip(steps, odd, strict=True)])
+    assert fitted.costs[2] == 0 and min(fitted.costs) >= 0
+
+
+def test_the_meter_sees_every_token_of_a_real_engine() -> None:
+    real = engine()
+    meter = Meter(real)
+    real.generate([[1] * 9, [2] * 17], [greedy(3), greedy(5)])
+    assert sum(more + rows for _, more, rows, *_ in meter.steps) == 9 + 2 + 17 + 4
+    assert all(seconds > 0 for *_, seconds in meter.steps)
+    assert len(calibrate(real)) > 6 and meter in real.observers and len(real.observers) == 2
+
+
+def test_the_simulator_makes_the_passes_of_the_real_engine() -> None:
+    real, chance = engine(), random.Random(1)
+    prompts = [chance.choices(range(101), k=chance.randint(3, 40)) for _ in range(12)]
+    meter, counts = Meter(real), [chance.randint(1, 15) for _ in prompts]
+    real.generate(prompts, [greedy(count) for count in counts])
+
+    seen: list[tuple[int, ...]] = []
+
+    class Spy(PassTime):
+        def seconds(self, plan: Plan, chance: random.Random) -> float:
+            seen.append(amounts(plan))
+            return super().seconds(plan, chance)
+
+    settings = real.scheduler
+    cell = Cell(
+        blocks=settings.pool.count, sequences=settings.max_sequences, budget=settings.token_budget
+    )
+    asks = [Ask(prompt, count, 0.0) for prompt, count in zip(prompts, counts, strict=True)]
+    Fleet(cell, Spy(TIMES.costs), asks).run()
+    assert seen == [step[:-1] for step in meter.steps]
+
+
+# ---- queues that theory knows -------------------------------------------------------------------
+
+
+def test_one_server_waits_as_theory_says() -> None:
+    """M/D/1: random arrivals, one server, equal times: the mean wait is rho D / 2 (1 - rho)."""
+    every, rho = 0.01, 0.6
+    asks = [Ask([1], 1, at) for at in arrivals(rho / every, 20_000)]
+    fleet = Fleet(Cell(sequences=1, budget=1, blocks=4), PassTime((every, 0, 0, 0, 0)), asks).run()
+    waits = [life.tokens[0] - life.ask.at - every for life in fleet.lives]
+    assert sum(waits) / len(waits) == pytest.approx(rho * every / 2 / (1 - rho), rel=0.05)
+    assert min(waits) == pytest.approx(0, abs=1e-9)
+
+
+def test_littles_law_holds() -> None:
+    """Requests in flight, looked at from outside, are the arrival rate times the mean stay."""
+    fleet, counts = Fleet(CELL, TIMES, load(CELL, "free")), []
+
+    def look() -> Any:
+        while True:
+            counts.append(sum(one.requests for one in fleet.front.replicas.values()))
+            yield fleet.env.timeout(0.01)
+
+    fleet.env.process(look())
+    fleet.run()
+    stays = [life.tokens[-1] - life.ask.at for life in fleet.lives]
+    assert sum(counts) / len(counts) == pytest.approx(sum(stays) / fleet.env.now, rel=0.01)
+    assert all(server.scheduler.unfinished == 0 for server in fleet.servers.values())
+
+
+# ---- fleets -------------------------------------------------------------------------------------
+
+
+def each(cell: Cell, asks: list[Ask]) -> dict[str, dict[str, float]]:
+    return {
+        name: simulate.simulate(replace(cell, policy=name), TIMES, asks)
+        for name in simulator.POLICIES
+    }
+
+
+def test_routing_by_prefix_finds_what_one_big_cache_would() -> None:
+    asks = load(CELL, "prefix", count=1500)
+    found = each(CELL, asks)
+    assert found["prefix"]["hits"] > 0.9 * one_big_cache(asks)
+    assert found["random"]["hits"] < 0.8 * found["prefix"]["hits"]
+    assert found["prefix"]["ttft_p50"] < found["load"]["ttft_p50"] < found["random"]["ttft_p99"]
+
+
+def test_without_shared_prefixes_routing_by_prefix_gains_nothing() -> None:
+    found = each(CELL, load(CELL, "free"))
+    assert {one["hits"] for one in found.values()} == {0.0}
+    assert found["prefix"]["ttft_p50"] > 0.95 * found["load"]["ttft_p50"]
+
+
+def test_one_hot_prefix_does_not_fill_one_replica() -> None:
+    found = each(CELL, load(CELL, "hot"))
+    assert found["prefix"]["hits"] > 0.8 and found["prefix"]["balance"] < 2  # of 8
+
+
+def test_a_death_loses_only_what_had_begun() -> None:
+    asks = load(CELL, "prefix")
+    last = asks[-1].at
+    cell = replace(CELL, starting=1.0, failures=tuple(last * n / 10 for n in range(1, 9)))
+    fleet = Fleet(cell, TIMES, asks).run()
+    lost = [life for life in fleet.lives if life.error]
+    whole = [life for life in fleet.lives if not life.error]
+    assert lost and all(life.error == LOST and (life.tokens or life.retried) for life in lost)
+    assert all(len(life.tokens) == 20 for life in whole)
+    assert all(a < b for life in whole for a, b in pairwise(life.tokens))
+    assert any(life.retried for life in whole)
+    assert len(lost) < 8 * cell.sequences / 2  # others went on
+
+
+def test_a_fleet_grows_and_shrinks_with_its_load() -> None:
+    asks = load(CELL, "free", share=0.5, swing=0.9)
+    cell = replace(CELL, starting=1.0, calm=2.0, target=4.0)
+    fixed, scaled = (simulate.simulate(one, TIMES, asks) for one in (CELL, cell))
+    assert scaled["lost"] == 0 and scaled["paid"] < 0.9 * fixed["paid"]
+    assert scaled["ttft_p50"] > fixed["ttft_p50"]  # what it costs
+
+
+def test_prefill_and_decode_apart_keep_the_time_between_tokens() -> None:
+    asks = load(CELL, "free")
+    together = simulate.simulate(CELL, TIMES, asks)
+    fleet = Fleet(replace(CELL, prefill=4, replicas=4, handover=1e-5), TIMES, asks).run()
+    assert all(len(life.tokens) == 20 for life in fleet.lives)
+    assert fleet.summary()["itl_p99"] < 0.5 * together["itl_p99"]
+    decoding = [fleet.servers[one].scheduler.counts for one in fleet.back.replicas.values()]
+    assert all(one.hit_tokens > 0.9 * one.lookup_tokens for one in decoding)  # the blocks came
+
+
+# ---- the command line ---------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_line_for_each_policy(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [[1, n, n % 7, 9 * n, n * n, 0.01 + n * 1e-4] for n in range(1, 40)]
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps(steps), encoding="utf-8")
+    assert simulate.main(["--steps", str(file), "--requests", "200", "--cell", "4"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("200 replicas as 50 cells of 4")
+    assert [line.split()[0] for line in shown[2:]] == list(simulator.POLICIES)
+    file.write_text("[[1]]", encoding="utf-8")
+    with pytest.raises(UserError, match="write them with --keep"):
+        simulate.main(["--steps", str(file)])
+
+
+def test_without_simpy_one_sentence_tells_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "simpy", None)
+    with pytest.raises(UserError, match="requirements-distributed.txt"):
+        simulate.main([])
