@@ -99,8 +99,11 @@ def expire(folder: Path, count: int) -> None:
     made: list[Request] = []
     source = iter(prompts(50 * count, count))
     while decode.expired < count:
-        while len(decode.requests) < 6:
-            made.append(decode.add(Request(next(source), greedy(4))))
+        while len(decode.requests) < 6:  # some prompts again, whose blocks were not copied
+            failed = [list(r.prompt_ids) for r in made[-20:] if r.output.error]
+            again = failed and chance.random() < 0.3
+            prompt = chance.choice(failed) if again else next(source)
+            made.append(decode.add(Request(prompt, greedy(4))))
         for _ in range(chance.choice((1, 2, 20))):
             go_on()
         decode.step()
