@@ -8,38 +8,7 @@ import pytest
 
 from shared.course import links, markdown
 
-GOOD = """# The first *stage*
-
-See [the code](stage01_first/code.py#L2), [its folder](stage01_first/), [below](#what-x-costs),
-[`code`](stage01_first/code.py "the page"), [again](#again-1), [there][there],
-[a lesson](stage01_first/README.md#a-lesson), <a id="here"></a> [here](#here).
-![a chart](stage01_first/chart.svg) <img alt="wide" src="stage01_first/chart.svg">
-
-[there]: stage01_first/code.py
-
-## What `x` costs
-## Again
-## Again
-
-Files: `stage01_first/code.py`, `stage01_first/`, `stage01_first/code.py::test_it[one]`,
-`stage01_first/code.py::Class::test_in`. Others: `vllm/v1/engine.py`, `tok/s`, `owner/name`,
-`.venv/bin/python`, `a / b`, `reports/<machine>/x.json`.
-In another project: [`stage01_first/gone.py`](https://example.org/stage01_first/gone.py).
-Web: <https://example.org/page>, https://example.org/other. [words](http://localhost:8000/docs)
-<!-- [no](gone.md) -->
-
-```sh
-python -m json.tool stage01_first/code.py
-python3 -m shared.course.links   # [not a link](gone.md)
-```
-
-~~~
-```
-[not a link](gone.md)
-~~~
-
-`python -m pytest`, ``a ` [not a link](gone.md)``, `python -m <stage>`
-"""
+GOOD = Path(__file__).with_name("page.txt").read_text(encoding="utf-8")  # every kind of link
 
 
 @pytest.fixture
