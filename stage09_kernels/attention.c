@@ -37,7 +37,7 @@ struct attention {
     int64_t block_stride;             /* numbers from a block to the next */
     int64_t heads, group, width, block; /* of keys; queries a head of keys; numbers; tokens */
     int64_t window;                   /* tokens that a token sees, itself included; 0: all */
-    int64_t single;                   /* set by `attend` */
+    int64_t single, count;            /* set by `attend`: each share is one item; items */
     double scale;
 };
 
@@ -55,25 +55,22 @@ static inline int64_t first_of(const struct attention *c, int64_t position) {
     return c->window && position >= c->window ? position - c->window + 1 : 0;
 }
 
-/* Write the keys and values of the tokens of one share and head. */
-static void write_share(const struct attention *c, const int64_t *share, int64_t head) {
+/* Write the keys and values of an item's tokens and one head. */
+static void write_item(const struct attention *c, const int64_t *item, int64_t head) {
+    const int64_t *share = c->shares + 4 * item[0];
     int64_t line = padded(c->block), row = padded(c->width), even = c->width + c->width % 2;
-    for (int64_t i = 0; i < share[2]; i++) {
+    for (int64_t i = item[1]; i < item[1] + item[2]; i++) {
         int64_t position = share[1] + i, slot = position % c->block;
         cached *keys = keys_of(c, c->tables[share[0] + position / c->block], head);
-        cached *value = keys + key_numbers(c) + slot * row;
+        cached *value = keys + key_numbers(c) + slot * row, key[WIDEST];
         const real *k = c->k + (share[3] + i) * c->k_stride + head * c->width;
         const real *v = c->v + (share[3] + i) * c->v_stride + head * c->width;
-        for (int64_t d = 0; d < even; d++)
-            keys[(d / PAIR * line + slot) * PAIR + d % PAIR] = to_cached(d < c->width ? k[d] : 0);
+        key[even - 1] = 0;
+        for (int64_t d = 0; d < c->width; d++) key[d] = to_cached(k[d]);
+        for (int64_t d = 0; d < even; d += PAIR)
+            memcpy(keys + d * line + slot * PAIR, key + d, PAIR * sizeof(cached));
         for (int64_t d = 0; d < c->width; d++) value[d] = to_cached(v[d]);
     }
-}
-
-static void write_shares(int64_t first, int64_t last, void *context) {
-    const struct attention *c = context;
-    for (int64_t number = first; number < last; number++)
-        write_share(c, c->shares + 4 * (number / c->heads), number % c->heads);
 }
 
 /* Ask for the cache line at p, which will be read soon: a processor's own guesses end with each
@@ -256,25 +253,41 @@ attend_queries(const struct attention *c, const struct queries *given, const int
         for (int64_t d = 0; d < c->width; d++) given->out[i][d] = result[i][d] / sum[i];
 }
 
+/* The item and head of a number. Of one item, the heads follow each other as in memory. But those
+   of a prompt's items that have one head do: they read the same keys, which are in the cache then,
+   and the parts of threads are equal, though the first tokens see few keys. */
+static inline const int64_t *item_of(const struct attention *c, int64_t number, int64_t *head) {
+    *head = c->single ? number % c->heads : number / c->count;
+    return c->items + 3 * (c->single ? number / c->heads : number % c->count);
+}
+
+static void write_items(int64_t first, int64_t last, void *context) {
+    const struct attention *c = context;
+    for (int64_t number = first, head; number < last; number++) {
+        const int64_t *item = item_of(c, number, &head);
+        write_item(c, item, head);
+    }
+}
+
 /* Items `first` to `last`, each of some tokens of a share and one head of keys. */
 static void attend_items(int64_t first, int64_t last, void *context) {
     const struct attention *c = context;
     for (int64_t number = first; number < last; number++) {
-        const int64_t *item = c->items + 3 * (number / c->heads);
-        const int64_t *share = c->shares + 4 * item[0];
-        int64_t head = number % c->heads, total = item[2] * c->group;
-        if (c->single) write_share(c, share, head);
+        struct queries some;
+        const int64_t *item = item_of(c, number, &some.head), total = item[2] * c->group;
+        const int64_t *share = some.share = c->shares + 4 * item[0];
+        if (c->single) write_item(c, item, some.head);
         int64_t following = number + 1 < last ? number + 1 : number;
-        const int64_t *next = c->items + 3 * (following / c->heads);
+        const int64_t *next = item_of(c, following, &some.next_head);
+        some.next = c->shares + 4 * next[0];
+        some.next_position = some.next[1] + next[1];
         for (int64_t done = 0; done < total;) {
-            struct queries some = {.share = share, .head = head, .next_head = following % c->heads};
-            some.next = c->shares + 4 * next[0];
-            some.next_position = some.next[1] + next[1];
             int64_t left = total - done < QUERIES ? total - done : QUERIES;
             int count = left == 7 ? 6 : left == 5 ? 4 : (int)left;
             for (int i = 0; i < count; i++) {
                 int64_t token = item[1] + (done + i) / c->group;
-                int64_t row = share[3] + token, which = head * c->group + (done + i) % c->group;
+                int64_t row = share[3] + token, which = (done + i) % c->group;
+                which += some.head * c->group;
                 some.q[i] = c->q + row * c->q_stride + which * c->width;
                 some.out[i] = c->out + row * c->out_stride + which * c->width;
                 some.positions[i] = share[1] + token;
@@ -294,7 +307,8 @@ static void attend_items(int64_t first, int64_t last, void *context) {
 
 /* Write the new keys and values, then attend. `run` is PyTorch's own parallel loop. */
 int attend(struct attention *c, int64_t shares, int64_t items, parallel_for run) {
+    c->count = items;
     c->single = items == shares; /* each is one item, which alone reads what it writes */
-    int failed = c->single ? 0 : run(0, shares * c->heads, 16, write_shares, c);
+    int failed = c->single ? 0 : run(0, items * c->heads, 16, write_items, c);
     return failed ? failed : run(0, items * c->heads, 1, attend_items, c);
 }

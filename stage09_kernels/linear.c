@@ -17,6 +17,18 @@
 #endif
 
 #define PANEL 64
+#if WEIGHT == 2
+#define STEP (2 * PANEL) /* numbers of a panel for one step: an input, or two in bfloat16 */
+#else
+#define STEP PANEL
+#endif
+#define LINE (64 / WEIGHT) /* numbers in a cache line */
+#ifndef PIECE
+#define PIECE 128 /* steps at a time: 32 KiB of weights, which stay in the first cache */
+#endif
+#ifndef MOST
+#define MOST 64 /* rows at a time, whose sums stay there too */
+#endif
 #define ROWS 6
 #define VECTORS (PANEL / LANES)
 #if BYTES == 32 || defined(__SSE2__) && BYTES == 16
@@ -35,111 +47,126 @@ struct linear {
     const real *bias;      /* (panels * 64), or none */
     int64_t x_stride, out_stride, inputs, outputs, rows;
     int64_t way, residual; /* residual: add to what is in `out` */
+    int64_t steps;         /* set by `linear`: inputs, in bfloat16 pairs of them */
 };
 
 static inline lanes gelu(lanes x) { /* 0.5 x (1 + tanh(u)) = x sigmoid(2 u) */
     return x * sigmoid(x * (real)1.5957691216057308 * ((real)0.044715 * x * x + 1));
 }
 
+typedef real sums_of[PANEL]; /* of one row */
+
+/* Add to the sums of `rows` rows what the steps `begin` to `end` of a panel give. In memory the
+   next steps follow these: a line of them is asked for in each step, where `ahead` is. */
 static inline __attribute__((always_inline)) void
-panel_rows(const struct linear *l, int64_t panel, int64_t row, const int rows) {
-#if WEIGHT == 2
-    const int64_t half = (l->inputs + 1) / 2;
-    const weight *w = l->weights + panel * half * 2 * PANEL;
+add_rows(const struct linear *l, const weight *panel, int64_t row, int64_t begin, int64_t end,
+         int64_t ahead, sums_of *sums, const int rows) {
+#if PAIRED
+    const uint32_t *x = l->pairs + row * l->steps;
 #else
-    const weight *w = l->weights + panel * l->inputs * PANEL;
-#endif
-#if !PAIRED
     const real *x = l->x + row * l->x_stride;
 #endif
-    lanes sums[ROWS][VECTORS];
     for (int part = 0; part < VECTORS; part += WIDE) {
         lanes some[ROWS][WIDE];
-        const real *bias = l->bias + panel * PANEL + part * LANES;
         for (int i = 0; i < rows; i++)
-            for (int j = 0; j < WIDE; j++)
-                some[i][j] = l->bias ? *(const lanes *)(bias + j * LANES) : (lanes){0};
+            for (int j = 0; j < WIDE; j++) some[i][j] = *(lanes *)(sums[i] + (part + j) * LANES);
+        for (int64_t k = begin; k < end; k++) {
+            const weight *line = panel + k * STEP + part * LANES * (STEP / PANEL);
+            __builtin_prefetch(line + ahead);
 #if WEIGHT == 2
-        for (int64_t k = 0; k < half; k++) {
             wholes read[WIDE];
-            for (int j = 0; j < WIDE; j++)
-                read[j] = *(const wholes *)(w + 2 * (k * PANEL + (part + j) * LANES));
+            for (int j = 0; j < WIDE; j++) read[j] = *(const wholes *)(line + 2 * j * LANES);
+#else
+            lanes read[WIDE];
+            for (int j = 0; j < WIDE; j++) read[j] = *(const lanes *)(line + j * LANES);
+#endif
             for (int i = 0; i < rows; i++) {
 #if PAIRED
-                __m512bh two = (__m512bh)((wholes){0} + l->pairs[(row + i) * half + k]);
+                __m512bh two = (__m512bh)((wholes){0} + x[i * l->steps + k]);
                 for (int j = 0; j < WIDE; j++)
                     some[i][j] = _mm512_dpbf16_ps(some[i][j], (__m512bh)read[j], two);
-#else
+#elif WEIGHT == 2
                 real even = x[i * l->x_stride + 2 * k];
                 real odd = 2 * k + 1 < l->inputs ? x[i * l->x_stride + 2 * k + 1] : 0;
                 for (int j = 0; j < WIDE; j++) {
                     some[i][j] += even * floats(read[j] << 16);
                     some[i][j] += odd * floats(read[j] & 0xffff0000u);
                 }
-#endif
-            }
-        }
 #else
-        for (int64_t k = 0; k < l->inputs; k++) {
-            lanes read[WIDE];
-            for (int j = 0; j < WIDE; j++)
-                read[j] = *(const lanes *)(w + k * PANEL + (part + j) * LANES);
-            for (int i = 0; i < rows; i++)
                 for (int j = 0; j < WIDE; j++) some[i][j] += x[i * l->x_stride + k] * read[j];
-        }
 #endif
-        for (int i = 0; i < rows; i++)
-            for (int j = 0; j < WIDE; j++) sums[i][part + j] = some[i][j];
-    }
-    int64_t size = l->way == GATED ? PANEL / 2 : PANEL, first = panel * size;
-    for (int i = 0; i < rows; i++) {
-        real *out = l->out + (row + i) * l->out_stride + first;
-        lanes *y = sums[i];
-        if (l->way == GELU) for (int j = 0; j < VECTORS; j++) y[j] = gelu(y[j]);
-        if (l->way == GATED)
-            for (int j = 0; j < VECTORS / 2; j++) y[j] *= sigmoid(y[j]) * y[j + VECTORS / 2];
-        for (int64_t j = 0; j < size / LANES; j++) {
-            int64_t left = l->outputs - first - j * LANES;
-            if (left >= LANES) {
-                lanes *place = (lanes *)(out + j * LANES);
-                *place = l->residual ? *place + y[j] : y[j];
-            } else {
-                for (int64_t t = 0; t < left; t++)
-                    out[j * LANES + t] = y[j][t] + (l->residual ? out[j * LANES + t] : 0);
             }
+        }
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < WIDE; j++) *(lanes *)(sums[i] + (part + j) * LANES) = some[i][j];
+    }
+}
+
+/* What a row of a panel becomes once its sums are complete. */
+static void finish(const struct linear *l, int64_t panel, int64_t row, real *sums) {
+    int64_t size = l->way == GATED ? PANEL / 2 : PANEL, first = panel * size;
+    real *out = l->out + row * l->out_stride + first;
+    lanes *y = (lanes *)sums;
+    if (l->way == GELU) for (int j = 0; j < VECTORS; j++) y[j] = gelu(y[j]);
+    if (l->way == GATED)
+        for (int j = 0; j < VECTORS / 2; j++) y[j] *= sigmoid(y[j]) * y[j + VECTORS / 2];
+    for (int64_t j = 0; j < size / LANES; j++) {
+        int64_t left = l->outputs - first - j * LANES;
+        if (left >= LANES) {
+            lanes *place = (lanes *)(out + j * LANES);
+            *place = l->residual ? *place + y[j] : y[j];
+        } else {
+            for (int64_t t = 0; t < left; t++)
+                out[j * LANES + t] = y[j][t] + (l->residual ? out[j * LANES + t] : 0);
         }
     }
 }
 
 static void panels(int64_t first, int64_t last, void *context) {
     const struct linear *l = context;
-    for (int64_t panel = first; panel < last; panel++) {
-        int64_t row = 0;
-        for (; row + ROWS <= l->rows; row += ROWS) panel_rows(l, panel, row, ROWS);
-        switch (l->rows - row) { /* constants keep the sums in registers */
-            case 1: panel_rows(l, panel, row, 1); break;
-            case 2: panel_rows(l, panel, row, 2); break;
-            case 3: panel_rows(l, panel, row, 3); break;
-            case 4: panel_rows(l, panel, row, 4); break;
-            case 5: panel_rows(l, panel, row, 5); break;
+    sums_of sums[MOST];
+    for (int64_t panel = first; panel < last; panel++)
+        for (int64_t row = 0; row < l->rows; row += MOST) {
+            const weight *w = l->weights + panel * l->steps * STEP;
+            int64_t count = l->rows - row < MOST ? l->rows - row : MOST;
+            for (int64_t i = 0; i < count; i++)
+                if (l->bias) memcpy(sums[i], l->bias + panel * PANEL, sizeof(sums_of));
+                else memset(sums[i], 0, sizeof(sums_of));
+            for (int64_t k = 0, end; k < l->steps; k = end) {
+                end = k + PIECE < l->steps ? k + PIECE : l->steps;
+                for (int64_t i = 0; i < count; i += ROWS) {
+                    int64_t ahead = (end - k) * STEP + i / ROWS % 4 * LINE;
+                    switch (count - i) { /* constants keep the sums in registers */
+                        case 1: add_rows(l, w, row + i, k, end, ahead, sums + i, 1); break;
+                        case 2: add_rows(l, w, row + i, k, end, ahead, sums + i, 2); break;
+                        case 3: add_rows(l, w, row + i, k, end, ahead, sums + i, 3); break;
+                        case 4: add_rows(l, w, row + i, k, end, ahead, sums + i, 4); break;
+                        case 5: add_rows(l, w, row + i, k, end, ahead, sums + i, 5); break;
+                        default: add_rows(l, w, row + i, k, end, ahead, sums + i, ROWS);
+                    }
+                }
+            }
+            for (int64_t i = 0; i < count; i++) finish(l, panel, row + i, sums[i]);
         }
-    }
 }
 
 #if PAIRED
 static void pair_rows(int64_t first, int64_t last, void *context) {
     const struct linear *l = context;
-    int64_t half = (l->inputs + 1) / 2;
-    for (int64_t row = first; row < last; row++)
-        for (int64_t k = 0; k < half; k++) {
-            const real *x = l->x + row * l->x_stride + 2 * k;
-            uint32_t odd = 2 * k + 1 < l->inputs ? narrow(x[1]) : 0;
-            l->pairs[row * half + k] = odd << 16 | narrow(x[0]);
-        }
+    for (int64_t row = first; row < last; row++) {
+        const real *x = l->x + row * l->x_stride;
+        uint16_t *pairs = (uint16_t *)(l->pairs + row * l->steps);
+        int64_t k = 0;
+        for (; k + 2 * LANES <= l->inputs; k += 2 * LANES)
+            *(wholes *)(pairs + k) = (wholes)_mm512_cvtne2ps_pbh(
+                *(const lanes *)(x + k + LANES), *(const lanes *)(x + k));
+        for (; k < 2 * l->steps; k++) pairs[k] = k < l->inputs ? narrow(x[k]) : 0;
+    }
 }
 #endif
 
 int linear(struct linear *l, parallel_for run) {
+    l->steps = STEP == PANEL ? l->inputs : (l->inputs + 1) / 2;
 #if PAIRED
     int failed = run(0, l->rows, 8, pair_rows, l);
     if (failed) return failed;

@@ -56,7 +56,7 @@ def test_no_kernel_reads_or_writes_outside_of_its_memory(file, chosen, environme
 def test_a_read_behind_the_weights_is_reported(environment, tmp_path):
     shutil.copytree(SOURCE.parent, tmp_path / "copy", ignore=lambda *_: ["tests"])
     copy = tmp_path / "copy" / "linear.c"
-    copy.write_text(edit(copy.read_text(), "k < l->inputs", "k <= l->inputs") or "")
+    copy.write_text(edit(copy.read_text(), "k < end; k++", "k <= end; k++") or "")
     given = tmp_path / "copy" / SOURCE.name, TESTS / "test_kernels.py", "-k", "row_of_a_product"
     done = python("-c", PROGRAM, *given, env=environment)
     assert done.returncode and "heap-buffer-overflow" in done.stderr, done.stdout + done.stderr
