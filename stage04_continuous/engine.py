@@ -7,7 +7,7 @@ no padding), sample, postprocess (who has ended).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,24 @@ from .records import Recorder
 from .request import Request, State
 from .runner import AnyRunner
 
+Sampled = tuple[Request, int, Logprobs | None]  # a request's next token
+
+
+def draw(requests: Sequence[Request], logits: Tensor, eos_ids: Sequence[int]) -> list[Sampled]:
+    """The next token of each of `requests` by its row of logits (R, V). One whose logits are not
+    finite ends with an error, and no other does."""
+    finite = finite_rows(logits, [request.output for request in requests])
+    if len(finite) < len(requests):
+        requests, logits = [requests[row] for row in finite], logits[finite]
+    ids, logprobs = sample(
+        logits,
+        [request.sampling for request in requests],
+        [(request.output.prompt_ids, request.output.token_ids) for request in requests],
+        [request.generator for request in requests],
+        eos_ids,
+    )
+    return list(zip(requests, ids.tolist(), logprobs, strict=True))
+
 
 class Engine:
     """Generates with the logits of `runner`, in the steps that `scheduler` plans.
@@ -37,6 +55,7 @@ class Engine:
     eos_ids: the ids that end a text; None: those of the model's config.
     recorder: the observer that keeps `steps`, one record a pass; None: this stage's Recorder.
     observers: see every plan before its pass and after its step.
+    draw: takes the next tokens, as `draw` of this module does.
     """
 
     def __init__(
@@ -46,8 +65,10 @@ class Engine:
         eos_ids: Sequence[int] | None = None,
         recorder: Any = None,
         observers: Sequence[Observer] = (),
+        draw: Callable[..., list[Sampled]] = draw,
     ) -> None:
         self.runner, self.scheduler, self.config = runner, scheduler, runner.config
+        self.draw = draw
         self.eos_ids = self.config.eos_ids if eos_ids is None else tuple(eos_ids)
         self.recorder = Recorder(scheduler) if recorder is None else recorder
         self.steps, self.observers = self.recorder.steps, [self.recorder, *observers]
@@ -121,25 +142,12 @@ class Engine:
             self._finish(request)
         return failed
 
-    def _sample(self, plan: Plan, logits: Tensor) -> list[tuple[Request, int, Logprobs | None]]:
-        """The next token of each request whose last token was computed. One whose logits are not
-        finite ends with an error, and no other does."""
+    def _sample(self, plan: Plan, logits: Tensor) -> list[Sampled]:
+        """The next token of each request whose last token was computed."""
         requests = [work.request for work in plan.work if work.rows]
-        finite = finite_rows(logits, [request.output for request in requests])
-        if len(finite) < len(requests):
-            requests, logits = [requests[row] for row in finite], logits[finite]
-        ids, logprobs = sample(
-            logits,
-            [request.sampling for request in requests],
-            [(request.output.prompt_ids, request.output.token_ids) for request in requests],
-            [request.generator for request in requests],
-            self.eos_ids,
-        )
-        return list(zip(requests, ids.tolist(), logprobs, strict=True))
+        return self.draw(requests, logits, self.eos_ids)
 
-    def _postprocess(
-        self, plan: Plan, sampled: list[tuple[Request, int, Logprobs | None]]
-    ) -> list[tuple[str, Token]]:
+    def _postprocess(self, plan: Plan, sampled: list[Sampled]) -> list[tuple[str, Token]]:
         """Note what was computed and sampled, and release the requests that have ended."""
         self.scheduler.advance(plan)
         tokens = []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shared.config import ALL
-from stage04_continuous.engine import Engine
+from stage04_continuous.engine import Engine, Sampled, draw
 from stage04_continuous.plan import Observer
 from stage04_continuous.records import STEPS_KEPT
 from stage04_continuous.runner import Runner
@@ -40,6 +40,7 @@ def make(
     steps_kept: int = STEPS_KEPT,
     make_cache: Callable[..., Any] = PagedCache,
     make_runner: Callable[..., Any] = Runner,
+    draw: Callable[..., list[Sampled]] = draw,
     **options: Any,
 ) -> Engine:
     """The engine with the blocks of `pool`, or with blocks for `contexts` whole contexts, or, with
@@ -48,7 +49,8 @@ def make(
     dtype: of the cache; None: the model's.
     sanitize: check after every step that no block is lost, shared by mistake or read after it was
         given back; slow.
-    make_cache, make_runner: of another stage, with the arguments of PagedCache and Runner.
+    make_cache, make_runner, draw: of another stage, with the arguments of PagedCache, Runner and
+        stage 04's `draw`.
     options: those of Scheduler. Raises UserError for invalid settings.
     """
     config, dtype = model.config, model.dtype if dtype is None else dtype
@@ -68,4 +70,4 @@ def make(
     scheduler = Scheduler(pool, swap_pool=swap_pool, **options)
     if sanitize:
         observers = [*observers, Sanitizer(scheduler, cache)]
-    return Engine(runner, scheduler, eos_ids, Recorder(scheduler, steps_kept), observers)
+    return Engine(runner, scheduler, eos_ids, Recorder(scheduler, steps_kept), observers, draw)

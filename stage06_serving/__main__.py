@@ -150,6 +150,7 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
         token_budget=budget,
         prefix_caching=settings.prefix_caching,
         preemption=settings.preemption,
+        **getattr(made, "ALONE", {}),
     )
     return (maker.serve if maker else Paged)(engine), loaded
 

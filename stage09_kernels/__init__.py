@@ -1,7 +1,7 @@
 """Stage 09: kernels of our own, in C, which read keys and values where they are.
 
 `attention.c` is attention over blocks; `library.py` compiles it at first use and loads it;
-`cache.py` is stage 05's cache in the layout that the kernel likes.
+`cache.py` is stage 05's cache in the layout that the kernel reads.
 """
 
 from shared import openmp

@@ -25,6 +25,9 @@ from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row
 from shared.roofline import Cost, block_weights, forward_cost
 from stage01_forward import families
+from stage01_forward.params import SamplingParams
+from stage04_continuous import engine as stage04
+from stage04_continuous.request import Request
 from stage04_continuous.runner import Runner
 from stage05_paged.blocks import BlockPool
 from stage05_paged.cache import PagedCache
@@ -35,13 +38,21 @@ from .cache import KernelCache
 from .make import make
 from .program import ATTEND, LINEAR, NORM, Linear, Operation, lay_out
 from .runner import KernelRunner
+from .sample import draw
 
 STAGE = "stage09_kernels"
 PAGED, ATTENTION, KERNELS = "paged", "attention in place", "one call"
+IN_ORDER = "blocks in order"
 PLAIN, PACKED, OURS, AVX2 = "F.linear", "oneDNN, packed", "ours", "ours, AVX2"
 PARTS = ("products", "head", "attention", "norms", "tables")
 SMOL = "HuggingFaceTB/SmolLM2-135M"
 BLOCK = 16
+DRAWN: dict[str, Any] = {
+    "greedy": {},
+    "top_k 50": {"top_k": 50},
+    "top_p 0.9": {"top_p": 0.9},
+    "top_k 50, top_p 0.9": {"top_k": 50, "top_p": 0.9},
+}
 STARTED = 150 * 7.5e-6  # seconds to start the operators of a step, as the lesson counts them
 
 
@@ -49,7 +60,7 @@ STARTED = 150 * 7.5e-6  # seconds to start the operators of a step, as the lesso
 class Sizes(kit.Plan):
     models: tuple[str, ...] = ("gpt2", SMOL)
     rows: tuple[int, ...] = (1, 8, 32)
-    contexts: tuple[int, ...] = (128, 256, 1000)
+    contexts: tuple[int, ...] = (128, 256, 1008)
     prompt: int = 512
     counts: tuple[int, ...] = (1, 8, 32, 512)  # rows of a product
     requests: tuple[int, ...] = (1, 8, 32)
@@ -119,10 +130,12 @@ def filled(subject: Subject, plan: Sizes) -> tuple[PagedCache, KernelCache]:
     return paged, kernel
 
 
-def decode(paged: PagedCache, count: int, context: int) -> list[Any]:
-    """The shares of a decode step of `count` sequences, in blocks anywhere."""
-    each = -(-(context + 1) // BLOCK)
-    order = torch.randperm(paged.blocks, generator=torch.Generator().manual_seed(0)).tolist()
+def decode(paged: PagedCache, count: int, context: int, anywhere: bool = True) -> list[Any]:
+    """The shares of a decode step of `count` sequences, in blocks anywhere or one after the other,
+    as in a contiguous cache."""
+    each, order = -(-(context + 1) // BLOCK), list(range(paged.blocks))
+    if anywhere:
+        order = torch.randperm(paged.blocks, generator=torch.Generator().manual_seed(0)).tolist()
     return [(order[row * each : (row + 1) * each], context, 1) for row in range(count)]
 
 
@@ -152,6 +165,9 @@ def steps(subject: Subject, plan: Sizes) -> Iterator[Group]:
         proofs = {
             name: kit.prove(logits, way().argmax(-1), subject.dtype) for name, way in ways.items()
         }
+        if count == max(plan.rows):
+            in_order = given[0], decode(paged, count, context, anywhere=False), given[2]
+            ways[IN_ORDER] = partial(runners[KERNELS].run, *in_order)
         ways |= parts(runners[KERNELS], *given[1:])
         taken = measure.alternate(ways, plan.repeats)
         ways[KERNELS]()  # the part "attention" has written keys and values of its own
@@ -232,6 +248,22 @@ def answers(subject: Subject, plan: Sizes) -> Iterator[Group]:
             for name, run in runs.items()
         }
         yield group
+
+
+def drawn(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """The next tokens of a step of many rows, from scores spread as those of a trained model."""
+    count = max(plan.rows)
+    scores = 3 * torch.randn(count, subject.config.vocab_size)
+    for name, options in DRAWN.items():
+        params = SamplingParams(temperature=0.8 if options else 0, seed=1, **options)
+        requests = [Request([1], params) for _ in range(count)]
+        copies = [scores.clone() for _ in range(2 * plan.repeats + 4)]  # ours overwrites its own
+
+        def once(draw: Any, requests: Any = requests, copies: Any = copies) -> None:
+            draw(requests, copies.pop(), ())
+
+        ways = {PAGED: partial(once, stage04.draw), KERNELS: partial(once, draw)}
+        yield {"options": name, "count": count, "seconds": measure.alternate(ways, plan.repeats)}
 
 
 # ---- tables and charts --------------------------------------------------------------------------
@@ -338,7 +370,7 @@ def organs(results: Results) -> Iterator[Claim]:
         yield Claim(f"{name}, {many['count']} rows", least, many.of(name).median * 1e3, "ms", why)
     (*_, answer) = results.groups("answers", dtype="float32")
     aim, python = 1.0, rows.median(answer["bookkeeping"][KERNELS]) * 1e3
-    why = "the best of all scores is searched twice: for a check, and for the token"
+    why = "scheduling, an object for each token, records, and the call that draws"
     yield Claim(f"Python between passes, {answer.requests} requests", aim, python, "ms", why)
 
 
@@ -348,10 +380,14 @@ COLUMNS: dict[str, rows.Column] = {
     "one call more": over(KERNELS, ATTENTION),
     "together": over(KERNELS, PAGED),
     "of the bound": share,
+    "anywhere over in order": over(IN_ORDER, KERNELS),
     "gathered, GB/s": attention_rate(PAGED),
     "in place, GB/s": attention_rate(ATTENTION),
     **{name: product_rate(name) for name in (PLAIN, PACKED, OURS, AVX2)},
     **{name: part(name) for name in PARTS},
+    "stage 04, ms": rows.ms(PAGED, 2),
+    "in C, ms": rows.ms(KERNELS, 2),
+    "faster": over(KERNELS, PAGED),
     "between passes, paged, ms": between(PAGED),
     "ours, ms": between(KERNELS),
     "requests": lambda row: row.requests,
@@ -365,11 +401,13 @@ TABLES = rows.tables(
     few < main: rows | context | paged, ms | {KERNELS}, ms | together | of the bound
     parts < parts: dtype | rows | context | in place | one call more | together
     within < parts: dtype | rows | context | {" | ".join(PARTS)}
+    order < order: model | dtype | context | {IN_ORDER}, ms | {KERNELS}, ms | anywhere over in order
     attention: dtype | rows | context | gathered, GB/s | in place, GB/s | in place
     products: dtype | layer | rows | {PLAIN} | {PACKED} | {OURS} | {AVX2}
     prefill: model | dtype | paged, ms | {KERNELS}, ms | together | of the bound
     answers: model | dtype | requests | paged, tok/s | {KERNELS}, tok/s | together
     between < answers: model | dtype | requests | between passes, paged, ms | ours, ms
+    drawn: options | rows | stage 04, ms | in C, ms | faster
     """,
     main=lambda results: [
         row
@@ -377,6 +415,7 @@ TABLES = rows.tables(
         if row["context"] > 128
     ],
     parts=lambda results: results.groups("steps", model="gpt2"),
+    order=lambda results: [row for row in results.groups("steps") if IN_ORDER in row["seconds"]],
     claims=closing(claims),
     each=closing(organs),
 )
@@ -411,6 +450,7 @@ WORK = kit.cases(
     Case(products),
     Case(prefill, models=None),
     Case(answers),
+    Case(drawn, dtypes=1),
 )
 BENCHMARK = kit.Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main

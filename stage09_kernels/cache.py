@@ -41,7 +41,7 @@ class Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("shares", "items", "tables")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "out_stride")),
         *((name, ctypes.c_int64) for name in ("block_stride", "heads", "group", "width", "block")),
-        *((name, ctypes.c_int64) for name in ("window", "single")),
+        *((name, ctypes.c_int64) for name in ("window", "single", "count")),
         ("scale", ctypes.c_double),
     ]
 
@@ -211,14 +211,8 @@ class KernelAttention:
         for name, tensor in zip(("q", "k", "v", "out"), (q, k, v, out), strict=True):
             setattr(call, name, tensor.data_ptr())
             setattr(call, f"{name}_stride", tensor.stride(0))
-        failed = cache.library(cache.kv.dtype).attend(
-            ctypes.byref(call),
-            ctypes.c_int64(len(self.shares)),
-            ctypes.c_int64(len(self.items)),
-            library.parallel_for(),
-        )
-        if failed:
-            raise RuntimeError(f"torch_parallel_for failed with {failed}")
+        kernel = cache.library(cache.kv.dtype).attend
+        library.call(kernel, ctypes.byref(call), len(self.shares), len(self.items))
         return out.to(dtype)
 
 

@@ -176,6 +176,18 @@ def large_pages(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor)
 
 
+def call(kernel: Any, *arguments: Any) -> None:
+    """Run a kernel on PyTorch's threads; integers are passed in 64 bits. Raises RuntimeError if it
+    fails."""
+    words = (ctypes.c_int64(a) if isinstance(a, int) else a for a in arguments)
+    if failed := kernel(*words, parallel_for()):
+        raise RuntimeError(f"torch_parallel_for failed with {failed}")
+
+
+def address(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
 @cache
 def parallel_for() -> ctypes.c_void_p:
     """The address of PyTorch's parallel loop. Raises NoKernels if this PyTorch has none."""

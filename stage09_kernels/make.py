@@ -4,6 +4,7 @@ prompts."""
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from stage04_continuous.engine import Engine
@@ -13,20 +14,32 @@ from stage05_paged.engine import make as make_paged
 from .cache import KernelCache
 from .library import NoKernels
 from .runner import KernelRunner
+from .sample import draw
 from .trial import why_not as why_not
 
 log = logging.getLogger(__name__)
 LINEAR = "plain"  # for --linear: this stage lays the weights out itself
+ALONE = {"release": True}  # for `make`, in a program that has no other use for the model
 
 
 def make(
-    model: Any, contexts: int | None = None, *, insist: bool = False, **options: Any
+    model: Any,
+    contexts: int | None = None,
+    *,
+    insist: bool = False,
+    release: bool = False,
+    **options: Any,
 ) -> Engine:
     """Stage 05's engine with the kernels; without them, and with a warning, where there are none
-    for this machine or model. insist: raise NoKernels instead."""
+    for this machine or model.
+
+    insist: raise NoKernels instead. release: the model is for this engine alone, which then keeps
+        its weights once.
+    """
     try:
-        kernels: dict[str, Any] = {"make_cache": KernelCache, "make_runner": KernelRunner}
-        return make_paged(model, contexts, **kernels, **options)
+        runner = partial(KernelRunner, release=release)
+        own: dict[str, Any] = {"make_cache": KernelCache, "make_runner": runner, "draw": draw}
+        return make_paged(model, contexts, **own, **options)
     except NoKernels as error:
         if insist:
             raise

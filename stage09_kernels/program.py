@@ -1,7 +1,8 @@
 """A model as a list of operations that one C call runs.
 
 The list is made once, when the model is loaded: the weights are laid out for linear.c, beside the
-model's own. A pass fills in what changes, which is the number of rows and a few pointers.
+model's own or in their place. A pass fills in what changes, which is the number of rows and a few
+pointers.
 
     GPT-2, a layer: norm, q k v, attend, projection + residual, norm, up + GELU, down + residual
     Llama, a layer: norm, q k v, (norms of q and k), turn, attend, projection + residual, norm,
@@ -44,7 +45,7 @@ class Norm(ctypes.Structure):
 
 class Linear(ctypes.Structure):
     _fields_ = _fields(
-        "x out weights pairs bias", "x_stride out_stride inputs outputs rows way residual"
+        "x out weights pairs bias", "x_stride out_stride inputs outputs rows way residual steps"
     )
 
 
@@ -97,10 +98,33 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack(parts, 1).flatten(0, 2)
 
 
-class Program:
-    """The operations of a model over the keys and values in `cache`."""
+class Laid(nn.Module):
+    """A linear layer whose weight is kept as `lay_out` made it: its outputs are `places` there."""
 
-    def __init__(self, model: Any, cache: KernelCache) -> None:
+    def __init__(self, layer: Any, laid: Tensor, places: Tensor) -> None:
+        super().__init__()
+        self.laid, self.places, self.bias = laid, places, layer.bias
+        self.in_features = layer.weight.shape[1]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (outputs, inputs) again: a copy."""
+        panels = self.laid if self.laid.ndim == 3 else self.laid.transpose(2, 3).flatten(1, 2)
+        panel, place = self.places // PANEL, self.places % PANEL
+        return panels[panel, : self.in_features, place]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Program:
+    """The operations of a model over the keys and values in `cache`.
+
+    release: the model keeps no copy of the weights that are laid out. It computes as before, and
+    slowly, because it must put each weight together.
+    """
+
+    def __init__(self, model: Any, cache: KernelCache, release: bool = False) -> None:
         if type(model) not in BUILDERS:
             raise library.NoKernels(f"The kernels do not know a {type(model).__name__}.")
         self.model, self.cache, self.config = model, cache, model.config
@@ -112,6 +136,8 @@ class Program:
             )
         self.library = cache.library(self.dtype)
         self.kept: list[Tensor] = []  # what operations point to
+        named = model.named_modules() if release else ()
+        self.names = {layer: name for name, layer in named if type(layer) is nn.Linear}
         self.operations: list[Operation] = []
         self.places: list[dict[str, Any]] = []  # the buffers of each, by name, and where in them
         self.buffers: dict[str, Tensor] = {}
@@ -181,9 +207,19 @@ class Program:
         if bias is not None:
             padding = -len(bias) % PANEL
             bias = torch.cat((bias, bias.new_zeros(padding)))
-        operation = Operation(LINEAR, wanted)
+        operation, packed = Operation(LINEAR, wanted), self.keep(lay_out(weights, self.dtype))
+        places = torch.arange(outputs)
+        if way == GATED:
+            half = PANEL // 2
+            gates = places // half * PANEL + places % half
+            places = torch.cat((gates, gates + half))
+        sizes = [len(layer.weight) for layer in layers]
+        for layer, own in zip(layers, places.split(sizes), strict=True):
+            if layer in self.names:
+                laid = Laid(layer, self.kept[-1], own)
+                self.model.set_submodule(self.names.pop(layer), laid)
         operation.of.linear = Linear(
-            weights=self.keep(lay_out(weights, self.dtype)),
+            weights=packed,
             bias=self.vector(bias),
             inputs=weights[0].shape[1],
             outputs=outputs,
@@ -268,21 +304,10 @@ class Program:
         sines: Tensor | None = None,
     ) -> None:
         """Run `operations`, those of the program or some of them, over what is in the buffers."""
-        failed = self.library.step(
-            operations,
-            ctypes.c_int64(len(operations)),
-            ctypes.byref(attention.call),
-            ctypes.c_int64(len(attention.shares)),
-            ctypes.c_int64(len(attention.items)),
-            ctypes.c_void_p(None if cosines is None else cosines.data_ptr()),
-            ctypes.c_void_p(None if sines is None else sines.data_ptr()),
-            ctypes.c_void_p(rows.data_ptr()),
-            ctypes.c_int64(len(attention.order)),
-            ctypes.c_int64(len(rows)),
-            library.parallel_for(),
-        )
-        if failed:
-            raise RuntimeError(f"torch_parallel_for failed with {failed}")
+        lists = ctypes.byref(attention.call), len(attention.shares), len(attention.items)
+        given = map(library.address, (cosines, sines, rows))
+        counts = len(attention.order), len(rows)
+        library.call(self.library.step, operations, len(operations), *lists, *given, *counts)
 
 
 def _gpt2(p: Program, model: Any) -> None:

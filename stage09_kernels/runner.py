@@ -15,11 +15,12 @@ from .program import Program
 
 
 class KernelRunner:
-    """Runs passes of `model` over the keys and values in `cache`, as stage 04's Runner does."""
+    """Runs passes of `model` over the keys and values in `cache`, as stage 04's Runner does.
+    release: see Program."""
 
-    def __init__(self, model: Any, cache: KernelCache) -> None:
+    def __init__(self, model: Any, cache: KernelCache, release: bool = False) -> None:
         self.cache, self.config = cache, model.config
-        self.program = Program(model, cache)
+        self.program = Program(model, cache, release)
         self.unused = getattr(model, "unused", None)
 
     def move(self, moves: Sequence[Any]) -> None:

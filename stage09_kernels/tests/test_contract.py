@@ -16,8 +16,9 @@ from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import SHAPES
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.runner import KernelRunner
+from stage09_kernels.sample import draw
 
-KERNELS: dict[str, Any] = {"make_cache": KernelCache, "make_runner": KernelRunner}
+KERNELS: dict[str, Any] = {"make_cache": KernelCache, "make_runner": KernelRunner, "draw": draw}
 
 
 @pytest.fixture(scope="module", autouse=True, params=["gpt2", *SHAPES])

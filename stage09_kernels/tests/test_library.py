@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from shared import linear
+from shared.checkpoint import Checkpoint, random_tensors
 from shared.config import Config
 from shared.course.testing import random_checkpoint
 from shared.errors import UserError
@@ -18,9 +20,10 @@ from stage01_forward.params import SamplingParams
 from stage05_paged.cache import PagedCache
 from stage06_serving.__main__ import choose
 from stage06_serving.settings import parse
-from stage09_kernels import library
+from stage09_kernels import library, trial
 from stage09_kernels.cache import SIZES, SOURCE, KernelCache
 from stage09_kernels.make import make
+from stage09_kernels.program import Laid
 from stage09_kernels.runner import KernelRunner
 
 SMALL = Config(11, 64, 32, 1, 2)
@@ -84,6 +87,20 @@ def test_layers_that_were_packed_before_are_unpacked():
     before = KernelRunner(model, KernelCache(model.config, 4)).run(*given).clone()
     linear.optimize(model, "packed")
     assert torch.equal(before, KernelRunner(model, KernelCache(model.config, 4)).run(*given))
+
+
+@pytest.mark.parametrize("config", trial.SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_released_model_has_its_weights_in_panels_alone(config, dtype):
+    model = load_model(Checkpoint(config, random_tensors(config)), dtype=dtype)
+    linears = {name for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    before = {name: model.get_submodule(name).weight.clone() for name in linears}
+    given, caches = ([1, 2, 3], [([2], 0, 3)], [2]), [KernelCache(config, 4, dtype=dtype)] * 2
+    first, second = (KernelRunner(model, cache, release=True).run(*given) for cache in caches)
+    assert torch.equal(first, second) and linears
+    for name in linears:
+        assert type(model.get_submodule(name)) is Laid
+        assert torch.equal(model.get_submodule(name).weight, before[name])
 
 
 def test_large_pages_hold_the_same_numbers():
