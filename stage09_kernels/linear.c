@@ -125,8 +125,8 @@ static void finish(const struct linear *l, int64_t panel, int64_t row, real *sum
 static void panels(int64_t first, int64_t last, void *context) {
     const struct linear *l = context;
     sums_of sums[MOST];
-    for (int64_t panel = first; panel < last; panel++)
-        for (int64_t row = 0; row < l->rows; row += MOST) {
+    for (int64_t row = 0; row < l->rows; row += MOST)
+        for (int64_t panel = first; panel < last; panel++) {
             const weight *w = l->weights + panel * l->steps * STEP;
             int64_t count = l->rows - row < MOST ? l->rows - row : MOST;
             for (int64_t i = 0; i < count; i++)

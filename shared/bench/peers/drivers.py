@@ -39,6 +39,7 @@ def ours(folder: Path, dtype: str, threads: int, stage: str) -> Answer:
     options: dict[str, Any] = {"max_sequences": SEQUENCES, "token_budget": BUDGET}
     if hasattr(offer, "LINEAR"):
         options["insist"] = True  # the kernels, or an error
+    options |= getattr(offer, "ALONE", {})
     pool = BlockPool(TOKENS // BLOCK, BLOCK)
     engine = offer.make(model, pool=pool, prefix_caching=False, **options)
 

@@ -1,4 +1,4 @@
-"""Ours behind HTTP beside another engine's server: many streams at once."""
+"""Ours behind HTTP beside another engine's server, many streams at once; and ours without HTTP."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from .install import ENGINES, HOME, OLDER, OURS, python
 from .process import STARTING, Driver, Failures
 
 WHERE = "served"  # for failures
+OFFLINE = f"{OURS}, without HTTP"
 POLL = 0.2  # seconds between two looks whether a server is ready
 
 
@@ -92,6 +93,14 @@ def once(url: str, asks: list[Ask], load: Load) -> dict[str, Any]:
     return {"seconds": point.duration}
 
 
+def offline(driver: Driver, asks: list[Ask], load: Load) -> dict[str, Any]:
+    """The requests that are measured by the engine alone, as many at a time as there are users."""
+    prompts: list[Any] = [ask.prompt for ask in asks[-load.requests :]]
+    starts = range(0, len(prompts), load.users)
+    runs = [driver.ask(prompts[at : at + load.users], load.answer) for at in starts]
+    return {"seconds": sum(run["seconds"] for run in runs)}
+
+
 def run(plan: Any, place: Path, dtype: str, failures: Failures) -> kit.Group:
     """All servers in turn: the seconds that all requests took."""
     load, config = plan.load, kit.families.presets()[plan.model]
@@ -103,8 +112,16 @@ def run(plan: Any, place: Path, dtype: str, failures: Failures) -> kit.Group:
         name: partial(ours, name, plan.model, dtype, load) for name in (OURS, OLDER)
     }
     servers["vLLM"] = partial(vllm, place, dtype, torch.get_num_threads(), load)
-    ways = {}
+    ways: dict[str, Any] = {}
     with ExitStack() as stack:
+        if OURS in plan.engines:
+            with failures.named(OFFLINE, WHERE):
+                engine, threads = ENGINES[OURS], torch.get_num_threads()
+                command = engine.command(python(engine, HOME), place, dtype, threads)
+                driver = stack.enter_context(Driver(command, engine.environment(threads)))
+                driver.ready()
+                offline(driver, asks[: load.users], load)  # warms up
+                ways[OFFLINE] = partial(offline, driver, asks, load), driver.process.pid
         for name in [name for name in servers if name in plan.engines]:
             with failures.named(name, WHERE):
                 url, pid = stack.enter_context(servers[name]())

@@ -152,7 +152,7 @@ def test_a_whole_measurement_names_who_did_not_take_part(
     (failed,) = content["results"]["failed"]
     assert failed["engine"] == "lost" and "no_such_driver" in failed["reason"]
     (group,) = content["results"]["served"]
-    assert list(group["seconds"]) == [OURS] and len(group["seconds"][OURS]) == 2
+    assert list(group["seconds"]) == [served.OFFLINE, OURS] and len(group["seconds"][OURS]) == 2
     tables = BENCHMARK.tables(content)
     assert not any("nan" in text for text in tables.values())
     assert lines(tables["entrants"])[-1] == ["lost", "", "0 of 0", f"float32: {failed['reason']}"]
