@@ -1,9 +1,9 @@
 /* Linear layers over weights that were laid out once, when the model was loaded.
 
    The outputs are cut into panels of 64. A panel has its weights input by input, 64 numbers each,
-   so that a product reads memory forwards. Up to 6 rows share what is read. Their sums stay in
-   registers, and each is made input by input, in order: the bits of a row do not depend on the rows
-   beside it.
+   so that a product reads memory forwards, a piece of a panel at a time: all rows take it from the
+   first cache, up to 6 of them by one reading, and meanwhile the next piece comes from memory. The
+   sums of a row are made input by input, in order: its bits do not depend on the rows beside it.
 
    In bfloat16 two inputs are beside each other, which is what the instruction for bfloat16 products
    takes (AVX512-BF16). It rounds x to bfloat16 as well, and takes subnormal numbers for 0. */
@@ -23,13 +23,9 @@
 #define STEP PANEL
 #endif
 #define LINE (64 / WEIGHT) /* numbers in a cache line */
-#ifndef PIECE
 #define PIECE 128 /* steps at a time: 32 KiB of weights, which stay in the first cache */
-#endif
-#ifndef MOST
-#define MOST 64 /* rows at a time, whose sums stay there too */
-#endif
-#define ROWS 6
+#define MOST 64  /* rows at a time: their x stays in the second */
+#define ROWS 6   /* rows at a time in registers */
 #define VECTORS (PANEL / LANES)
 #if BYTES == 32 || defined(__SSE2__) && BYTES == 16
 #define WIDE 2 /* vectors of outputs at a time: the sums of ROWS rows fill 16 registers */

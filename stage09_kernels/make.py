@@ -19,7 +19,7 @@ from .trial import why_not as why_not
 
 log = logging.getLogger(__name__)
 LINEAR = "plain"  # for --linear: this stage lays the weights out itself
-ALONE = {"release": True}  # for `make`, in a program that has no other use for the model
+ALONE = {"release": True}  # for `make`, in a program that computes with this engine alone
 
 
 def make(
