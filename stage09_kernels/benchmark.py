@@ -60,7 +60,7 @@ STARTED = 150 * 7.5e-6  # seconds to start the operators of a step, as the lesso
 class Sizes(kit.Plan):
     models: tuple[str, ...] = ("gpt2", SMOL)
     rows: tuple[int, ...] = (1, 8, 32)
-    contexts: tuple[int, ...] = (128, 256, 1008)
+    contexts: tuple[int, ...] = (128, 256, 1000)
     prompt: int = 512
     counts: tuple[int, ...] = (1, 8, 32, 512)  # rows of a product
     requests: tuple[int, ...] = (1, 8, 32)
