@@ -44,7 +44,8 @@ def draw(requests: Sequence[Request], logits: Tensor, eos_ids: Sequence[int]) ->
     if rows:
         scores = logits if len(rows) == len(logits) else logits[rows]
         ids[rows] = tokens(scores, [requests[row] for row in rows])
-    found = [(r, id, None) for r, id in zip(requests, ids.tolist(), strict=True) if id >= 0]
+    pairs = zip(requests, ids.tolist(), strict=True)
+    found: list[Sampled] = [(request, id, None) for request, id in pairs if id >= 0]
     left = np.flatnonzero(ids < 0).tolist()
     if left:
         found += engine.draw([requests[row] for row in left], logits[left], eos_ids)
