@@ -202,8 +202,8 @@ def test_a_runner_in_another_process():
 
 def test_a_step_may_propose_several_tokens_and_take_some_back():
     """Speculation: drafts are computed beside the newest token; rejected ones leave no trace."""
-    engine = make(the_model(), pool=BlockPool(40, 4))
-    runner, scheduler = engine.runner, engine.scheduler
+    engine = make(the_model(), pool=BlockPool(40, 4), sanitize=True)
+    runner, scheduler, sanitizer = engine.runner, engine.scheduler, engine.observers[-1]
     asked = {request.id: request for request in (ask(engine, n, 20) for n in (5, 9, 14))}
     want = {id: answer(len(asked[id].output.prompt_ids), 20) for id in asked}
     steps = 0
@@ -214,6 +214,7 @@ def test_a_step_may_propose_several_tokens_and_take_some_back():
             request.drafts = [*right, (right[-1] + 1) % 101] if done and done < 17 else []
         plan: Plan = scheduler.schedule()
         runner.move(plan.moves)
+        sanitizer.before(plan)
         best: list[int] = runner.run(*plan.tokens()).argmax(-1).tolist()
         row = 0
         scheduler.advance(plan)
@@ -228,6 +229,7 @@ def test_a_step_may_propose_several_tokens_and_take_some_back():
             scheduler.tables[request].shrink(request.verified)
             if len(request.output.token_ids) == 20:
                 engine.abort(request.id)
+        sanitizer.after(plan)
         steps += 1
     assert {id: request.output.token_ids for id, request in asked.items()} == want
     assert steps < 12  # of 20 tokens: three at a time

@@ -332,6 +332,23 @@ def test_without_chunks_a_recompute_longer_than_the_budget_still_runs():
     assert shares == [("a", 0, 8, False), ("a", 8, 5, True), ("a", 13, 1, True)]
 
 
+def test_without_chunks_the_rest_of_a_long_recompute_does_not_starve():
+    """Newcomers of one token must not take what is left of every budget."""
+    options = {"token_budget": 4, "chunked": False, "prefix_caching": False}
+    scheduler, (request,) = queue("a4", 60, answer=50, max_sequences=4, **options)
+    for _ in range(4):
+        step(scheduler)
+    preempt(scheduler, request)
+    before = len(request.output.token_ids)
+    for _ in range(10):
+        ask(scheduler, 1, "newcomer", answer=3)
+        step(scheduler)
+        for other in list(scheduler.running):
+            if other.id == "newcomer" and len(other.output.token_ids) == 3:
+                scheduler.finish(other)
+    assert len(request.output.token_ids) > before
+
+
 def test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_was():
     scheduler, (a, b, c) = three_that_fill_the_pool(swap_blocks=5)
     blocks = list(scheduler.tables[c].blocks)
@@ -383,6 +400,21 @@ def test_what_can_still_be_found_is_shared_and_not_copied_back():
     assert [move for move in plan.moves if move.kind == "in"] == [Move("in", partial, mine[2])]
     assert compute(scheduler, plan) == [("one", 15, 1, True), ("two", 10, 1, True)]
     assert scheduler.swap_pool.owned == 0
+
+
+def test_a_hit_beyond_what_was_swapped_is_left_alone():
+    """Another request has computed more of the same: still the swapped tokens come back."""
+    scheduler = scheduler_of(20, swap_blocks=5, token_budget=6, max_sequences=2)
+    two = ask(scheduler, PROMPT[:20], "two")
+    step(scheduler)
+    preempt(scheduler, two)
+    one = ask(scheduler, PROMPT[:19], "one")
+    scheduler.waiting.reverse()
+    scheduler.max_sequences = 1
+    while one.remaining > 1 or not one.output.token_ids:
+        step(scheduler)
+    scheduler.max_sequences = 2
+    assert step(scheduler)[1] == ("two", 6, 5, False)
 
 
 @pytest.mark.parametrize("room", [1, 5])
@@ -445,3 +477,23 @@ def test_a_child_with_other_tokens_than_its_parent_shares_nothing():
     step(scheduler)
     ask(scheduler, [1, *PROMPT[1:9]], "child", parent=parent)
     assert step(scheduler)[1] == ("child", 0, 9, True)
+
+
+def test_a_sample_that_was_admitted_needs_its_parent_no_more():
+    """Both lose their memory: it does not wait until the parent has computed all of it again."""
+    scheduler = scheduler_of(20, prefix_caching=False)
+    samples = ask_samples(scheduler, 10, "s1", "s2")
+    for _ in range(2):
+        step(scheduler)
+    for request in samples:
+        preempt(scheduler, request)
+    assert step(scheduler) == [("s1", 0, 12, True), ("s2", 0, 11, True)]
+
+
+def test_when_the_first_sample_is_aborted_the_next_one_leads():
+    scheduler = scheduler_of(20, max_sequences=4, token_budget=6)
+    samples = ask_samples(scheduler, 10, "s1", "s2", "s3")
+    assert step(scheduler) == [("s1", 0, 6, False)]
+    scheduler.finish(samples[0])
+    assert step(scheduler) == [("s2", 4, 6, True)]  # the first block can still be found
+    assert step(scheduler) == [("s2", 10, 1, True), ("s3", 9, 1, True)]

@@ -1,7 +1,6 @@
 """Sliding windows in blocks: what no query sees any more is given back, while addresses hold.
 
-That preemption and forks behind a window change no answer is shown by the lives in
-test_contract.py.
+That forks behind a window change no answer is shown by the lives in test_contract.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from stage04_continuous.tests.oracle import ask, assert_answered, finish
 from stage05_paged.blockmap import blockmap
 from stage05_paged.blocks import NOWHERE
 from stage05_paged.sanitizer import SanitizerError
-from stage05_paged.tests.engines import assert_idle, engine_of, evict
+from stage05_paged.tests.engines import assert_idle, engine_of, evict, preempt
 
 from .test_contract import GROUPED
 
@@ -97,6 +96,22 @@ def test_a_hit_shares_the_window_alone_and_needs_the_chain_to_be_found():
         finish(engine)
         assert_answered(first, again)
         evict(engine, 1)  # the fifth block, behind the window of the sixth
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("swap_blocks", [0, 8])
+def test_preemption_behind_the_window(swap_blocks):
+    """Only the blocks that are held are swapped, and they come back to their addresses."""
+    engine = engine_of(size=SIZE, swap_blocks=swap_blocks, prefix_caching=False)
+    request = ask(engine, 20, 30)
+    for _ in range(12):
+        engine.step()
+    preempt(engine, request)
+    assert len(engine.scheduler.swapped.get(request, [])) == (MOST if swap_blocks else 0)
+    engine.step()
+    assert (engine.steps[-1].prefill_tokens == 0) == bool(swap_blocks)
+    finish(engine)
+    assert_answered(request)
     assert_idle(engine)
 
 
