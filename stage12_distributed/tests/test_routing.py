@@ -127,6 +127,16 @@ def test_routers_that_know_little_do_not_herd():
     assert len(counts) == 8 and max(counts.values()) <= 16
 
 
+def test_one_seed_gives_one_run():
+    """Whatever the addresses of the objects are."""
+    runs = []
+    for seed in (1, 1, 1, 2):
+        routing = fleet(8, seed)
+        prompts = [prompt_of(20 * SIZE, number % 5) for number in range(60)]
+        runs.append([send(routing, prompt).replica.name for prompt in prompts])
+    assert runs[0] == runs[1] == runs[2] != runs[3]
+
+
 def test_without_a_prefix_the_less_busy_of_two_is_chosen():
     routing = fleet(8)
     for seed in range(160):
