@@ -1,5 +1,5 @@
-"""Tests may be coroutines, and servers share a process, as in stage 06."""
+"""Tests may be coroutines, as in stage 06."""
 
-from stage06_serving.tests.conftest import house, pytest_pyfunc_call, slowly
+from stage06_serving.tests.conftest import pytest_pyfunc_call
 
-__all__ = ["house", "pytest_pyfunc_call", "slowly"]
+__all__ = ["pytest_pyfunc_call"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from shared.course import stages
 from shared.server import OwnServer, python
 from shared.tokenizer import Tokenizer
 from stage06_serving.settings import PREFIX
-from stage06_serving.tests.asking import read_metrics
+from stage06_serving.tests.asking import HANG, read_metrics, until
 from stage06_serving.tests.conftest import environment
 from stage06_serving.tests.tools import alone, words
 
@@ -33,7 +32,6 @@ PROMPTS = ("Once upon a time", "The old fox looked at the river", "Every morning
 SERVERS = ("--dtype", "float64", "--linear", "plain", "--threads", "1", "--kv-memory", "32MiB")
 KEY = "for the administrator"
 LONG: dict[str, Any] = {"model": "stories", "temperature": 0, "extra_body": {"ignore_eos": True}}
-SLACK = 60.0  # seconds: a replica has started again long before
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +53,8 @@ def router(folder: Path) -> Iterator[OwnServer]:
 @pytest.fixture(scope="module")
 def client(router: OwnServer) -> Iterator[openai.OpenAI]:
     url = f"{router.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=SLACK) as client:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=HANG) as client:
         yield client
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SLACK
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
 
 
 def about(router: OwnServer) -> dict[str, Any]:
@@ -189,7 +180,7 @@ def test_a_kill_loses_only_what_was_running_there(router, client, kills):
             asked = [PROMPTS[place % 3] for place in range(8)]
             running = [pool.submit(stream, client, each, 150, begun.release) for each in asked]
             for _ in running:
-                assert begun.acquire(timeout=SLACK)
+                assert begun.acquire(timeout=HANG)
             children(router)[number % 2].kill()
             found = [each.result() for each in running]
         lost = {replica for replica, text in found if text is None}
@@ -202,7 +193,7 @@ def test_a_kill_loses_only_what_was_running_there(router, client, kills):
 
 def update(router: OwnServer) -> httpx2.Response:
     url, key = f"{router.url}/admin/update", {"x-admin-key": KEY}
-    return httpx2.post(url, json={}, headers=key, timeout=SLACK, trust_env=False)
+    return httpx2.post(url, json={}, headers=key, timeout=HANG, trust_env=False)
 
 
 def test_an_update_that_fails_changes_nothing(router, client, folder):
@@ -243,5 +234,5 @@ def test_an_update_fails_no_request(router, client):
 def test_replicas_end_with_a_router_that_is_killed(router):
     running = children(router)
     router.process.kill()
-    _, alive = psutil.wait_procs(running, SLACK)
+    _, alive = psutil.wait_procs(running, HANG)
     assert len(running) == 2 and not alive
