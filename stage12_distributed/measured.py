@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx2
@@ -119,3 +120,42 @@ def death_seconds(
         killed = time.perf_counter()
         ended = [each.result() for each in following]
     return [(end - killed, how) for end, how in ended]
+
+
+def ray_seconds(
+    rounds: int = 5, streams: int = 4, tokens: int = 100
+) -> dict[str, list[tuple[float, float]]]:
+    """For both ways to the replicas on Ray, and each of their `streams` streams at a time: seconds
+    to the first event, and for each event after it. Raises UserError without Ray."""
+    from . import serve
+
+    ports = free_ports(2)
+    ways = dict(zip(("direct", "proxy"), ports, strict=True))
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+
+    def follow(port: int) -> tuple[float, float]:
+        started, times = time.perf_counter(), []
+        for _ in events(f"http://127.0.0.1:{port}", tokens):
+            times.append(time.perf_counter())
+        return times[0] - started, (times[-1] - times[0]) / (len(times) - 1)
+
+    try:
+        serve.start(1, *ports, [])
+        with ThreadPoolExecutor(streams) as pool:
+            for number in range(rounds + 1):
+                for way, port in ways.items():
+                    times = list(pool.map(follow, [port] * streams))
+                    if number:  # the first warms both up
+                        found[way] += times
+    finally:
+        serve.stop()
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that no program uses now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

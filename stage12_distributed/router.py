@@ -85,6 +85,7 @@ def create_app(options: Options) -> FastAPI:
                 yield
             finally:
                 state.loading.cancel()
+                await state.relay.drain(options.grace)  # stage 06's server has, Ray's has not
                 await state.pool.stop()
 
     async def load() -> None:

@@ -1,0 +1,131 @@
+"""The application on Ray. `.ci/run` installs Ray and runs these, and not the default run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import httpx2
+import openai
+import psutil
+import pytest
+import torch
+
+from shared.checkpoint import STORIES, load
+from shared.course import stages
+from shared.course.testing import python
+from shared.paths import ROOT
+from shared.tokenizer import Tokenizer
+from stage06_serving.tests.asking import HANG, until
+from stage06_serving.tests.tools import alone, words
+from stage12_distributed import measured
+from stage12_distributed.tests.test_router import LONG, PROMPTS, SERVERS, stream
+
+STAGE = ROOT / "stage12_distributed"
+
+
+def test_without_ray_there_is_one_sentence():
+    code = "import sys; sys.modules['ray'] = None; from shared import cli; "
+    code += "from stage12_distributed.__main__ import main; cli.run(main, ['serve'])"
+    done = python("-c", code)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        "error: Ray is not installed: run `python -m pip install -r "
+        "requirements-distributed.txt`.\n"
+    )
+
+
+def test_nothing_else_imports_ray():
+    found = set()
+    for path in ROOT.glob("s*/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "ray" for name in names) and "tests" not in path.parts:
+                found.add(path.relative_to(STAGE).as_posix())
+    assert found == {"serve.py"}
+
+
+class OnRay:
+    """The application on a Ray of its own."""
+
+    def __init__(self) -> None:
+        self.port, self.ray_port = measured.free_ports(2)
+        self.direct, self.through = (
+            f"http://127.0.0.1:{port}" for port in (self.port, self.ray_port)
+        )
+
+    def ready(self) -> bool:
+        """Both replicas may get requests."""
+        try:
+            found = httpx2.get(f"{self.direct}/health", trust_env=False).json()["replicas"]
+        except httpx2.TransportError:  # the front opens its own port a moment after Ray's
+            return False
+        return [one["ready"] for one in found.values()] == [True, True]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[OnRay]:
+    pytest.importorskip("ray")
+    from stage12_distributed import serve
+
+    made = OnRay()
+    try:
+        serve.start(2, made.port, made.ray_port, list(SERVERS))
+        until(made.ready)
+        yield made
+    finally:
+        serve.stop()
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore")
+class TestOnRay:
+    def test_tokens_are_those_of_the_first_stage(self, cluster):
+        """Past Ray's proxy, and through it."""
+        tokenizer = Tokenizer.from_folder(STORIES)
+        model = stages.load_model(load("stories"), dtype=torch.float64)
+        for url in (cluster.direct, cluster.through):
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+                for prompt in PROMPTS:
+                    ids = alone(model, tokenizer.encode(prompt), words(24))
+                    assert stream(client, prompt, 24, bool)[1] == tokenizer.decode(ids)
+                names = {stream(client, PROMPTS[0] * 9, 4, bool)[0] for _ in range(3)}
+                assert len(names) == 1  # where its blocks are
+
+    def test_ray_tells_nobody(self, cluster):
+        from ray._common.usage import usage_lib
+
+        assert not usage_lib.usage_stats_enabled()
+
+    def test_a_server_that_dies_is_replaced(self, cluster):
+        """What runs there ends with an error, and the next request finds the other one."""
+        servers = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if "stage12_distributed.child" in process.cmdline()
+        ]
+        assert len(servers) == 2
+        servers[0].kill()
+        url = f"{cluster.direct}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=HANG) as client:
+            for _ in range(4):
+                text = client.completions.create(prompt=PROMPTS[0], max_tokens=4, **LONG)
+                assert text.choices[0].text
+            until(cluster.ready)
+
+    @pytest.mark.parametrize("name", ["serve.yaml", "rayservice.yaml"])
+    def test_the_files_for_clusters_are_valid(self, name):
+        pytest.importorskip("ray")
+        import yaml
+        from ray.serve.schema import ServeDeploySchema
+
+        from stage12_distributed import serve
+
+        config = yaml.safe_load((STAGE / name).read_text(encoding="utf-8"))
+        if "spec" in config:
+            config = yaml.safe_load(config["spec"]["serveConfigV2"])
+        (application,) = ServeDeploySchema.model_validate(config).applications
+        assert application.import_path == "stage12_distributed.serve:build"
+        assert {one.name for one in application.deployments} == {"Engine", "Front"}
+        assert serve.build(application.args).__class__.__name__ == "Application"
