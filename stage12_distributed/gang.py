@@ -195,7 +195,7 @@ class Gang:
         self.workers: list[Any] = []
         self._condition = threading.Condition()  # held during a pass
         self._closed = False
-        self._cache: list[int] = []  # the order that makes the caches
+        self.cache: Any = None  # rank 0's
         self._folder: Any = None
         self.peers, self.digest, self.linear = take_part(setup, self.model, 0)
         # Measured once, and not by all ranks beside each other.
@@ -229,11 +229,14 @@ class Gang:
 
     def hold(self, cache: PagedCache) -> None:
         """Give every rank a cache like rank 0's `cache`, in place of the one before."""
-        swapped = cache.swapped.shape[3]
-        number = DTYPES.index(cache.kv.dtype)
-        self._cache = [CACHE, cache.blocks, cache.block_size, swapped, number]
+        self.cache = cache
         with self.passing():
-            give(self.peers, self._cache)
+            self._order_cache()
+
+    def _order_cache(self) -> None:
+        cache, number = self.cache, DTYPES.index(self.cache.kv.dtype)
+        swapped = cache.swapped.shape[3]
+        give(self.peers, [CACHE, cache.blocks, cache.block_size, swapped, number])
 
     def close(self) -> None:
         """End the other ranks for good."""
@@ -266,8 +269,8 @@ class Gang:
                 pipe.send_bytes(b"connect")
             if self.setup.ranks > 1:
                 self.peers.connect(file, self.setup.timeout, self.device)
-                if self._cache:
-                    give(self.peers, self._cache)
+                if self.cache is not None:
+                    self._order_cache()
         except BaseException:
             self._end()
             raise
@@ -349,6 +352,8 @@ class GangRunner:
         last pass."""
         if not ids:
             return self._runner.run(ids, shares, rows)
+        if self.gang.cache is not self.cache:
+            raise ValueError("another engine was made on these ranks, and has their caches")
         try:
             with self.gang.passing(self._epoch):
                 self._epoch, moves, self._moves = self.gang.epoch, self._moves, []
