@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from stage04_continuous import engine
 from stage04_continuous.request import Request
 from stage09_kernels.sample import draw, tokens
 
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.7, "top_k": 5},
     {"temperature": 1.0, "top_p": 0.9},
