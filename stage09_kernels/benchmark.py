@@ -355,7 +355,7 @@ def attention_rate(variant: str) -> rows.Column:
 
 
 WHY = {
-    "products": "the first rows wait for memory, the others for arithmetic; little overlaps",
+    "products": "the first rows of a piece wait for memory; sums are put away after each piece",
     "head": "as for the other products",
     "attention": "memory rests while a softmax runs, and where a block begins on another page",
     "norms": "they stay in the processor's cache; threads must meet",
