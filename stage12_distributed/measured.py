@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx2
@@ -129,8 +129,8 @@ def ray_seconds(
     to the first event, and for each event after it. Raises UserError without Ray."""
     from . import serve
 
-    ports = free_ports(2)
-    ways = dict(zip(("direct", "proxy"), ports, strict=True))
+    direct, proxy = free_ports(2)
+    ways = {"direct": direct, "proxy": proxy}
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
 
     def follow(port: int) -> tuple[float, float]:
@@ -140,7 +140,8 @@ def ray_seconds(
         return times[0] - started, (times[-1] - times[0]) / (len(times) - 1)
 
     try:
-        serve.start(1, *ports, [])
+        serve.start(1, direct, proxy, [])
+        wait_for(f"http://127.0.0.1:{direct}/ready")
         with ThreadPoolExecutor(streams) as pool:
             for number in range(rounds + 1):
                 for way, port in ways.items():
@@ -150,6 +151,17 @@ def ray_seconds(
     finally:
         serve.stop()
     return found
+
+
+def wait_for(url: str) -> None:
+    """Until it answers with status 200. Raises TimeoutError after LIMIT seconds."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        with suppress(httpx2.TransportError):
+            if httpx2.get(url, trust_env=False).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"{url} was not ready after {LIMIT:g} s")
 
 
 def free_ports(count: int) -> list[int]:

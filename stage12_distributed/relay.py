@@ -92,7 +92,7 @@ def size(fields: Any) -> tuple[Sequence[int], int, int]:
     finds the same beginnings: texts that begin alike have tokens that begin alike.
     """
     if "messages" in fields:
-        prompts: list[Any] = [json.dumps(fields["messages"])]
+        prompts: Any = [json.dumps(fields["messages"])]
     else:
         given = fields.get("prompt") or fields.get("text") or ""
         one = isinstance(given, str) or isinstance(given[0], int)
