@@ -22,10 +22,6 @@ def watch() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def main(argv: list[str] | None = None) -> int:
-    threading.Thread(target=watch, daemon=True).start()
-    return server.main(argv)
-
-
 if __name__ == "__main__":
-    cli.run(main)
+    threading.Thread(target=watch, daemon=True).start()
+    cli.run(server.main)

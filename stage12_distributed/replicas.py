@@ -228,14 +228,6 @@ class Pool:
 
     # ---- drain and update -----------------------------------------------------------------------
 
-    def named(self, name: str) -> Backend:
-        """Raises UserError if there is none."""
-        if name not in self.backends:
-            raise UserError(
-                f"There is no replica '{name[:80]}': choose one of {', '.join(self.backends)}."
-            )
-        return self.backends[name]
-
     async def drain(self, backend: Backend, grace: float) -> bool:
         """Send it nothing more, and wait for what is in flight; whether that has ended in time."""
         backend.draining = True
@@ -245,10 +237,6 @@ class Pool:
             while replica.requests and asyncio.get_running_loop().time() < end:
                 await asyncio.sleep(POLL)
         return replica is None or not replica.requests
-
-    async def resume(self, backend: Backend) -> None:
-        backend.draining = False
-        await self.check(backend)
 
     async def update(self, grace: float) -> int:
         """Replace the processes one by one, the new one first; returns their number.

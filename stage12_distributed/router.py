@@ -159,14 +159,16 @@ def create_app(options: Options) -> FastAPI:
         if action == "update":
             return {"updated": await pool.update(options.grace)}
         try:
-            backend = pool.named((await request.json())["replica"])
+            backend = pool.backends[(await request.json())["replica"]]
         except (ValueError, KeyError, TypeError):
-            raise ApiError(400, 'Send {"replica": NAME}.', "replica") from None
+            names = ", ".join(pool.backends)
+            raise ApiError(400, f'Send {{"replica": NAME}}, one of {names}.', "replica") from None
         if action == "drain":
             return {"drained": await pool.drain(backend, options.grace)}
         if action != "resume":
             raise ApiError(404, "The actions are update, drain and resume.")
-        await pool.resume(backend)
+        backend.draining = False
+        await pool.check(backend)
         return {"ready": backend.ready}
 
     return app

@@ -191,6 +191,15 @@ def test_a_kill_loses_only_what_was_running_there(router, client, kills):
     until(lambda: all_ready(router) and idle(router))
 
 
+@pytest.mark.slow
+def test_a_replica_that_hangs_is_started_again(router, client):
+    hangs = children(router)[0]
+    hangs.suspend()
+    found = [stream(client, prompt, 4, bool)[1] for prompt in PROMPTS * 2]  # some wait for its end
+    until(lambda: not hangs.is_running() and all_ready(router))
+    assert any(found) and stream(client, PROMPTS[0], 4, bool)[1]
+
+
 def update(router: OwnServer) -> httpx2.Response:
     url, key = f"{router.url}/admin/update", {"x-admin-key": KEY}
     return httpx2.post(url, json={}, headers=key, timeout=HANG, trust_env=False)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import openai
 from aiohttp import web
 
 from stage06_serving.__main__ import Server, configure, listen
@@ -30,7 +29,6 @@ class Routed:
     url: str
     pool: Pool
     relay: Relay
-    client: openai.AsyncOpenAI
     http: aiohttp.ClientSession
     server: Server
 
@@ -51,30 +49,24 @@ class Routed:
             body = await response.text() if stream else await response.json()
             return response.status, response.headers, body
 
-    async def get(self, path: str) -> Any:
-        async with self.http.get(self.url + path) as response:
+    async def get(self, path: str, **headers: str) -> Any:
+        async with self.http.get(self.url + path, headers=headers) as response:
             return await response.json()
 
 
 @asynccontextmanager
 async def routed(*urls: str, **options: Any) -> AsyncIterator[Routed]:
-    """A router before these addresses, or before processes of its own."""
+    """A router before these addresses."""
     made = Options(urls, **options)
     app, loaded = router.create_app(made), asyncio.Event()
     with listen("127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         server = Server(configure(app), app, made.grace, loaded.set)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
-        waiting = asyncio.create_task(loaded.wait())
-        await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            waiting.cancel()
-            app.state.loading.result()  # raises what went wrong
-        key = next(iter(made.keys), "none")
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=SLACK)
         try:
-            async with aiohttp.ClientSession() as http, client:
-                yield Routed(url, app.state.pool, app.state.relay, client, http, server)
+            await asyncio.wait_for(loaded.wait(), SLACK)
+            async with aiohttp.ClientSession() as http:
+                yield Routed(url, app.state.pool, app.state.relay, http, server)
         finally:
             server.should_exit = True
             await asyncio.wait_for(serving, SLACK)
@@ -86,7 +78,6 @@ class Plain:
 
     answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
     models: bytes = b'{"data": [{"id": "mock"}]}'
-    status: int = 200  # of /ready
     slow: float = 0.0  # seconds that /ready takes
     requests: int = 0
     running: int = 0
@@ -95,7 +86,7 @@ class Plain:
 
     async def ready(self, request: web.Request) -> web.Response:
         await asyncio.sleep(self.slow)
-        return web.json_response({}, status=self.status)
+        return web.json_response({})
 
     async def listed(self, request: web.Request) -> web.Response:
         return web.Response(body=self.models)
