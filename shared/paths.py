@@ -7,13 +7,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def discover() -> list[str]:
+def discover(root: Path | None = None) -> list[str]:
     """The stage packages in reading order: ["stage01_forward", "stage02_kv_cache", ...].
 
     A stage with a file DRAFT.md is being written, and left out.
     """
     return sorted(
         folder.name
-        for folder in ROOT.glob("stage[0-9][0-9]_*")
+        for folder in (root or ROOT).glob("stage[0-9][0-9]_*")
         if (folder / "__init__.py").exists() and not (folder / "DRAFT.md").exists()
     )

@@ -7,18 +7,19 @@ against `transformers`' logits, the engine's tokens against `transformers`' toke
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
+from torch.testing import assert_close
 
-from shared import cli, measure
+from shared import charts, cli, measure
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, first, gain, ms
-from shared.peers import transformers_model
+from shared.peers import transformers_batch, transformers_model
 from shared.roofline import forward_cost, naive_costs
 
 from .attention import Recompute, explicit_attention, fused_attention
@@ -26,23 +27,14 @@ from .engine import Engine
 from .model import GPT2, load_model
 
 OURS, PLAIN, PEER = "ours", "ours, plain", "transformers"
-# Largest difference of logits from transformers' in float32; bfloat16 keeps 8 bits.
-LOGIT_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+# The largest difference from transformers' logits in float32; bfloat16 keeps 8 bits.
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
-@dataclass(frozen=True)
-class Sizes(kit.Plan):
-    models: tuple[str, ...] = ("gpt2", "stories")
-    lengths: tuple[int, ...] = (1, 8, 32, 128, 512, 1023)
-    attention: tuple[int, ...] = (16, 64, 256, 1024)
-    prompt: int = 5
-    answer: int = 50
-    profiled: int = 64
-    repeats: int = 5
-    generation_repeats: int = 2
-
-
-FULL = Sizes()
+FULL = kit.plan(  # lengths are in tokens
+    models=("gpt2", "stories"), lengths=(1, 8, 32, 128, 512, 1023), attention=(16, 64, 256, 1024),
+    repeats=5, prompt=5, answer=50, generation_repeats=2, profiled=(1, 64, 8),
+)  # fmt: skip
 QUICK = kit.quick(FULL)
 
 
@@ -51,70 +43,49 @@ def last_logits(model: GPT2, ids: list[int]) -> torch.Tensor:
     return model.logits(hidden[-1])
 
 
-@torch.inference_mode()
-def prove_logits(model: GPT2, peer: Any, ids: list[int]) -> float:
-    """The largest difference from `peer`'s float32 logits. Raises AssertionError above the
-    bound."""
-    theirs = peer(torch.tensor([ids])).logits[0, -1]
-    difference = float((last_logits(model, ids).float() - theirs).abs().max())
-    if difference > (bound := LOGIT_BOUND[model.dtype]):
-        raise AssertionError(
-            f"{kit.label(model.dtype)} logits differ from transformers' by {difference}, over "
-            f"{bound}"
-        )
-    return difference
-
-
-def forward(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """One forward pass over T tokens, logits for the last: packed, plain, and `transformers`."""
+def forward(subject: Subject, plan: Any) -> Iterator[Group]:
+    """One forward pass over T tokens, logits for the last: packed, plain, and `transformers`. The
+    packed model's are proved by those of `transformers` in float32."""
     peer, reference = subject.peer("sdpa"), transformers_model(subject.shape, torch.float32)
     plain = load_model(subject.shape, dtype=subject.dtype)
     for length in plan.lengths:
         (ids,) = subject.prompts([length], "forward")
-        difference = prove_logits(subject.model, reference, ids)
         ways = {
             OURS: partial(last_logits, subject.model, ids),
             PLAIN: partial(last_logits, plain, ids),
             PEER: partial(peer, torch.tensor([ids]), use_cache=False, logits_to_keep=1),
         }
         with torch.inference_mode():
+            wanted = reference(torch.tensor([ids])).logits[0, -1]
+            assert_close(ways[OURS]().float(), wanted, rtol=0, atol=CLOSE[subject.dtype])
             taken = measure.alternate(ways, plan.repeats)
-        yield {"context": length, "difference": difference, "seconds": taken}
+        yield {"context": length, "seconds": taken}
 
 
-def attention(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """Attention alone, one layer: written out and fused."""
+def attention(subject: Subject, plan: Any) -> Iterator[Group]:
+    """Attention alone, one layer: written out and fused, which must agree."""
     heads, size = subject.config.n_head, subject.config.head_dim
     for length in plan.attention:
         generator = torch.Generator().manual_seed(length)
         qkv = torch.randn(3, heads, length, size, generator=generator).to(subject.dtype)
-        ways = {
-            "explicit": partial(explicit_attention, *qkv),
-            "fused": partial(fused_attention, *qkv),
-        }
-        difference = float((ways["explicit"]() - ways["fused"]()).abs().max())
-        scores = heads * length * length * subject.dtype.itemsize
+        explicit, fused = partial(explicit_attention, *qkv), partial(fused_attention, *qkv)
+        assert_close(explicit(), fused(), rtol=0, atol=CLOSE[subject.dtype])
         with torch.inference_mode():
+            ways = {"explicit": explicit, "fused": fused}
             taken = measure.alternate(ways, plan.repeats, warmup=2)
-        yield {"context": length, "bytes": scores, "difference": difference, "seconds": taken}
+        scores = heads * length * length * subject.dtype.itemsize
+        yield {"context": length, "bytes": scores, "seconds": taken}
 
 
-def generation(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def generation(subject: Subject, plan: Any) -> Iterator[Group]:
     """Tokens one after the other, each computed from scratch: this engine, and `transformers`
     without its cache. Its tokens are proved by ours."""
-    engines = {
-        OURS: Engine(subject.model),
-        PEER: kit.Peer.static(subject.peer("sdpa"), use_cache=False),
-    }
-    lengths = [(plan.prompt, plan.answer)]
+    model = subject.peer("sdpa")
+    peer = kit.Peer(lambda prompts, n: transformers_batch(model, prompts, max(n), use_cache=False))
+    engines, lengths = {OURS: Engine(subject.model), PEER: peer}, [(plan.prompt, plan.answer)]
     group, runs = kit.compare(subject, engines, lengths, plan.generation_repeats, "generation")
     group["proof"][PEER] = subject.prove(runs[PEER].outputs[-1])
     yield group
-
-
-def profile(subject: Subject, plan: Sizes) -> list[Group]:
-    run = partial(Engine(subject.model).generate, subject.prompts([plan.profiled], "profile"))
-    return [kit.profiled(subject, "", partial(run, kit.greedy(8)))]
 
 
 def limit(row: Row) -> float:
@@ -124,20 +95,19 @@ def limit(row: Row) -> float:
 
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts, for GPT-2 in float32."""
-    forwards = first("forward")(results)
-    one, *_, last = forwards
+    one, few, some, *_, last = (row.of(OURS) for row in first("forward")(results))
+    for row, what, why in (
+        (one, "one token", "a product of one row reads at about half of the bandwidth"),
+        (last, f"{last['context']:,} tokens",
+         "norms, GELU and softmax are not counted; no product reaches the peak"),
+    ):  # fmt: skip
+        yield Claim(f"a pass over {what}", limit(row) * 1e3, row.median * 1e3, "ms", why)
     for row, why in (
-        (one, "a product of one row reads at about half of the bandwidth"),
-        (last, "norms, GELU and softmax are not counted; no product reaches the peak"),
+        (few, "the weights are read once for all"),
+        (some, "a product of few rows reaches neither the bandwidth nor the peak"),
     ):
-        tokens = "one token" if row is one else f"{row['context']:,} tokens"
-        measured = row.of(OURS).median
-        yield Claim(f"a pass over {tokens}", limit(row) * 1e3, measured * 1e3, "ms", why)
-    few = "a product of few rows reaches neither the bandwidth nor the peak"
-    for row, why in zip(forwards[1:3], ("the weights are read once for all", few), strict=False):
         what = f"{row['context']} tokens, over one token"
-        quotient = row.of(OURS).median / one.of(OURS).median
-        yield Claim(what, limit(row) / limit(one), quotient, "x", why)
+        yield Claim(what, limit(row) / limit(one), row.median / one.median, "x", why)
     answer = first("generation")(results)[0].of(OURS)
     least = answer.least(naive_costs(answer.config, answer.kind, answer.lengths))
     what, why = f"{answer.tokens} new tokens", "its passes are short, far from both limits"
@@ -172,20 +142,22 @@ TABLES = rows.tables(
     profile=rows.operators,
     claims=closing(claims),
 )
-BOUND = "machine's limit"
-CHARTS = {
-    "forward": rows.lines(
+
+
+def forward_chart(results: Results) -> Figure:
+    found, bound = first("forward")(results), "machine's limit"
+    drawn = {"transformers": PEER, "plain layers": PLAIN, "packed layers": OURS}
+    values = {name: [1e3 * row.of(at).median for row in found] for name, at in drawn.items()}
+    return charts.lines(
         "Eight tokens in one step cost less than two steps of one token",
-        ("tokens in the step (GPT-2 124M shape, float32)", "milliseconds"),
-        first("forward"),
-        "context",
-        {"transformers": PEER, "plain layers": PLAIN, "packed layers": OURS, BOUND: limit},
-        unit=1e3,
-        dashed=[BOUND],
+        "tokens in the step (GPT-2 124M shape, float32)",
+        "milliseconds",
+        [row["context"] for row in found],
+        values | {bound: [1e3 * limit(row) for row in found]},
+        dashed=[bound],
         log_x=True,
         log_y=True,
     )
-}
 
 
 def headline(results: Results) -> str:
@@ -196,12 +168,15 @@ def headline(results: Results) -> str:
     )
 
 
-ABOUT = "Measures the forward pass and the naive engine on this CPU, after proving them."
 WORK = kit.cases(
-    Case(forward), Case(attention), Case(generation, models=None), Case(profile, dtypes=1)
+    Case(forward),
+    Case(attention),
+    Case(generation, models=None),
+    Case(kit.profile({"": Engine}), dtypes=1),
 )
+CHARTS = {"forward": forward_chart}
+ABOUT = "Measures the forward pass and the naive engine on this CPU, after proving them."
 BENCHMARK = kit.Benchmark("stage01_forward", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(BENCHMARK.main)

@@ -8,14 +8,14 @@ its steps over a long answer runs and is timed, and those between are interpolat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
-from shared import cli, measure
+from shared import charts, cli, measure
 from shared.bench import kit, rows
-from shared.bench.claims import Claim, closing
+from shared.bench.claims import Claim, closing, faster
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, first, median
 from shared.roofline import forward_cost, naive_costs, static_costs
@@ -24,27 +24,16 @@ from stage01_forward.generation import Output
 
 from .engine import Engine
 
-STAGE = "stage02_kv_cache"
 NAIVE, CACHED = "naive", "cached"
 
 
-@dataclass(frozen=True)
-class Sizes(kit.Plan):
-    models: tuple[str, ...] = ("gpt2", "stories")
-    growth: tuple[int, ...] = (200, 500, 1000)  # new tokens after a prompt of 5
-    stride: int = 50  # of the naive steps
-    growth_repeats: tuple[int, int] = (1, 2)  # naive, cached
-    prompts: tuple[int, ...] = (64, 256, 512)
-    answer: int = 25
-    prompt_repeats: tuple[int, int] = (1, 2)
-    null_prompts: tuple[int, ...] = (5, 64, 512)  # before a single token
-    null_repeats: int = 3
-    peers: tuple[tuple[int, int], ...] = ((512, 1), (64, 64))  # prefill, decode
-    peer_repeats: int = 3
-    profiled: tuple[int, int] = (64, 16)
-
-
-FULL = Sizes()
+FULL = kit.plan(
+    models=("gpt2", "stories"),
+    growth=(200, 500, 1000), stride=50,  # new tokens after a prompt of 5; of the naive steps
+    prompts=(64, 256, 512), answer=25, repeats=(1, 2),  # naive, cached
+    null_prompts=(5, 64, 512), null_repeats=3,  # before a single token
+    profiled=(1, 64, 16),
+)  # fmt: skip
 QUICK = kit.quick(FULL)
 
 
@@ -52,14 +41,11 @@ def engines(subject: Subject) -> dict[str, NaiveEngine | Engine]:
     return {NAIVE: NaiveEngine(subject.model), CACHED: Engine(subject.model)}
 
 
-def named(repeats: tuple[int, int]) -> dict[str, int]:
-    return dict(zip((NAIVE, CACHED), repeats, strict=True))
-
-
-def growth(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def growth(subject: Subject, plan: Any) -> Iterator[Group]:
     """Seconds of every step of the cached engine over a long answer, and of some naive ones."""
     naive, cached = NaiveEngine(subject.model), Engine(subject.model)
     (prompt,), most = subject.prompts([5], "growth"), max(plan.growth)
+    often = dict(zip((NAIVE, CACHED), plan.repeats, strict=True))
     places = [*range(0, most, plan.stride), most - 1]  # tokens generated before the step
     cached.generate([prompt], kit.greedy(2))  # warms up
     outputs: list[Output] = []
@@ -75,34 +61,21 @@ def growth(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
     # The first run has the tokens of the others.
     ways = {CACHED: run_cached, NAIVE: lambda: list(run_naive())}
-    steps = measure.turns(ways, named(plan.growth_repeats), warmup=0)
+    steps = measure.turns(ways, often, warmup=0)
     about = {"prompt": len(prompt), "counts": list(plan.growth), "places": places, "steps": steps}
     yield about | {"proof": [subject.prove([output]) for output in outputs][-1]}
 
 
-def prompts(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def prompts(subject: Subject, plan: Any) -> Iterator[Group]:
+    often = dict(zip((NAIVE, CACHED), plan.repeats, strict=True))
     for length in plan.prompts:
-        lengths, often = [(length, plan.answer)], named(plan.prompt_repeats)
-        yield kit.compare(subject, engines(subject), lengths, often)[0]
+        yield kit.compare(subject, engines(subject), [(length, plan.answer)], often)[0]
 
 
-def null(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def null(subject: Subject, plan: Any) -> Iterator[Group]:
     """A single token: nothing was kept yet that could help."""
     for length in plan.null_prompts:
         yield kit.compare(subject, engines(subject), [(length, 1)], plan.null_repeats)[0]
-
-
-def peers(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    for lengths in plan.peers:
-        yield kit.beside_peers(subject, Engine(subject.model), [lengths], plan.peer_repeats)
-
-
-def profile(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    prompt, count = plan.profiled
-    titles = {NAIVE: "Before, the naive engine", CACHED: "After, with the cache"}
-    for name, engine in engines(subject).items():
-        run = partial(engine.generate, subject.prompts([prompt], "profile"), kit.greedy(count))
-        yield kit.profiled(subject, titles[name], run)
 
 
 def predicted(row: Row) -> float:
@@ -122,21 +95,6 @@ def counted(results: Results, **where: str) -> Iterator[Row]:
             yield Row(results, {**row.group, **more})
 
 
-def step_times(results: Results) -> Iterator[dict[str, float]]:
-    """Seconds of a step by its place in the answer, and at least; of the cached engine those of the
-    steps around it."""
-    (row, *_) = first("growth")(results)
-    for number, place in enumerate(row["places"]):
-        past, around = row["prompt"] + place, slice(max(place - 12, 1), place + 13)
-        yield {
-            "place": place,
-            NAIVE: median(run[number] for run in row["steps"][NAIVE]),
-            CACHED: median(taken for run in row["steps"][CACHED] for taken in run[around]),
-            "limit, naive": row.least([forward_cost(row.config, row.kind, past)]),
-            "limit, cached": row.least([forward_cost(row.config, row.kind, 1, past)]),
-        }
-
-
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts, for GPT-2 in float32."""
     where = {"model": results["growth"][0]["model"], "dtype": "float32"}
@@ -145,9 +103,7 @@ def claims(results: Results) -> Iterator[Claim]:
     null = results.groups("null", **where)[0], "the control: both do the same work"
     for row, why in (*answers, null):
         tokens = f"{row.tokens:,} tokens" if row.tokens > 1 else "a single token"
-        naive, cached = row.of(NAIVE), row.of(CACHED)
-        limits = predicted(naive) / predicted(cached)
-        yield Claim(f"gain over {tokens}", limits, naive.median / cached.median, "x", why)
+        yield faster(f"gain over {tokens}", row, (NAIVE, CACHED), predicted, why)
     cached, why = answers[-1][0].of(CACHED), "a product of one row reads at half of the bandwidth"
     least = cached.tokens / predicted(cached)
     yield Claim("decoding with the cache", least, cached.rate.median, "tok/s", why)
@@ -158,51 +114,59 @@ COLUMNS: dict[str, rows.Column] = {
     "gain (predicted)": rows.gain(NAIVE, predicted, CACHED),
     "same tokens": lambda row: row.of(CACHED).proof,
 }
-GROWTH = "model | new tokens | naive, tok/s | cached, tok/s | gain (predicted) | same tokens"
 PROMPTS = "model | dtype | prompt | naive, ms | cached, ms | gain (predicted) | same tokens"
 TABLES = rows.tables(
     COLUMNS,
     f"""
-    growth: {GROWTH}
-    growth_bfloat16: {GROWTH}
+    growth < counted: model | dtype | new tokens | naive, tok/s | cached, tok/s
+      | gain (predicted) | same tokens
     prompts: {PROMPTS}
     null: {PROMPTS}
-    prefill < peers: dtype | prompt | {rows.PREFILL}
-    decode < decoders: dtype | {rows.DECODE}
     """,
-    growth=partial(counted, dtype="float32"),
-    growth_bfloat16=partial(counted, dtype="bfloat16"),
-    decoders=lambda results: [row for row in results.rows("peers") if row.tokens > 1],
+    counted=counted,
     profile=rows.operators,
     claims=closing(claims),
 )
-LIMITS = ("limit, naive", "limit, cached")
-CHARTS = {
-    "growth": rows.lines(
+
+
+def growth_chart(results: Results) -> Figure:
+    """Of a step by its place in the answer; of the cached engine those of the steps around it."""
+    (row, *_) = first("growth")(results)
+    steps, places = row["steps"], row["places"]
+    around = [slice(max(place - 12, 1), place + 13) for place in places]
+    past = [row["prompt"] + place for place in places]
+    seconds = {
+        NAIVE: [median(run[at] for run in steps[NAIVE]) for at in range(len(places))],
+        CACHED: [median(s for run in steps[CACHED] for s in run[near]) for near in around],
+        "limit, naive": [row.least([forward_cost(row.config, row.kind, n)]) for n in past],
+        "limit, cached": [row.least([forward_cost(row.config, row.kind, 1, n)]) for n in past],
+    }
+    return charts.lines(
         "Without the cache each token costs more than the one before",
-        ("tokens already generated (GPT-2 124M shape, float32)", "milliseconds for the next token"),
-        step_times,
-        "place",
-        {name: name for name in (NAIVE, CACHED, *LIMITS)},
-        unit=1e3,
-        dashed=LIMITS,
+        "tokens already generated (GPT-2 124M shape, float32)",
+        "milliseconds for the next token",
+        places,
+        {name: [1e3 * s for s in each] for name, each in seconds.items()},
+        dashed=("limit, naive", "limit, cached"),
     )
-}
 
 
 def headline(results: Results) -> str:
     row = list(counted(results, model=results["growth"][0]["model"], dtype="float32"))[-1]
-    gain = row.of(NAIVE).median / row.of(CACHED).median
+    gain = row.gain(NAIVE, CACHED)
     return f"{gain:.1f}x the naive engine over {row.tokens} tokens (GPT-2 124M shape, float32)"
 
 
-ABOUT = "Measures the engine with and without KV cache on this CPU, beside transformers."
+PROFILED = {"Before, the naive engine": NaiveEngine, "After, with the cache": Engine}
 WORK = kit.cases(
-    Case(growth, models=None), Case(prompts, models=None), Case(null), Case(peers),
-    Case(profile, dtypes=1),
-)  # fmt: skip
-BENCHMARK = kit.Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
-main = BENCHMARK.main
+    Case(growth, models=None),
+    Case(prompts, models=None),
+    Case(null),
+    Case(kit.profile(PROFILED), dtypes=1),
+)
+CHARTS = {"growth": growth_chart}
+ABOUT = "Measures generation with and without KV cache on this CPU."
+BENCHMARK = kit.Benchmark("stage02_kv_cache", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(BENCHMARK.main)

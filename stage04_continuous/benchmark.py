@@ -7,8 +7,8 @@ had (slots times steps), the share that computed for a request which was still t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from shared.bench.claims import Claim, closing, faster
 from shared.bench.forecast import CONTINUOUS as OURS
 from shared.bench.forecast import STATIC, costs, least, pass_cost, simulate
 from shared.bench.kit import Case, Group, Lengths, Subject
-from shared.bench.rows import Results, Row, is_peer, median, percentile
+from shared.bench.rows import Results, Row, is_peer, percentile
 from shared.peers import TransformersContinuous
 from stage03_batching.engine import Engine as StaticEngine
 
@@ -34,27 +34,15 @@ from .scheduler import Scheduler
 WHOLE = "whole"  # a prompt that is not cut into chunks
 
 
-@dataclass(frozen=True)
-class Sizes(kit.Crowd):
-    """Win: the crowd. Null, and beside transformers: as many equal requests as slots. Lose: a long
-    prompt arrives among neighbours that are in the middle of their answers."""
-
-    slots: int = 24
-    equal_slots: tuple[int, ...] = (8, 32)
-    equal: tuple[int, int] = (16, 32)
-    equal_repeats: tuple[int, int] = (2, 1)  # of this stage, of the others
-    neighbours: int = 8
-    neighbours_prompt: int = 64
-    before: int = 24  # tokens of each neighbour before the long prompt arrives
-    after: int = 64
-    long_prompt: int = 900
-    long_answer: int = 8
-    chunks: tuple[int, ...] = (64, 128, 256)
-    chunk_repeats: int = 2
-    gantt: tuple[int, int] = (16, 200)  # slots and steps of the winning run that are drawn
-
-
-FULL = Sizes()
+# Win: the crowd. Null, and beside transformers: as many equal requests as slots. Lose: a long
+# prompt arrives among neighbours that are in the middle of their answers.
+FULL = kit.plan(
+    kit.Crowd, slots=24,
+    equal_slots=(8, 32), equal=(16, 32), equal_repeats=(2, 1),  # of this stage, of the others
+    neighbours=8, neighbours_prompt=64, before=24, after=64,  # tokens of each beside the newcomer
+    long_prompt=900, long_answer=8, chunks=(64, 128, 256), chunk_repeats=2,
+    gantt=(16, 200),  # slots and steps of the winning run that are drawn
+)  # fmt: skip
 QUICK = kit.quick(FULL)
 
 
@@ -78,14 +66,14 @@ def side_by_side(
         return kit.compare(subject, engines, lengths, often, like=OURS, **about)
 
 
-def equal(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def equal(subject: Subject, plan: Any) -> Iterator[Group]:
     """Equal requests, one for each slot."""
     for slots in plan.equal_slots:
         budget = slots * plan.equal[0]
         yield side_by_side(subject, [plan.equal] * slots, slots, budget, plan.equal_repeats)[0]
 
 
-def win(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def win(subject: Subject, plan: Any) -> Iterator[Group]:
     """Answers of very different lengths; and what the slots did, for the chart."""
     lengths, (slots, steps) = plan.crowd, plan.gantt
     group, runs = side_by_side(subject, lengths, plan.slots, plan.budget, plan.repeats)
@@ -94,7 +82,7 @@ def win(subject: Subject, plan: Sizes) -> Iterator[Group]:
     yield group | {"gantt": {"slots": slots, "steps": steps, "bars": drawn}}
 
 
-def arrive(subject: Subject, plan: Sizes, engine: Engine) -> Group:
+def arrive(subject: Subject, plan: Any, engine: Engine) -> Group:
     """A long prompt arrives while its neighbours decode: seconds between their tokens before and
     after that, and until its own first token.
 
@@ -130,7 +118,7 @@ def chunk_scheduler(plan: Mapping[str, Any], chunk: str) -> Scheduler:
     return Scheduler(slots, budget, max_chunk=int(chunk))
 
 
-def chunking(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def chunking(subject: Subject, plan: Any) -> Iterator[Group]:
     own = plan.neighbours_prompt + 1 + plan.before + plan.after
     most = max(plan.long_prompt + plan.long_answer, own)
     shared = runner(subject, plan.neighbours + 1, most)
@@ -142,24 +130,23 @@ def chunking(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
 
 def arrival(row: Row) -> tuple[float, float]:
-    """Least seconds of the longest pass that the long prompt causes, and to its first token."""
+    """Least milliseconds of the longest pass that the long prompt causes, and to its first
+    token."""
     plan = row.results.plan
-    count, before, long_prompt = (plan[key] for key in ("neighbours", "before", "long_prompt"))
-    crowd = [(0, plan["neighbours_prompt"], 1 + before + plan["after"])] * count
-    newcomer = (1 + before, long_prompt, plan["long_answer"])
-    passes = simulate(chunk_scheduler(plan, row.variant), [*crowd, newcomer]).passes
-    seconds = [
-        row.least([pass_cost(row.config, row.kind, parts)])
-        for parts in passes
-        if any(part.request == count and part.cached < long_prompt for part in parts)
+    count, before, length = (plan[key] for key in ("neighbours", "before", "long_prompt"))
+    neighbour = (0, plan["neighbours_prompt"], 1 + before + plan["after"])
+    arrivals = [neighbour] * count + [(1 + before, length, plan["long_answer"])]
+    taken = [
+        1e3 * row.least([pass_cost(row.config, row.kind, parts)])
+        for parts in simulate(chunk_scheduler(plan, row.variant), arrivals)
+        if any(part.request == count and part.cached < length for part in parts)
     ]
-    return max(seconds), sum(seconds)
+    return max(taken), sum(taken)
 
 
-def chunked(results: Results, **where: str) -> list[Row]:
+def chunked(results: Results) -> list[Row]:
     """The neighbours alone, and beside a long prompt by its chunks."""
-    found = results.groups("chunking", **where)
-    return [row for group in found for row in (group, *group.variants)]
+    return [row for group in results.groups("chunking") for row in (group, *group.variants)]
 
 
 def chunk_name(row: Row) -> str:
@@ -167,14 +154,10 @@ def chunk_name(row: Row) -> str:
     return names.get(row.variant, f"chunks of {row.variant}")
 
 
-def gap(share: float) -> Callable[[Row], float]:
+def gap(row: Row, share: float) -> float:
     """A percentile of the milliseconds between a neighbour's tokens, in all runs."""
-
-    def value(row: Row) -> float:
-        runs = row["after"] if row.variant else sum(row["before"].values(), [])
-        return 1e3 * percentile(sum(runs, []), share)
-
-    return value
+    runs = row["after"] if row.variant else sum(row["before"].values(), [])
+    return 1e3 * percentile(sum(runs, []), share)
 
 
 def occupancy(row: Row) -> float:
@@ -192,15 +175,13 @@ COLUMNS = rows.limits_of(least) | {
     "over stage 03 (predicted)": rows.gain(STATIC, least),
     "same tokens": lambda row: row.alike(OURS, "stage 04"),
     "long prompt": chunk_name,
-    "ITL p50, ms": lambda row: f"{gap(0.5)(row):,.1f}",
-    "p99, ms": lambda row: f"{gap(0.99)(row):,.1f}",
+    "ITL p50, ms": lambda row: f"{gap(row, 0.5):,.1f}",
+    "p99, ms": lambda row: f"{gap(row, 0.99):,.1f}",
     "max, ms (limit)": lambda row: (
-        f"{gap(1)(row):,.1f}" + (f" ({arrival(row)[0] * 1e3:,.1f})" if row.variant else "")
+        f"{gap(row, 1):,.1f}" + (f" ({arrival(row)[0]:,.1f})" if row.variant else "")
     ),
     "its first token, limit, ms": lambda row: (
-        f"{rows.milliseconds(row['seconds'], 0)}, {arrival(row)[1] * 1e3:,.0f}"
-        if row.variant
-        else ""
+        f"{rows.milliseconds(row['seconds'], 0)}, {arrival(row)[1]:,.0f}" if row.variant else ""
     ),
     "tokens proved": lambda row: row.proof if row.variant else "",
 }
@@ -211,44 +192,37 @@ def crowd(results: Results) -> Row:
     return results.groups("win")[0]
 
 
-def at_once(results: Results) -> Row:
-    """The null control with the most slots, in float32."""
-    return results.groups("equal", dtype="float32")[-1]
-
-
-def steps_by_hand(found: Results) -> float:
-    """Static over continuous, were no slot ever empty."""
-    row = crowd(found)
-    longest = max(answer for _, answer in row.lengths)
-    return len(costs(row.of(STATIC))) / max(longest, row.tokens / row["slots"])
-
-
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts, for GPT-2 in float32."""
-    row = crowd(results)
-    static, ours = row.of(STATIC), row.of(OURS)
-    steps = len(costs(static)) / len(costs(ours)), static["passes"] / ours["passes"], "x"
-    why = "by hand no slot is ever empty, but the last long answers begin late and leave a tail"
-    what = "steps of the crowd, static over continuous"
-    yield Claim(what, *steps, why, steps_by_hand(results))
+    row, pair = crowd(results), (STATIC, OURS)
+    static, ours = map(row.of, pair)
+    longest = max(answer for _, answer in row.lengths)
+    full = max(longest, row.tokens / row["slots"])  # steps, were no slot ever empty
+    yield Claim(
+        "steps of the crowd, static over continuous",
+        len(costs(static)) / len(costs(ours)), static["passes"] / ours["passes"], "x",
+        "by hand no slot is ever empty, but the last long answers begin late and leave a tail",
+        by_hand=len(costs(static)) / full,
+    )  # fmt: skip
     yield faster(
-        "seconds of the crowd, static over continuous", row, (STATIC, OURS), least,
+        "seconds of the crowd, static over continuous", row, pair, least,
         "only the steps are saved: one with fewer rows took as long as stage 03's, because it "
         "attends in several calls a layer and not in one",
     )  # fmt: skip
     what, why = "the same for equal answers, all at once", "nothing to refill: the runs differ more"
-    yield faster(what, at_once(results), (STATIC, OURS), least, why)
+    yield faster(what, results.groups("equal", dtype="float32")[-1], pair, least, why)
     pieces, *_, whole = results.groups("chunking", dtype="float32")[0].variants
-    for long, first, what, why in (
-        (whole, False, "longest gap of a neighbour, long prompt run whole",
+    for row, what, why in (
+        (whole, "long prompt run whole",
          "a prefill reaches some 70 % of the best rate of a product"),
-        (pieces, False, "longest gap of a neighbour, chunks of 64",
+        (pieces, "chunks of 64",
          "products of 70 rows reach less of that rate, and a chunk attends, through a mask, to all "
          "chunks before it"),
-        (pieces, True, "first token of the long prompt, chunks of 64", "the same in all its steps"),
     ):  # fmt: skip
-        taken = median(long["seconds"]) * 1e3 if first else gap(1)(long)
-        yield Claim(what, arrival(long)[first] * 1e3, taken, "ms", why)
+        what = f"longest gap of a neighbour, {what}"
+        yield Claim(what, arrival(row)[0], gap(row, 1), "ms", why)
+    what, why = "first token of the long prompt, chunks of 64", "the same in all its steps"
+    yield Claim(what, arrival(pieces)[1], pieces.median * 1e3, "ms", why)
 
 
 TABLES = rows.tables(
@@ -278,31 +252,18 @@ def gantt_chart(results: Results) -> Figure:
 
 
 def headline(results: Results) -> str:
-    ours, static = crowd(results).of(OURS), crowd(results).of(STATIC)
+    row = crowd(results)
+    static, ours = (occupancy(row.of(name)) for name in (STATIC, OURS))
     return (
-        f"{static.median / ours.median:.1f}x static batching where answers differ in length: "
-        f"{occupancy(ours):.0%} of the slots in use instead of {occupancy(static):.0%} "
-        f"(GPT-2 124M shape, {ours['dtype']})"
+        f"{row.gain(STATIC, OURS):.1f}x static batching where answers differ in length: "
+        f"{ours:.0%} of the slots in use instead of {static:.0%} (GPT-2 124M shape, {row['dtype']})"
     )
 
 
 ABOUT = "Measures continuous batches on this CPU, beside static ones and those of transformers."
+CHARTS = {"gantt": gantt_chart}
 WORK = kit.cases(Case(equal), Case(win, dtypes=1), Case(chunking))
-CHARTS = {
-    "gantt": gantt_chart,
-    "chunking": rows.bars(
-        lambda found: (
-            f"In chunks, a prompt of {found[0].results.plan['long_prompt']} tokens holds its "
-            "neighbours up less"
-        ),
-        ("milliseconds between tokens (GPT-2 124M shape, float32)",),
-        partial(chunked, dtype="float32"),
-        chunk_name,
-        {"p50": gap(0.5), "p99": gap(0.99), "max": gap(1)},
-    ),
-}
 BENCHMARK = kit.Benchmark("stage04_continuous", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(BENCHMARK.main)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count as counting
 from typing import Any
@@ -23,8 +22,8 @@ from tqdm import tqdm
 from shared import charts, cli, measure
 from shared.bench import forecast, kit, rows
 from shared.bench.claims import Claim, closing, faster
-from shared.bench.forecast import CONTINUOUS, Part, Watch
-from shared.bench.kit import Case, Group, Lengths, Subject
+from shared.bench.forecast import CONTINUOUS, Part, simulate
+from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, median
 from shared.measure import Summary, summarize
 from stage01_forward.generation import Output
@@ -49,40 +48,27 @@ RECOMPUTE, SWAP, FOUND = "recompute", "swap", "recompute, own blocks cached"
 DRAWN = 48  # blocks on the map: more would be thinner than a number
 
 
-@dataclass(frozen=True)
-class Sizes(kit.Crowd):
-    """The memory is in tokens. Win: the crowd. Null: requests that fill a context each. Lose: the
-    gather."""
-
-    models: tuple[str, ...] = ("gpt2", "stories")
-    memory: int = 4096  # the same for all; a contiguous engine makes whole contexts of it
-    block_size: int = 16
-    null: tuple[int, int, int] = (6, 960, 64)  # requests, prompt, answer
-    null_repeats: int = 2
-    rows: tuple[int, ...] = (1, 32)
-    contexts: tuple[int, ...] = (64, 128, 256, 512, 1008)
-    sizes: tuple[int, ...] = (1, 8, 16, 32, 128)
-    sized: int = 256  # context of the most rows where the block size varies
-    gather_repeats: int = 5
-    system: int = 512  # tokens that all prompts share, and what each has of its own
-    own: int = 32
-    prefix_repeats: int = 3
-    preempted: tuple[int, ...] = (32, 128, 512, 960)
-    plain_steps: int = 3
-    preemption_repeats: int = 2
-    frames: int = 150  # passes of the winning run on the map of the blocks
-
-
-FULL = Sizes()
+# The memory is in tokens: a contiguous engine makes whole contexts of it. Win: the crowd. Null:
+# requests that fill a context each. Lose: the gather.
+FULL = kit.plan(
+    kit.Crowd, models=("gpt2", "stories"), memory=4096, block_size=16,
+    null=(6, 960, 64), null_repeats=2,  # requests, prompt, answer
+    rows=(1, 32), contexts=(64, 128, 256, 512, 1008), gather_repeats=5,
+    sizes=(1, 8, 16, 32, 128), sized=256,  # context of the most rows where the block size varies
+    system=512, own=32, prefix_repeats=3,  # tokens that all prompts share, and that each has
+    preempted=(32, 128, 512, 960), plain_steps=3, preemption_repeats=2,
+    frames=150,  # passes of the winning run on the map of the blocks
+)  # fmt: skip
 QUICK = kit.quick(FULL)
 
 
 # ---- the same memory ----------------------------------------------------------------------------
 
 
-def start_cold(pool: BlockPool) -> None:
-    """Evict all cached blocks of a pool of which none is owned, so that no request finds a block of
-    an earlier one."""
+def start_cold(engine: Engine) -> None:
+    """Evict all cached blocks of an engine without requests, so that none finds a block of an
+    earlier one."""
+    pool = engine.scheduler.pool
     for block in reversed([pool.take() for _ in range(pool.count)]):  # the order stays
         pool.give_back(block)
 
@@ -90,22 +76,26 @@ def start_cold(pool: BlockPool) -> None:
 class Cold:
     """The paged engine in the memory of a plan; every call starts with an empty prefix cache."""
 
-    def __init__(self, subject: Subject, plan: Sizes) -> None:
+    def __init__(self, subject: Subject, plan: Any) -> None:
         pool = BlockPool(plan.memory // plan.block_size, plan.block_size)
         rows, budget = min(pool.count, plan.budget), plan.budget
         self.engine = make(subject.model, pool=pool, max_sequences=rows, token_budget=budget)
         self.runner, self.steps = self.engine.runner, self.engine.steps
 
     def generate(self, prompts: list[list[int]], sampling: Sequence[Any]) -> list[Output]:
-        start_cold(self.engine.scheduler.pool)
+        start_cold(self.engine)
         return self.engine.generate(prompts, sampling)
 
 
-def capacity(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def capacity(subject: Subject, plan: Any) -> Iterator[Group]:
     """Workloads in the same memory, contiguous and paged. "crowded": sequences in a pass, on
     average over those after which others still waited."""
-    slots, blocks = plan.memory // subject.config.n_positions, plan.memory // plan.block_size
-    about: dict[str, Any] = {"slots": slots, "blocks": blocks, "block_size": plan.block_size}
+    about: dict[str, Any] = {
+        "slots": plan.memory // subject.config.n_positions,
+        "blocks": plan.memory // plan.block_size,
+        "block_size": plan.block_size,
+        "budget": plan.budget,
+    }
     requests, *each = plan.null
     loads: dict[str, tuple[Any, dict[str, int]]] = {
         WIN: (plan.crowd, dict(zip((OURS, CONTINUOUS), plan.repeats, strict=True))),
@@ -113,53 +103,43 @@ def capacity(subject: Subject, plan: Sizes) -> Iterator[Group]:
     }
     for case, (lengths, repeats) in loads.items():
         engines = {
-            CONTINUOUS: make_slots(subject.model, slots, token_budget=plan.budget),
+            CONTINUOUS: make_slots(subject.model, about["slots"], token_budget=plan.budget),
             OURS: Cold(subject, plan),
         }
-        group, runs = kit.compare(
-            subject, engines, lengths, repeats, budget=plan.budget, case=case, **about
-        )
+        group, runs = kit.compare(subject, engines, lengths, repeats, case=case, **about)
         group |= {"crowded": {}, "preemptions": {}}
-        for name in repeats:
-            steps = runs[name].steps[-1]
-            crowds = [step.rows for step in steps if step.waiting]
-            group["crowded"][name] = sum(crowds) / len(crowds) if crowds else 0.0
-            group["preemptions"][name] = sum(getattr(step, "preempted", 0) for step in steps)
+        for name, run in runs.items():
+            crowds = [step.rows for step in run.steps[-1] if step.waiting]
+            group["crowded"][name] = sum(crowds) / max(len(crowds), 1)
+            preempted = (getattr(step, "preempted", 0) for step in run.steps[-1])
+            group["preemptions"][name] = sum(preempted)
         yield group
 
 
-def in_blocks(count: int, size: int, budget: int, lengths: Lengths) -> Watch:
-    """What this stage's scheduler plans of some requests, with a pool."""
-    pool = BlockPool(count, size)
-    scheduler = Scheduler(pool, min(count, budget), budget)
-    return forecast.simulate(scheduler, lengths, lambda: pool.owned * size)
+def waste(subject: Subject, plan: Any) -> Iterator[Group]:
+    """Tokens reserved and used in all passes of the winning case, with memory for all requests: by
+    the schedulers alone, without a model."""
+    context, lengths = subject.config.n_positions, plan.crowd
+    passes = simulate(SlotScheduler(plan.requests, plan.budget), lengths)
+    parts = [part for each in passes for part in each]
+    used = sum(part.cached + part.count for part in parts)
+
+    def owned(size: int) -> int:
+        pool, blocks = BlockPool(plan.requests * -(-context // size), size), list[int]()
+        scheduler = Scheduler(pool, min(pool.count, plan.budget), plan.budget)
+        simulate(scheduler, lengths, lambda: blocks.append(pool.owned))
+        return size * sum(blocks)
+
+    found = {
+        "contiguous, whole context": context * len(parts),
+        "contiguous, exact length known": sum(sum(lengths[p.request]) - 1 for p in parts),
+        **{f"paged, blocks of {size}": owned(size) for size in plan.sizes},
+    }
+    for name, reserved in found.items():
+        yield {"name": name, "memory": [reserved, used]}
 
 
-def in_slots(count: int, size: int, budget: int, lengths: Lengths) -> Watch:
-    """What stage 04's plans, with slots of `size` tokens; 0: each for just its request."""
-    scheduler = SlotScheduler(count, budget)
-
-    def reserved() -> int:
-        running = scheduler.running
-        return sum(size or len(one.prompt_ids) + one.sampling.max_tokens - 1 for one in running)
-
-    return forecast.simulate(scheduler, lengths, reserved)
-
-
-def waste(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """Tokens reserved and used in the winning case with memory for all requests: by the schedulers
-    alone, without a model."""
-    context, lengths, found = subject.config.n_positions, plan.crowd, {}
-    for name, size in (("whole context", context), ("exact length known", 0)):
-        found[f"contiguous, {name}"] = in_slots(plan.requests, size, plan.budget, lengths)
-    for size in plan.sizes:
-        count = plan.requests * -(-context // size)
-        found[f"paged, blocks of {size}"] = in_blocks(count, size, plan.budget, lengths)
-    for name, watch in found.items():
-        yield {"name": name, "memory": watch.memory}
-
-
-def block_map(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def block_map(subject: Subject, plan: Any) -> Iterator[Group]:
     """What each block held after each of the first passes of the winning case: [state, passes]
     pairs, a list a block."""
     engine = Cold(subject, plan).engine
@@ -176,36 +156,33 @@ def block_map(subject: Subject, plan: Sizes) -> Iterator[Group]:
 # ---- what the gather costs ----------------------------------------------------------------------
 
 
-class Pair:
-    """A contiguous cache and a paged one that hold the same `context` tokens of each of `count`
-    sequences, the blocks shuffled. `contiguous` and `paged` are a decode pass over them."""
-
-    def __init__(self, subject: Subject, count: int, context: int, size: int) -> None:
-        config, dtype = subject.config, subject.dtype
-        held = SlotCache(config, count, context + 1, dtype)
-        held.kv.normal_(generator=torch.Generator().manual_seed(0))
-        each = -(-(context + 1) // size)  # blocks of a sequence
-        self.cache = PagedCache(config, count * each, size, dtype=dtype)
-        order = list(range(count * each))
-        random.Random("blocks").shuffle(order)
-        self.tables = [order[row * each : (row + 1) * each] for row in range(count)]
-        for row, blocks in enumerate(self.tables):
-            lines = pad(held.kv[:, :, row], (0, 0, 0, each * size - context - 1))
-            self.cache.kv[:, :, :, blocks] = lines.unflatten(3, (each, size))
-        ids, every = [row % config.vocab_size for row in range(count)], range(count)
-        slots = [(row, context, 1) for row in every]
-        self.shares = [(table, context, 1) for table in self.tables]
-        self.contiguous = partial(Runner(subject.model, held).run, ids, slots, every)
-        self.paged = partial(Runner(subject.model, self.cache).run, ids, self.shares, every)
-
-    @property
-    def gathered(self) -> int:
-        """Bytes that a paged pass copies together, in all layers: counted, not worked out."""
-        tiles = self.cache.extend(self.shares).tiles
-        return len(self.cache.kv) * sum(tile.target.nbytes for tile in tiles)
+def pair(subject: Subject, count: int, context: int, size: int) -> tuple[dict[str, Any], int]:
+    """A decode pass over `count` sequences of `context` tokens: in a contiguous cache, and in
+    shuffled blocks that hold the same. And the bytes that the second copies together, in all
+    layers: counted, not worked out."""
+    config, dtype = subject.config, subject.dtype
+    held = SlotCache(config, count, context + 1, dtype)
+    held.kv.normal_(generator=torch.Generator().manual_seed(0))
+    each = -(-(context + 1) // size)  # blocks of a sequence
+    paged = PagedCache(config, count * each, size, dtype=dtype)
+    order = list(range(count * each))
+    random.Random("blocks").shuffle(order)
+    tables = [order[row * each : (row + 1) * each] for row in range(count)]
+    for row, blocks in enumerate(tables):
+        lines = pad(held.kv[:, :, row], (0, 0, 0, each * size - context - 1))
+        paged.kv[:, :, :, blocks] = lines.unflatten(3, (each, size))
+    ids, every = [row % config.vocab_size for row in range(count)], range(count)
+    slots = [(row, context, 1) for row in every]
+    shares = [(table, context, 1) for table in tables]
+    ways = {
+        "contiguous": partial(Runner(subject.model, held).run, ids, slots, every),
+        "paged": partial(Runner(subject.model, paged).run, ids, shares, every),
+    }
+    copied = sum(tile.target.nbytes for tile in paged.extend(shares).tiles)
+    return ways, len(paged.kv) * copied
 
 
-def gather(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def gather(subject: Subject, plan: Any) -> Iterator[Group]:
     """A decode pass over equal sequences, contiguous and paged: of several contexts, and with
     blocks of several sizes."""
     wanted = [(count, context, plan.block_size) for count in plan.rows for context in plan.contexts]
@@ -213,21 +190,19 @@ def gather(subject: Subject, plan: Sizes) -> Iterator[Group]:
     for count, context, size in wanted + [(max(plan.rows), plan.sized, size) for size in sizes]:
         needed = 2 * count * context * subject.config.kv_bytes_per_token(subject.dtype)
         if needed > free_memory() / 2:
-            what = f"{count} sequences of {context} tokens take {needed / 1e9:.1f} GB"
-            tqdm.write(f"note: {what} in two caches: left out")
+            tqdm.write(f"note: {count} sequences of {context} tokens: left out, no memory")
             continue
-        pair = Pair(subject, count, context, size)
-        ways = {"contiguous": pair.contiguous, "paged": pair.paged}
-        proof = kit.prove(pair.contiguous().float(), pair.paged().argmax(-1), subject.dtype)
+        ways, copied = pair(subject, count, context, size)
+        proof = kit.prove(ways["contiguous"]().float(), ways["paged"]().argmax(-1), subject.dtype)
         seconds = measure.alternate(ways, plan.gather_repeats)
-        about = {"rows": count, "context": context, "block_size": size, "bytes": pair.gathered}
+        about = {"rows": count, "context": context, "block_size": size, "bytes": copied}
         yield {**about, "seconds": seconds, "proof": proof}
 
 
 # ---- prefixes and preemption --------------------------------------------------------------------
 
 
-def prefix(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def prefix(subject: Subject, plan: Any) -> Iterator[Group]:
     """Seconds to a request's first token, with and without a beginning that is cached already."""
     length, numbers = plan.system + plan.own, counting()
     (system,) = subject.prompts([plan.system], "system")
@@ -237,7 +212,7 @@ def prefix(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
     def first_token(name: str) -> dict[str, Any]:
         engine = engines[name != FRESH_OFF]
-        start_cold(engine.scheduler.pool)
+        start_cold(engine)
         if name == HIT:
             engine.generate([system + subject.prompts([plan.own], "earlier")[0]], kit.greedy(1))
         begin = system if name in (MISS, HIT) else []
@@ -255,7 +230,7 @@ def prefix(subject: Subject, plan: Sizes) -> Iterator[Group]:
     yield about | kit.by_variant(measure.turns(ways, plan.prefix_repeats))
 
 
-def preemption(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def preemption(subject: Subject, plan: Any) -> Iterator[Group]:
     """What it costs a request to lose its memory, at several lengths."""
     context, size = subject.config.n_positions, plan.block_size
     options: dict[str, Any] = {"max_sequences": 1, "token_budget": context, "preemption": SWAP}
@@ -278,7 +253,7 @@ def preempt(subject: Subject, engine: Engine, context: int, steps: int, way: str
     scheduler = engine.scheduler
     scheduler.preemption = SWAP if way == SWAP else RECOMPUTE
     scheduler.prefix_caching = way == FOUND
-    start_cold(scheduler.pool)
+    start_cold(engine)
     (prompt,) = subject.prompts([context - steps], "preempted")
     request = engine.add(Request(prompt, kit.greedy(steps + 2)))
     engine.step()
@@ -306,7 +281,7 @@ def gathered(row: Row, parts: Sequence[Part]) -> int:
     return blocks * block_bytes(row.config, row.kind, size)
 
 
-def pass_seconds(row: Row, parts: Sequence[Part], gathers: bool) -> float:
+def pass_seconds(row: Row, parts: Sequence[Part], gathers: bool = True) -> float:
     """The least seconds for a pass. A gather adds the time of reading what it copies: nothing
     computes meanwhile, and attention then reads the copy from the processor's cache."""
     seconds = row.least([forecast.pass_cost(row.config, row.kind, parts)])
@@ -318,59 +293,26 @@ def pass_times(row: Row) -> list[float]:
     """The least seconds of each pass of a row's engine for its workload."""
     if row.variant != OURS:
         return [row.least([cost]) for cost in forecast.costs(row)]
-    watch = in_blocks(row["blocks"], row["block_size"], row["budget"], row.lengths)
-    return [pass_seconds(row, parts, True) for parts in watch.passes]
+    pool = BlockPool(row["blocks"], row["block_size"])
+    scheduler = Scheduler(pool, min(pool.count, row["budget"]), row["budget"])
+    return [pass_seconds(row, parts) for parts in simulate(scheduler, row.lengths)]
 
 
 def least(row: Row) -> float:
     return sum(pass_times(row))
 
 
-# ---- tables and charts --------------------------------------------------------------------------
-
-
-def most_rows(row: Row) -> int:
-    return max(rows for rows, _ in row["rows"])
-
-
-def unused(row: Row) -> float:
-    """The share of what was reserved that was not used."""
-    reserved, used = row["memory"]
-    return 1 - used / reserved
-
-
-def win(results: Results) -> Row:
-    return results.groups("capacity", case=WIN)[0]
-
-
-def null(results: Results) -> Row:
-    return results.groups("capacity", case=NULL)[0]
-
-
 def overhead(row: Row) -> float:
     """Paged over contiguous, as predicted."""
     parts = [Part(number, row["context"], 1) for number in range(row["rows"])]
-    return pass_seconds(row, parts, True) / pass_seconds(row, parts, False)
-
-
-def ratios(row: Row) -> Summary:
-    """Paged over contiguous, of the pairs that ran side by side."""
-    taken = zip(row["seconds"]["paged"], row["seconds"]["contiguous"], strict=True)
-    return summarize([one / other for one, other in taken])
-
-
-def crowded_step(found: Results) -> Row:
-    """The most sequences, at the context in the middle, in float32."""
-    every = found.groups("gather", dtype="float32", block_size=found.plan["block_size"])
-    crowded = [row for row in every if row["rows"] == every[-1]["rows"]]
-    return crowded[len(crowded) // 2]
+    return pass_seconds(row, parts) / pass_seconds(row, parts, gathers=False)
 
 
 def first_token_limit(row: Row) -> float:
     """Least seconds to the first token, with what the prefix cache holds."""
     system = row["system"]
     cached, new = (system, row["own"]) if row.variant == HIT else (0, system + row["own"])
-    return pass_seconds(row, [Part(0, cached, new)], True)
+    return pass_seconds(row, [Part(0, cached, new)])
 
 
 def lost(way: str, row: Row, **rates: float) -> float:
@@ -379,26 +321,42 @@ def lost(way: str, row: Row, **rates: float) -> float:
     return 1e3 * float(getattr(cost, way)(row["context"]))
 
 
-def held(row: Row) -> float:
-    """Sequences at once, each with its prompt and half of its answer."""
-    tokens = sum(prompt + answer / 2 for prompt, answer in row.lengths) / row.requests
-    return row["blocks"] / math.ceil(tokens / row["block_size"])
+# ---- tables and charts --------------------------------------------------------------------------
+
+
+def win(results: Results) -> Row:
+    return results.groups("capacity", case=WIN)[0]
+
+
+def most_rows(row: Row) -> int:
+    return max(rows for rows, _ in row["rows"])
+
+
+def ratios(row: Row) -> Summary:
+    """Paged over contiguous, of the pairs that ran side by side."""
+    taken = zip(row["seconds"]["paged"], row["seconds"]["contiguous"], strict=True)
+    return summarize([one / other for one, other in taken])
 
 
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts, for GPT-2 in float32."""
-    crowd, step = win(results), crowded_step(results)
-    pair = CONTINUOUS, OURS
+    crowd, pair, plan = win(results), (CONTINUOUS, OURS), results.plan
     why = "long answers stay longer, so those that run are longer than the average"
     what = "sequences at once in the memory of 4 slots"
-    yield Claim(what, held(crowd), crowd.of(OURS)["crowded"], "", why)
+    tokens = sum(prompt + answer / 2 for prompt, answer in crowd.lengths) / crowd.requests
+    fit = crowd["blocks"] / math.ceil(tokens / crowd["block_size"])
+    yield Claim(what, fit, crowd.of(OURS)["crowded"], "", why)
     yield faster(
         "seconds of the crowd, slots over blocks", crowd, pair, least,
         "a step over four rows reads the weights, at half of its bound; one over many rows "
         "computes, and products of so few rows reach less of the best rate",
     )  # fmt: skip
+    (null,) = results.groups("capacity", case=NULL)
     what, why = "the same where every request fills a slot", "no more fit, and the gather is paid"
-    yield faster(what, null(results), pair, least, why)
+    yield faster(what, null, pair, least, why)
+    where = {"rows": max(plan["rows"]), "block_size": plan["block_size"]}
+    steps = results.groups("gather", dtype="float32", **where)
+    step = steps[len(steps) // 2]  # at the context in the middle
     what = "a step of 32 rows at context 256, blocks over slots"
     why = "without the gather, too, the step is slower than its bound, so the gather is less of it"
     yield Claim(what, overhead(step), ratios(step).median, "x", why)
@@ -413,6 +371,7 @@ def claims(results: Results) -> Iterator[Claim]:
         best = lost(way, one, flops=one.peak, bandwidth=one.bandwidth)
         yield Claim(f"preemption at 512 tokens, {way}", best, 1e3 * one.of(way).median, "ms", why)
 
+
 COLUMNS: dict[str, rows.Column] = {
     "workload": lambda row: f"{row.requests}, {row['case']}",
     "steps (predicted)": lambda row: f"{row['passes']:,} ({len(pass_times(row)):,})",
@@ -425,24 +384,18 @@ COLUMNS: dict[str, rows.Column] = {
     "mean while others wait": "crowded:.1f",
     "mean at once": lambda row: f"{row['busy'] / row['passes']:.1f}",
     "memory is taken": "name",
-    "memory unused": lambda row: f"{unused(row):.1%}",
+    "memory unused": lambda row: f"{1 - row['memory'][1] / row['memory'][0]:.1%}",
     "sequences": "rows",
     "block size": "block_size",
     "paged over contiguous, predicted": lambda row: f"{ratios(row).show(2)}, {overhead(row):.2f}",
     "gathered, MB": lambda row: f"{row['bytes'] / 1e6:,.0f}",
-    "at full bandwidth, ms": lambda row: f"{row['bytes'] / row.bandwidth * 1e3:.1f}",
     "prefix": "variant",
     "TTFT, limit, ms": lambda row: f"{row.ms}, {first_token_limit(row) * 1e3:.1f}",
     "tokens computed": lambda row: f"{median(row['computed']):,.0f}",
-    "found in the cache": lambda row: (
-        f"{1 - median(row['computed']) / (row['system'] + row['own']):.0%}"
-    ),
     "over the first (predicted)": rows.gain(MISS, first_token_limit),
     "recompute, predicted, ms": lambda row: f"{row.of(RECOMPUTE).ms}, {lost(RECOMPUTE, row):.1f}",
     "swap, predicted, ms": lambda row: f"{row.of(SWAP).ms}, {lost(SWAP, row):.1f}",
     "recompute with own blocks cached, ms": lambda row: row.of(FOUND).ms,
-    "computes at, GFLOP/s": lambda row: f"{row['rates']['flops'] / 1e9:,.0f}",
-    "copies at, GB/s": lambda row: f"{row['rates']['bandwidth'] / 1e9:.1f}",
     "tokens proved": lambda row: row.of(FOUND).proof,
 }
 TABLES = rows.tables(
@@ -454,14 +407,13 @@ TABLES = rows.tables(
       | mean at once | preemptions | cache, MB | seconds, limit
     waste: memory is taken | memory unused
     gather: dtype | sequences | context | block size | contiguous, ms | paged, ms
-      | paged over contiguous, predicted | gathered, MB | at full bandwidth, ms | same tokens
-    prefix: model | prefix | TTFT, limit, ms | tokens computed | found in the cache
+      | paged over contiguous, predicted | gathered, MB | same tokens
+    prefix < requests: model | prefix | TTFT, limit, ms | tokens computed
       | over the first (predicted) | same tokens
     preemption: model | context | recompute, predicted, ms | swap, predicted, ms
-      | recompute with own blocks cached, ms | computes at, GFLOP/s | copies at, GB/s
-      | tokens proved
+      | recompute with own blocks cached, ms | tokens proved
     """,
-    prefix=lambda results: results.rows("prefix"),
+    requests=lambda results: results.rows("prefix"),
     claims=closing(claims),
 )
 
@@ -479,41 +431,29 @@ def capacity_chart(results: Results) -> Figure:
 
 
 def blocks_chart(results: Results) -> Figure:
-    blocks = [
-        [state for state, n in runs for _ in range(n)] for runs in results["block_map"][0]["blocks"]
-    ]
+    blocks = results["block_map"][0]["blocks"]
+    drawn = [[state for state, n in runs for _ in range(n)] for runs in blocks[:DRAWN]]
     title = f"Freed blocks go on to the next sequence (the first {DRAWN} of {len(blocks)} blocks)"
-    return picture([list(frame[:DRAWN]) for frame in zip(*blocks, strict=True)], title)
+    return picture(list(map(list, zip(*drawn, strict=True))), title)
 
 
 def headline(results: Results) -> str:
-    ours, base = win(results).of(OURS), win(results).of(CONTINUOUS)
+    ours = win(results).of(OURS)
     return (
         f"in the memory of {ours['slots']} slots, {ours['crowded']:.0f} sequences at once while "
-        f"others wait, and {base.median / ours.median:.1f}x the tok/s (GPT-2 124M shape, "
+        f"others wait, and {ours.gain(CONTINUOUS, OURS):.1f}x the tok/s (GPT-2 124M shape, "
         f"{ours['dtype']})"
     )
 
 
 ABOUT = "Measures paged memory on this CPU, beside the stages before."
+CHARTS = {"capacity": capacity_chart, "blocks": blocks_chart}
 WORK = kit.cases(
     Case(gather),
     *(Case(one, dtypes=1) for one in (capacity, block_map, waste)),
     *(Case(one, models=None, dtypes=1) for one in (prefix, preemption)),
 )
-CHARTS = {
-    "capacity": capacity_chart,
-    "waste": rows.bars(
-        "Small blocks leave hardly any memory unused",
-        ("% of the reserved memory that holds nothing, over all steps",),
-        "waste",
-        "name",
-        {"unused": lambda row: 100 * unused(row)},
-    ),
-    "blocks": blocks_chart,
-}
 BENCHMARK = kit.Benchmark("stage05_paged", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(BENCHMARK.main)

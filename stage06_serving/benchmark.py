@@ -29,9 +29,10 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 import uvicorn
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from shared import cli, measure
+from shared import charts, cli, measure
 from shared.bench import kit, rows
 from shared.bench.kit import Group, Subject
 from shared.bench.rows import Results, Row, median, percentile
@@ -554,17 +555,21 @@ TABLES = rows.tables(
 STREAMS = FULL.most.streams
 
 
-CHARTS = {
-    "http": rows.bars(
+def share_chart(results: Results) -> Figure:
+    groups = results.groups(HTTP)
+    shares = list(map(share, groups))
+    return charts.bars(
         "What is left of the engine's throughput behind HTTP",
-        ("% of the tok/s of the engine alone",),
-        HTTP,
-        lambda row: f"{row['model']}, {row['dtype']}\nstreams: {row['streams']}",
-        {"measured": share},
+        "% of the tok/s of the engine alone",
+        [f"{row['model']}, {row['dtype']}\nstreams: {row['streams']}" for row in groups],
+        {"measured": [found.median for found in shares]},
+        spread={"measured": [(found.low, found.high) for found in shares]},
         limits={"the aim": AIM},
         digits=0,
     )
-}
+
+
+CHARTS = {"http": share_chart}
 
 
 def headline(results: Results) -> str:

@@ -17,9 +17,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
-from shared import checkpoint, cli, measure
+from shared import charts, checkpoint, cli, measure
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing, faster
 from shared.bench.kit import Case, Group, Subject
@@ -250,18 +251,16 @@ TABLES = rows.tables(
     claims=closing(claims),
     published=lambda results: [Row(results, {"model": m, "dtype": "bfloat16"}) for m in PRESETS],
 )
-CHARTS = {
-    "heads": rows.bars(
-        lambda found: (
-            f"Shared keys are read once: a decode step at {found[0]['context']:,} tokens of context"
-        ),
-        ("milliseconds (SmolLM2-135M shape, float32)",),
-        first("heads", context=max(FULL.contexts)),
-        lambda row: f"{row['count']} row{'s' if row['count'] > 1 else ''}",
-        {REPEATED: REPEATED, GROUPED: GROUPED},
-        unit=1e3,
+
+
+def heads_chart(results: Results) -> Figure:
+    found = first("heads", context=max(FULL.contexts))(results)
+    return charts.bars(
+        f"Shared keys are read once: a decode step at {found[0]['context']:,} tokens of context",
+        "milliseconds (SmolLM2-135M shape, float32)",
+        [f"{row['count']} row{'s' if row['count'] > 1 else ''}" for row in found],
+        {name: [1e3 * row.of(name).median for row in found] for name in (REPEATED, GROUPED)},
     )
-}
 
 
 def headline(results: Results) -> str:
@@ -273,6 +272,7 @@ def headline(results: Results) -> str:
     )
 
 
+CHARTS = {"heads": heads_chart}
 ABOUT = "Measures the Llama family on this CPU: grouped heads, rotary positions, RMSNorm."
 WORK = kit.cases(
     Case(heads), Case(pieces), Case(whole, models=None), Case(real, dtypes=1), Case(twin, dtypes=1)

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from shared import cli, linear, measure
+from shared import charts, cli, linear, measure
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
@@ -427,16 +428,18 @@ TABLES = rows.tables(
     claims=closing(claims),
     each=closing(organs),
 )
-CHARTS = {
-    "steps": rows.bars(
+
+
+def steps_chart(results: Results) -> Figure:
+    found = results.groups("steps", model="gpt2", dtype="float32", context=256)
+    names = (PAGED, ATTENTION, KERNELS)
+    values = {name: [1e3 * row.of(name).median for row in found] for name in names}
+    return charts.bars(
         "A decode step: attention in place, then all of it in one call",
-        ("milliseconds (GPT-2 124M shape, float32)",),
-        lambda results: results.groups("steps", model="gpt2", dtype="float32", context=256),
-        lambda row: f"{row['count']} row{'s' if row['count'] > 1 else ''}",
-        {name: name for name in (PAGED, ATTENTION, KERNELS)} | {"machine's limit": bound},
-        unit=1e3,
+        "milliseconds (GPT-2 124M shape, float32)",
+        [f"{row['count']} row{'s' if row['count'] > 1 else ''}" for row in found],
+        values | {"machine's limit": [1e3 * bound(row) for row in found]},
     )
-}
 
 
 def headline(results: Results) -> str:
@@ -451,6 +454,7 @@ def headline(results: Results) -> str:
     )
 
 
+CHARTS = {"steps": steps_chart}
 ABOUT = "Measures the kernels on this CPU: products, attention, decode steps, prompts, answers."
 WORK = kit.cases(
     Case(steps, models=None),

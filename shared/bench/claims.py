@@ -47,8 +47,8 @@ def faster(
 ) -> Claim:
     """How many times as fast as the first of two variants of a row the second is, predicted by
     `least` seconds."""
-    slow, fast = map(row.of, variants)
-    return Claim(what, least(slow) / least(fast), slow.median / fast.median, "x", why)
+    slow, fast = map(least, map(row.of, variants))
+    return Claim(what, slow / fast, row.gain(*variants), "x", why)
 
 
 def closing(claims: Callable[[Results], Iterable[Claim]]) -> Draw:

@@ -1,11 +1,10 @@
 """The bench kit: a benchmark is a list of cases, tables of columns, charts, and a few measurements
 that are its own.
 
-    FULL = Sizes()
-    QUICK = kit.quick(FULL, lengths=(1, 32))
+    FULL = kit.plan(lengths=(1, 32, 512))
+    QUICK = kit.quick(FULL)
     BENCHMARK = kit.Benchmark(STAGE, "Measures ...", FULL, QUICK, kit.cases(...), TABLES, CHARTS,
         headline)
-    main = BENCHMARK.main
 
 A case takes a `Subject` (a model in a dtype) and gives groups of results (see `rows`). `compare` is
 the usual one: it runs a workload through several engines in turn and proves every answer that was
@@ -17,8 +16,8 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from functools import cache, partial
 from itertools import groupby, product
 from typing import Any
@@ -30,7 +29,7 @@ from tqdm import tqdm
 from shared import checkpoint, cli, linear, measure, profiling
 from shared.checkpoint import Checkpoint
 from shared.parity import near_tie, random_prompt
-from shared.peers import transformers_batch, transformers_model
+from shared.peers import transformers_model
 from shared.roofline import Lengths
 from stage01_forward import families
 from stage01_forward.attention import Recompute
@@ -43,11 +42,6 @@ from .rows import Draw, Picture, Results
 
 Group = dict[str, Any]
 SUBJECTS = ("models", "dtypes", "subjects")  # of a plan
-
-
-def label(dtype: torch.dtype) -> str:
-    """The dtype without its module: float32 for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def greedy(count: int, **more: Any) -> SamplingParams:
@@ -97,6 +91,12 @@ class Crowd(Plan):
             bounded = min(max(answer, self.answers[0]), self.answers[1])
             lengths.append((rng.randint(*self.prompts), bounded))
         return lengths
+
+
+def plan(base: type[Plan] = Plan, **sizes: Any) -> Any:
+    """A plan with `sizes` beside those of `base`, each a field."""
+    of = [(name, type(size), field(default=size)) for name, size in sizes.items()]
+    return make_dataclass("Sizes", of, bases=(base,), frozen=True)()
 
 
 def quick(plan: Any, **changes: Any) -> Any:
@@ -154,7 +154,7 @@ def together(proofs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def prove_answer(model: GPT2, prompt: list[int], answer: list[int]) -> dict[str, Any]:
+def prove_answer(model: GPT2, prompt: Sequence[int], answer: Sequence[int]) -> dict[str, Any]:
     """That stage 01 would choose every token of `answer`, given those before it: one pass over
     prompt and answer alone, without cache or neighbours."""
     ids = torch.tensor([*prompt, *answer[:-1]], device=model.device)
@@ -173,29 +173,18 @@ class Subject:
         self.shape, self.config, self.dtype = shape, shape.config, dtype
         self.model: GPT2 = families.load_model(shape, dtype=dtype, device=torch.device(device))
         chosen = linear.optimize(self.model, "auto").split()[0]
-        self.about = {"model": shape.config.name, "dtype": label(dtype), "linear": chosen}
+        kind = str(dtype).removeprefix("torch.")
+        self.about = {"model": shape.config.name, "dtype": kind, "linear": chosen}
         self.peer = cache(lambda attention: transformers_model(shape, dtype, attention))
-        self._proved: dict[tuple[int, ...], list[tuple[list[int], dict[str, Any]]]] = {}
+        self._proof = cache(lambda prompt, answer: prove_answer(self.model, prompt, answer))
 
     def prompts(self, lengths: Iterable[int], name: str = "request") -> list[list[int]]:
         """Random ones: those of a small workload are among those of a large one."""
         return [random_prompt(n, self.config, f"{name} {i}") for i, n in enumerate(lengths)]
 
     def prove(self, outputs: Iterable[Any]) -> dict[str, Any]:
-        """`prove_answer` of all `outputs` together. An answer that was proved before, or the
-        beginning of one, is not run again."""
-        return together(self._prove(output.prompt_ids, output.token_ids) for output in outputs)
-
-    def _prove(self, prompt: list[int], answer: list[int]) -> dict[str, Any]:
-        known = self._proved.setdefault(tuple(prompt), [])
-        for longer, proof in known:
-            if longer == answer:
-                return proof
-            if longer[: len(answer)] == answer and not proof["near_ties"]:
-                return {**proof, "tokens": len(answer)}
-        proof = prove_answer(self.model, prompt, answer)
-        known.append((list(answer), proof))
-        return proof
+        """`prove_answer` of all `outputs` together. An answer that was proved is not run again."""
+        return together(self._proof(tuple(one.prompt_ids), tuple(one.token_ids)) for one in outputs)
 
 
 @dataclass
@@ -206,11 +195,6 @@ class Peer:
     answer: Callable[..., list[list[int]]]
     passes: Callable[[], int] = int
     steps: Sequence[Any] = ()
-
-    @classmethod
-    def static(cls, model: Any, use_cache: bool = True) -> Peer:
-        """`generate`, for answers of one length."""
-        return cls(lambda prompts, n: transformers_batch(model, prompts, max(n), use_cache))
 
     def generate(self, prompts: list[list[int]], sampling: Sequence[SamplingParams]) -> list[Any]:
         answers = self.answer(prompts, [params.max_tokens for params in sampling])
@@ -289,24 +273,20 @@ def compare(
     return group, runs
 
 
-def beside_peers(subject: Subject, engine: Any, lengths: Lengths, repeats: int) -> Group:
-    """`engine`, and transformers with both its attentions: answers of one token ("first"), and
-    whole ones."""
-    engines = {"ours": engine}
-    for kind in ("sdpa", "eager"):
-        engines[f"transformers, {kind}"] = Peer.static(subject.peer(kind))
-    ones = [(prompt, 1) for prompt, _ in lengths]
-    first = compare(subject, engines, ones, repeats)[0]
-    group = first if ones == lengths else compare(subject, engines, lengths, repeats)[0]
-    return group | {"first": first["seconds"]}
+def profile(engines: Mapping[str, Any], warmup: int = 1) -> Any:
+    """A case: where the time of each of some `engines` goes, over the plan's `profiled`: how many
+    requests, and the tokens of each prompt and answer. An engine is made of a model; its name is a
+    title, in which {dtype} is the subject's."""
 
+    def profile(subject: Subject, plan: Any) -> Iterator[Group]:
+        count, prompt, answer = plan.profiled
+        prompts = subject.prompts([prompt] * count, "profile")
+        for title, engine in engines.items():
+            run = partial(engine(subject.model).generate, prompts, greedy(answer))
+            operators = profiling.profile(run, rows=6, dtype=subject.dtype, warmup=warmup)
+            yield {"title": title.format_map(subject.about), "operators": operators}
 
-def profiled(
-    subject: Subject, title: str, run: Callable[[], object], warmup: int = 1, most: int = 6
-) -> Group:
-    """Where the time of one run goes."""
-    operators = profiling.profile(run, rows=most, dtype=subject.dtype, warmup=warmup)
-    return {"title": title, "operators": operators}
+    return profile
 
 
 # ---- a benchmark --------------------------------------------------------------------------------
@@ -369,11 +349,11 @@ class Benchmark:
         """One line, for the table of stages."""
         return self.line(Results(content))
 
-    def run(self, plan: Any, device: str = "cpu", **more: Any) -> dict[str, Any]:
+    def run(self, plan: Any, device: str = "cpu") -> dict[str, Any]:
         """What `measure.load` would read of the run."""
         print("Measuring the limits of this machine, then each case.", file=sys.stderr, flush=True)
         limits = measure.limits(device, refresh=True)
-        about = {"plan": asdict(plan), **more}
+        about = {"plan": asdict(plan)}
         return measure.content(self.stage, about, self.work(plan), limits, device)
 
     def main(self, argv: list[str] | None = None) -> None:

@@ -5,9 +5,8 @@ No number is typed by hand. A benchmark turns its results into tables (markdown)
 and a headline. Tables go between markers on lines of their own, in README.md, reports/README.md,
 and a stage's README.md and REPORT.md:
 
-    <!-- table: speed -->                       the stage's own table, or the only one of that name
+    <!-- table: speed -->                       the stage's own table, in its folder
     <!-- table: stage02_kv_cache.speed -->      a stage's table, in any text
-    <!-- table: speed @ nvidia-h200 -->         from another machine than the default one
     <!-- table: stages -->                      all stages: question, result, file to open first
     <!-- table: references -->                  other projects' claims, from reports/references.json
     <!-- /table -->
@@ -18,7 +17,6 @@ without it would change.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import platform
@@ -37,10 +35,10 @@ from .peers import compare, shapes
 
 BEGIN, END = "<!-- table: ", "<!-- /table -->"  # on lines of their own
 TABLE = re.compile(
-    rf"^(?P<begin>{BEGIN}(?P<name>[\w.-]+)(?: @ (?P<machine>[\w.-]+))? -->)\n"
-    rf"(?:(?!<!-- /?table).*\n)*{END}$",
-    re.MULTILINE,
+    rf"^(?P<begin>{BEGIN}(?P<name>[\w.-]+) -->)\n(?:(?!<!-- /?table).*\n)*{END}$", re.MULTILINE
 )
+MARKER = re.compile(rf"^(?:{BEGIN}|{END}).*$", re.MULTILINE)
+ABOUT = re.compile(r'^(QUESTION|FIRST_FILE)\b[^=]*= \(?\s*"(.+)"', re.MULTILINE)
 FIGURES = "figures"  # in reports/: pictures of mechanisms, drawn by `shared.course.figures`
 UPDATE = "run python -m shared.bench.report"
 UNMEASURED = "not measured yet"
@@ -76,22 +74,11 @@ class Report:
         self.files: dict[Path, bytes] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
-        # (machine, stage) -> name -> markdown. The machine None is the one whose numbers the texts
-        # show, the stage "" is all of them.
-        self.tables: dict[tuple[str | None, str], dict[str, str]] = {}
+        self.tables: dict[str, dict[str, str]] = {}  # stage -> name -> markdown
         self.headlines: dict[str, str] = {}
-        self.pictures: set[Path] = set()
-        self.folders = sorted(path.parent for path in root.glob("stage[0-9][0-9]_*/__init__.py"))
-        every = sorted(root.glob("reports/*/*.json"))
-        for path in every:
-            if path.stem not in modules:
-                unknown = f"{self._name(path)} belongs to no stage with a benchmark: delete it"
-                self.problems.append(unknown)
-        settings = _settings(root / "reports" / "machines.json")
-        self._results([path for path in every if path.stem in modules], settings, check)
-        if self.folders:
-            own = {"stages": self._stages_table(), "references": self._references_table()}
-            self.tables[None, ""] = own
+        self._results(check)
+        own = {"stages": self._stages_table(), "references": self._references_table()}
+        self.tables[""] = own  # of all stages
         for pattern in ("README.md", "reports/README.md", "stage[0-9][0-9]_*/RE*.md"):
             for path in sorted(root.glob(pattern)):  # the texts that may hold tables
                 self._text(path)
@@ -101,69 +88,63 @@ class Report:
         """The files that are absent or differ, line ends apart: git may have changed them."""
         return [path for path, wanted in self.files.items() if _read(self.root / path) != wanted]
 
-    def write(self) -> list[Path]:
-        """Write the files that are stale; returns them."""
-        stale = self.stale
-        for path in stale:
-            (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-            (self.root / path).write_bytes(self.files[path])
-        return stale
-
     def _name(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
 
-    # ---- results ----------------------------------------------------------------------------
-
-    def _results(self, found: list[Path], settings: Mapping[str, Any], check: bool) -> None:
+    def _results(self, check: bool) -> None:
         """Tables, charts and headlines."""
+        every = sorted(self.root.glob("reports/*/*.json"))
+        found = [path for path in every if path.stem in self.modules]
+        for path in set(every) - set(found):
+            unknown = f"{self._name(path)} belongs to no stage with a benchmark: delete it"
+            self.problems.append(unknown)
         if not found:
             self.notes.append("there are no results in reports/ yet")
             return
-        machines = sorted({path.parent.name for path in found})
-        chosen = settings.get("default")
-        default = chosen if chosen in machines else machines[0]
+        file = self.root / "reports" / "machines.json"
+        settings = json.loads(file.read_text()) if file.exists() else {}
+        default = settings.get("default", found[0].parent.name)
         drawers = settings.get("charts", drawn_with()) if check else drawn_with()
         if drawers != drawn_with():
             theirs, ours = (" on ".join(drawn.values()) for drawn in (drawers, drawn_with()))
             self.notes.append(f"charts were not compared: drawn by matplotlib {theirs}, not {ours}")
-        homes = {path.stem: path.parent.name for path in reversed(found)}
-        homes |= {path.stem: path.parent.name for path in found if path.parent.name == default}
+        pictures: set[Path] = set()
+        shown = {path.stem: path for path in reversed(found)}  # in the texts
+        shown |= {path.stem: path for path in found if path.parent.name == default}
         for path in found:
-            stage, machine = path.stem, path.parent.name
+            stage, module = path.stem, self.modules[path.stem]
             try:
                 results = measure.load(path)
             except UserError as error:
                 self.problems.append(str(error))
                 continue
-            self.tables[machine, stage] = self.modules[stage].tables(results)
-            if machine == homes[stage]:
-                self.tables[None, stage] = self.tables[machine, stage]
-                self.headlines[stage] = self.modules[stage].headline(results)
-            for name, draw in self.modules[stage].charts(results).items():
-                picture = Path("reports") / machine / f"{stage}_{name}.svg"
-                self.pictures.add(picture)
+            if path == shown[stage]:
+                self.tables[stage] = module.tables(results)
+                self.headlines[stage] = module.headline(results)
+            for name, draw in module.charts(results).items():
+                picture = path.with_name(f"{stage}_{name}.svg")
+                pictures.add(picture)
                 if drawers == drawn_with():
-                    self.files[picture] = charts.render(draw())
-                elif not (self.root / picture).exists():
-                    self.problems.append(f"{picture.as_posix()} does not exist: {UPDATE}")
-        for path in sorted(self.root.glob("reports/*/*.svg")):
-            drawn = path.relative_to(self.root) in self.pictures
-            if not drawn and path.parent.name != FIGURES:
-                self.problems.append(f"{self._name(path)} is drawn by no benchmark: delete it")
+                    self.files[picture.relative_to(self.root)] = charts.render(draw())
+                elif not picture.exists():
+                    self.problems.append(f"{self._name(picture)} does not exist: {UPDATE}")
+        self.problems += [
+            f"{self._name(path)} is drawn by no benchmark: delete it"
+            for path in sorted(self.root.glob("reports/*/*.svg"))
+            if path not in pictures and path.parent.name != FIGURES
+        ]
         content = json.dumps({"default": default, "charts": drawers}, indent=1) + "\n"
-        self.files[Path("reports/machines.json")] = content.encode()
+        self.files[file.relative_to(self.root)] = content.encode()
 
     def _stages_table(self) -> str:
         """The table of the top README: what each stage's __init__.py tells, and its headline."""
         lines = []
-        for folder in self.folders:
-            name, about = folder.name, _constants(folder / "__init__.py")
-            for constant in ("QUESTION", "FIRST_FILE"):
-                if not about.get(constant):
-                    self.problems.append(f"{name}/__init__.py has no {constant}")
+        for name in paths.discover(self.root):
+            text = (self.root / name / "__init__.py").read_text(encoding="utf-8")
+            about = dict(ABOUT.findall(text))
             first = about.get("FIRST_FILE", "")
-            if not (folder / first).exists():
-                self.problems.append(f"{name}/__init__.py names {first}, which does not exist")
+            if not first or not (self.root / name / first).exists():
+                self.problems.append(f"{name}/__init__.py has no FIRST_FILE that exists")
             cells = {"stage": f"[{name}]({name}/)", "question": about.get("QUESTION", "")}
             cells["result"] = self.headlines.get(name, UNMEASURED)
             lines.append(cells | {"open first": f"[`{first}`]({name}/{first})"})
@@ -171,84 +152,47 @@ class Report:
 
     def _references_table(self) -> str:
         """What other projects claim, what to know about it, and this project's counterpart."""
-        lines, header = [], "project | says | on | what to know | our counterpart"
-        try:
-            for one in json.loads(_read(self.root / "reports" / "references.json") or b"[]"):
-                stage = one["stage"]
-                ours = f"[{stage}](../{stage}/REPORT.md): {self.headlines.get(stage, UNMEASURED)}"
-                cells = [*(one[key] for key in ("project", "says", "on", "caveat")), ours]
-                lines.append(dict(zip(header.split(" | "), cells, strict=True)))
-        except (ValueError, TypeError, KeyError) as error:
-            self.problems.append(
-                f"references.json is damaged ({error}): it is a list of project, says, on, caveat "
-                "and stage"
-            )
-        return rows.table(lines, header)
-
-    # ---- texts ------------------------------------------------------------------------------
+        columns: dict[str, rows.Column] = {
+            "what to know": "caveat",
+            "our counterpart": lambda one: (
+                f"[{one['stage']}](../{one['stage']}/REPORT.md): "
+                f"{self.headlines.get(one['stage'], UNMEASURED)}"
+            ),
+        }
+        claims = json.loads(_read(self.root / "reports" / "references.json") or b"[]")
+        return rows.table(claims, "project | says | on | what to know | our counterpart", columns)
 
     def _text(self, path: Path) -> None:
         """One text with its tables filled in; names markers that lead nowhere."""
         name, text = self._name(path), (_read(path) or b"").decode("utf-8")
-        rest = TABLE.sub(lambda match: "\n" * match[0].count("\n"), text).split("\n")
-        alone = [at for at, line in enumerate(rest) if line.startswith((BEGIN, END))]
+        alone = MARKER.findall(TABLE.sub("", text))
         self.problems += [
-            f"{name}, line {at + 1}: '{rest[at]}' is no part of a pair: a table stands between "
-            f"'{BEGIN}NAME -->' and '{END}'"
-            for at in alone
+            f"{name}: '{marker}' is no part of a pair: a table stands between '{BEGIN}NAME -->' "
+            f"and '{END}'"
+            for marker in alone
         ]
 
-        def fill(match: re.Match[str]) -> str:
-            where = f"{name}, line {text.count(chr(10), 0, match.start()) + 1}"
-            found = self._find(match, path.parent.name, where)
-            return f"{match['begin']}\n\n{found.strip()}\n\n{END}" if found else match[0]
+        def fill(marker: re.Match[str]) -> str:
+            found = self._find(marker["name"], path.parent.name)
+            if found is None:
+                self.problems.append(
+                    f"{name}: there is no table '{marker['name']}': run the benchmark, or correct "
+                    "the name"
+                )
+                return marker[0]
+            return f"{marker['begin']}\n\n{found.strip()}\n\n{END}"
 
         if not alone:
             self.files[path.relative_to(self.root)] = TABLE.sub(fill, text).encode()
 
-    def _find(self, marker: re.Match[str], here: str, where: str) -> str | None:
-        """The table of a marker in the folder `here`, or that it was not measured yet; None, and a
-        problem, if there is none."""
-        name, machine = marker["name"], marker["machine"]
-        own = {stage: found for (at, stage), found in self.tables.items() if at == machine}
-        stage, _, short = name.partition(".")
-        if short in own.get(stage, {}):
-            return own[stage][short]
-        stages = [stage for stage, found in own.items() if name in found]
-        if here in stages or len(stages) == 1:
-            return own[here if here in stages else stages[0]][name]
-        declared = (getattr(module, "draw", ()) for module in self.modules.values())
-        if not (stages or machine) and any((short or name) in names for names in declared):
-            return UNMEASURED
-        if stages:
-            why = f"the table '{name}' is one of {' and '.join(stages)}: write {stages[0]}.{name}"
-        else:
-            source = f" from {machine}" if machine else ""
-            why = f"there is no table '{name}'{source}: run the benchmark, or correct the name"
-        self.problems.append(f"{where}: {why}")
-        return None
-
-
-def _constants(path: Path) -> dict[str, str]:
-    """The texts that a module names at its top level, read without running it."""
-    found = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            found[ast.unparse(target)] = str(node.value.value)
-    return found
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    """The content of reports/machines.json; {} if it is absent. UserError if it is damaged."""
-    content = _read(path)
-    try:
-        settings = json.loads(content or b"{}")
-        if content is not None:
-            return {"default": str(settings["default"]), "charts": dict(settings["charts"])}
-    except (ValueError, TypeError, KeyError):
-        raise UserError(f"{path} is damaged: delete it and {UPDATE}.") from None
-    return {}
+    def _find(self, name: str, here: str) -> str | None:
+        """The table of this name in a text in the folder `here`, or that it was not measured yet;
+        None if there is no such table."""
+        stage, _, short = name.rpartition(".")
+        stage = stage or here
+        if stage in self.modules and stage not in self.tables:
+            return UNMEASURED if short in self.modules[stage].draw else None
+        return (self.tables[""] | self.tables.get(stage, {})).get(short)
 
 
 def _read(path: Path) -> bytes | None:
@@ -259,8 +203,11 @@ def report(root: Path, modules: Mapping[str, Any], check: bool) -> int:
     """Check or update the reports below `root` and print what was found; returns the exit
     status."""
     found = Report(root, modules, check)
-    stale = found.stale if check else found.write()
+    stale = found.stale
     for path in stale:
+        if not check:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_bytes(found.files[path])
         print(f"{'stale' if check else 'written'}: {path.as_posix()}")
     for problem in found.problems:
         print(f"problem: {problem}")

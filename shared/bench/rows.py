@@ -8,12 +8,11 @@ caches) that ran it in turn is a mapping by variant:
      "seconds": {"ours": [...], ...}, "passes": {"ours": 32, ...}, "proof": {"ours": {...}, ...}}
 
 A `Row` is a group as one of its variants sees it. A table is a choice of rows and a list of
-columns; a chart is a choice of rows, a place for each, and series.
+columns.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -23,10 +22,10 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from shared import charts, measure
+from shared import measure
 from shared.config import Config
 from shared.measure import Summary, summarize
-from shared.roofline import Cost, forward_cost
+from shared.roofline import Cost
 from stage01_forward import families
 
 # What fills a column: a key and a format ("passes:,"), or a function of the row. A heading that is
@@ -58,14 +57,16 @@ class Row:
 
     def __init__(self, results: Results, group: Mapping[str, Any], variant: str = "") -> None:
         self.results, self.group, self.variant = results, group, variant
+        self.kind: torch.dtype = getattr(torch, group.get("dtype", "float32"))
+        self.bandwidth = results.limits.bandwidth_gb_s * 1e9  # bytes per second of the machine
+        # Tokens of prompt and answer of each request, and those of all answers.
+        self.lengths = [pair for *pair, times in group.get("lengths", ()) for _ in range(times)]
+        self.requests, self.tokens = len(self.lengths), sum(answer for _, answer in self.lengths)
 
     def __getitem__(self, key: str) -> Any:
         value = self.group[key]
         own = isinstance(value, dict) and self.variant in value
         return value[self.variant] if own else value
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self.group else default
 
     def of(self, variant: str) -> Row:
         """The same group, seen as another variant."""
@@ -76,27 +77,8 @@ class Row:
         return [self.of(name) for name in self.group["seconds"]]
 
     @property
-    def kind(self) -> torch.dtype:
-        kind: torch.dtype = getattr(torch, self["dtype"])
-        return kind
-
-    @property
     def config(self) -> Config:
         return families.presets()[self["model"]]
-
-    @property
-    def lengths(self) -> list[Any]:
-        """Tokens of prompt and answer of each request."""
-        return [pair for *pair, times in self["lengths"] for _ in range(times)]
-
-    @property
-    def tokens(self) -> int:
-        """Of all answers."""
-        return sum(answer for _, answer in self.lengths)
-
-    @property
-    def requests(self) -> int:
-        return len(self.lengths)
 
     @property
     def median(self) -> float:
@@ -112,37 +94,18 @@ class Row:
         """Tokens of answers per second."""
         return summarize(self["seconds"]).of(self.tokens)
 
+    def gain(self, slow: str, fast: str) -> float:
+        """How many times as fast as one variant another one is."""
+        return self.of(slow).median / self.of(fast).median
+
     def least(self, passes: Iterable[Cost]) -> float:
         """Seconds that some passes take at least, by the machine's limits."""
         return sum(cost.seconds(self.results.limits, self.kind) for cost in passes)
 
     @property
-    def decode(self) -> float:
-        """Tokens per second without the first of each answer, whose seconds are in "first"."""
-        return (self.tokens - self.requests) / (self.median - median(self["first"]))
-
-    @property
-    def prefill(self) -> float:
-        """Tokens of prompts per second."""
-        return sum(prompt for prompt, _ in self.lengths) / median(self["first"])
-
-    @property
-    def costs(self) -> tuple[Cost, Cost]:
-        """Of the prefill, and of a decode step in the middle, of requests that are all alike."""
-        prompt, answer = self.lengths[0]
-        middle, rows = prompt + (answer - 2) // 2, self.requests
-        first = forward_cost(self.config, self.kind, prompt, rows=rows)
-        return first, forward_cost(self.config, self.kind, 1, middle, rows=rows)
-
-    @property
     def peak(self) -> float:
         """FLOP/s of the machine in this dtype."""
         return self.results.limits.gflops[self["dtype"]] * 1e9
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second of the machine."""
-        return self.results.limits.bandwidth_gb_s * 1e9
 
     @property
     def proof(self) -> str:
@@ -185,19 +148,16 @@ class Results:
 # ---- columns and tables -------------------------------------------------------------------------
 
 
-def fill(row: Any, column: Column) -> str:
-    """One cell."""
+def fill(row: Any, heading: str, columns: Mapping[str, Column]) -> str:
+    """One cell. A heading that is not declared is a variant in one of UNITS, or a key."""
+    variant, _, unit = heading.partition(", ")
+    units = UNITS if isinstance(row, Row) else {}
+    column = columns.get(heading) or (units[unit](variant) if unit in units else heading)
     if not isinstance(column, str):
         return str(column(row))
     key, _, form = column.partition(":")
     keyed = isinstance(row, Mapping) or (isinstance(row, Row) and not hasattr(row, key))
     return format(row[key] if keyed else getattr(row, key), form)
-
-
-def implied(row: Any, heading: str) -> Column:
-    """The column of a heading that is not declared."""
-    variant, _, unit = heading.partition(", ")
-    return UNITS[unit](variant) if unit in UNITS and isinstance(row, Row) else heading
 
 
 def table(
@@ -207,11 +167,8 @@ def table(
     are mappings from the names to their cells."""
     rows = list(rows)
     header = header or " | ".join(rows[0] if rows else ())
-    names, known = header.split(" | "), columns or {}
-    cells = [
-        [fill(row, known.get(name) or implied(row, name) if known else name) for name in names]
-        for row in rows
-    ]
+    names = header.split(" | ")
+    cells = [[fill(row, name, columns or {}) for name in names] for row in rows]
     right = [all(map(NUMBER.fullmatch, column)) for column in zip(*cells, strict=True)]
     marks = ["--:" if number else "---" for number in right] or ["---"] * len(names)
     lines = [f"| {' | '.join(line)} |" for line in cells]
@@ -219,7 +176,7 @@ def table(
 
 
 Draw = Callable[[Results], str]
-Source = str | Callable[[Results], Any]  # a case, or what gives rows
+Picture = Callable[[Results], Figure]
 
 
 def first(case: str, **where: Any) -> Callable[[Results], list[Row]]:
@@ -241,23 +198,19 @@ def tables(columns: Mapping[str, Column], declared: str, **sources: Any) -> dict
     """
     known = COLUMNS | dict(columns)
 
-    def draw(source: Any, header: str) -> Draw:
-        def markdown(results: Results) -> str:
-            each = results.rows if "engine" in header.split(" | ") else results.groups
-            found = source(results) if callable(source) else each(source)
-            if isinstance(found, str):
-                return found
-            return table(found, header, known if header else {})
+    def markdown(source: Any, header: str, results: Results) -> str:
+        each = results.rows if "engine" in header.split(" | ") else results.groups
+        found = source(results) if callable(source) else each(source)
+        return found if isinstance(found, str) else table(found, header, known if header else {})
 
-        return markdown
-
-    drawn, used = {}, set()
+    drawn: dict[str, Draw] = {}
+    rest = dict.fromkeys(sources, "")
     for line in re.sub(r"\n\s*\|", " |", declared).strip().splitlines():
         name, header = line.strip().split(": ", 1)
         name, _, source = name.partition(" < ")
-        used.add(source or name)
-        drawn[name] = draw(sources.get(source or name, source or name), header)
-    return drawn | {name: draw(how, "") for name, how in sources.items() if name not in used}
+        rest.pop(source or name, None)
+        drawn[name] = partial(markdown, sources.get(source or name, source or name), header)
+    return drawn | {name: partial(markdown, sources[name], header) for name, header in rest.items()}
 
 
 def gain(
@@ -267,11 +220,11 @@ def gain(
     brackets, by the predicted seconds."""
 
     def text(row: Row) -> str:
-        slow, fast = row.of(base), row.of(variant or row.variant)
-        measured = f"{slow.median / fast.median:.2f}x"
-        if predicted is None or is_peer(fast.variant):
+        fast = variant or row.variant
+        measured = f"{row.gain(base, fast):.2f}x"
+        if predicted is None or is_peer(fast):
             return measured
-        return f"{measured} ({predicted(slow) / predicted(fast):.2f}x)"
+        return f"{measured} ({predicted(row.of(base)) / predicted(row.of(fast)):.2f}x)"
 
     return text
 
@@ -304,33 +257,7 @@ def whole(key: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: "" if row[key] is None else f"{row[key]:,.0f}"
 
 
-def prefilling(row: Row) -> float:
-    """Operations per second of the prefill."""
-    return row.costs[0].flops / median(row["first"])
-
-
-def decoding(row: Row, amount: str) -> float:
-    """Bytes or flops per second of the decode steps."""
-    return float(getattr(row.costs[1], amount)) * row.decode / row.requests
-
-
-PREFILL = (
-    "engine | prefill, ms | prefill, tok/s | prefill GFLOP/s | of peak in prefill | ours over it"
-)
-DECODE = "engine | decode, tok/s | GB/s | of bandwidth | of peak | ours over it in decode"
-
-
 COLUMNS: dict[str, Column] = {
-    "prefill, ms": lambda row: milliseconds(row["first"], 0),
-    "prefill, tok/s": "prefill:,.0f",
-    "prefill GFLOP/s": lambda row: f"{prefilling(row) / 1e9:,.0f}",
-    "of peak in prefill": lambda row: f"{prefilling(row) / row.peak:.0%}",
-    "ours over it": lambda row: f"{row.of('ours').prefill / row.prefill:.2f}x",
-    "decode, tok/s": "decode:,.1f",
-    "GB/s": lambda row: f"{decoding(row, 'bytes') / 1e9:.1f}",
-    "of bandwidth": lambda row: f"{decoding(row, 'bytes') / row.bandwidth:.0%}",
-    "of peak": lambda row: f"{decoding(row, 'flops') / row.peak:.0%}",
-    "ours over it in decode": lambda row: f"{row.of('ours').decode / row.decode:.2f}x",
     "engine": "variant",
     "prompt": lambda row: row.lengths[0][0],
     "answer": lambda row: row.lengths[0][1],
@@ -347,12 +274,12 @@ COLUMNS: dict[str, Column] = {
 OPERATORS = "share of time | operator | rows x in -> out | kind | weights, GB/s | GFLOP/s"
 
 
-def operators(results: Results, case: str = "profile", most: int = 6) -> str:
-    """Where the time went, for each group of a case: its title, and its dominant operators."""
+def operators(results: Results) -> str:
+    """Where the time went, for each group of "profile": its title, and its dominant operators."""
     texts = []
-    for group in results.groups(case):
+    for group in results.groups("profile"):
         title = [f"{group['title']}:"] if group["title"] else []
-        texts += [*title, table(group["operators"][:most], OPERATORS, COLUMNS)]
+        texts += [*title, table(group["operators"], OPERATORS, COLUMNS)]
     return "\n\n".join(texts)
 
 
@@ -365,63 +292,3 @@ def limits(results: Results) -> str:
     cells = {"machine": f"{machine['processor']}, {cpus}, {size}, {version}"}
     cells |= {"threads": content["threads"], "reads memory at": f"{found.bandwidth_gb_s:.0f} GB/s"}
     return table([cells | {"multiplies matrices at": ", ".join(rates)}])
-
-
-# ---- charts -------------------------------------------------------------------------------------
-
-# What is drawn of a row: a key, a variant (its median seconds), or a function.
-Number = str | Callable[[Any], float | Summary]
-Picture = Callable[[Results], Figure]
-
-
-def number(row: Any, value: Number, unit: float) -> float | Summary:
-    if not isinstance(value, str):
-        found = value(row)
-    else:
-        timed = isinstance(row, Row) and value in row.get("seconds", ())
-        found = row.of(value).median if timed else row[value]
-    return found if isinstance(found, Summary) else found * unit
-
-
-def chart(
-    draw: Callable[..., Figure],
-    title: str | Callable[[list[Any]], str],
-    labels: Sequence[str],
-    source: Source,
-    at: Column,
-    series: Mapping[str, Number],
-    *,
-    unit: float = 1,
-    dashed: Sequence[str] = (),
-    **options: Any,
-) -> Picture:
-    """A chart of the rows of `source`, by `charts.lines` or `charts.bars`.
-
-    at: where a row stands: a number, or the name of a group of bars. series: name -> what is drawn
-    of each row, times `unit`; a Summary with its range. A name with a field of the row in it, such
-    as "limit, {dtype}", is a series for each of the field's values. dashed: see `charts.lines`.
-    """
-
-    def picture(results: Results) -> Figure:
-        found = list(source(results) if callable(source) else results.groups(source))
-        places = [row[at] if isinstance(at, str) else at(row) for row in found]
-        drawn: dict[str, dict[Any, Any]] = {}  # series -> place -> value
-        for row, place in zip(found, places, strict=True):
-            for name, value in series.items():
-                drawn.setdefault(name.format_map(row), {})[place] = number(row, value, unit)
-        values, spread = {}, {}
-        places = list(dict.fromkeys(places))
-        for name, own in drawn.items():
-            every = [own.get(place, math.nan) for place in places]
-            values[name] = [one.median if isinstance(one, Summary) else one for one in every]
-            if any(isinstance(one, Summary) for one in every):
-                spread[name] = [(one.low, one.high) for one in every]
-        broken = {name.format_map(row) for name in dashed for row in found}
-        more = options | ({"dashed": broken} if broken else {})
-        words = title if isinstance(title, str) else title(found)
-        return draw(words, *labels, places, values, spread=spread, **more)
-
-    return picture
-
-
-lines, bars = partial(chart, charts.lines), partial(chart, charts.bars)

@@ -11,25 +11,25 @@ main README opens with.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import aiohttp
 import torch
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from stage01_forward.generation import Output
 
-from .. import cli, measure
+from .. import charts, cli, measure
 from ..checkpoint import PRESETS
 from ..course import stages
 from ..errors import UserError
@@ -38,7 +38,7 @@ from ..paths import discover
 from ..peers import transformers_batch, transformers_greedy, transformers_model
 from ..server import MODULE, own_server
 from . import kit
-from .rows import Column, Results, Row, bars, median, tables
+from .rows import Column, Results, Row, median, tables
 
 KIND, NAME, JOB = "staircase", "shared.bench.staircase", "--job"
 FIRST = discover()[0]
@@ -58,7 +58,6 @@ class Plan:
     answers: tuple[int, int] = (8, 64)
     contexts: int = 8  # memory for keys and values, where a stage takes several sequences
     rounds: int = 2
-    peers: tuple[tuple[str, str, str], ...] = ()  # other servers: name, URL, how it was started
 
 
 QUICK = kit.quick(Plan())
@@ -82,27 +81,30 @@ class Run:
     server_bytes: int = 0  # peak memory of the server's process, where there is one
 
 
+Prompts = list[list[int]]
+Answers = Iterator[tuple[int, list[int]]]  # some more tokens of the prompt at that place
+
+
 def work(variant: str, plan: Plan, threads: int) -> Run:
-    """Run `variant`: a stage, one of TITLES, or a peer's URL. A short warm-up comes first:
-    libraries choose their kernels at the first call."""
-    prompts, counts = workload(plan)
+    """Run `variant`: a stage, one of TITLES, or the server. A short warm-up comes first: libraries
+    choose their kernels at the first call."""
     if variant == MODULE:
         return by_server(plan, threads)
-    if variant.startswith("http"):
-        return asyncio.run(ask_all(variant, prompts, counts))
     torch.set_num_threads(threads)
-    dtype, device, shape = getattr(torch, plan.dtype), plan.device, kit.shape(plan.model)
+    dtype, shape = getattr(torch, plan.dtype), kit.shape(plan.model)
+    answer: Callable[[Prompts, list[int]], Answers]
     if variant in TITLES:
-        model = transformers_model(shape, dtype).to(device)
+        model = transformers_model(shape, dtype).to(plan.device)
         answer = partial(by_transformers, model, variant == BATCH)
     else:
-        model = kit.Subject(shape, dtype, device).model
+        model = kit.Subject(shape, dtype, plan.device).model
         shape.tensors.clear()
         answer = partial(by_stage, variant, stages.engines()[variant](model, plan.contexts))
+    prompts, counts = workload(plan)
     for _ in answer(prompts[:2], [2, 2]):
         pass
     run = Run(ends=[0.0] * len(prompts), tokens=[[] for _ in prompts])
-    measure.synchronize(device)
+    measure.synchronize(plan.device)
     started = time.perf_counter()
     for place, ids in answer(prompts, counts):
         run.tokens[place] += ids
@@ -111,25 +113,19 @@ def work(variant: str, plan: Plan, threads: int) -> Run:
     return run
 
 
-Answers = Iterator[tuple[int, list[int]]]  # some more tokens of the prompt at that place
-
-
-def by_stage(name: str, engine: Any, prompts: list[list[int]], counts: list[int]) -> Answers:
+def by_stage(name: str, engine: Any, prompts: Prompts, counts: list[int]) -> Answers:
     for place, token in stages.answer(name, engine, prompts, list(map(kit.greedy, counts))):
         yield place, [token.id]
 
 
-def by_transformers(
-    model: Any, batch: bool, prompts: list[list[int]], counts: list[int]
-) -> Answers:
+def by_transformers(model: Any, batch: bool, prompts: Prompts, counts: list[int]) -> Answers:
     """transformers' `generate`, as its users call it. In a batch every answer gets as many tokens
     as the longest one."""
     if batch:
         every = transformers_batch(model, prompts, max(counts))
         yield from enumerate(ids[:count] for ids, count in zip(every, counts, strict=True))
     else:
-        for place, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
-            yield place, transformers_greedy(model, prompt, count)
+        yield from enumerate(map(partial(transformers_greedy, model), prompts, counts))
 
 
 def by_server(plan: Plan, threads: int) -> Run:
@@ -142,8 +138,8 @@ def by_server(plan: Plan, threads: int) -> Run:
         return run
 
 
-async def ask_all(url: str, prompts: Sequence[list[int]], counts: Sequence[int]) -> Run:
-    """Raises UserError if the server does not answer, or not as OpenAI's does."""
+async def ask_all(url: str, prompts: Prompts, counts: list[int]) -> Run:
+    """All answers of a server of ours. Raises UserError for one that is not as requested."""
     run = Run(ends=[0.0] * len(prompts), tokens=[[] for _ in prompts])
 
     async def ask(place: int, prompt: list[int], count: int) -> None:
@@ -155,46 +151,34 @@ async def ask_all(url: str, prompts: Sequence[list[int]], counts: Sequence[int])
                 raise UserError(f"{url} answered {response.status}: {text}")
             answer = await response.json()
         run.ends[place] = time.perf_counter() - started
-        run.tokens[place] = answer["choices"][0].get("token_ids") or []
         if (got := answer["usage"]["completion_tokens"]) != count:
             raise UserError(f"{url} gave {got} tokens where {count} were requested.")
+        run.tokens[place] = answer["choices"][0]["token_ids"]
 
-    try:
-        endless = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(timeout=endless) as session:
-            async with session.get(f"{url}/v1/models") as response:
-                model = (await response.json())["data"][0]["id"]
-            started = time.perf_counter()
-            await asyncio.gather(*(ask(0, prompt, 2) for prompt in prompts[:2]))  # warms up
-            started = time.perf_counter()
-            await asyncio.gather(*map(ask, range(len(prompts)), prompts, counts))
-            run.seconds = time.perf_counter() - started
-    except (aiohttp.ClientError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise UserError(
-            f"{url} does not serve completions ({type(error).__name__}: {error}): "
-            "try a request by hand first."
-        ) from None
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        async with session.get(f"{url}/v1/models") as response:
+            model = (await response.json())["data"][0]["id"]
+        started = time.perf_counter()
+        await asyncio.gather(*(ask(0, prompt, 2) for prompt in prompts[:2]))  # warms up
+        started = time.perf_counter()
+        await asyncio.gather(*map(ask, range(len(prompts)), prompts, counts))
+        run.seconds = time.perf_counter() - started
     return run
 
 
-def variants(plan: Plan) -> dict[str, str]:
-    """What each process runs, by name, in the order of the chart."""
-    peers = [] if plan.device == "mps" else list(TITLES)
-    names = [*peers, *stages.engines(), MODULE]
-    return {name: name for name in names} | {name: url for name, url, _ in plan.peers}
+def variants(plan: Plan) -> list[str]:
+    """What each process runs, in the order of the chart."""
+    return [*([] if plan.device == "mps" else TITLES), *stages.engines(), MODULE]
 
 
 def run(plan: Plan) -> dict[str, Any]:
-    """Raises AssertionError for a wrong token, UserError for a run that fails, and for a peer that
-    does not answer before anything is measured."""
-    for _, url, _ in plan.peers:
-        asyncio.run(ask_all(url, [[1, 2, 3]], [2]))
+    """Raises AssertionError for a wrong token, and UserError for a run that fails."""
     wanted, threads = variants(plan), torch.get_num_threads()
     with tqdm(total=len(wanted) * plan.rounds, unit="run") as bar:
 
         def fresh(name: str) -> tuple[Run, int]:
             bar.set_postfix_str(name)
-            job = json.dumps([wanted[name], asdict(plan), threads])
+            job = json.dumps([name, asdict(plan), threads])
             try:
                 done = measure.run_fresh(NAME, [JOB, job])
             except RuntimeError as error:
@@ -209,23 +193,18 @@ def run(plan: Plan) -> dict[str, Any]:
 
 
 def together(plan: Plan, found: dict[str, list[tuple[Run, int]]]) -> kit.Group:
-    """The runs as a group, every answer of a variant but a peer's proved."""
+    """The runs as a group, every answer proved."""
     prompts, counts = workload(plan)
     subject = kit.Subject(kit.shape(plan.model), getattr(torch, plan.dtype), plan.device)
-    proofs = {}
-    for name, runs in found.items():
-        if name in TITLES or name in discover():
-            for done, _ in runs:
-                if list(map(len, done.tokens)) != counts:
-                    raise AssertionError(f"{name}: answers have another length than requested")
-                proofs[name] = subject.prove(map(Output, prompts, done.tokens))
-    each = {
-        name: [{"seconds": one.seconds, "ends": one.ends, "bytes": peak} for one, peak in runs]
-        for name, runs in found.items()
-    }
+    each: dict[str, list[kit.Group]] = {name: [] for name in found}
+    for name, done, peak in ((name, *pair) for name, runs in found.items() for pair in runs):
+        if list(map(len, done.tokens)) != counts:
+            raise AssertionError(f"{name}: answers have another length than requested")
+        proof = subject.prove(map(Output, prompts, done.tokens))
+        about = {"seconds": done.seconds, "ends": done.ends, "bytes": peak, "proof": proof}
+        each[name].append(about)
     lengths = list(zip(map(len, prompts), counts, strict=True))
-    about = subject.about | {"lengths": kit.packed(lengths)}
-    return about | kit.by_variant(each) | {"proof": proofs}
+    return subject.about | {"lengths": kit.packed(lengths)} | kit.by_variant(each)
 
 
 def span(row: Row, place: int) -> str:
@@ -244,7 +223,7 @@ COLUMNS: dict[str, Column] = {
     "an answer takes, s (mean)": lambda row: f"{median(map(statistics.fmean, row['ends'])):.1f}",
     "the slowest, s": lambda row: f"{median(map(max, row['ends'])):.1f}",
     "peak memory, MiB": lambda row: f"{median(row['bytes']) / 2**20:,.0f}",
-    "tokens proved": lambda row: row.proof if row.variant in row.group["proof"] else "not compared",
+    "tokens proved": "proof",
     "prompt tokens": lambda row: span(row, 0),
     "answer tokens": lambda row: span(row, 1),
     "memory, whole contexts": lambda row: row.results.plan["contexts"],
@@ -261,55 +240,32 @@ TABLES = tables(
 )
 
 
-def steps_title(found: list[Row]) -> str:
-    best = max(row.rate.median for row in found if row.variant in stages.engines())
-    naive = found[0].of(FIRST).rate.median
-    return f"The staircase: {best / naive:.0f}x the naive engine's throughput"
-
-
-CHARTS = {
-    "steps": bars(
-        steps_title,
-        ("output tok/s",),
-        lambda results: results.rows("steps"),
-        name_of,
-        {"tok/s": lambda row: row.rate},
+def steps_chart(results: Results) -> Figure:
+    found = results.rows("steps")
+    best = min(row.median for row in found if row.variant in stages.engines())
+    gain = found[0].of(FIRST).median / best
+    rates = [row.rate for row in found]
+    return charts.bars(
+        f"The staircase: {gain:.0f}x the naive engine's throughput",
+        "output tok/s",
+        list(map(name_of, found)),
+        {"tok/s": [rate.median for rate in rates]},
+        spread={"tok/s": [(rate.low, rate.high) for rate in rates]},
         digits=0,
     )
-}
 
 
 def headline(results: Results) -> str:
     group = results.groups("steps")[0]
     last = [name for name in stages.engines() if name in group["seconds"]][-1]
-    return f"{group.of(FIRST).median / group.of(last).median:.0f}x from {FIRST} to {last}"
+    return f"{group.gain(FIRST, last):.0f}x from {FIRST} to {last}"
 
 
-def peer(text: str) -> tuple[str, ...]:
-    """An argparse type: NAME=URL=COMMAND."""
-    parts = text.split("=", 2)
-    if len(parts) != 3 or not all(parts) or not parts[1].startswith("http"):
-        raise argparse.ArgumentTypeError(
-            f"'{text[:80]}' is not a peer: write NAME=URL=COMMAND, where COMMAND started that "
-            "server"
-        )
-    return parts[0], parts[1].rstrip("/"), parts[2]
-
-
+CHARTS = {"steps": steps_chart}
 ABOUT = "Measures one workload through every stage and through transformers."
 OPTIONS: dict[str, Any] = {
     "device": {"choices": ("cpu", "cuda", "mps"), "default": "cpu", "help": "what to compute on"},
     "dtype": {"choices": ("float32", "bfloat16"), "default": "float32", "help": "number format"},
-    "peer": {
-        "type": peer,
-        "action": "append",
-        "default": [],
-        "dest": "peers",
-        "metavar": "NAME=URL=COMMAND",
-        "help": "an OpenAI-style server that runs already, with the same model, and the command "
-        "that started it; may be given several times, as "
-        "'llama.cpp=http://127.0.0.1:8080=llama-server -m gpt2-f32.gguf -t 2 -np 32'",
-    },
 }
 BENCHMARK = kit.Benchmark(KIND, ABOUT, Plan(), QUICK, run, TABLES, CHARTS, headline, NAME, OPTIONS)
 

@@ -48,29 +48,14 @@ def results() -> Results:
     return Results(measured(benchmark.BENCHMARK, TINY))
 
 
-def side_by_side(results: Results) -> list[Row]:
-    return results.groups("win") + results.groups("equal")
-
-
-def test_everything_is_drawn(results: Results) -> None:
-    assert check_drawn(benchmark.BENCHMARK, dict(results.content)) == {
-        "limits": 1, "win": 3, "null": 12, "chunking": 8, "claims": 6,
-    }  # fmt: skip
-
-
 def test_answers_of_the_winning_workload_differ_in_length() -> None:
     """Were all alike, every batch would end at once, and there would be nothing to win."""
     for plan in (FULL, QUICK):
         lengths = plan.crowd
-        answers = sorted(count for _, count in lengths)
-        assert len(lengths) == plan.requests and len(set(answers)) > plan.requests / 3
-        assert answers[-1] > 4 * answers[len(answers) // 2]  # the longest, and the median
         batches = [lengths[at : at + plan.slots] for at in range(0, plan.requests, plan.slots)]
         static = sum(max(count for _, count in batch) for batch in batches)
-        assert static > 1.5 * len(simulate(Scheduler(plan.slots, plan.budget), lengths).passes)
+        assert static > 1.5 * len(simulate(Scheduler(plan.slots, plan.budget), lengths))
         assert plan.long_prompt + plan.long_answer <= PRESETS["gpt2"].n_positions
-    few, many = (sum(count for _, count in plan.crowd) for plan in (QUICK, FULL))
-    assert few < many / 8 and 60 < many / FULL.requests < 90
 
 
 def test_the_sums_of_the_lesson() -> None:
@@ -102,18 +87,22 @@ def test_the_sums_of_the_lesson() -> None:
         f"{benchmark.least(static) / benchmark.least(ours):.1f} times as fast",
         f"{2 * blocks * FULL.long_prompt / 1e9:.0f} GFLOP in the blocks and "
         f"{4 * config.n_embd * config.n_layer * pairs / 1e9:.0f} in attention",
-        f"one step of {whole * 1e3:.0f} ms",
-        f"no step is longer than {chunk * 1e3:.0f} ms",
-        f"after {last * 1e3:.0f} ms instead of {first * 1e3:.0f}",
+        f"one step of {whole:.0f} ms",
+        f"no step is longer than {chunk:.0f} ms",
+        f"after {last:.0f} ms instead of {first:.0f}",
         f"{4 * blocks / 1e6:.0f} MB or {reading * 1e3:.1f} ms",
         f"tokens take {FULL.long_prompt * reading:.1f} s",
     )
 
 
-def test_every_answer_was_proved_and_is_the_same_in_all_engines(results: Results) -> None:
-    for row in side_by_side(results):
-        ours = [name for name in row["seconds"] if not name.startswith("transformers")]
-        assert {row["proof"][name]["tokens"] for name in ours} == {row.tokens}
+def test_everything_is_drawn_and_every_answer_proved_and_the_same_in_all_engines(
+    results: Results,
+) -> None:
+    assert check_drawn(benchmark.BENCHMARK, dict(results.content)) == {
+        "limits": 1, "win": 3, "null": 12, "chunking": 8, "claims": 6,
+    }  # fmt: skip
+    for row in results.groups("win") + results.groups("equal"):
+        assert {row["proof"][name]["tokens"] for name in (STATIC, OURS)} == {row.tokens}
         if row["dtype"] == "float32":
             assert set(row["same"].values()) == {row.requests}  # transformers' too
     for row in results.groups("chunking"):
@@ -122,24 +111,20 @@ def test_every_answer_was_proved_and_is_the_same_in_all_engines(results: Results
         assert proved == dict.fromkeys(row["seconds"], neighbours + TINY.long_answer)
 
 
-def test_both_caches_have_room_for_as_much(results: Results) -> None:
-    (row,) = results.groups("win")
-    each = PRESETS["tiny"].kv_bytes_per_token(torch.float32)
-    assert row["slot_tokens"] == max(map(sum, row.lengths))
-    assert row["bytes"][OURS] == row["slots"] * row["slot_tokens"] * each
-    assert row["bytes"][STATIC] <= row["bytes"][OURS] + row["slots"] * TINY.prompts[1] * each
-
-
-def test_passes_are_predicted_and_occupancy_counts_busy_places(results: Results) -> None:
-    for group in side_by_side(results):
+def test_passes_are_predicted_and_caches_and_occupancy_have_their_size(results: Results) -> None:
+    for group in results.groups("win") + results.groups("equal"):
         for row in (group.of(STATIC), group.of(OURS)):
             assert len(benchmark.costs(row)) == row["passes"]
             assert sum(times for _, times in row["rows"]) == row["passes"]
             assert sum(rows * times for rows, times in row["rows"]) == row["busy"]
     for group in results.groups("equal"):
         assert [benchmark.occupancy(group.of(name)) for name in (STATIC, OURS)] == [1, 1]
-    (group,) = results.groups("win")
-    assert group.of(STATIC)["busy"] == group.tokens  # a row is alive once for each of its tokens
+    (row,) = results.groups("win")
+    assert row["busy"][STATIC] == row.tokens  # a row is alive once for each of its tokens
+    each = PRESETS["tiny"].kv_bytes_per_token(torch.float32)
+    assert row["slot_tokens"] == max(map(sum, row.lengths))
+    assert row["bytes"][OURS] == row["slots"] * row["slot_tokens"] * each
+    assert row["bytes"][STATIC] <= row["bytes"][OURS] + row["slots"] * TINY.prompts[1] * each
 
 
 def test_a_long_prompt_runs_in_the_chunks_of_its_name(results: Results) -> None:
@@ -147,15 +132,14 @@ def test_a_long_prompt_runs_in_the_chunks_of_its_name(results: Results) -> None:
     crowd = [(0, TINY.neighbours_prompt, 20)] * TINY.neighbours
     for name, count in {"6": 5, "16": 2, WHOLE: 1}.items():
         scheduler = benchmark.chunk_scheduler(asdict(TINY), name)
-        passes = simulate(scheduler, [*crowd, (4, TINY.long_prompt, 1)]).passes
+        passes = simulate(scheduler, [*crowd, (4, TINY.long_prompt, 1)])
         mixed = [parts for parts in passes if TINY.neighbours in {part.request for part in parts}]
         assert len(mixed) == count and {len(parts) for parts in mixed} == {1 + TINY.neighbours}
-    for group in results.groups("chunking"):
-        for row in group.variants:
-            (first,), (gaps,) = row["seconds"], row["after"]
-            assert len(gaps) == TINY.after and 0 < first <= sum(gaps)
-            longest, least = benchmark.arrival(row)
-            assert (longest == least) == (row.variant == WHOLE)
+    for row in (row for group in results.groups("chunking") for row in group.variants):
+        (first,), (gaps,) = row["seconds"], row["after"]
+        assert len(gaps) == TINY.after and 0 < first <= sum(gaps)
+        longest, least = benchmark.arrival(row)
+        assert (longest == least) == (row.variant == WHOLE)
 
 
 def test_transformers_batches_continuously_with_a_limit_for_each_request(tiny: Checkpoint) -> None:

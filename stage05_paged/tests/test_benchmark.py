@@ -12,26 +12,14 @@ import torch
 
 from shared.bench import kit
 from shared.bench.claims import ROUND
-from shared.bench.forecast import Part, Watch, pass_cost, simulate
+from shared.bench.forecast import Part, pass_cost, simulate
 from shared.bench.kit import Subject, greedy, prove
 from shared.bench.rows import Results, Row
 from shared.bench.tests.tools import check_drawn, check_sums, measured
 from shared.checkpoint import PRESETS, Checkpoint
 from shared.parity import random_prompt
-from stage04_continuous.make import make as make_slots
 from stage05_paged import benchmark
-from stage05_paged.benchmark import (
-    FULL,
-    HIT,
-    MISS,
-    OURS,
-    QUICK,
-    WIN,
-    Cold,
-    Pair,
-    in_blocks,
-    in_slots,
-)
+from stage05_paged.benchmark import FULL, HIT, MISS, OURS, WIN, Cold
 from stage05_paged.blockmap import CACHED
 from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make
@@ -56,56 +44,20 @@ def subject(tiny: Checkpoint) -> Subject:
     return Subject(tiny, torch.float32)
 
 
-def capacity(results: Results, case: str) -> Row:
-    return results.groups("capacity", case=case)[0]
-
-
-def test_everything_is_drawn(results: Results) -> None:
-    assert check_drawn(benchmark.BENCHMARK, dict(results.content)) == {
-        "limits": 1, "capacity": 4, "capacity_memory": 4, "waste": 5, "gather": 16,
-        "prefix": 4, "preemption": 2, "claims": 7,
-    }  # fmt: skip
-
-
 def test_the_winning_workload_fills_the_memory() -> None:
     pool = BlockPool(FULL.memory // FULL.block_size, FULL.block_size)
     scheduler = Scheduler(pool, pool.count, FULL.budget)
-    watch = simulate(scheduler, FULL.crowd)
-    assert FULL.requests > max(map(len, watch.passes)) > FULL.memory // PRESETS["gpt2"].n_positions
+    most = max(map(len, simulate(scheduler, FULL.crowd)))
+    assert FULL.requests > most > FULL.memory // PRESETS["gpt2"].n_positions
     assert scheduler.counts.preemptions > 0  # so all blocks were owned at some time
 
 
-@pytest.mark.parametrize("plan", [FULL, QUICK])
-def test_the_plans_can_show_what_they_are_for(plan: Any) -> None:
-    config = PRESETS[plan.models[0]]
-    assert plan.memory % config.n_positions == plan.memory % plan.block_size == 0
-    assert plan is QUICK or plan.null[1] + plan.null[2] == config.n_positions
-    assert max(plan.contexts) < config.n_positions
-    assert max(plan.preempted) + plan.plain_steps + 1 <= config.n_positions
-    assert not any(length % plan.block_size for length in (plan.system, *plan.preempted))
-    assert plan.sized in plan.contexts
-
-
-def test_passes_rows_and_memory_are_predicted_to_the_last_one(
-    results: Results, subject: Subject
-) -> None:
-    """Reserved and used in every pass of the real engines, too."""
+def test_passes_are_predicted_to_the_last_one_in_the_same_memory(results: Results) -> None:
     each = PRESETS["tiny"].kv_bytes_per_token(torch.float32)
-    assert capacity(results, WIN).of(OURS)["preemptions"] > 0
+    assert results.groups("capacity", case=WIN)[0]["preemptions"][OURS] > 0
     for row in results.rows("capacity"):
         assert len(benchmark.pass_times(row)) == row["passes"], row.variant
         assert row["bytes"] == TINY.memory * each
-    ours, slots = Cold(subject, TINY).engine, make_slots(subject.model, 2, token_budget=16)
-    lengths = TINY.crowd
-    for engine, reserved, predicted in (
-        (ours, lambda: ours.scheduler.pool.owned * 4, in_blocks(32, 4, 16, lengths)),
-        (slots, lambda: len(slots.scheduler.running) * 64, in_slots(2, 64, 16, lengths)),
-    ):
-        engine.observers.append(watch := Watch(engine.scheduler, reserved))
-        prompts = subject.prompts([prompt for prompt, _ in lengths])
-        engine.generate(prompts, [greedy(answer) for _, answer in lengths])
-        assert watch.memory == predicted.memory
-        assert list(map(len, watch.passes)) == list(map(len, predicted.passes))
 
 
 def test_the_sums_of_the_lesson() -> None:
@@ -148,17 +100,24 @@ def test_the_sums_of_the_lesson() -> None:
 
 
 def test_blocks_hold_more_sequences_unless_all_are_as_long_as_a_slot(results: Results) -> None:
-    (win, slots), (null, full) = (
-        (group.of(OURS), group.of(benchmark.CONTINUOUS))
-        for group in (capacity(results, WIN), capacity(results, benchmark.NULL))
-    )
-    assert benchmark.most_rows(win) > benchmark.most_rows(slots) == win["slots"] == 2
-    assert win["crowded"] > 2 >= slots["crowded"]
-    assert benchmark.most_rows(null) == benchmark.most_rows(full) == 2
+    win, null = (results.groups("capacity", case=case)[0] for case in (WIN, benchmark.NULL))
+    most = [
+        benchmark.most_rows(group.of(name))
+        for group in (win, null)
+        for name in (benchmark.CONTINUOUS, OURS)
+    ]
+    assert most[0] == most[2] == most[3] == win["slots"] == 2 < most[1]
+    assert win.of(OURS)["crowded"] > 2 >= win.of(benchmark.CONTINUOUS)["crowded"]
     assert {sum(pair) for pair in null.lengths} == {PRESETS["tiny"].n_positions}
 
 
-def test_every_answer_was_proved_and_is_the_same_in_all_engines(results: Results) -> None:
+def test_everything_is_drawn_and_every_answer_proved_and_the_same_in_all_engines(
+    results: Results,
+) -> None:
+    assert check_drawn(benchmark.BENCHMARK, dict(results.content)) == {
+        "limits": 1, "capacity": 4, "capacity_memory": 4, "waste": 5, "gather": 16,
+        "prefix": 4, "preemption": 2, "claims": 7,
+    }  # fmt: skip
     for row in results.groups("capacity"):
         assert {proof["tokens"] for proof in row["proof"].values()} == {row.tokens}
         assert set(row["same"].values()) == {row.requests}
@@ -175,37 +134,31 @@ def test_an_engine_starts_cold(subject: Subject) -> None:
         engine.generate([prompt], [greedy(2)])
         assert sum(step.prefill_tokens for step in engine.steps) == 13
     assert pool.cached
-    benchmark.start_cold(pool)
+    benchmark.start_cold(engine.engine)
     assert not pool.cached and not pool.found and len(pool.free) == pool.count
 
 
-def test_more_is_unused_in_larger_blocks_and_most_in_whole_contexts(results: Results) -> None:
-    shares = {row["name"]: benchmark.unused(row) for row in results.groups("waste")}
-    whole, exact = (
-        shares.pop(f"contiguous, {name}") for name in ("whole context", "exact length known")
-    )
-    assert list(shares.values()) == sorted(shares.values())
-    assert max(shares.values()) < exact < whole < 1
-    used = {row["memory"][1] for row in results.groups("waste")}
-    assert len(used) == 1  # the same passes, another memory
-
-
-def test_reserved_and_used_are_counted_in_every_pass() -> None:
-    for size, reserved in ((64, 5 * 64), (0, 5 * 7)):  # passes with 3, 4, 5, 6 and 7 keys
-        assert in_slots(2, size, 8, [(3, 5)]).memory == [reserved, 25]
-    assert in_blocks(8, 4, 8, [(3, 5)]).memory == [32, 25]
+def test_what_is_reserved_and_used_is_counted_in_every_pass(subject: Subject) -> None:
+    one = replace(TINY, requests=1, prompts=(3, 3), answers=(5, 5))
+    assert {row["name"]: row["memory"] for row in benchmark.waste(subject, one)} == {
+        "contiguous, whole context": [5 * 64, 25],  # passes with 3, 4, 5, 6 and 7 keys
+        "contiguous, exact length known": [5 * 7, 25],
+        "paged, blocks of 1": [25, 25],
+        "paged, blocks of 4": [4 + 4 + 8 + 8 + 8, 25],
+        "paged, blocks of 16": [5 * 16, 25],
+    }
 
 
 def test_a_pair_holds_the_same_and_is_noticed_if_it_does_not(subject: Subject) -> None:
-    pair = Pair(subject, 3, 30, 4)
-    flat = sum(pair.tables, [])
+    ways, _ = benchmark.pair(subject, 3, 30, 4)
+    (_, shares, _), scores = ways["paged"].args, ways["contiguous"]().float()
+    flat: list[int] = sum((blocks for blocks, *_ in shares), [])
     assert sorted(flat) == list(range(3 * 8)) != flat
-    scores = pair.contiguous().float()
-    assert torch.allclose(scores, pair.paged(), atol=1e-4)
-    assert prove(scores, pair.paged().argmax(-1), torch.float32)["tokens"] == 3
-    pair.shares.reverse()
+    assert torch.allclose(scores, ways["paged"](), atol=1e-4)
+    assert prove(scores, ways["paged"]().argmax(-1), torch.float32)["tokens"] == 3
+    shares.reverse()
     with pytest.raises(AssertionError, match="below the best"):
-        prove(scores, pair.paged().argmax(-1), torch.float32)
+        prove(scores, ways["paged"]().argmax(-1), torch.float32)
 
 
 def test_too_little_memory_leaves_a_pair_out_and_says_so(
@@ -222,8 +175,6 @@ def test_only_a_later_request_finds_the_system_prompt(results: Results) -> None:
     for row in results.rows("prefix"):
         hit, length = row.variant == HIT, TINY.system + TINY.own
         assert row["computed"] == [TINY.own if hit else length] * 2, row.variant
-        found: Any = benchmark.COLUMNS["found in the cache"]
-        assert found(row) == ("76%" if hit else "0%")
         assert row["proof"]["tokens"] == 2
         assert (benchmark.first_token_limit(row) < benchmark.first_token_limit(row.of(MISS))) == hit
 
