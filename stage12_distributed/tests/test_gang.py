@@ -130,7 +130,7 @@ async def answer(running, prompt):
     return [token.id async for _, tokens in running.tokens(group) for token in tokens]
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", [pytest.param("SIGKILL", marks=pytest.mark.slow), "SIGSTOP"])
 def test_a_rank_that_dies_or_hangs_ends_all_requests_and_no_later_one(gang, how):
     """Those in the pass, those beyond its budget and those that wait get an error; after the
     restart no prefix is found that the new ranks never computed."""
