@@ -81,7 +81,7 @@ class Plain:
     slow: float = 0.0  # seconds that /ready takes
     requests: int = 0
     running: int = 0
-    seen: dict[str, str] | None = None  # headers of the last request
+    seen: Any = None  # headers of the last request
     url: str = ""
 
     async def ready(self, request: web.Request) -> web.Response:
