@@ -20,7 +20,7 @@ from typing import Any
 from .. import cli, paths
 from ..errors import UserError
 from ..task import Task
-from . import grading, mine, proof, wrong
+from . import grading, mine, proof, variant, wrong
 from .museum import planting
 from .museum.exhibits import find
 
@@ -29,7 +29,8 @@ EXAMPLES = """  python -m shared.course.exercise start stage04
   python -m pytest stage04_continuous --mine -k task1
   python -m shared.course.exercise hint stage04 1
   python -m shared.course.exercise status
-  python -m shared.course.exercise grade stage04 --out results.json"""
+  python -m shared.course.exercise grade stage04 --out results.json
+  python -m shared.course.exercise start stage05 --variant spring-ada17"""
 
 
 def state(stage: str, task: Task) -> str:
@@ -67,8 +68,17 @@ def _without_exhibit(stage: str) -> None:
 def start(options: argparse.Namespace) -> None:
     stage = mine.find_stage(options.stage)
     _without_exhibit(stage)
-    print(f"{mine.start(stage)} is your copy. Everything works but these:\n")
-    _list_tasks(stage)
+    known = mine.folder(stage).is_dir()
+    if options.variant is not None:
+        variant.check(stage)
+    if options.variant is None or not known:
+        print(f"{mine.start(stage)} is your copy. Everything works but these:\n")
+        _list_tasks(stage)
+    if options.variant is not None:
+        folder = variant.start(variant.of(options.variant))
+        print(f"\n{folder / 'VARIANT.md'} has the rules of your variant.")
+        if known:
+            return
     print(
         f"\nRead a task with `{mine.command('hint', stage, 1)}`, write it, and test it with\n"
         f"`python -m pytest {stage} --mine -k task1`. Without -k, all of the stage's tests run\n"
@@ -179,9 +189,13 @@ def grade(options: argparse.Namespace) -> None:
     if options.submission is None:
         for stage in chosen:
             _without_exhibit(stage)
+    extra = None
+    if options.variant is not None:
+        variant.check(*chosen)
+        extra = variant.of(options.variant).extra()
     verdicts = []
     limits = grading.Limits(options.seconds, options.memory)
-    for verdict in grading.grade(chosen, submission, limits, options.trust):
+    for verdict in grading.grade(chosen, submission, limits, options.trust, extra):
         verdicts.append(verdict)
         points = f"{verdict.points:3} of {verdict.task.points:3}"
         print(f"{points}  {verdict.name} ({verdict.seconds:.0f} s)", flush=True)
@@ -249,7 +263,12 @@ def main(argv: list[str] | None = None) -> int | None:
             help="run files with code that could reach the judge, too: read them before",
         )
 
-    add_stage(command("start", start, "make a copy of a stage with empty tasks"))
+    def seeded(subparser: argparse.ArgumentParser, about: str) -> None:
+        subparser.add_argument("--variant", type=variant.seed, metavar="SEED", help=about)
+
+    parsed = command("start", start, "make a copy of a stage with empty tasks")
+    add_stage(parsed)
+    seeded(parsed, "for stage05: add four rules of this seed, which are yours to write")
     add_stage(command("status", status, "your results: all stages, or the tasks of one"), nargs="?")
     parsed = command("hint", hint, "a task, and hints in steps")
     add_stage(parsed)
@@ -275,6 +294,7 @@ def main(argv: list[str] | None = None) -> int | None:
     parsed = command("grade", grade, "judge all tasks, each in its own process")
     parsed.add_argument("stages", nargs="*", help="which stages; default: those in the submission")
     submitted(parsed)
+    seeded(parsed, "for stage05: judge the rules of this seed, too")
     parsed.add_argument("--out", metavar="FILE", help="write results for Gradescope, a .json file")
     parsed.add_argument("--junit", metavar="FILE", help="write results as JUnit XML, a .xml file")
     limits = grading.Limits()

@@ -47,16 +47,16 @@ ATTRIBUTES = NAMES | _words(
 BASES = _words("object Exception ValueError RuntimeError Enum NamedTuple Protocol ABC")
 
 
-def refused(source: bytes, stage: str, file: str) -> str:
+def refused(source: bytes, stage: str, file: str, reference: str | None = None) -> str:
     """Why a submitted file is not run, in a sentence; "" if it may be. A file that is no Python may
-    be: its import fails."""
+    be: its import fails. reference: what the file may use; default: what the stage's file does."""
     try:
         tree = mine.parse(source.decode("utf-8-sig"))
     except (SyntaxError, UnicodeDecodeError):
         return ""
-    reference = mine.parse(mine.read(paths.ROOT / stage / file))
+    reference = mine.read(paths.ROOT / stage / file) if reference is None else reference
     try:
-        found = sorted(_Gate(stage, file, reference).problems(tree))
+        found = sorted(_Gate(stage, file, mine.parse(reference)).problems(tree))
     except RecursionError:
         found = [(1, "code that is nested too deeply")]
     if not found:

@@ -102,16 +102,33 @@ class Verdict:
         return self.task.points if self.passed else 0
 
 
+@dataclass(frozen=True)
+class Extra:
+    """A task that is generated, beside those of `stage`. Its file is a module by itself.
+
+    source: of the file that the student began with. tests: the source of the task's one test file.
+    """
+
+    stage: str
+    task: mine.Task
+    source: str
+    tests: str
+
+
 # ---- the parent ----
 
 
 def grade(
-    chosen: Sequence[str], submission: Path, limits: Limits | None = None, trust: bool = False
+    chosen: Sequence[str],
+    submission: Path,
+    limits: Limits | None = None,
+    trust: bool = False,
+    extra: Extra | None = None,
 ) -> Iterator[Verdict]:
     """Judge all tasks of some stages, one after the other.
 
     submission: a folder of stages, like mine/, or the folder with the files of the one chosen
-        stage. trust: run what the gate refuses, too. Raises UserError if
+        stage. trust: run what the gate refuses, too. extra: one more task. Raises UserError if
         there is nothing to grade, or if a submission has changed the tests.
     """
     if not submission.is_dir():
@@ -125,11 +142,15 @@ def grade(
     with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
         trusted = Path(temporary).resolve() / "trusted"
         copy_project(trusted)
+        if extra is not None:
+            mine.write(trusted / extra.stage / extra.task.tests[0], extra.tests)
         before = _fingerprint(trusted)
         for stage, folder in found.items():
-            for task in mine.tasks(stage):
+            extras = [extra.task] if extra is not None and extra.stage == stage else []
+            for task in (*mine.tasks(stage), *extras):
                 started = time.monotonic()
-                why = _judge(stage, task, folder, trusted, limits or Limits(), trust)
+                given = folder, trusted, limits or Limits(), trust
+                why = _judge(stage, task, *given, extra if task in extras else None)
                 if _fingerprint(trusted) != before:
                     raise UserError(
                         f"The tests have changed while {mine.label(stage, task)} was judged, so no "
@@ -157,18 +178,20 @@ def _judge(
     trusted: Path,
     limits: Limits,
     trust: bool = False,
+    extra: Extra | None = None,
 ) -> str:
     """Why the task is not solved; "" if it is."""
     path = None if folder is None else folder / task.file
-    if path is None or not path.is_file():
+    if folder is None or path is None or not path.is_file():
         return f"There is no {task.file} in the submission."
-    if path.is_symlink() or path.stat().st_size > MOST_BYTES:
+    if path.resolve() != folder.resolve() / task.file or path.stat().st_size > MOST_BYTES:
         return f"{task.file} is a link, or larger than {MOST_BYTES // 1024} KiB."
     try:
         source = path.read_bytes()
     except OSError as error:
         return f"{task.file} cannot be read: {error.strerror}."
-    if not trust and (why := gate.refused(source, stage, task.file)):
+    reference = None if extra is None else extra.source
+    if not trust and (why := gate.refused(source, stage, task.file, reference)):
         return why
     with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
         base = Path(temporary).resolve()
@@ -176,12 +199,14 @@ def _judge(
         shutil.copytree(trusted, project)
         for folder in (scratch, copy):
             folder.mkdir()
-        (copy / task.file).write_bytes(source)
+        (copy / path.name).write_bytes(source)
         word = secrets.token_hex(16)
         job = {
             "word": word,
             "stage": stage,
-            "task": task.number,
+            "task": task.number if extra is None else None,
+            "file": path.name,
+            "tests": [f"{stage}/{test}" for test in task.tests],
             "folder": str(copy),
             "scratch": str(scratch),
             "seconds": limits.seconds,
@@ -521,17 +546,20 @@ def child(prepare: Callable[[Job], None], run: Callable[[Job], dict[str, Any]]) 
 
 
 def _prepare(job: Job) -> None:
-    task = mine.find_task(job["stage"], job["task"])
-    mine.overlay(job["stage"], Path(job["folder"]), [task.file], frozenset([task.number]))
+    if job["task"] is None:
+        sys.path.insert(0, job["folder"])
+    else:
+        only = frozenset([job["task"]])
+        mine.overlay(job["stage"], Path(job["folder"]), [job["file"]], only)
 
 
 def _tests(job: Job) -> dict[str, Any]:
-    task = mine.find_task(job["stage"], job["task"])
+    package = "" if job["task"] is None else f"{job['stage']}."
     try:
-        importlib.import_module(f"{job['stage']}.{task.file.removesuffix('.py')}")
+        importlib.import_module(package + job["file"].removesuffix(".py"))
     except BaseException as error:  # it may raise anything, SystemExit too
-        return {"error": f"{task.file} cannot be imported: {type(error).__name__}: {error}"}
-    return {"tests": run_tests([*(f"{job['stage']}/{test}" for test in task.tests), CANARY])}
+        return {"error": f"{job['file']} cannot be imported: {type(error).__name__}: {error}"}
+    return {"tests": run_tests([*job["tests"], CANARY])}
 
 
 def _end_with_parent(seconds: float) -> None:

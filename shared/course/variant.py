@@ -1,0 +1,152 @@
+"""Variants of stage 05: `start stage05 --variant SEED`, then `grade stage05 --variant SEED`.
+
+A seed, such as a student's id, gives four rules that differ from the reference's, in plain words,
+and tests of these rules. So a solution is neither in the repository nor, mostly, the neighbour's.
+The student writes the rules as two classes, in a folder of its own in the copy; the other tasks
+stay as they are. Equal seeds give equal bytes, and `grade` takes the seed from the instructor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from .. import paths
+from ..errors import UserError
+from ..task import Task
+from . import grading, mine
+
+STAGE, FOLDER, FILE, POINTS = "stage05_paged", "variant", "variant.py", 20
+
+# Each rule in words, and as the tests' models state it. None of them is the reference's rule.
+EVICTIONS = {
+    "the one that was published first": "known[each].published",
+    "the one that was shared least often since it was published; of equals, the one least "
+    "recently used": "(known[each].shares, known[each].used)",
+    "the one most recently used": "-known[each].used",
+}
+SIZES = (8, 32)
+SHARES = {"an eighth": 8, "a sixteenth": 16, "a thirty-second": 32}
+ROUNDINGS = {"up": "ceil", "down": "floor"}
+TIES = {
+    "holds the most blocks": "each.blocks",
+    "has computed the fewest tokens": "-each.blocks",  # whose prompts fill their blocks
+    "may still get the most tokens": "each.answer",
+}
+
+TEXT = """\
+# Variant $name of stage 05
+
+Four rules of `blocks.py` and `scheduler.py` are different here. Write them in `variant.py`, in
+classes made from the reference's: replace the methods that you need to. All else stays as it is.
+
+1. **Eviction.** If no block is free, `VariantPool.take` evicts a cached one:
+   $eviction.
+2. **Block size.** `VariantPool(count)` has blocks of $size tokens, unless another size is given.
+3. **Watermark.** Unless another share is given, a `VariantScheduler` that admits a request beside
+   others keeps $share of all blocks free, rounded $rounding.
+4. **Preemption.** Of the running requests with the lowest priority (all of them, with the policy
+   "fcfs"), the one is preempted that $tie.
+   Of those that are equal in this too, it is the latest arrival.
+
+Test them with `python -m pytest $folder`.
+`grade` generates these tests again, and gives $points points if all of them pass.
+"""
+SOURCE = '''\
+"""The rules of VARIANT.md."""
+
+from typing import Any
+
+from stage04_continuous.plan import Plan
+from stage04_continuous.request import Request
+from stage05_paged.blocks import BlockPool
+from stage05_paged.scheduler import Scheduler
+
+
+class VariantPool(BlockPool):
+    def __init__(self, count: int, block_size: int = 16) -> None:
+        super().__init__(count, block_size)
+
+
+class VariantScheduler(Scheduler):
+    def __init__(self, pool: BlockPool, **options: Any) -> None:
+        super().__init__(pool, **options)
+'''
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The rules of a seed, as keys of the tables above."""
+
+    name: str
+    number: int  # for the tests' random plans
+    eviction: str
+    size: int
+    share: str
+    rounding: str
+    tie: str
+
+    def text(self) -> str:
+        """The rules in words."""
+        folder = mine.folder(STAGE) / FOLDER
+        inside = folder.is_relative_to(paths.ROOT)
+        shown = folder.relative_to(paths.ROOT) if inside else folder
+        return Template(TEXT).substitute(vars(self), folder=shown.as_posix(), points=POINTS)
+
+    def tests(self) -> str:
+        """The source of the tests."""
+        rules = {"eviction": EVICTIONS[self.eviction], "tie": TIES[self.tie]}
+        rules |= {"share": str(SHARES[self.share]), "rounding": ROUNDINGS[self.rounding]}
+        source = mine.read(Path(__file__).with_name("variant_test.txt")).replace("\r\n", "\n")
+        return Template(source).substitute(vars(self) | rules)
+
+    def extra(self) -> grading.Extra:
+        """The task, for grading."""
+        title, file = f"the rules of variant {self.name}", f"{FOLDER}/{FILE}"
+        test, number = "tests/test_variant.py", len(mine.tasks(STAGE)) + 1
+        task = Task(number, file, (), title, self.text(), POINTS, (), (test,))
+        return grading.Extra(STAGE, task, SOURCE, self.tests())
+
+
+def seed(text: str) -> str:
+    """An argparse type: letters, digits, ".", "_" and "-"; capitals do not matter."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,40}", text.strip()):
+        raise argparse.ArgumentTypeError(
+            f"'{text[:40]}' is no seed: it has 1 to 40 letters, digits, '.', '_' or '-'"
+        )
+    return text.strip().casefold()
+
+
+def of(name: str) -> Variant:
+    """The variant of a seed: always the same one, on every machine."""
+    digest = hashlib.sha256(name.encode()).digest()
+    options: tuple[Collection[Any], ...] = (EVICTIONS, SIZES, SHARES, ROUNDINGS, TIES)
+    rules = [list(each)[byte % len(each)] for each, byte in zip(options, digest, strict=False)]
+    return Variant(name, int.from_bytes(digest[-4:], "big"), *rules)
+
+
+def check(*stages: str) -> None:
+    """Raises UserError unless the stage that has variants is one of these."""
+    if STAGE not in stages:
+        raise UserError(f"--variant is for {STAGE}: name that stage.")
+
+
+def start(variant: Variant) -> Path:
+    """Write the variant into the student's copy of its stage, and return its folder.
+
+    Raises UserError if there is a variant already.
+    """
+    target = mine.existing(STAGE) / FOLDER
+    if target.exists():
+        raise UserError(f"There is a variant in {target} already: move it away to begin another.")
+    target.mkdir()
+    files = {"VARIANT.md": variant.text(), FILE: SOURCE, "test_variant.py": variant.tests()}
+    for name, source in files.items():
+        mine.write(target / name, source)
+    return target
