@@ -1087,4 +1087,75 @@ EXHIBITS = (
         seen="vLLM, pull request 29273",
         tests=("tests/test_by_hand.py::test_gates_are_beside_what_they_open",),
     ),
+    Exhibit(
+        number=41,
+        stage="stage12_distributed",
+        file="routing.py",
+        title="four replicas are alike, and one of them does all the work",
+        old="return tokens - cached[replica] + replica.tokens, self.random.random()  # ties",
+        new="return tokens - cached[replica] + replica.tokens, 0.0",
+        symptom=symptoms.equal_replicas,
+        hint="All four are equally good. Which one does `min` return?",
+        bug="among equal replicas the first of the list is taken, always",
+        story=(
+            "A router computes a score for each replica and takes the best. When a fleet has just "
+            "started, or every replica has the same popular prompt, many scores are equal, and "
+            "what decides then is an accident: the order of a list. Each router of the fleet has "
+            "that list, so all of them choose the same replica, until its load makes the scores "
+            "differ. In a test with different scores nothing is wrong. A tie must be broken at "
+            "random, or by turns."
+        ),
+        seen="llm-d router, issue 2515",
+        tests=("tests/test_routing.py::test_ties_are_broken_at_random",),
+    ),
+    Exhibit(
+        number=42,
+        stage="stage12_distributed",
+        file="routing.py",
+        title="when one conversation is busy, all the others get slow",
+        old="[*(each for each in able if cached[each]), *some]",
+        new=(
+            "some if any(each.requests for each in able) else [*(each for each in able if "
+            "cached[each]), *some]"
+        ),
+        symptom=symptoms.a_busy_neighbour,
+        hint="The other conversations have not changed. What do they have to do with the load?",
+        bug="as soon as the load is uneven, prefixes count for no request",
+        story=(
+            "A policy that follows prefixes needs a way out: a popular one must not fill a "
+            "replica. Here the way out was for all. When the difference between the busiest and "
+            "the least busy replica passed a limit, the router went by load alone, for every "
+            "request, and the prefixes of all other users were computed again on replicas that "
+            "had never seen them. That made these busier, and the difference stayed. One hot "
+            "replica ended affinity for the whole fleet. The limit belongs to the replica that is "
+            "too busy, and to the requests that would go there."
+        ),
+        seen="vllm router, issue 238",
+        tests=("tests/test_routing.py::test_one_hot_prefix_does_not_end_affinity_for_all",),
+    ),
+    Exhibit(
+        number=43,
+        stage="stage12_distributed",
+        file="leases.py",
+        title="status 200, and the answer is to another user's question",
+        old=(
+            "valid &= self.cache.generations[list(lease.blocks)].tolist() == "
+            "list(lease.generations)"
+        ),
+        new="assert len(lease.blocks) == len(lease.generations)",
+        symptom=symptoms.a_late_copy,
+        hint="What may the owner of a block do when its lease has expired? Who would notice?",
+        bug="blocks whose lease has expired are copied as if they were still what was leased",
+        story=(
+            "One machine computed prompts, others took the keys and values from its memory and "
+            "went on. If nothing was taken for some time, the memory was given to other requests: "
+            "it must not leak. But the one that came late was not told. It read what was there "
+            "now, and answered, with status 200 and a text that went on from another prompt. "
+            "Under load that was eight answers of forty-two. Nothing in the answer shows it, and "
+            "no error is logged on either side. A lease needs a number that changes when its "
+            "object does, and it must be read after the copy."
+        ),
+        seen="vLLM, issue 21570; awslabs/aws-do-eks, issue 84",
+        tests=("tests/test_leases.py::test_no_answer_comes_from_blocks_that_were_freed",),
+    ),
 )

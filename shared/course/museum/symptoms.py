@@ -628,3 +628,72 @@ def a_chat_with_kernels() -> None:
     for stage in ("stage05_paged", "stage09_kernels"):
         (output,) = load(f"{stage}.make").make(model, 1).generate([prompt], greedy(24))
         say(f"{stage[:7]}: {tokenizer.decode(output.token_ids).strip()}")
+
+
+def equal_replicas() -> None:
+    """Stage 12 routes 40 requests with one prompt, one after the other, among four idle replicas
+    that all have it."""
+    routing = load("stage12_distributed.routing").Routing(seed=0)
+    prompt = list(range(64))
+    for name in "ABCD":
+        routing.add(name).remember(routing.digests(prompt))
+    chosen = [routing.choose(routing.digests(prompt), len(prompt)).replica.name for _ in range(40)]
+    say(", ".join(f"replica {name}: {chosen.count(name)} requests" for name in "ABCD"))
+
+
+def a_busy_neighbour() -> None:
+    """Stage 12 routes 16 conversations, each of which has its replica, twice: first while nothing
+    else runs, then while one long answer runs somewhere."""
+    routing = load("stage12_distributed.routing").Routing(seed=0)
+    for name in "ABCD":
+        routing.add(name)
+
+    def ask(number: int) -> Any:
+        prompt = list(range(100 * number, 100 * number + 96))
+        route = routing.choose(routing.digests(prompt), len(prompt))
+        routing.start(route)
+        return route
+
+    for number in range(17):
+        routing.finish(ask(number))
+    for when in ("alone", "beside a long answer"):
+        if when != "alone":
+            ask(16)
+        found = 0
+        for number in range(16):
+            route = ask(number)
+            found += route.cached > 0
+            routing.finish(route)
+        say(f"{when}: {found} of 16 conversations find what they have computed")
+
+
+def a_late_copy() -> None:
+    """Stage 12 computes the prompts of two requests in one process and decodes them in another,
+    which is busy for a while. There is room for one prompt. The third line is what one engine alone
+    answers to the first."""
+    from multiprocessing import Pipe
+
+    leases = load("stage12_distributed.leases")
+    make, (model, tokenizer) = load("stage05_paged.make").make, stories()
+    prompts = [tokenizer.encode(text) for text in CROWD[:2]]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        memory, now = leases.Memory(Path(folder), 5, 64), 0.0
+        cache = functools.partial(leases.MappedCache, memory)
+        first, second = (
+            make(model, pool=memory.pool(decode, 4), make_cache=cache) for decode in (False, True)
+        )
+        (ours, theirs), leases.PATIENCE = Pipe(), 0
+        prefill = leases.Prefill(first, theirs, clock=lambda: now)
+        decode = leases.Apart(second, ours, clock=lambda: 0.0)
+        requests = [decode.add(request(prompt, greedy(16))) for prompt in prompts]
+        for _ in range(4):
+            prefill.turn()
+            now += 20  # seconds
+        while decode.requests:
+            prefill.turn()
+            decode.step()
+        for one in requests:
+            answer = one.output.error or tokenizer.decode(one.output.token_ids)
+            say(f"status {503 if one.output.error else 200}: {answer.strip()}")
+        (alone,) = make(model, 1).generate(prompts[:1], greedy(16))
+        say(f"alone: {tokenizer.decode(alone.token_ids).strip()}")

@@ -1,0 +1,78 @@
+"""Pictures of stage 12: routing by prefix, and blocks that are leased."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+from . import NAVY, ORANGE, PALE, TEAL, VIOLET, WHITE, arrow, box, canvas, cells, words
+
+FILLS = {"S": NAVY, "T": TEAL, "a": VIOLET, "?": WHITE}
+
+
+def routing() -> Figure:
+    """The request's prefix is on replica 0, part of it on replica 1, and nothing on replica 2."""
+    figure, axes = canvas(
+        "What is computed, and what waits: the cheapest replica gets the request", 72, 33
+    )
+    words(axes, 0, 5.5, "request", ha="left", weight="bold")
+    cells(axes, 10, 4, ["SSSSa?"], lambda key: (FILLS[key], ""), label=lambda key: "")
+    words(axes, 19, 2.5, "six blocks, each with the digest of all before it")
+    box(axes, 36, 3.5, 10, 4, "routing")
+    arrow(axes, (28.5, 5.5), (35.6, 5.5))
+    words(axes, 0, 12.5, "replica", ha="left", weight="bold")
+    for left, title in (
+        (10, "blocks sent there"),
+        (38, "to compute"),
+        (50, "in flight"),
+        (61, "cost, in blocks"),
+    ):
+        words(axes, left, 12.5, title, ha="left", weight="bold")
+    for number, (known, compute, flight) in enumerate(
+        (("SSSSa", 1, 2), ("SSTTT", 4, 0), ("TTTT", 6, 0))
+    ):
+        y = 15 + 5.5 * number
+        words(axes, 3, y + 1.5, str(number))
+        cells(axes, 10, y, [known], lambda key: (FILLS[key], ""), label=lambda key: "")
+        words(axes, 42, y + 1.5, str(compute))
+        words(axes, 53, y + 1.5, str(flight))
+        best = number == 0
+        text = f"{compute + flight}{', the least' if best else ''}"
+        words(axes, 61, y + 1.5, text, ha="left", color=ORANGE if best else "black")
+    words(
+        axes,
+        0,
+        31.8,
+        "No replica gets more than 1.5 times its share, and equal ones are taken at random.",
+        ha="left",
+    )
+    return figure
+
+
+def lease() -> Figure:
+    """A generation that is read after the copy shows that a block was taken in the meantime."""
+    figure, axes = canvas("A lease that expires while its block is copied", 72, 30)
+    for y, name in ((7, "prefill"), (22, "decode")):
+        words(axes, 0, y, name, ha="left", weight="bold")
+        arrow(axes, (8, y), (71, y), colour="#9a9aa6")
+    box(axes, 9, 3, 11, 3.2, "prompt A", fill=NAVY)
+    words(axes, 9, 8.8, "block 5, generation 3", ha="left")
+    arrow(axes, (25, 7.6), (29, 21.2), colour=NAVY)
+    words(axes, 25.4, 14.8, "lease: block 5,\ngeneration 3", ha="right")
+    box(axes, 28, 22.8, 22, 3.2, "copies block 5", fill=PALE)
+    box(axes, 35, 3, 9, 3.2, "expires", fill=WHITE, dashed=True)
+    box(axes, 46, 3, 12, 3.2, "prompt B", fill=ORANGE)
+    words(axes, 52, 8.8, "block 5, generation 4")
+    arrow(axes, (52, 10), (56, 21.2), dashed=True)
+    words(axes, 56, 15, "reads the generation:\n4 is not 3", ha="left")
+    box(axes, 55, 22.8, 15, 3.2, "the request fails", fill=WHITE)
+    words(
+        axes,
+        0,
+        28.6,
+        "Part of the copy may be of prompt B. A generation read before the copy would not show it.",
+        ha="left",
+    )
+    return figure
+
+
+DRAW = (routing, lease)

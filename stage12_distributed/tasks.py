@@ -1,0 +1,108 @@
+"""The tasks of this stage, for `python -m shared.course.exercise`."""
+
+from __future__ import annotations
+
+from shared.task import Task
+
+ROUTING, PARALLEL = "tests/test_routing.py", "tests/test_parallel.py"
+TRIES, LEASES = "tests/test_tries.py", "tests/test_leases.py"
+
+TASKS = (
+    Task(
+        number=1,
+        file="routing.py",
+        functions=("Routing.choose",),
+        title="which replica",
+        text="Return the route of a request, or None if no replica can take it. Candidates are the "
+        "replicas that have some of the prompt, and two at random, of those that are ready, not "
+        "full and not in `without`. None may have `bound` times the mean number of requests in "
+        "flight, unless all have. The cheapest is chosen: tokens that it must compute, plus its "
+        "tokens in flight; ties at random. Change no count.",
+        points=30,
+        hints=(
+            "`replica.match(digests)` counts blocks. The last token is always computed, so at most "
+            "(tokens - 1) // block_size of them help.",
+            "Count the new request in the mean, and round the bound up: a fleet that is idle has "
+            "room everywhere.",
+            "A tuple of the cost and a random number breaks ties. Keep the candidates in an order "
+            "that does not depend on where objects are in memory.",
+        ),
+        tests=(
+            f"{ROUTING}::test_the_longest_cached_prefix_is_found",
+            f"{ROUTING}::test_the_last_token_is_always_computed",
+            f"{ROUTING}::test_a_long_queue_outweighs_a_short_prefix",
+            f"{ROUTING}::test_one_hot_prefix_does_not_end_affinity_for_all",
+            f"{ROUTING}::test_several_routers_do_not_dilute_the_bound",
+            f"{ROUTING}::test_ties_are_broken_at_random",
+            f"{ROUTING}::test_without_a_prefix_the_less_busy_of_two_is_chosen",
+            f"{ROUTING}::test_a_replica_that_is_not_ready_keeps_its_load_and_its_tree",
+            f"{ROUTING}::test_full_failed_and_absent_replicas_are_not_chosen",
+        ),
+    ),
+    Task(
+        number=2,
+        file="parallel.py",
+        functions=("cuts",),
+        title="rows and columns",
+        text="For each layer in LAYERS, the places of the rows (outputs) and of the columns "
+        "(inputs) of its weight (out, in) that this rank holds: channels of its own query heads, "
+        "of its heads of keys and values, or of its part of the MLP; None for all. c_attn has "
+        "queries, keys and values one below the other.",
+        points=25,
+        hints=(
+            "A layer's last two names are its key in LAYERS: what its outputs count, and what its "
+            "inputs count.",
+            "Head h has channels h * head_dim to (h + 1) * head_dim; `heads_of` gives the heads.",
+            "Of c_attn a rank holds its heads of each third: three ranges, not one.",
+        ),
+        tests=(
+            f"{PARALLEL}::test_the_logits_of_all_ranks_are_those_of_the_whole",
+            f"{PARALLEL}::test_three_heads_on_two_ranks_are_two_and_one",
+        ),
+    ),
+    Task(
+        number=3,
+        file="relay.py",
+        functions=("Relay._tries",),
+        title="when to try again",
+        text="Have a replica answer (`_try`); if that raises Failed, another one, but at most "
+        "TRIES in all, and only while the budget has a whole retry, which it then costs. Count "
+        "retries. A request is in flight on a replica from before the try to its end, however it "
+        "ends. If no replica is left, send the last failure, or busy(FULL).",
+        points=25,
+        hints=(
+            "`choose` takes the replicas that were tried already.",
+            "`start` before the try, `finish` in a finally.",
+            "The budget is checked before a second try, and only then.",
+        ),
+        tests=(
+            f"{TRIES}::test_another_replica_answers_in_place_of_one_that_failed",
+            f"{TRIES}::test_a_request_has_two_tries_and_ends_with_the_last_failure",
+            f"{TRIES}::test_without_budget_there_is_no_second_try",
+            f"{TRIES}::test_no_replica_left_is_the_last_failure_and_none_at_all_is_full",
+            f"{TRIES}::test_what_is_cut_off_is_no_longer_in_flight",
+        ),
+    ),
+    Task(
+        number=4,
+        file="leases.py",
+        functions=("Apart._copy",),
+        title="a copy that is valid",
+        text="Copy the leased blocks that this engine's prefix cache lacks, as far as there is "
+        "room. Return whether the copies are what was leased: the lease has not expired, and no "
+        "block was taken for something else in the meantime. Only then publish them. In the end no "
+        "table holds a block: the cache does.",
+        points=20,
+        hints=(
+            "Share the blocks that match before you take others, which could evict them.",
+            "A generation that is read before the copy tells nothing about the copy.",
+            "Give back the last block first: the end of a chain must be evicted before its "
+            "beginning.",
+        ),
+        tests=(
+            f"{LEASES}::test_the_tokens_are_those_of_one_engine",
+            f"{LEASES}::test_a_lease_that_has_expired_fails_its_request",
+            f"{LEASES}::test_no_answer_comes_from_blocks_that_were_freed",
+        ),
+    ),
+)

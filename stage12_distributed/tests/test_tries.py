@@ -1,0 +1,101 @@
+"""When a request is tried again, under a policy that takes the replicas in turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stage12_distributed.relay import FULL, Answer, Asked, Failed, Relay
+from stage12_distributed.routing import Replica, Route
+
+ASKED = Asked("POST", "/v1/completions", b"", {})
+
+
+class InTurn:
+    """Any policy will do: the first replica that has not failed the request."""
+
+    def __init__(self, count: int) -> None:
+        self.replicas, self.running = [Replica(str(number)) for number in range(count)], 0
+
+    def choose(
+        self, digests: Sequence[bytes], tokens: int, answer: int, without: Collection[Replica] = ()
+    ) -> Route | None:
+        able = [replica for replica in self.replicas if replica not in without]
+        return Route(able[0], [], 0, 0) if able else None
+
+    def start(self, route: Route) -> None:
+        self.running += 1
+
+    def finish(self, route: Route) -> None:
+        self.running -= 1
+
+
+class Tries(Relay):
+    """Replicas whose number is in `bad` fail; the request is in flight on one replica at a time."""
+
+    def __init__(self, count: int, bad: Sequence[int], error: BaseException | None = None) -> None:
+        self.policy: Any = InTurn(count)
+        pool: Any = SimpleNamespace(routing=self.policy)
+        super().__init__(pool, timeout=10.0)
+        self.bad, self.error = bad, error
+        self.seen: list[int] = []
+        self.sent: list[dict[str, Any]] = []
+
+    async def _try(self, asked: Asked, route: Route, answer: Answer) -> None:
+        number = int(route.replica.name)
+        assert self.policy.running == 1
+        self.seen.append(number)
+        if self.error:
+            raise self.error
+        if number in self.bad:
+            raise Failed(503, {}, f"replica {number}".encode())
+        await answer.send_whole(200, {}, b"an answer")
+
+    def run(self, budget: float = 5.0) -> bytes:
+        """The body that the client gets."""
+
+        async def send(message: Any) -> None:
+            self.sent.append(message)
+
+        self.budget = budget
+        asyncio.run(self._tries(ASKED, Answer(send)))
+        assert self.policy.running == 0
+        return bytes(self.sent[-1]["body"])
+
+
+def test_another_replica_answers_in_place_of_one_that_failed():
+    tries = Tries(3, bad=[0])
+    assert tries.run() == b"an answer" and tries.seen == [0, 1]
+    assert tries.counts["retries"] == 1 and tries.budget == 4.0
+    tries = Tries(3, bad=[])
+    assert tries.run(budget=0.0) == b"an answer"  # a first try costs nothing
+    assert tries.seen == [0] and not tries.counts["retries"] and tries.budget == 0.0
+
+
+def test_a_request_has_two_tries_and_ends_with_the_last_failure():
+    tries = Tries(4, bad=[0, 1, 2])
+    assert tries.run() == b"replica 1" and tries.seen == [0, 1]
+
+
+def test_without_budget_there_is_no_second_try():
+    tries = Tries(2, bad=[0])
+    assert tries.run(budget=0.9) == b"replica 0" and tries.seen == [0]
+    assert tries.budget == 0.9 and not tries.counts["retries"]
+
+
+def test_no_replica_left_is_the_last_failure_and_none_at_all_is_full():
+    tries = Tries(1, bad=[0])
+    assert tries.run() == b"replica 0" and tries.seen == [0]
+    tries = Tries(0, bad=[])
+    assert FULL.encode() in tries.run() and tries.sent[0]["status"] == 503
+
+
+def test_what_is_cut_off_is_no_longer_in_flight():
+    tries = Tries(2, bad=[], error=TimeoutError())
+    with pytest.raises(TimeoutError):
+        tries.run()
+    assert tries.seen == [0] and tries.policy.running == 0
