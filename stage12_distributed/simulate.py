@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shared import cli
 from shared.errors import UserError
@@ -102,6 +102,40 @@ def simulate(
 ) -> dict[str, float]:
     """The summary of a cell: see `Fleet.summary`."""
     return Fleet(cell, pass_time, asks, seed).run().summary()
+
+
+@dataclass(frozen=True)
+class Scenarios:
+    """Questions to a cell of replicas: `count` requests at a share `load` of what it answers."""
+
+    cell: Cell
+    pass_time: PassTime
+    count: int
+    load: float = 0.7
+    deaths: int = 5
+    handover: float = 0.0
+
+    def run(self, ratios: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """All traffic by all policies; deaths; a day's load with and without autoscaling; then some
+        `ratios`: replicas of the cell that only prefill."""
+        cell = self.cell
+        rate = self.load * cell.replicas * capacity(cell, self.pass_time)
+        starts = arrivals(rate, self.count)
+        asks = {kind: traffic(kind, starts) for kind in TRAFFIC}
+        asks["day"] = traffic("prefix", arrivals(rate / 2, self.count, swing=0.9))
+        cases = [("policies", kind, replace(cell, policy=p)) for kind in TRAFFIC for p in POLICIES]
+        last = starts[-1]
+        deaths = tuple(last * (n + 1) / (self.deaths + 1) for n in range(self.deaths))
+        cases.append(("deaths", "prefix", replace(cell, failures=deaths, starting=last / 20)))
+        scaling = replace(cell, target=6.0, starting=last / 50, calm=last / 25)
+        cases += [("always", "day", cell), ("scaled", "day", scaling)]
+        for number in (0, *ratios):
+            split = {"prefill": number, "replicas": cell.replicas - number}
+            cases.append(("ratio", "free", replace(cell, handover=self.handover, **split)))
+        for case, kind, own in cases:
+            about = {"case": case, "traffic": kind, "policy": own.policy, "prefill": own.prefill}
+            about |= {"replicas": own.replicas, "big": one_big_cache(asks[kind]), "rate": rate}
+            yield about | simulate(own, self.pass_time, asks[kind])
 
 
 def read_steps(path: Path) -> list[list[float]]:
