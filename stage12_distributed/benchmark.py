@@ -26,7 +26,7 @@ from stage05_paged.make import make
 from .apart import APART, TOGETHER, Job, Load, compare
 from .gang import Gang, Setup
 from .gang import make as make_ranks
-from .measured import relay_seconds, routing_seconds
+from .measured import death_seconds, ray_seconds, relay_seconds, routing_seconds
 from .passes import PassTime
 from .replay import Run, quantiles
 from .replay import measure as measure_loads
@@ -182,6 +182,21 @@ def router(subject: Subject, plan: Sizes) -> Iterator[Group]:
         yield {"replicas": replicas, "decision": seconds, "relay": relay, "events": rate}
 
 
+def kills(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """What becomes of streams over two replicas when one of these is killed."""
+    ended = death_seconds(plan.streams)
+    hows = [how for _, how in ended]
+    found = {how: hows.count(how) for how in ("whole", "error", "lost")}
+    yield {"streams": len(ended), **found, "last": max(seconds for seconds, _ in ended)}
+
+
+def ray(subject: Subject, plan: Sizes) -> Iterator[Group]:
+    """Streams from replicas on Ray: by plain HTTP past it, and through its proxy."""
+    for way, times in ray_seconds().items():
+        first, event = (rows.median(pair[place] for pair in times) for place in (0, 1))
+        yield {"way": way, "ttft": first, "event": event}
+
+
 # ---- tables -------------------------------------------------------------------------------------
 
 
@@ -290,6 +305,11 @@ COLUMNS: dict[str, rows.Column] = {
     "together": rows.gain(ONE, None, TWO),
     "same tokens": lambda row: row.of(TWO).proof,
     "long prompts": "long",
+    "with an error": "error",
+    "just ended": "lost",
+    "the last after, s": "last:.2f",
+    "TTFT, ms": lambda row: f"{row['ttft'] * 1e3:,.1f}",
+    "an event, ms": lambda row: f"{row['event'] * 1e3:,.2f}",
     **{f"{name}, tok/s": rate(name) for name in (TOGETHER, APART)},
     **{
         f"{name}, ITL {percent}, ms": between(name, place)
@@ -314,6 +334,8 @@ TABLES = rows.tables(
     apart: long prompts | together, ITL p50, ms | together, ITL p99, ms | apart, ITL p50, ms
       | apart, ITL p99, ms | together, tok/s | apart, tok/s
     ranks: requests | one process, tok/s | two ranks, tok/s | together | same tokens
+    kills: streams | whole | with an error | just ended | the last after, s
+    ray: way | TTFT, ms | an event, ms
     router: replicas | a choice p50, us | p99, us | an event, us of processor
     """,
     policies=fleet("policies"),
@@ -345,7 +367,9 @@ def headline(results: Results) -> str:
 
 
 ABOUT = "Measures the simulator against a server, policies in simulated time, and leases."
-WORK = kit.cases(Case(replay), Case(fleets), Case(apart), Case(ranks), Case(router))
+WORK = kit.cases(
+    Case(replay), Case(fleets), Case(apart), Case(ranks), Case(router), Case(kills), Case(ray)
+)
 BENCHMARK = kit.Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
