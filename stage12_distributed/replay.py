@@ -25,6 +25,7 @@ from stage07_loadtest.load import Point, run_point
 from .passes import Meter
 from .simulator import Ask
 
+TURNS = 3  # of each load, in turn: a machine gets slower and faster in the course of minutes
 Times = tuple[float, Sequence[float]]  # a request's arrival, and those of its tokens
 
 
@@ -44,7 +45,7 @@ def point(url: str, asks: list[workload.Ask], when: schedule.Schedule, warmup: i
 
 
 async def serve(
-    options: list[str], shares: Iterable[float], users: int, count: int, client: Executor
+    options: list[str], shares: Sequence[float], users: int, count: int, client: Executor
 ) -> list[Run]:
     settings, thread, usual = parse(options), EngineThread(), sys.getswitchinterval()
     made = thread.run(partial(make_engine, settings))
@@ -56,19 +57,20 @@ async def serve(
         while not server.started:
             await asyncio.sleep(0.05)
         url = f"http://127.0.0.1:{place.getsockname()[1]}"
-        for share in (0.0, *shares):
-            many = count if share else 3 * users
-            asks = workload.make("short", users + many, f"stage 12, {share}")
+        turns = [(share, turn) for turn in range(TURNS) for share in shares]
+        for share, turn in [(0.0, 0), *turns]:
+            warm, many = (0, count // TURNS) if share else (users, 3 * users)
+            asks = workload.make("short", warm + many, f"stage 12, {share}, {turn}")
             when = schedule.closed(users, many)
             if share:
-                when = schedule.poisson(share * most, many, seed=round(100 * share))
+                when = schedule.poisson(share * most, many, seed=round(100 * share) + turn)
             meter.steps.clear()
-            job = client.submit(point, url, asks, when, users)
+            job = client.submit(point, url, asks, when, warm)
             records = (found := await asyncio.wrap_future(job)).records
             if failed := [record.detail for record in records if record.failure]:
                 raise AssertionError(f"{len(failed)} requests failed, such as: {failed[0]}")
             most = most or many / found.duration
-            pairs = list(zip(asks[users:], records, strict=True))
+            pairs = list(zip(asks[warm:], records, strict=True))
             own = [Ask(list(map(int, a.prompt)), a.max_tokens, r.intended) for a, r in pairs]
             tokens = [np.repeat(r.chunks, r.chunk_tokens).tolist() for r in records]
             times: list[Times] = [(r.intended, t) for r, t in zip(records, tokens, strict=True)]
@@ -80,9 +82,9 @@ async def serve(
     return runs
 
 
-def measure(options: list[str], shares: Iterable[float], users: int, count: int) -> list[Run]:
+def measure(options: list[str], shares: Sequence[float], users: int, count: int) -> list[Run]:
     """A closed loop of `users`, whose throughput is the capacity; then `count` random arrivals at
-    each of `shares` of it. The client is a process of its own.
+    each of `shares` of it, in TURNS parts that alternate. The client is a process of its own.
 
     options: of `python -m stage06_serving`. Raises AssertionError if a request fails.
     """
