@@ -111,7 +111,7 @@ def replay(subject: Subject, plan: Sizes) -> Iterator[Group]:
 def fleets(subject: Subject, plan: Sizes) -> Iterator[Group]:
     """What the pass times of this machine make of a cell, in simulated time."""
     times, kv = measured(subject, plan)[1], subject.config.kv_bytes_per_token(subject.dtype)
-    settings = {"load": plan.load, "deaths": plan.deaths, "handover": kv / COPYING}
+    settings: dict[str, Any] = {"load": plan.load, "deaths": plan.deaths, "handover": kv / COPYING}
     cell = cell_of(subject, plan, plan.cell)
     yield from Scenarios(cell, times, plan.fleet, **settings).run(plan.ratios)
 

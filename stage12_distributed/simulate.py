@@ -130,11 +130,15 @@ class Scenarios:
         scaling = replace(cell, target=6.0, starting=last / 50, calm=last / 25)
         cases += [("always", "day", cell), ("scaled", "day", scaling)]
         for number in (0, *ratios):
-            split = {"prefill": number, "replicas": cell.replicas - number}
+            split: dict[str, Any] = {"prefill": number, "replicas": cell.replicas - number}
             cases.append(("ratio", "free", replace(cell, handover=self.handover, **split)))
         for case, kind, own in cases:
-            about = {"case": case, "traffic": kind, "policy": own.policy, "prefill": own.prefill}
-            about |= {"replicas": own.replicas, "big": one_big_cache(asks[kind]), "rate": rate}
+            about: dict[str, Any] = {"case": case, "traffic": kind, "policy": own.policy}
+            about |= {"prefill": own.prefill} | {
+                "replicas": own.replicas,
+                "big": one_big_cache(asks[kind]),
+                "rate": rate,
+            }
             yield about | simulate(own, self.pass_time, asks[kind])
 
 
