@@ -493,6 +493,12 @@ class _Recorder:
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
 
+    def pytest_sessionstart(self) -> None:
+        """To find the smallest example that fails takes minutes; here any one will do."""
+        from hypothesis import settings
+
+        settings.load_profile("any")
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
