@@ -187,7 +187,7 @@ def router(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
 
 def kills(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """What becomes of streams over two replicas when one of these is killed."""
+    """What becomes of streams over two replicas when one is killed."""
     ended = death_seconds(plan.streams)
     hows = [how for _, how in ended]
     found = {how: hows.count(how) for how in ("whole", "error", "lost")}

@@ -6,8 +6,9 @@ blocks. They are leased: until it learns that they were copied, or the lease exp
 they are.
 
 A lease may expire while the other process copies. So each block has a generation, in a second file:
-the number of times that it was taken for something new. Whoever copies a block reads its generation
-afterwards. Where it differs from that of the lease, the copy is worthless, and the request fails.
+the number of times that it was taken for something new. A reader that has copied a block reads its
+generation afterwards. Where it differs from that of the lease, the copy is worthless, and the
+request fails.
 """
 
 from __future__ import annotations

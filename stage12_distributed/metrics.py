@@ -23,7 +23,7 @@ COUNTS = {
     "cut": "Answers that broke off, after which the client got an error.",
     "left": "Requests whose client left.",
     "prompt_tokens": "Tokens of prompts, as the router counts them.",
-    "cached_tokens": "Of these, tokens that the replica was expected to have in its cache.",
+    "cached_tokens": "Tokens of the prompts that the replica was expected to have in its cache.",
 }
 
 

@@ -21,7 +21,7 @@ EXAMPLES = """\
 
 
 def whole_model(options: argparse.Namespace) -> Any:
-    """The model of these options, with plain layers: what each rank loads."""
+    """The model that the options name, with plain layers: what each rank loads."""
     from stage01_forward import families
 
     return cli.load_model_from(options, families).model

@@ -103,7 +103,7 @@ def _figure(picture: Path, caption: str) -> str:
 
 
 def deck(stages: Sequence[str]) -> str:
-    """The HTML page with the slides of these stages."""
+    """The HTML page with the slides of `stages`."""
     lessons = [paths.ROOT / stage / "README.md" for stage in stages]
     sections = "\n".join(section for lesson in lessons for section in slides(lesson))
     title = "Staircase: " + ", ".join(stages)

@@ -1,7 +1,7 @@
 """Variants of stage 05: `start stage05 --variant SEED`, then `grade stage05 --variant SEED`.
 
 A seed, such as a student's id, gives four rules that differ from the reference's, in plain words,
-and tests of these rules. So a solution is neither in the repository nor, mostly, the neighbour's.
+and their tests. So a solution is neither in the repository nor, mostly, the neighbour's.
 The student writes the rules as two classes, in a folder of its own in the copy; the other tasks
 stay as they are. Equal seeds give equal bytes, and `grade` takes the seed from the instructor.
 """
@@ -132,7 +132,7 @@ def of(name: str) -> Variant:
 
 
 def check(*stages: str) -> None:
-    """Raises UserError unless the stage that has variants is one of these."""
+    """Raises UserError unless the stage that has variants is among them."""
     if STAGE not in stages:
         raise UserError(f"--variant is for {STAGE}: name that stage.")
 
