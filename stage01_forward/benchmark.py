@@ -177,6 +177,7 @@ WORK = kit.cases(
 CHARTS = {"forward": forward_chart}
 ABOUT = "Measures the forward pass and the naive engine on this CPU, after proving them."
 BENCHMARK = kit.Benchmark("stage01_forward", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    cli.run(BENCHMARK.main)
+    cli.run(main)

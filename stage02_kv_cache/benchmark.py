@@ -167,6 +167,7 @@ WORK = kit.cases(
 CHARTS = {"growth": growth_chart}
 ABOUT = "Measures generation with and without KV cache on this CPU."
 BENCHMARK = kit.Benchmark("stage02_kv_cache", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    cli.run(BENCHMARK.main)
+    cli.run(main)

@@ -213,6 +213,7 @@ WORK = kit.cases(
 CHARTS = {"scaling": scaling_chart}
 ABOUT = "Measures batches of many sizes on this CPU, beside the stage before."
 BENCHMARK = kit.Benchmark("stage03_batching", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    cli.run(BENCHMARK.main)
+    cli.run(main)
