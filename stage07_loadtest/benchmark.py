@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from shared.server import own_server
 from . import charts as curves
 from . import metrics, mock, schedule, workload
 from .__main__ import MOST_A_SECOND
-from .client import Target
+from .client import Record, Target
 from .load import run_point
 from .metrics import Slo, Summary
 from .results import from_json, request_lines, to_json
@@ -70,8 +71,10 @@ class Sizes(Plan):
     seconds: float = 10.0
     a_user: float = 2.0
     a_user_mixed: float = 1.5  # static batches of mixed lengths take two minutes at 2.0
+    flood: tuple[float, int] = (1.5, 500)  # of the closed loops' best rate, requests: the capacity
     shares: tuple[float, ...] = (0.5, 0.9, 1.1)  # of the capacity, as Poisson arrivals
-    open_requests: int = 500  # enough for the queue to grow above the capacity
+    open_requests: int = 1000  # enough for a queue to grow above the capacity
+    slices: int = 20  # of these requests, for the waiting over time
     burst: tuple[int, float, int] = (40, 8.0, 2)  # requests, seconds to the next, how many
     prove_prompts: int = 2  # of each length
 
@@ -103,7 +106,14 @@ FEW = {
     PAGED: {"short": (1, 16)},
 }
 QUICK = quick(
-    FULL, users=FEW, contexts=8, seconds=3.0, a_user=1.0, shares=(0.5, 1.1), open_requests=10
+    FULL,
+    users=FEW,
+    contexts=8,
+    seconds=3.0,
+    a_user=1.0,
+    flood=(1.5, 20),
+    shares=(0.5, 1.1),
+    open_requests=20,
 )
 
 
@@ -153,6 +163,7 @@ class Bench:
     points: list[dict[str, Any]] = field(default_factory=list)
     proof: dict[str, Any] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)  # a line of JSON each
+    waits: list[list[float]] = field(default_factory=list)  # of open loops, in seconds
     urls: dict[str, str] = field(default_factory=dict)
 
     def begin(self, text: str) -> None:
@@ -182,6 +193,8 @@ class Bench:
             raise KeyboardInterrupt
         self.requests.append(request_lines(number, point.records))
         self.points.append({"server": server} | to_json(metrics.summarize(point, SLO)))
+        if when.kind == "poisson":
+            self.waits.append(waiting(point.records, self.plan.slices))
 
     def closed(self, server: str, name: str, users: int) -> None:
         """`users` who each send their next request when the last one has ended."""
@@ -200,7 +213,7 @@ class Bench:
 
 def run(plan: Sizes) -> dict[str, Any]:
     """Raises UserError for a server that does not start, AssertionError for one that is wrong."""
-    total = 3 + len(plan.users) + len(plan.turns) + len(plan.shares)
+    total = 4 + len(plan.users) + len(plan.turns) + len(plan.shares)
     with tqdm(total=total, unit="step") as bar, ExitStack() as stack:
         bench = Bench(plan, stack, bar)
         bench.begin("a server of known latencies")
@@ -216,6 +229,10 @@ def run(plan: Sizes) -> dict[str, Any]:
             bench.start(server, subject(dtype))
         for turn in plan.turns:
             bench.closed(*turn)
+        over, count = plan.flood
+        wanted = [point for point in bench.points if point["server"] == PAGED]
+        best = max(point["request_rate"] for point in wanted if point["workload"] == "short")
+        bench.opened(schedule.poisson(over * best, count, seed=0))
         most, count = capacity(bench.points), plan.open_requests
         for share in plan.shares:
             bench.opened(schedule.poisson(share * most, count, seed=round(100 * share)))
@@ -226,13 +243,24 @@ def run(plan: Sizes) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress("".join(bench.requests).encode(), mtime=0))
     naive = len(prompts) * ANSWER / seconds
-    return {"points": bench.points, "proof": bench.proof, "naive": naive, "ruler": ruler}
+    found = {"points": bench.points, "waits": bench.waits, "proof": bench.proof}
+    return found | {"naive": naive, "ruler": ruler}
+
+
+def waiting(records: Sequence[Record], slices: int) -> list[float]:
+    """Median TTFT in seconds of each of `slices` parts of the requests that were answered, in the
+    order in which they were due."""
+    ordered = sorted(records, key=lambda record: record.intended)
+    found = [wait for wait in map(metrics.ttft_intended, ordered) if wait is not None]
+    edges = [len(found) * part // slices for part in range(slices + 1)]
+    return [median(found[low : max(high, low + 1)]) for low, high in pairwise(edges)]
 
 
 def capacity(points: Sequence[Mapping[str, Any]]) -> float:
-    """Most requests per second that closed loops of short prompts got of paging."""
-    wanted = [p for p in points if (p["server"], p["workload"]) == (PAGED, "short") and p["users"]]
-    return max(float(point["request_rate"]) for point in wanted)
+    """Requests per second of short prompts that paging answers of random arrivals, far more of
+    which come: the steady part of the flood, which is the first of the open loops."""
+    flood = next(point for point in points if point["kind"] == "poisson")
+    return float((flood["steady"] or flood)["output_rate"]) / ANSWER
 
 
 def rows_of(plan: Any, config: Config, engine: str, name: str, users: int) -> int:
@@ -381,7 +409,7 @@ def claims(results: Results) -> Iterator[Claim]:
     users = float((best and best.users) or math.nan)
     yield Claim("knee", knee, users, "users", "few numbers were tried")
     # As if the limits were the capacity, and the fastest arrivals as far above it as they were.
-    fastest, why = arrivals(results)[-1], "the first arrivals fill the batch before a queue grows"
+    fastest, why = arrivals(results)[-2], "the first arrivals fill the batch before a queue grows"
     over = 1 - capacity(results["points"]) / (fastest.rate or math.inf)
     waits = 0.95 * fastest.requests * over / (most[PAGED] / ANSWER)
     late = fastest.at(metrics.TTFT_INTENDED, 95, True) or math.inf
@@ -427,8 +455,19 @@ def short(results: Results, least: int = 1) -> dict[str, list[Summary]]:
 
 
 def arrivals(results: Results) -> list[Summary]:
-    """Open loops of random arrivals, by their rate."""
+    """Open loops of random arrivals, by their rate; the flood comes last."""
     return [point for point in short(results)[PAGED] if point.kind == "poisson"]
+
+
+def waiting_chart(results: Results) -> Figure:
+    shares, parts = results.plan["shares"], results.plan["slices"]
+    series = {
+        f"{share:.0%} of capacity": waits
+        for share, waits in zip(shares, results["waits"][1:], strict=True)
+    }
+    places = [100 * (part + 0.5) / parts for part in range(parts)]
+    title = "Above the capacity the wait grows as long as the test lasts"
+    return charts.lines(title, "% of the requests, as they come", "TTFT, s", places, series)
 
 
 CHARTS: dict[str, Callable[[Results], Figure]] = {
@@ -439,14 +478,8 @@ CHARTS: dict[str, Callable[[Results], Figure]] = {
     "latency": lambda results: curves.latency(
         short(results, 2), metrics.E2E_INTENDED, 95, "What a user waits: E2E latency, p95"
     ),
-    "offered": lambda results: curves.offered(
-        {PAGED: short(results)[PAGED]}, title="Paged: latency against offered load, short prompts"
-    ),
-    "ttft": lambda results: curves.distribution(
-        {point.load: point for point in arrivals(results)},
-        metrics.TTFT_INTENDED,
-        "Random arrivals: TTFT from the fastest to the slowest",
-    ),
+    "goodput": lambda results: curves.goodput({PAGED: arrivals(results)}),
+    "waiting": waiting_chart,
 }
 
 
