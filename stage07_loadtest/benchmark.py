@@ -460,13 +460,14 @@ def arrivals(results: Results) -> list[Summary]:
 
 
 def waiting_chart(results: Results) -> Figure:
-    shares, parts = results.plan["shares"], results.plan["slices"]
+    points = [point for point in results["points"] if point["kind"] == "poisson"]
+    most, parts = capacity(points), results.plan["slices"]
     series = {
-        f"{share:.0%} of capacity": waits
-        for share, waits in zip(shares, results["waits"][1:], strict=True)
+        f"{point['rate'] / most:.0%} of capacity": waits
+        for point, waits in zip(points, results["waits"], strict=True)
     }
     places = [100 * (part + 0.5) / parts for part in range(parts)]
-    title = "Above the capacity the wait grows as long as the test lasts"
+    title = "Random arrivals: the wait for the first token, as time goes on"
     return charts.lines(title, "% of the requests, as they come", "TTFT, s", places, series)
 
 
