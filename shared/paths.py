@@ -8,12 +8,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def discover(root: Path | None = None) -> list[str]:
-    """The stage packages in reading order: ["stage01_forward", "stage02_kv_cache", ...].
-
-    A stage with a file DRAFT.md is being written, and left out.
-    """
+    """The stage packages in reading order: ["stage01_forward", "stage02_kv_cache", ...]."""
     return sorted(
         folder.name
         for folder in (root or ROOT).glob("stage[0-9][0-9]_*")
-        if (folder / "__init__.py").exists() and not (folder / "DRAFT.md").exists()
+        if (folder / "__init__.py").exists()
     )

@@ -278,13 +278,8 @@ def claims(results: Results) -> Iterator[Claim]:
     row = results.groups("replay", fitted=False)[-1]
     made, real = (row[way]["e2e"][0] for way in ("simulated", "measured"))
     what = f"E2E p50 at {row['share']:.0%} of the capacity, over simulated"
-    yield Claim(
-        what,
-        1.0,
-        real / made,
-        "x",
-        "the scheduler is the real one, and passes are fitted at another load",
-    )
+    why = "the scheduler is the real one, and passes are fitted at another load"
+    yield Claim(what, 1.0, real / made, "x", why)
 
 
 def quantile(name: str, place: int, unit: float = 1e3) -> rows.Column:
