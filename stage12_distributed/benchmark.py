@@ -7,6 +7,7 @@ router, on this machine. All answers of real engines are proved.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,7 +28,8 @@ from stage05_paged.make import make
 from .apart import APART, TOGETHER, Job, Load, compare
 from .gang import Gang, Setup
 from .gang import make as make_ranks
-from .measured import death_seconds, ray_seconds, relay_seconds, routing_seconds
+from .measured import deaths, ray_seconds, relay_seconds, routing_seconds
+from .measured import router as start_router
 from .passes import PassTime
 from .replay import Run, quantiles
 from .replay import measure as measure_loads
@@ -66,10 +68,12 @@ class Sizes(kit.Plan):
     rows: tuple[int, ...] = (1, 8)
     routed: tuple[int, ...] = (2, 16, 64)  # replicas among which one is chosen
     events: int = 2000  # that the router passes on
+    kills: int = 100
+    reserve: int = 8  # replicas, so that some are ready while others start
 
 
 FULL = Sizes()
-QUICK = kit.quick(FULL, fitted=0.6, replayed=(0.8,), cell=4, ratios=(1,), fleet=300)
+QUICK = kit.quick(FULL, fitted=0.6, replayed=(0.8,), cell=4, ratios=(1,), fleet=300, reserve=3)
 
 
 # ---- the simulator beside a server --------------------------------------------------------------
@@ -187,11 +191,20 @@ def router(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
 
 def kills(subject: Subject, plan: Sizes) -> Iterator[Group]:
-    """What becomes of streams over two replicas when one is killed."""
-    ended = death_seconds(plan.streams)
-    hows = [how for _, how in ended]
-    found = {how: hows.count(how) for how in ("whole", "error", "lost")}
-    yield {"streams": len(ended), **found, "last": max(seconds for seconds, _ in ended)}
+    """What becomes of streams when replicas are killed, one after the other."""
+    with start_router("--replicas", str(plan.reserve), "--", "--threads", "1") as server:
+        ended = [one for found in deaths(server, plan.kills, plan.streams) for one in found]
+    hows = Counter(one.how for one in ended)
+    hit = [one for one in ended if one.there]
+    yield {
+        "kills": plan.kills,
+        "streams": len(ended),
+        "hit": len(hit),
+        "errors": hows["error"],
+        "lost": hows["lost"],
+        "untouched": sum(not one.there and one.how != "whole" for one in ended),
+        "last": max(one.seconds for one in hit),
+    }
 
 
 def ray(subject: Subject, plan: Sizes) -> Iterator[Group]:
@@ -317,8 +330,10 @@ COLUMNS: dict[str, rows.Column] = {
     "together": rows.gain(ONE, None, TWO),
     "same tokens": lambda row: row.of(TWO).proof,
     "long prompts": "long",
-    "with an error": "error",
+    "on dead replicas": "hit",
+    "with an error": "errors",
     "just ended": "lost",
+    "others not whole": "untouched",
     "the last after, s": "last:.2f",
     "TTFT, ms": lambda row: f"{row['ttft'] * 1e3:,.1f}",
     "an event, ms": lambda row: f"{row['event'] * 1e3:,.2f}",
@@ -346,7 +361,8 @@ TABLES = rows.tables(
     apart: long prompts | together, ITL p50, ms | together, ITL p99, ms | apart, ITL p50, ms
       | apart, ITL p99, ms | together, tok/s | apart, tok/s
     ranks: requests | one process, tok/s | two ranks, tok/s | together | same tokens
-    kills: streams | whole | with an error | just ended | the last after, s
+    kills: kills | streams | on dead replicas | with an error | just ended | others not whole
+      | the last after, s
     ray: way | TTFT, ms | an event, ms
     router: replicas | a choice p50, us | p99, us | an event, us of processor
     """,

@@ -2,7 +2,7 @@
 
 routing_seconds()   of each choice: digests, choose, start, finish
 relay_seconds()     of processor for each event that is passed on, and events a second
-death_seconds()     from the death of a replica to the end of each stream, and how it ended
+deaths()            how each stream beside a death ended, and how long after it
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import random
 import socket
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import httpx2
 import psutil
 
-from shared.server import OwnServer, python
+from shared.server import READY, OwnServer, python
 from stage07_loadtest import mock
 
 from .routing import Routing
@@ -62,8 +63,13 @@ def router(*arguments: str) -> Iterator[OwnServer]:
         yield server
 
 
-def events(url: str, count: int, prompt: str = PROMPT) -> Iterator[dict[str, Any]]:
-    """The events of a stream of `count` tokens, without [DONE]. Raises httpx2's errors."""
+def events(
+    url: str, count: int, prompt: str = PROMPT, begun: Callable[[httpx2.Response], object] = bool
+) -> Iterator[dict[str, Any]]:
+    """The events of a stream of `count` tokens, without [DONE]. Raises httpx2's errors.
+
+    begun: called with the answer before its first event.
+    """
     fields = {"prompt": prompt, "max_tokens": count, "stream": True, "ignore_eos": True}
     asked: dict[str, Any] = {
         "json": fields | {"temperature": 0},
@@ -72,6 +78,7 @@ def events(url: str, count: int, prompt: str = PROMPT) -> Iterator[dict[str, Any
     }
     with httpx2.stream("POST", url + PATH, **asked) as answer:
         answer.raise_for_status()
+        begun(answer)
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 yield json.loads(line.removeprefix("data: "))
@@ -93,33 +100,77 @@ def relay_seconds(count: int = 2000, itl: float = 0.002) -> tuple[float, float]:
         return used / got, got / seconds
 
 
-def death_seconds(
-    streams: int = 8, tokens: int = 200, arguments: Sequence[str] = ("--threads", "1")
-) -> list[tuple[float, str]]:
-    """For each of `streams` streams over two replicas, one of which is killed when all have begun:
-    seconds from there to its end, and "whole", "error", or "lost" if it just ended."""
-    begun, ended = threading.Semaphore(0), []
+@dataclass(frozen=True)
+class Ended:
+    """A stream beside a death.
 
-    def follow(number: int) -> tuple[float, str]:
-        how, first = "lost", True
-        for event in events(server.url, tokens, f"{number} {PROMPT}"):
-            if first:
-                begun.release()
-            first = False
-            if "error" in event:
-                how = "error"
-            elif event["choices"][0]["finish_reason"]:
-                how = "whole"
-        return time.perf_counter(), how
+    how: "whole", "error", or "lost" if it just ended. there: it was on the replica that died.
+    seconds: from the death to its end.
+    """
 
-    with router("--", *arguments) as server, ThreadPoolExecutor(streams) as pool:
-        following = [pool.submit(follow, number) for number in range(streams)]
-        for _ in following:
-            assert begun.acquire(timeout=LIMIT)
-        psutil.Process(server.pid).children()[0].kill()
-        killed = time.perf_counter()
-        ended = [each.result() for each in following]
-    return [(end - killed, how) for end, how in ended]
+    text: str
+    how: str
+    there: bool
+    seconds: float
+
+
+def prompt(number: int) -> str:
+    """Of a stream beside a death."""
+    return f"{number} {PROMPT}"
+
+
+def deaths(
+    server: OwnServer, kills: int, streams: int = 8, tokens: int = 150
+) -> Iterator[list[Ended]]:
+    """As often as there are `kills`: when `streams` streams have begun, kill the oldest of the
+    router's replicas that have one; how each of them ended. Others start meanwhile: at any time two
+    must be ready."""
+    for _ in range(kills):
+        wait_for(f"{server.url}/health", two_ready)
+        names = SimpleQueue[str]()
+
+        def follow(number: int, names: SimpleQueue[str] = names) -> tuple[str, str, str, float]:
+            replica, text, how = "", "", "lost"
+
+            def begun(answer: httpx2.Response) -> None:
+                nonlocal replica
+                replica = answer.headers["x-replica"]
+                names.put(replica)
+
+            for event in events(server.url, tokens, prompt(number), begun):
+                if "error" in event:
+                    how = "error"
+                    continue
+                text += event["choices"][0]["text"]
+                if event["choices"][0]["finish_reason"]:
+                    how = "whole"
+            return replica, text, how, time.perf_counter()
+
+        with ThreadPoolExecutor(streams) as pool:
+            following = [pool.submit(follow, number) for number in range(streams)]
+            running = {names.get(timeout=LIMIT) for _ in following}
+            found = {name: process_of(server, name) for name in running}
+            dead = min(found, key=lambda name: found[name].create_time())
+            found[dead].kill()
+            killed = time.perf_counter()
+            ended = [each.result() for each in following]
+        yield [Ended(text, how, name == dead, end - killed) for name, text, how, end in ended]
+
+
+def two_ready(answer: httpx2.Response) -> bool:
+    return sum(one["ready"] for one in answer.json()["replicas"].values()) >= 2
+
+
+def process_of(server: OwnServer, replica: str) -> psutil.Process:
+    """The process of one of the router's replicas: it listens where the log has it."""
+    begins = f"[{replica}] {READY}"
+    lines = [line for line in server.stderr().splitlines() if line.startswith(begins)]
+    port = int(lines[-1].rpartition(":")[2])
+    return next(
+        process
+        for process in psutil.Process(server.pid).children()
+        if any(each.laddr.port == port for each in process.net_connections())
+    )
 
 
 def ray_seconds(
@@ -153,12 +204,14 @@ def ray_seconds(
     return found
 
 
-def wait_for(url: str) -> None:
-    """Until it answers with status 200. Raises TimeoutError after LIMIT seconds."""
+def wait_for(url: str, good: Callable[[httpx2.Response], bool] = bool) -> None:
+    """Until it answers with status 200, and `good` holds for the answer; by default the status is
+    enough. Raises TimeoutError after LIMIT seconds."""
     end = time.monotonic() + LIMIT
     while time.monotonic() < end:
         with suppress(httpx2.TransportError):
-            if httpx2.get(url, trust_env=False).status_code == 200:
+            answer = httpx2.get(url, trust_env=False)
+            if answer.status_code == 200 and good(answer):
                 return
         time.sleep(0.1)
     raise TimeoutError(f"{url} was not ready after {LIMIT:g} s")

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from stage06_serving.settings import PREFIX
 from stage06_serving.tests.asking import HANG, read_metrics, until
 from stage06_serving.tests.conftest import environment
 from stage06_serving.tests.tools import alone, words
+from stage12_distributed import measured
 
 PROMPTS = ("Once upon a time", "The old fox looked at the river", "Every morning, Anna")
 SERVERS = ("--dtype", "float64", "--linear", "plain", "--threads", "1", "--kv-memory", "32MiB")
@@ -62,17 +64,17 @@ def about(router: OwnServer) -> dict[str, Any]:
     return found
 
 
-def all_ready(router: OwnServer) -> bool:
-    return [one["ready"] for one in about(router).values()] == [True, True]
+def all_ready(router: OwnServer, replicas: int = 2) -> bool:
+    return [one["ready"] for one in about(router).values()] == [True] * replicas
 
 
-def idle(router: OwnServer) -> bool:
+def idle(router: OwnServer, replicas: int = 2) -> bool:
     """Nothing is in flight at the router or its replicas, and no block is owned."""
     names = ("vllm:num_requests_", "vllm:kv_cache_usage", "staircase:replica_requests")
     numbers = read_metrics(router)
     found = [value for name, value in numbers.items() if name.startswith(names)]
     loads = [one["requests"] + one["tokens"] for one in about(router).values()]
-    return len(found) == 8 and not any(found) and not any(loads)
+    return len(found) == 4 * replicas and not any(found) and not any(loads)
 
 
 def children(router: OwnServer) -> list[psutil.Process]:
@@ -169,26 +171,26 @@ def test_clients_that_leave_leave_nothing(router, client, count):
     until(lambda: idle(router))
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_kill_loses_only_what_was_running_there(router, client, kills):
-    """Every stream ends, with its answer or with an error, and those of the other are whole."""
-    expected = {prompt: stream(client, prompt, 150, bool)[1] for prompt in PROMPTS}
-    for number in range(kills):
-        until(lambda: all_ready(router))
-        begun = threading.Semaphore(0)
-        with ThreadPoolExecutor(8) as pool:
-            asked = [PROMPTS[place % 3] for place in range(8)]
-            running = [pool.submit(stream, client, each, 150, begun.release) for each in asked]
-            for _ in running:
-                assert begun.acquire(timeout=HANG)
-            children(router)[number % 2].kill()
-            found = [each.result() for each in running]
-        lost = {replica for replica, text in found if text is None}
-        assert len(lost) <= 1, found
-        for prompt, (replica, text) in zip(asked, found, strict=True):
-            assert text == expected[prompt] or (text is None and replica in lost)
-        assert stream(client, PROMPTS[0], 150, bool)[1] == expected[PROMPTS[0]]
-    until(lambda: all_ready(router) and idle(router))
+@pytest.mark.parametrize(
+    ("kills", "replicas"), [(1, 2), pytest.param(100, 8, marks=pytest.mark.slow)]
+)
+def test_a_kill_loses_only_what_was_running_there(router, client, kills, replicas):
+    """Each stream there ends with its answer or with an error; those of the others are whole. Many
+    kills take more replicas, some of which start while others run."""
+    expected = [stream(client, measured.prompt(number), 150, bool)[1] for number in range(8)]
+    arguments = ("--replicas", str(replicas), "--", *SERVERS)
+    with nullcontext(router) if kills == 1 else measured.router(*arguments) as server:
+        count = 0
+        for found in measured.deaths(server, kills):
+            assert [one.there for one in found].count(True) > 0
+            for one, text in zip(found, expected, strict=True):
+                if one.there and one.how == "error":
+                    assert text.startswith(one.text)
+                else:
+                    assert (one.how, one.text) == ("whole", text)
+            count += 1
+        assert count == kills
+        until(lambda: all_ready(server, replicas) and idle(server, replicas))
 
 
 @pytest.mark.slow
