@@ -69,6 +69,13 @@ class Page(Collector):
             yield gauge
 
 
+def total(page: str, *names: str) -> float:
+    """The sum of these metrics of a server's page, over all labels."""
+    families = text_string_to_metric_families(page)
+    samples = (sample for family in families for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name in names)
+
+
 async def render(relay: Relay) -> bytes:
     """The page that Prometheus reads. A replica that does not answer in time is left out."""
     pool = relay.pool

@@ -343,12 +343,12 @@ async def launch(
     return process, asyncio.create_task(_show(name, process, url)), url
 
 
-async def close(process: Process) -> None:
-    """End a server in order, or kill it."""
+async def close(process: Process, patience: float = STOPPING) -> None:
+    """End a server in order, or kill it after `patience` seconds."""
     assert process.stdin is not None
     process.stdin.close()
     try:
-        async with asyncio.timeout(STOPPING):
+        async with asyncio.timeout(patience):
             await process.wait()
     except TimeoutError:
         process.kill()

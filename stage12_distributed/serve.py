@@ -1,8 +1,9 @@
 """The same replicas on Ray: `python -m stage12_distributed serve`, or on a cluster of yours
 `serve deploy stage12_distributed/serve.yaml`.
 
-Ray places the servers, starts them again, and replaces them at an update. Which server gets a
-request is decided by `routing.py`, as in the router, and what a server answers comes by plain HTTP.
+Ray places the servers, starts them again, replaces them at an update, and runs more of them under
+load. Which server gets a request is decided by `routing.py`, as in the router, and what a server
+answers comes by plain HTTP.
 `Front` is that router as an application of Ray Serve: behind Ray's own proxy, and on a port of its
 own, where tokens do not pass through Ray at all.
 """
@@ -17,12 +18,14 @@ from typing import Any
 
 from shared import cli
 from shared.errors import UserError
+from shared.server import STOPPING
 from stage06_serving import logs
 from stage06_serving.__main__ import Server, configure, listen
 from stage06_serving.settings import parse
 
-from .replicas import close, launch
-from .router import Options, create_app
+from .metrics import LARGEST, total
+from .replicas import close, launch, whole
+from .router import Options, create_app, session
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is there: it reports by default
 try:
@@ -37,13 +40,28 @@ NAME = "staircase"
 HOST = "STAIRCASE_NODE"  # variable: the address of every node; by default Ray knows it
 MEMORY = 100_000_000  # bytes for Ray's objects: there are none; its default is 30 % of the memory
 LISTED = 2.0  # seconds in which all engines must name their addresses
-GRACE = 45.0  # seconds for answers in flight at an update or the end
+GRACE = 45.0  # seconds for answers in flight when a server is replaced or not needed any more
+IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 DEFAULTS: dict[str, Any] = {
     "max_ongoing_requests": 4096,  # the servers have queues; Ray's 5 would leave batches empty
-    "graceful_shutdown_timeout_s": 60.0,  # longer than GRACE; Ray's 20 would cut answers off
+    "graceful_shutdown_timeout_s": 75.0,  # longer than GRACE; Ray's 20 would cut answers off
     "health_check_period_s": 1.0,  # Ray's 10, three times, would be half a minute
     "health_check_timeout_s": 10.0,
 }
+SCALING: dict[str, Any] = {  # of Ray's autoscaling; "scaling" of `build` comes before these
+    "target_ongoing_requests": 8,  # in flight at each server; Ray's 2 would leave batches empty
+    "upscale_delay_s": 10.0,  # Ray's 30 would come after a mean over 30 s
+    "policy": {"policy_function": f"{__name__}:scale"},
+}
+
+
+def scale(context: Any) -> tuple[float, dict[str, Any]]:
+    """Ray's autoscaling policy: how many servers for what they report to be in flight. By default
+    Ray counts the requests that pass through it, and here there are none."""
+    flights = context.aggregated_metrics.get("in_flight")
+    if not flights:  # none has reported yet
+        return context.target_num_replicas, {}
+    return sum(flights.values()) / context.config.target_ongoing_requests, {}
 
 
 @serve.deployment(max_surge_percent=100, ray_actor_options={"num_cpus": 1}, **DEFAULTS)
@@ -52,7 +70,8 @@ class Engine:
     first: without a surge, one replica less is Ray's default."""
 
     async def __init__(self, arguments: list[str]) -> None:  # type: ignore[misc]
-        self.process, self.showing, url = await launch("engine", arguments, address())
+        own = ["--grace", str(GRACE), *arguments]
+        self.process, self.showing, url = await launch("engine", own, address())
         self.url = await url
 
     async def where(self) -> str:
@@ -63,8 +82,15 @@ class Engine:
         if self.process.returncode is not None:
             raise RuntimeError(f"the server ended with status {self.process.returncode}")
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Ray calls this, for `scale`."""
+        key = {"Authorization": f"Bearer {next(iter(parse([]).keys), '')}"}
+        async with session() as client, client.get(f"{self.url}/metrics", headers=key) as answer:
+            page = (await whole(answer, LARGEST)).decode()
+        return {"in_flight": total(page, *IN_FLIGHT)}
+
     async def __del__(self) -> None:
-        await close(self.process)
+        await close(self.process, GRACE + STOPPING)
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 0}, **DEFAULTS)
@@ -105,12 +131,15 @@ def address() -> str:
 
 
 def build(arguments: dict[str, Any]) -> Any:
-    """The application, for `serve.yaml` too. replicas: servers; engine: their options; hosts: names
-    that a Host header may have; port: of the front, past Ray's proxy."""
+    """The application, for `serve.yaml` too. replicas: servers; scaling: Ray's autoscaling_config,
+    in which "max_replicas" is more than those; engine: their options; hosts: names that a Host
+    header may have; port: of the front, past Ray's proxy."""
     count = arguments.get("replicas", 2)
+    scaling = {"min_replicas": count, "max_replicas": count, **SCALING}
+    scaling |= arguments.get("scaling", {})
     engine: Any = Engine  # Ray made deployments of both classes
     front: Any = Front
-    engines = engine.options(num_replicas=count).bind(arguments.get("engine", []))
+    engines = engine.options(autoscaling_config=scaling).bind(arguments.get("engine", []))
     return front.bind(engines, arguments.get("hosts", []), arguments.get("port", 0))
 
 
@@ -119,6 +148,7 @@ def make_parser() -> cli.Parser:
         "stage12_distributed serve",
         "Starts Ray on this machine, and on it servers of stage 06 behind the router.",
         "  python -m stage12_distributed serve --replicas 2 -- --max-sequences 8\n"
+        "  python -m stage12_distributed serve --replicas 1 --max-replicas 4\n"
         "  serve deploy stage12_distributed/serve.yaml     the same on a cluster of yours",
     )
     ports, count = cli.whole_number(1, 65_535), cli.whole_number(1, 64)
@@ -129,6 +159,12 @@ def make_parser() -> cli.Parser:
     ):
         parser.add_argument(option, type=kind, default=default, metavar="N", help=about)
     parser.add_argument(
+        "--max-replicas",
+        type=count,
+        metavar="N",
+        help="servers that may run under load; default: as many as --replicas",
+    )
+    parser.add_argument(
         "server", nargs="*", metavar="-- OPTION", help="options of each server, none by default"
     )
     return parser
@@ -137,8 +173,11 @@ def make_parser() -> cli.Parser:
 def main(argv: list[str] | None = None) -> int:
     given = make_parser().parse_args(argv)
     parse(given.server)
+    most = given.max_replicas or given.replicas
+    if most < given.replicas:
+        raise UserError("--max-replicas is less than --replicas: give at least as many.")
     try:
-        start(given.replicas, given.port, given.ray_port, given.server)
+        start(given.replicas, given.port, given.ray_port, given.server, max_replicas=most)
         print(f"Staircase serves on Ray at http://127.0.0.1:{given.port}", flush=True)
         threading.Event().wait()
     finally:
@@ -146,13 +185,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def start(replicas: int, port: int, ray_port: int, arguments: list[str]) -> None:
-    """A Ray of our own on this machine, for it alone, with the application."""
+def start(replicas: int, port: int, ray_port: int, arguments: list[str], **scaling: Any) -> None:
+    """A Ray of our own on this machine, for it alone, with the application. scaling: as for
+    `build`."""
     os.environ[HOST] = "127.0.0.1"  # Ray's processes inherit it
-    ray.init(num_cpus=replicas, include_dashboard=False, object_store_memory=MEMORY)
+    cpus = scaling.get("max_replicas", replicas)
+    ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=MEMORY)
     serve.start(http_options={"host": "127.0.0.1", "port": ray_port})
-    engine = ["--threads", "1", *arguments]
-    serve.run(build({"replicas": replicas, "engine": engine, "port": port}), name=NAME)
+    given = {"replicas": replicas, "scaling": scaling, "port": port}
+    serve.run(build(given | {"engine": ["--threads", "1", *arguments]}), name=NAME)
 
 
 def stop() -> None:

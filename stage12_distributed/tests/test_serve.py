@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import openai
@@ -22,6 +25,14 @@ from stage12_distributed import measured
 from stage12_distributed.tests.test_router import LONG, PROMPTS, SERVERS, stream
 
 STAGE = ROOT / "stage12_distributed"
+QUICKLY = {  # scaled, by what is in flight now
+    "max_replicas": 3,
+    "target_ongoing_requests": 2,
+    "metrics_interval_s": 0.5,
+    "look_back_period_s": 1.0,
+    "upscale_delay_s": 0.0,
+    "downscale_delay_s": 1.0,
+}
 
 
 def test_without_ray_there_is_one_sentence():
@@ -53,13 +64,13 @@ class OnRay:
             f"http://127.0.0.1:{port}" for port in (self.port, self.ray_port)
         )
 
-    def ready(self) -> bool:
-        """Both replicas may get requests."""
+    def ready(self, count: int = 2) -> bool:
+        """So many replicas there are, and all may get requests."""
         try:
             found = httpx2.get(f"{self.direct}/health", trust_env=False).json()["replicas"]
         except httpx2.TransportError:  # the front opens its own port a moment after Ray's
             return False
-        return [one["ready"] for one in found.values()] == [True, True]
+        return [one["ready"] for one in found.values()] == [True] * count
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +80,7 @@ def cluster() -> Iterator[OnRay]:
 
     made = OnRay()
     try:
-        serve.start(2, made.port, made.ray_port, list(SERVERS))
+        serve.start(2, made.port, made.ray_port, list(SERVERS), **QUICKLY)
         until(made.ready)
         yield made
     finally:
@@ -111,6 +122,29 @@ class TestOnRay:
                 text = client.completions.create(prompt=PROMPTS[0], max_tokens=4, **LONG)
                 assert text.choices[0].text
             until(cluster.ready)
+
+    def test_servers_come_and_go_with_the_load(self, cluster):
+        """A third one answers under load. It ends after it; no request fails."""
+        names, over = Counter[str](), threading.Event()
+
+        def ask(number: int) -> None:
+            while not over.is_set():
+                name, text = stream(client, PROMPTS[number % 3], 100, bool)
+                assert text
+                names[name] += 1
+
+        url = f"{cluster.direct}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=HANG) as client:
+            with ThreadPoolExecutor(12) as pool:
+                asking = [pool.submit(ask, number) for number in range(12)]
+                try:
+                    until(lambda: cluster.ready(3) and len(names) == 3)
+                finally:
+                    over.set()
+                for each in asking:
+                    each.result()
+            until(cluster.ready)
+            assert stream(client, PROMPTS[0], 4, bool)[1]
 
     @pytest.mark.parametrize("name", ["serve.yaml", "rayservice.yaml"])
     def test_the_files_for_clusters_are_valid(self, name):
