@@ -89,11 +89,7 @@ TASKS = (
             "positions used of each slot: who writes it, and when?",
         ),
         tests=(
-            "tests/test_scheduler.py::test_a_long_prompt_goes_in_chunks_and_samples_after_the_last",
-            "tests/test_scheduler.py::test_decodes_go_first_and_prompts_share_the_rest",
-            "tests/test_scheduler.py::test_a_decode_overtakes_a_prompt_that_was_admitted_before_it",
-            "tests/test_scheduler.py::"
-            "test_without_chunks_a_prompt_runs_whole_and_none_overtakes_it",
+            "tests/test_scheduler.py::test_plans_step_by_step",
             "tests/test_scheduler.py::"
             "test_the_lowest_free_slot_is_taken_and_a_freed_one_is_filled_in_the_next_pass",
             "tests/test_scheduler.py::test_a_slot_is_wiped_as_far_as_its_last_sequence_came",

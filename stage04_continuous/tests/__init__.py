@@ -1,4 +1,4 @@
 import pytest
 
-for name in ("contract", "lives", "oracle", "steps"):
+for name in ("contract", "lives", "oracle", "traces"):
     pytest.register_assert_rewrite(f"stage04_continuous.tests.{name}")

@@ -5,12 +5,8 @@ What every engine must do is in test_contract.py.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,10 +14,8 @@ from shared.errors import UserError
 from stage01_forward.params import SamplingParams
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
-from stage04_continuous.runner import Runner
 from stage04_continuous.tests.oracle import (
     CONFIG,
-    DRAWN,
     answer,
     ask,
     assert_answered,
@@ -31,8 +25,7 @@ from stage04_continuous.tests.oracle import (
     the_model,
 )
 from stage05_paged import engine as module
-from stage05_paged.blocks import BlockPool, Move
-from stage05_paged.cache import PagedCache
+from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import make
 from stage05_paged.fork import add_samples, fork
 
@@ -46,21 +39,19 @@ def test_the_whole_memory_of_a_small_crowd():
         ask(engine, length, count, id)
     finish(engine)
     # b has the blocks of all its prompt from the start; no block is for a token that is to come.
-    owned_and_used = [(4, 8), (4, 12), (4, 10), (5, 12), (1, 1)]
-    records = [(record.owned_blocks, record.used_tokens) for record in engine.steps]
-    assert records == owned_and_used
-    blocks = [[(row.request_id, row.blocks) for row in step.sequences] for step in engine.steps]
-    assert [sorted(rows) for rows in blocks] == [
-        [("a", 2), ("b", 1)],
-        [("a", 2), ("b", 2)],
-        [("b", 3), ("c", 1)],
-        [("b", 3), ("c", 2)],
-        [("d", 1)],
+    assert [
+        (step.owned_blocks, step.used_tokens, len(step.moves), step.preempted)
+        for step in engine.steps
+    ] == [(4, 8, 4, 0), (4, 12, 0, 0), (4, 10, 2, 0), (5, 12, 1, 0), (1, 1, 1, 0)]
+    blocks = [{row.request_id: row.blocks for row in step.sequences} for step in engine.steps]
+    assert blocks == [
+        {"a": 2, "b": 1},
+        {"a": 2, "b": 2},
+        {"b": 3, "c": 1},
+        {"b": 3, "c": 2},
+        {"d": 1},
     ]
-    assert [[move.kind for move in step.moves] for step in engine.steps] == [
-        ["wipe"] * count for count in (4, 0, 2, 1, 1)
-    ]
-    assert [record.preempted for record in engine.steps] == [0] * 5
+    assert {move.kind for step in engine.steps for move in step.moves} == {"wipe"}
 
 
 def test_salts_keep_tenants_apart():
@@ -141,63 +132,8 @@ def test_a_parent_that_was_never_queued_is_not_waited_for():
     assert_answered(child)
 
 
-# ---- the seams carry what comes next: toys are plugged in without an edit of stages 01 to 06.
-# The second model family is stage 08, the cache of another layout stage 09.
-
-BLOCKS, SIZE, SWAP = 14, 4, 8
-
-
-def serve(pipe):
-    """The other process: a model and a cache that obey messages of plain integers."""
-    torch.set_num_threads(1)
-    runner = Runner(the_model(), PagedCache(CONFIG, BLOCKS, SIZE, SWAP, torch.float64))
-    while message := pipe.recv():
-        name, *arguments = json.loads(message)
-        if name == "move":
-            runner.move([Move(*move) for move in arguments[0]])
-        else:
-            pipe.send(runner.run(*arguments).numpy())
-
-
-class Remote:
-    """A runner that sends its arguments to another process, as tensor parallelism will."""
-
-    def __init__(self, pipe):
-        self.config, self.pipe = CONFIG, pipe
-
-    def move(self, moves):
-        self.pipe.send(json.dumps(["move", [(m.kind, m.source, m.target) for m in moves]]))
-
-    def run(self, ids, shares, rows):
-        if not ids:
-            return torch.empty(0, self.config.vocab_size)
-        self.pipe.send(json.dumps(["run", ids, shares, rows]))
-        return torch.from_numpy(np.asarray(self.pipe.recv()))
-
-
-def test_a_runner_in_another_process():
-    """In little memory: prefix hits, swaps, copies for samples and drawn tokens are among them."""
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
-    process.start()
-    there.close()  # so that a failure of the process ends `recv` here
-    pools = {"pool": BlockPool(BLOCKS, SIZE), "swap_pool": BlockPool(SWAP, SIZE)}
-    options: dict[str, Any] = {"preemption": "swap", "max_chunk": 7, **pools}
-    try:
-        engine = make(the_model(), make_runner=lambda *_: Remote(here), **options)
-        requests = [ask(engine, length, 14) for length in (9, 21, 13, 21, 2)]
-        engine.step()
-        prompt = prompt_of(10, "samples")
-        parent = engine.add(Request(prompt, DRAWN))
-        requests += [parent, engine.add(Request(prompt, replace(DRAWN, seed=3), parent=parent))]
-        finish(engine)
-    finally:
-        here.send("")
-        process.join(10)
-        process.kill()
-    assert_answered(*requests)
-    counts = engine.scheduler.counts
-    assert min(counts.swapped_in, counts.copies, counts.hit_tokens) > 0
+# ---- the seams carry what comes next, without an edit of stages 01 to 06: a second model family
+# (stage 08), a cache of another layout (09), a runner in other processes (12), and speculation:
 
 
 def test_a_step_may_propose_several_tokens_and_take_some_back():

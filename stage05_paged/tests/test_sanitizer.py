@@ -41,133 +41,92 @@ def engine(tiny_model):
     return engine
 
 
-def table(engine, id):
-    return engine.scheduler.tables[engine.requests[id]]
-
-
-BEFORE = {  # what can go wrong between two passes, found before the next: the error, sequences
-    "it has two writers": "a, b",
-    "written while 2 tables hold it": "a, b",
-    "positions 14 to 14 are beyond the table's 12": "a",
-    "written while its old content can be found": "a",
+# What can go wrong: the error, the sequences it names, and how it comes about; `block` is named too
+# if it is set. First between two passes, found before the next.
+BEFORE = {
+    "it has two writers": ("a, b", "block = b.blocks[-1] = a.blocks[-1]"),
+    "written while 2 tables hold it": ("a, b", "block = a.blocks[-1]; b.adopt([block])"),
+    "positions 14 to 14 are beyond the table's 12": ("a", "a.blocks.pop()"),
+    "written while its old content can be found": (
+        *("a", "block = a.blocks[-1]; pool.publish(block, b'as if it were full')"),
+    ),
 }
-AFTER = {  # what can go wrong during the step, found at its end
-    "1 references, but 0 tables hold it": "none",
-    "in 0 of the lists of free, cached and owned blocks": "none",
-    "in 2 of the lists of free, cached and owned blocks": "none",
-    "0 references, but 1 tables hold it": "a",
-    "1 references, but 2 tables hold it": "a, b",
-    "1 blocks are counted as shared": "none",
-    "the blocks' digests and the blocks by digest differ": "none",
-    "a cached block that cannot be found": "none",
-    "found under tokens that it does not hold": "a",
-    "changed since it was published": "b",
-    "written while it is free": "none",
-    "held by a request that does not run": "b",
-    "17 tokens in 4 blocks": "a",
-    "1 references, but 0 swap tables hold it": "none",
-    "swapped out, but not waiting": "a",
+AFTER = {  # during the pass, found at its end
+    "1 references, but 0 tables hold it": ("none", "block = pool.take()"),
+    "in 0 of the lists of free, cached and owned blocks": ("none", "block = pool.free.pop()"),
+    "in 2 of the lists of free, cached and owned blocks": (
+        *("none", "block = pool.free[0]; pool.free.append(block)"),
+    ),
+    "0 references, but 1 tables hold it": ("a", "block = a.blocks[0]; pool.give_back(block)"),
+    "1 references, but 2 tables hold it": ("a, b", "block = a.blocks[0]; b.blocks.append(block)"),
+    "1 blocks are counted as shared": ("none", "pool.shared += 1"),
+    "the blocks' digests and the blocks by digest differ": (
+        *("none", "pool.found[b'stale'] = pool.free[0]"),
+    ),
+    "a cached block that cannot be found": (
+        *("none", "block = next(iter(pool.cached)); pool.forget(block)"),
+    ),
+    "found under tokens that it does not hold": (
+        *("a", "block = a.blocks[1]; pool.forget(block); pool.publish(block, b'it held before')"),
+    ),
+    "changed since it was published": (
+        "b",
+        "block = b.blocks[1]; kv[1, 0, 1, block, 2, 3] += 1e-9",
+    ),
+    "written while it is free": ("none", "block = pool.free[0]; kv[2, 1, 1, block, 3, 5] = 0"),
+    "held by a request that does not run": (
+        "b",
+        "block, request = b.blocks[0], requests['b']; scheduler.running.remove(request); "
+        "scheduler.waiting.append(request); request.move(State.WAITING)",
+    ),
+    "17 tokens in 4 blocks": ("a", "requests['a'].computed += 2"),
+    "1 references, but 0 swap tables hold it": ("none", "block = swap_pool.take()"),
+    "swapped out, but not waiting": ("a", "scheduler.swapped[requests['a']] = [swap_pool.take()]"),
 }
 
 
-def violate(engine: Any, rule: str) -> int | None:
-    """Do what the rule's error describes; returns the block that it names."""
-    scheduler, pool, kv = engine.scheduler, engine.scheduler.pool, engine.runner.cache.kv
-    a, b, block = table(engine, "a"), table(engine, "b"), None
-    match rule:
-        case "it has two writers":
-            block = b.blocks[-1] = a.blocks[-1]
-        case "written while 2 tables hold it":
-            b.adopt([block := a.blocks[-1]])
-        case "positions 14 to 14 are beyond the table's 12":
-            a.blocks.pop()
-        case "written while its old content can be found":
-            pool.publish(block := a.blocks[-1], b"as if it were full")
-        case "1 references, but 0 tables hold it":
-            block = pool.take()
-        case "in 0 of the lists of free, cached and owned blocks":
-            block = pool.free.pop()
-        case "in 2 of the lists of free, cached and owned blocks":
-            pool.free.append(block := pool.free[0])
-        case "0 references, but 1 tables hold it":
-            pool.give_back(block := a.blocks[0])
-        case "1 references, but 2 tables hold it":
-            b.blocks.append(block := a.blocks[0])
-        case "1 blocks are counted as shared":
-            pool.shared += 1
-        case "the blocks' digests and the blocks by digest differ":
-            pool.found[b"stale"] = pool.free[0]
-        case "a cached block that cannot be found":
-            pool.forget(block := next(iter(pool.cached)))
-        case "found under tokens that it does not hold":
-            pool.forget(block := a.blocks[1])
-            pool.publish(block, b"what it held before")
-        case "changed since it was published":
-            kv[1, 0, 1, (block := b.blocks[1]), 2, 3] += 1e-9
-        case "written while it is free":
-            kv[2, 1, 1, (block := pool.free[0]), 3, 5] = 0
-        case "held by a request that does not run":
-            block, request = b.blocks[0], engine.requests["b"]
-            scheduler.running.remove(request)
-            scheduler.waiting.append(request)
-            request.move(State.WAITING)
-        case "17 tokens in 4 blocks":
-            engine.requests["a"].computed += 2
-        case "1 references, but 0 swap tables hold it":
-            block = scheduler.swap_pool.take()
-        case "swapped out, but not waiting":
-            scheduler.swapped[engine.requests["a"]] = [scheduler.swap_pool.take()]
-    return block
-
-
-def assert_named(engine, monkeypatch, moment, wrong):
-    """A step in which `wrong` happens at a moment, right after a call of `schedule` or of `run`, is
-    stopped with an error that names it."""
-    owner = engine.scheduler if moment == "schedule" else engine.runner
-    right, found = getattr(owner, moment), []
+def assert_named(engine, monkeypatch, moment, what, sequences, wrong):
+    """A step in which the code `wrong` runs at a moment, right after a call of `schedule` or of
+    `run`, is stopped with an error that names it."""
+    scheduler, names = engine.scheduler, dict[str, Any](block=None, State=State)
+    names |= {"scheduler": scheduler, "pool": scheduler.pool, "swap_pool": scheduler.swap_pool}
+    names |= {"kv": engine.runner.cache.kv, "requests": engine.requests}
+    names |= {request.id: table for request, table in scheduler.tables.items()}
+    owner = scheduler if moment == "schedule" else engine.runner
+    right = getattr(owner, moment)
 
     def and_then(*given):
         result = right(*given)
-        found.append(wrong(engine))
+        exec(wrong, names)
         return result
 
     monkeypatch.setattr(owner, moment, and_then)
     with pytest.raises(SanitizerError) as error:
         engine.step()
-    what, block, sequences = found[0]
-    where = "" if block is None else f", block {block}"
-    message = f"step {engine.scheduler.step}{where}: {what}; sequences: {sequences}"
-    assert str(error.value) == message
+    where = "" if names["block"] is None else f", block {names['block']}"
+    assert str(error.value) == f"step {scheduler.step}{where}: {what}; sequences: {sequences}"
 
 
 @pytest.mark.parametrize("rule", [*BEFORE, *AFTER])
 def test_every_rule_when_broken_is_named(rule, engine, monkeypatch):
     """In the step that breaks it."""
-    moment, sequences = ("schedule" if rule in BEFORE else "run"), (BEFORE | AFTER)[rule]
-    wrong = lambda engine: (rule, violate(engine, rule), sequences)  # noqa: E731
-    assert_named(engine, monkeypatch, moment, wrong)
+    moment = "schedule" if rule in BEFORE else "run"
+    assert_named(engine, monkeypatch, moment, rule, *(BEFORE | AFTER)[rule])
 
 
 def test_what_is_wrong_when_a_request_has_ended_is_named(tiny_model, monkeypatch):
     """A swap block is in use at idle, its request forgotten; or a digest is wrong, and no table is
     left that holds the block, and yet any request can find it."""
-    engine = engine_of(8, 256, tiny_model, 16, 4, 6)
-    gone = Request([1], greedy(1), id="gone")
+    engine, gone = engine_of(8, 256, tiny_model, 16, 4, 6), Request([1], greedy(1), id="gone")
     gone.move(State.WAITING)
-
-    def forget(engine: Any):
-        engine.scheduler.swapped[gone] = [engine.scheduler.swap_pool.take()]
-        return "1 blocks are owned, and there is no request", None, "none"
-
-    def misname(engine: Any):
-        mine = table(engine, "last")
-        mine.digests[0] = b"what another one holds"
-        return "found under tokens that it does not hold", mine.blocks[0], "last"
-
-    assert_named(engine, monkeypatch, "schedule", forget)
+    engine.scheduler.swapped[gone] = [engine.scheduler.swap_pool.take()]
+    words = "1 blocks are owned, and there is no request"
+    assert_named(engine, monkeypatch, "schedule", words, "none", "")
     engine = engine_of(8, 256, tiny_model, 16, 4, 6)
     ask(engine, 5, 1, "last")
-    assert_named(engine, monkeypatch, "run", misname)
+    wrong = "last.digests[0] = b'what another one holds'; block = last.blocks[0]"
+    words = "found under tokens that it does not hold"
+    assert_named(engine, monkeypatch, "run", words, "last", wrong)
 
 
 def test_without_a_sanitizer_memory_is_left_alone(tiny_model):

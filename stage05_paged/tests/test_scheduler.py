@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from shared.errors import UserError
-from stage01_forward.generation import Token
-from stage01_forward.params import SamplingParams
-from stage04_continuous.plan import Plan
-from stage04_continuous.request import Request, State
-from stage04_continuous.tests.test_scheduler import WRONG
+from stage04_continuous.request import State
+from stage04_continuous.tests.test_scheduler import ORDERS, TRACES, WRONG
+from stage04_continuous.tests.traces import WORD, Trace
 from stage05_paged.blocks import BlockPool, Move
 from stage05_paged.scheduler import Scheduler
 
-WORD = Token(1, None, None)
+STAGE_04 = TRACES | ORDERS
 PROMPT = list(range(100, 130))
 
 
@@ -30,55 +29,15 @@ def scheduler_of(blocks, size=4, swap_blocks=0, watermark=0.0, **options):
     return Scheduler(BlockPool(blocks, size), watermark=watermark, swap_pool=swap_pool, **options)
 
 
-def make(prompt, id="", priority=0, answer=16, salt=b"", parent=None):
-    """A request for `prompt`, or for that many tokens that no id with another first letter has."""
-    tokens = [ord(id[:1] or "-")] * prompt if isinstance(prompt, int) else prompt
-    return Request(tokens, SamplingParams(max_tokens=answer, seed=0), id, priority, salt, parent)
-
-
-def ask(scheduler, prompt, id="", *options, **more):
-    request = make(prompt, id, *options, **more)
-    scheduler.add(request)
-    return request
-
-
-def fork(scheduler, parent, id, answer=16):
-    child = make(parent.output.prompt_ids, id, answer=answer, salt=parent.salt, parent=parent)
-    child.output.token_ids += parent.output.token_ids
-    scheduler.add(child)
-    return child
-
-
-def ask_samples(scheduler, prompt, *names, answer=8):
-    first = ask(scheduler, prompt, names[0], answer=answer)
-    return [first, *(fork(scheduler, first, name, answer) for name in names[1:])]
-
-
-def queue(line, blocks, answer=8, **options):
-    """A scheduler and its requests: "a8 b9" are "a" with a prompt of 8 tokens, and "b" with 9."""
-    scheduler, words = scheduler_of(blocks, **options), line.split()
-    return scheduler, [ask(scheduler, int(word[1:]), word[0], answer=answer) for word in words]
-
-
-def compute(scheduler, plan):
-    """What an engine does with a plan; (id, start, count, samples) of each share."""
-    scheduler.advance(plan)
-    for work in plan.work:
-        if work.rows:
-            work.request.output.append(WORD)
-    return [(work.request.id, work.start, work.count, work.rows == 1) for work in plan.work]
-
-
-def step(scheduler):
-    return compute(scheduler, scheduler.schedule())
-
-
-def preempt(scheduler, request):
-    scheduler._preempt(Plan(), request)
+def begin(*lines, blocks, answer=8, **options):
+    """A trace, after its first `lines`."""
+    trace = Trace(scheduler_of(blocks, **options), answer)
+    trace.play(*lines)
+    return trace
 
 
 def ids(requests):
-    return [request.id for request in requests]
+    return "".join(request.id for request in requests)
 
 
 def counts(scheduler, *names):
@@ -102,23 +61,25 @@ def test_settings_that_cannot_work(options, message):
         Scheduler(BlockPool(20), **options)
 
 
-def test_never_more_sequences_than_blocks():
-    scheduler, _ = queue("a1 b1 c1 d1", 3, size=16, max_sequences=100, token_budget=3)
-    assert [id for id, *_ in step(scheduler)] == ["a", "b", "c"]
-
-
 def test_it_needs_no_tensors():
     """Neither the scheduler nor what it imports, seen in a process of its own."""
     code = "import sys, stage05_paged.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.parametrize("name", STAGE_04)
+def test_the_budget_is_shared_as_in_stage_04(name):
+    options, *lines = STAGE_04[name]
+    begin(*lines, blocks=60, **options)
+
+
+def test_never_more_sequences_than_blocks():
+    options = {"blocks": 3, "size": 16, "max_sequences": 100, "token_budget": 3}
+    begin("a1 b1 c1 d1 > a0-1! b0-1! c0-1! | d", **options)
+
+
 def test_a_request_that_does_not_fit_waits_and_none_overtakes():
-    scheduler, (first, _, _) = queue("f12 b13 s1", 6, answer=1)
-    assert step(scheduler) == [("f", 0, 12, True)]
-    assert (ids(scheduler.waiting), scheduler.pool.available) == (["b", "s"], 3)
-    scheduler.finish(first)
-    assert [id for id, *_ in step(scheduler)] == ["b", "s"]
+    begin("a12 b13 c1 > a0-12! | bc", "-a > b0-13! c0-1!", blocks=6)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +87,9 @@ def test_a_request_that_does_not_fit_waits_and_none_overtakes():
 )
 def test_the_watermark_stays_free_beside_others(watermark, admitted):
     """Of 6 blocks, each request takes 2; the share is rounded up. One alone may have all blocks."""
-    scheduler, _ = queue("a7 b7 c7", 6, watermark=watermark)
-    assert "".join(id for id, *_ in step(scheduler)) == admitted
-    scheduler = scheduler_of(6, watermark=watermark)
-    ask(scheduler, 24, "a", answer=1)
-    assert step(scheduler) == [("a", 0, 24, True)] and scheduler.pool.available == 0
+    trace = begin("a7 b7 c7 > ...", blocks=6, watermark=watermark)
+    assert ids(trace.scheduler.running) == admitted
+    begin("a24 > a0-24!", blocks=6, watermark=watermark, answer=1)
 
 
 @pytest.mark.parametrize(
@@ -147,48 +106,43 @@ def test_the_watermark_stays_free_beside_others(watermark, admitted):
 )
 def test_what_can_never_fit_is_refused_with_the_numbers(prompt, answer, longest, message):
     """10 blocks of 4 tokens; the last token of an answer is never computed."""
-    scheduler, request = scheduler_of(10, longest=longest), make(prompt, "a", answer=answer)
+    trace = Trace(scheduler := scheduler_of(10, longest=longest))
     if message:
         with pytest.raises(UserError, match=message):
-            scheduler.add(request)
-        assert (request.state, scheduler.unfinished) == (State.NEW, 0)
+            trace.ask("a", prompt, answer=answer)
+        assert (trace.requests["a"].state, scheduler.unfinished) == (State.NEW, 0)
         return
-    scheduler.add(request)
+    trace.ask("a", prompt, answer=answer)
     for _ in range(min(answer, longest - prompt)):
-        assert [id for id, *_ in step(scheduler)] == ["a"]
+        assert trace.step()
     assert (scheduler.counts.preemptions, scheduler.pool.owned) == (0, 10)
 
 
+UNCHUNKED: dict[str, Any] = {"blocks": 60, "chunked": False, "prefix_caching": False}
+
+
 def test_without_chunks_a_prompt_over_the_budget_is_refused():
-    options = {"max_sequences": 2, "token_budget": 10, "chunked": False}
-    scheduler, (first, _, _) = queue("a6 b10 c1", 40, **options)
     with pytest.raises(UserError, match="has 11 tokens and a step has room for 10: allow chunks"):
-        ask(scheduler, 11)
-    assert scheduler.unfinished == 3
-    # b is computed whole or not at all, and c, which would fit, does not overtake it.
-    assert [id for id, *_ in step(scheduler)] == ["a"]
-    scheduler.finish(first)
-    assert step(scheduler) == [("b", 0, 10, True)]
+        begin("a11 > ...", max_sequences=2, token_budget=10, **UNCHUNKED)
+    options = UNCHUNKED | {"max_sequences": 2, "token_budget": 10}
+    begin("a6 b10 c1 > a0-6! | bc", "-a > b0-10! | c", **options)  # whole or not at all
 
 
 def test_blocks_of_a_request_that_ended_with_an_error_are_not_found():
-    scheduler = scheduler_of(10)
-    request = ask(scheduler, 9, "a")
-    step(scheduler)
-    request.output.fail(UserError("the logits are not numbers"))
-    scheduler.finish(request)
-    pool = scheduler.pool
-    assert (len(pool.free), len(pool.found), scheduler.tables) == (10, 0, {})
+    trace = begin("a9 > a0-9!", blocks=10)
+    trace.requests["a"].output.fail(UserError("the logits are not numbers"))
+    trace.scheduler.finish(trace.requests["a"])
+    pool = trace.scheduler.pool
+    assert (len(pool.free), len(pool.found), trace.scheduler.tables) == (10, 0, {})
 
 
 def run_one(scheduler, prompt, answer=1):
-    """A request by itself, from beginning to end; its first share of a pass, as (start, count)."""
-    request = ask(scheduler, prompt, answer=answer)
-    (_, start, count, _), *_ = step(scheduler)
-    for _ in range(answer - 1):
-        step(scheduler)
+    """A request by itself, from beginning to end; its first step."""
+    trace = Trace(scheduler)
+    request = trace.ask("a", prompt, answer=answer)
+    first, *_ = [trace.step() for _ in range(answer)]
     scheduler.finish(request)
-    return start, count
+    return first
 
 
 @pytest.mark.parametrize(
@@ -206,8 +160,8 @@ def run_one(scheduler, prompt, answer=1):
 def test_a_common_beginning_is_found(first, answer, second, hit):
     """Full blocks only, and never the last token: it is computed and gives the next one."""
     scheduler, prompt = scheduler_of(20), PROMPT[:second] if isinstance(second, int) else second
-    run_one(scheduler, PROMPT[:first], answer=answer)
-    assert run_one(scheduler, prompt) == (hit, len(prompt) - hit)
+    run_one(scheduler, PROMPT[:first], answer)
+    assert run_one(scheduler, prompt) == f"a{hit}-{len(prompt)}!"
     assert counts(scheduler, "lookup_tokens", "hit_tokens") == (first + len(prompt), hit)
     assert scheduler.counts.hit_rate == hit / (first + len(prompt))
 
@@ -215,142 +169,106 @@ def test_a_common_beginning_is_found(first, answer, second, hit):
 def test_without_prefix_caching_nothing_is_found_or_kept():
     scheduler = scheduler_of(20, prefix_caching=False)
     run_one(scheduler, PROMPT[:12])
-    assert (len(scheduler.pool.free), run_one(scheduler, PROMPT[:12])) == (20, (0, 12))
+    assert (len(scheduler.pool.free), run_one(scheduler, PROMPT[:12])) == (20, "a0-12!")
     assert scheduler.counts.hit_rate == 0.0
 
 
 def test_found_blocks_without_an_owner_are_not_counted_as_free_room_too():
     """3 of 4 blocks are cached and found. The rest of the prompt takes two, and one is free."""
-    scheduler = scheduler_of(5)
-    run_one(scheduler, PROMPT[:12])
-    holder = ask(scheduler, 4, "h", answer=2)
-    step(scheduler)
-    waits = ask(scheduler, PROMPT[:17], answer=2)
-    assert [id for id, *_ in step(scheduler)] == ["h"]
+    run_one(scheduler := scheduler_of(5), PROMPT[:12])
+    trace = Trace(scheduler, answer=2)
+    trace.play("h4 > h0-4!")
+    waits = trace.ask("a", PROMPT[:17])
+    trace.play("h4-5! | a")
     assert len(scheduler.pool.match(scheduler.tables[waits].digests)) == 3
-    scheduler.finish(holder)
-    assert step(scheduler) == [("", 12, 5, True)]
+    trace.play("-h > a12-17!")
 
 
 # ---- when memory runs out: which request gives way, what is swapped and shared
 
 
-def three_that_fill_the_pool(policy="fcfs", priorities=(0, 0, 0), **options):
-    """ "a", "b" and "c" with 8 tokens computed in 2 blocks each, all 6 blocks owned, and a third
-    block needed by all."""
-    scheduler = scheduler_of(6, policy=policy, prefix_caching=False, **options)
-    requests = [
-        ask(scheduler, 8, id, priority) for id, priority in zip("abc", priorities, strict=True)
-    ]
-    step(scheduler)
-    assert scheduler.pool.available == 0 and len(scheduler.running) == 3
-    return scheduler, requests
+def three_that_fill_the_pool(asked="a8 b8 c8", **options):
+    """8 tokens computed in 2 blocks each, all 6 blocks owned, and a third block needed by all."""
+    trace = begin(f"{asked} > ...", blocks=6, prefix_caching=False, **options)
+    assert trace.scheduler.pool.available == 0 and len(trace.scheduler.running) == 3
+    return trace
 
 
 @pytest.mark.parametrize(
-    "policy, priorities, victim",
+    "policy, asked, victim",
     [
-        ("fcfs", (0, 0, 0), "c"),
-        ("fcfs", (5, 0, 0), "c"),  # priorities do not count
-        ("priority", (0, 0, 0), "c"),
-        ("priority", (1, 0, 0), "a"),
-        ("priority", (1, 2, 1), "b"),
-        ("priority", (2, 2, 1), "b"),
-        ("priority", (-1, -2, -3), "a"),
+        ("fcfs", "a8 b8 c8", "c"),
+        ("fcfs", "a8:5 b8 c8", "c"),  # priorities do not count
+        ("priority", "a8 b8 c8", "c"),
+        ("priority", "a8:1 b8 c8", "a"),
+        ("priority", "a8:1 b8:2 c8:1", "b"),
+        ("priority", "a8:2 b8:2 c8:1", "b"),
+        ("priority", "a8:-1 b8:-2 c8:-3", "a"),
     ],
-    ids=str,
 )
-def test_the_most_junior_gives_its_memory_back(policy, priorities, victim):
+def test_the_most_junior_gives_its_memory_back(policy, asked, victim):
     """The lowest priority, then the latest arrival. Two blocks suffice for the other two."""
-    scheduler, requests = three_that_fill_the_pool(policy, priorities)
-    others = [request.id for request in requests if request.id != victim]
-    assert sorted(id for id, *_ in step(scheduler)) == others
-    (request,) = scheduler.waiting
+    trace = three_that_fill_the_pool(asked, policy=policy)
+    others = [id for id in "abc" if id != victim]
+    assert sorted(trace.step().split()) == [f"{id}8-9!" for id in others]
+    (request,) = trace.scheduler.waiting
     assert (request.id, request.state, request.computed) == (victim, State.WAITING, 0)
-    assert scheduler.counts.recomputed == 1
+    assert trace.scheduler.counts.recomputed == 1
     assert request.output.token_ids == [WORD.id]  # the answer so far stays
-    for request in requests:
-        assert len(scheduler.tables[request].blocks) == 3 * (request.id in others)
+    for id, request in trace.requests.items():
+        assert len(trace.scheduler.tables[request].blocks) == 3 * (id in others)
 
 
 def test_the_senior_is_served_first_even_if_it_was_admitted_later():
     """One block is left and both need one: the junior does not take it, to be preempted at once."""
-    scheduler = scheduler_of(5, policy="priority", prefix_caching=False)
-    ask(scheduler, 7, "junior", priority=1, answer=8)
-    step(scheduler)
-    senior = ask(scheduler, 8, "senior", answer=8)
-    step(scheduler)
-    assert (ids(scheduler.running), scheduler.pool.available) == (["junior", "senior"], 1)
-    plan = scheduler.schedule()
+    lines = "j7:1 > j0-7!", "s8 > j7-8! s0-8!"
+    trace = begin(*lines, blocks=5, policy="priority", prefix_caching=False)
+    assert (ids(trace.scheduler.running), trace.scheduler.pool.available) == ("js", 1)
+    plan = trace.scheduler.schedule()
     (work,) = plan.work
-    assert (work.request, ids(scheduler.waiting)) == (senior, ["junior"])
+    assert (work.request.id, ids(trace.scheduler.waiting)) == ("s", "j")
     assert plan.moves == [Move("wipe", work.table[2], work.table[2])]
 
 
 def test_a_step_that_preempts_admits_no_request():
-    """A block is left over, and yet the urgent one waits, or the two could swap places forever."""
-    scheduler, _ = queue("a8 b8 c8", 7, policy="priority", prefix_caching=False)
-    step(scheduler)
-    ask(scheduler, 1, "urgent", -1)
-    assert [id for id, *_ in step(scheduler)] == ["a", "b"]
-    assert (ids(scheduler.waiting), scheduler.pool.available) == (["c", "urgent"], 1)
-    assert [id for id, *_ in step(scheduler)] == ["a", "b", "urgent"]
+    """A block is left over, and yet u waits, or c and u could swap places forever."""
+    options = {"blocks": 7, "policy": "priority", "prefix_caching": False}
+    begin(
+        "a8 b8 c8 > a0-8! b0-8! c0-8!",
+        "u1:-1 > a8-9! b8-9! | cu",
+        "a9-10! b9-10! u0-1! | c",
+        **options,
+    )
 
 
 def test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_again():
     """Prompt and answer so far in one go: then comes its next token, and none twice."""
-    scheduler, (a, b, c) = three_that_fill_the_pool()
-    ask(scheduler, 1, "late", answer=1)
-    step(scheduler)
-    assert ids(scheduler.waiting) == ["c", "late"]
-    scheduler.finish(a)
-    assert step(scheduler) == [("b", 9, 1, True), ("c", 0, 9, True)]
-    assert c.output.token_ids == [WORD.id] * 2
-    assert step(scheduler)[:2] == [("b", 10, 1, True), ("c", 9, 1, True)]
+    trace = three_that_fill_the_pool()
+    trace.play("d1 > a8-9! b8-9! | cd", "-a > b9-10! c0-9! | d", "b10-11! c9-10! | d")
 
 
 def test_a_preempted_request_finds_its_own_blocks_which_does_not_flatter_the_rate():
-    scheduler, requests = queue("a8 b8 c8", 6)
-    for _ in range(2):
-        step(scheduler)
-    assert ids(scheduler.waiting) == ["c"]
-    for request in requests[:2]:
-        scheduler.finish(request)
-    ((id, start, count, _),) = step(scheduler)
-    assert (id, start + count, start % 4) == ("c", 9, 0)
-    assert counts(scheduler, "lookup_tokens", "hit_tokens") == (24, 0)
+    trace = begin("a8 b8 c8 > ...", "a8-9! b8-9! | c", "-a -b > c4-9!", blocks=7)
+    assert counts(trace.scheduler, "lookup_tokens", "hit_tokens") == (24, 0)
 
 
 def test_without_chunks_a_recompute_longer_than_the_budget_still_runs():
     """Only what a preemption has made so long is cut: a prompt never is."""
-    options = {"token_budget": 8, "chunked": False, "prefix_caching": False}
-    scheduler, (request,) = queue("a8", 20, max_sequences=2, **options)
-    for _ in range(5):
-        step(scheduler)
-    preempt(scheduler, request)
-    shares = [step(scheduler)[0] for _ in range(3)]
-    assert shares == [("a", 0, 8, False), ("a", 8, 5, True), ("a", 13, 1, True)]
+    trace = begin("a8 > a0-8!", max_sequences=2, token_budget=8, **UNCHUNKED)
+    trace.play("a8-9!", "a9-10!", "a10-11!", "a11-12!", "^a > a0-8", "a8-13!", "a13-14!")
 
 
 def test_without_chunks_the_rest_of_a_long_recompute_does_not_starve():
     """Newcomers of one token must not take what is left of every budget."""
-    options = {"token_budget": 4, "chunked": False, "prefix_caching": False}
-    scheduler, (request,) = queue("a4", 60, answer=50, max_sequences=4, **options)
-    for _ in range(4):
-        step(scheduler)
-    preempt(scheduler, request)
-    before = len(request.output.token_ids)
-    for _ in range(10):
-        ask(scheduler, 1, "newcomer", answer=3)
-        step(scheduler)
-        for other in list(scheduler.running):
-            if other.id == "newcomer" and len(other.output.token_ids) == 3:
-                scheduler.finish(other)
-    assert len(request.output.token_ids) > before
+    options = UNCHUNKED | {"max_sequences": 4, "token_budget": 4, "max_chunk": 2}
+    trace = begin("a4 > a0-4!", "a4-5!", "a5-6!", "a6-7!", **options)
+    trace.play("^a b1 > a0-2 b0-1!", "c1 > b1-2! a2-4 c0-1!")
+    trace.play("d1 > b2-3! c1-2! a4-6 | d", "b3-4! c2-3! a6-8! | d")
 
 
 def test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_was():
-    scheduler, (a, b, c) = three_that_fill_the_pool(swap_blocks=5)
+    trace = three_that_fill_the_pool(swap_blocks=5)
+    scheduler, c = trace.scheduler, trace.requests["c"]
     blocks = list(scheduler.tables[c].blocks)
     plan = scheduler.schedule()
     targets = scheduler.swapped[c]
@@ -358,8 +276,8 @@ def test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_wa
     assert plan.moves[:2] == outs  # before any wipe
     assert (c.state, c.computed, scheduler.tables[c].blocks) == (State.WAITING, 8, [])
     assert scheduler.swap_pool.owned == 2
-    compute(scheduler, plan)
-    scheduler.finish(a)
+    trace.compute(plan)
+    scheduler.finish(trace.requests["a"])
     plan = scheduler.schedule()
     mine = scheduler.tables[c].blocks
     assert [move for move in plan.moves if move.target in mine] == [
@@ -367,7 +285,7 @@ def test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_wa
         *[Move("in", source, block) for source, block in zip(targets, mine, strict=False)],
     ]
     assert (len(mine), scheduler.swapped, scheduler.swap_pool.owned) == (3, {}, 0)
-    assert compute(scheduler, plan) == [("b", 9, 1, True), ("c", 8, 1, True)]
+    assert trace.compute(plan) == "b9-10! c8-9!"
     # What it brought itself was not found.
     assert counts(scheduler, "lookup_tokens", "hit_tokens") == (24, 0)
     counted = counts(scheduler, "swapped_out", "swapped_in", "recomputed", "preemptions")
@@ -375,125 +293,113 @@ def test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_wa
 
 
 def test_only_computed_blocks_are_swapped_and_without_one_the_request_recomputes():
-    scheduler, (request,) = queue("a20", 10, swap_blocks=5, token_budget=6, max_sequences=1)
+    trace = Trace(scheduler := scheduler_of(10, swap_blocks=5, token_budget=6, max_sequences=1))
+    request = trace.ask("a", 20)
     scheduler.schedule()
-    preempt(scheduler, request)
-    assert scheduler.swapped == {} and counts(scheduler, "recomputed", "swapped_out") == (1, 0)
-    step(scheduler)
-    preempt(scheduler, request)
-    assert (len(scheduler.swapped[request]), request.computed) == (2, 6)
-    assert step(scheduler) == [("a", 6, 6, False)]
+    trace.play("^a > a0-6")
+    assert counts(scheduler, "recomputed", "swapped_out") == (1, 0)
+    trace.play("^a > a6-12")
+    assert counts(scheduler, "recomputed", "swapped_out") == (1, 1) and request.computed == 12
 
 
 def test_what_can_still_be_found_is_shared_and_not_copied_back():
-    scheduler = scheduler_of(12, swap_blocks=5)
-    one = ask(scheduler, PROMPT[:14], "one")
-    two = ask(scheduler, PROMPT[:9], "two")
-    step(scheduler)
-    step(scheduler)
-    preempt(scheduler, two)
-    assert (two.computed, len(scheduler.swapped[two])) == (10, 3)
+    trace = Trace(scheduler := scheduler_of(12, swap_blocks=5))
+    one, two = trace.ask("a", PROMPT[:14]), trace.ask("b", PROMPT[:9])
+    trace.play("...", "...")
+    trace.preempt("b")
     partial = scheduler.swapped[two][2]
+    assert (two.computed, len(scheduler.swapped[two])) == (10, 3)
     plan = scheduler.schedule()
     mine = scheduler.tables[two].blocks
     assert mine[:2] == scheduler.tables[one].blocks[:2]
     assert [move for move in plan.moves if move.kind == "in"] == [Move("in", partial, mine[2])]
-    assert compute(scheduler, plan) == [("one", 15, 1, True), ("two", 10, 1, True)]
+    assert trace.compute(plan) == "a15-16! b10-11!"
     assert scheduler.swap_pool.owned == 0
 
 
 def test_a_hit_beyond_what_was_swapped_is_left_alone():
     """Another request has computed more of the same: still the swapped tokens come back."""
-    scheduler = scheduler_of(20, swap_blocks=5, token_budget=6, max_sequences=2)
-    two = ask(scheduler, PROMPT[:20], "two")
-    step(scheduler)
-    preempt(scheduler, two)
-    one = ask(scheduler, PROMPT[:19], "one")
-    scheduler.waiting.reverse()
+    trace = Trace(scheduler := scheduler_of(20, swap_blocks=5, token_budget=6, max_sequences=2))
+    trace.ask("b", PROMPT[:20])
+    trace.play("b0-6")
     scheduler.max_sequences = 1
-    while one.remaining > 1 or not one.output.token_ids:
-        step(scheduler)
+    trace.preempt("b")
+    trace.ask("a", PROMPT[:19])
+    scheduler.waiting.reverse()
+    trace.play("a4-10", "a10-16", "a16-19!")
     scheduler.max_sequences = 2
-    assert step(scheduler)[1] == ("two", 6, 5, False)
+    trace.play("a19-20! b6-11")
 
 
 @pytest.mark.parametrize("room", [1, 5])
 def test_swap_blocks_are_taken_if_there_is_room_and_given_back_after_an_abort(room):
-    scheduler, (_, _, c) = three_that_fill_the_pool(swap_blocks=room)
-    step(scheduler)
+    trace = three_that_fill_the_pool(swap_blocks=room)
+    scheduler, c = trace.scheduler, trace.requests["c"]
+    trace.step()
     assert counts(scheduler, "recomputed", "swapped_out") == ((1, 0) if room == 1 else (0, 1))
     assert (scheduler.swap_pool.owned, c.computed) == ((0, 0) if room == 1 else (2, 8))
     scheduler.finish(c)
     assert (scheduler.swap_pool.owned, scheduler.swapped, c in scheduler.tables) == (0, {}, False)
 
 
-def test_auto_asks_which_is_cheaper():
-    """About the computed tokens, and where there is a choice."""
-    for preemption, swap_blocks, answer, asked in (
+@pytest.mark.parametrize(
+    "preemption, swap_blocks, answer, asked",
+    [
         *(("auto", 5, "swap", [8]), ("auto", 5, "recompute", [8]), ("auto", 0, "swap", [])),
         *(("swap", 5, "recompute", []), ("recompute", 5, "swap", [])),
-    ):
-        cheaper = Mock(return_value=answer)
-        options = {"preemption": preemption, "cheaper": cheaper}
-        scheduler, (_, _, c) = three_that_fill_the_pool(swap_blocks=swap_blocks, **options)
-        step(scheduler)
-        assert [call.args[0] for call in cheaper.call_args_list] == asked
-        assert (c in scheduler.swapped) == ((answer if asked else preemption) == "swap")
+    ],
+)
+def test_auto_asks_which_is_cheaper(preemption, swap_blocks, answer, asked):
+    """About the computed tokens, and where there is a choice."""
+    cheaper = Mock(return_value=answer)
+    trace = three_that_fill_the_pool(
+        swap_blocks=swap_blocks, preemption=preemption, cheaper=cheaper
+    )
+    trace.step()
+    assert [call.args[0] for call in cheaper.call_args_list] == asked
+    swapped = trace.requests["c"] in trace.scheduler.swapped
+    assert swapped == ((answer if asked else preemption) == "swap")
 
 
 @pytest.mark.parametrize("length, size", [(10, 4), (8, 4), (9, 4), (10, 1), (17, 16)])
 def test_samples_of_a_prompt_compute_it_once_and_share_its_full_blocks(length, size):
     """All but the last token, which gives each sample its own first token."""
-    scheduler = scheduler_of(80 // size, size, max_sequences=4)
-    samples = ask_samples(scheduler, length, "s1", "s2", "s3")
-    assert step(scheduler) == [("s1", 0, length, True)]
-    others = [(id, length - 1, 1, True) for id in ("s2", "s3")]
-    assert step(scheduler) == [("s1", length, 1, True), *others]
-    full, pool = (length - 1) // size, scheduler.pool
+    trace = begin(
+        f"s{length} t<s u<s > s0-{length}!",
+        f"s{length}-{length + 1}! t{length - 1}-{length}! u{length - 1}-{length}!",
+        **{"blocks": 80 // size, "size": size, "max_sequences": 4},
+    )
+    full, pool, tables = (length - 1) // size, trace.scheduler.pool, trace.scheduler.tables
     own = pool.blocks_for(length + 1) + 2 * pool.blocks_for(length) - 3 * full
     assert (pool.owned, pool.shared) == (full + own, full)
-    assert len({scheduler.tables[request].blocks[full] for request in samples}) == 3
-    for _ in range(5):
-        step(scheduler)
+    assert len({table.blocks[full] for table in tables.values()}) == 3
+    trace.play(*["..."] * 5)
     copies = 2 if (length - 1) % size else 0
-    assert scheduler.counts.copies == copies  # and nothing else is ever copied
+    assert trace.scheduler.counts.copies == copies  # and nothing else is ever copied
 
 
-def test_a_copy_comes_from_the_parents_last_block_and_waits_for_one_of_its_own():
-    for blocks in (10, 3):
-        scheduler = scheduler_of(blocks, max_sequences=3)
-        first, second = ask_samples(scheduler, 10, "s1", "s2", answer=3)
-        step(scheduler)
-        plan = scheduler.schedule()
-        mine = scheduler.tables[second].blocks
-        copies = [Move("copy", scheduler.tables[first].blocks[2], mine[2])] if mine else []
-        assert [move for move in plan.moves if move.kind == "copy"] == copies
-        assert ids(scheduler.waiting) == ([] if blocks == 10 else ["s2"])
+@pytest.mark.parametrize("blocks, waiting", [(10, ""), (3, "t")])
+def test_a_copy_comes_from_the_parents_last_block_and_waits_for_one_of_its_own(blocks, waiting):
+    trace = begin("s10 t<s > s0-10!", blocks=blocks, max_sequences=3, answer=3)
+    plan, tables = trace.scheduler.schedule(), trace.scheduler.tables
+    source, mine = (tables[trace.requests[id]].blocks for id in "st")
+    copies = [] if waiting else [Move("copy", source[2], mine[2])]
+    assert [move for move in plan.moves if move.kind == "copy"] == copies
+    assert ids(trace.scheduler.waiting) == waiting
 
 
 def test_a_child_with_other_tokens_than_its_parent_shares_nothing():
-    scheduler = scheduler_of(20)
-    parent = ask(scheduler, PROMPT[:9], "parent")
-    step(scheduler)
-    ask(scheduler, [1, *PROMPT[1:9]], "child", parent=parent)
-    assert step(scheduler)[1] == ("child", 0, 9, True)
+    trace = begin("p9 > p0-9!", blocks=20)
+    trace.ask("c", [1, *PROMPT[1:9]], parent=trace.requests["p"])
+    trace.play("p9-10! c0-9!")
 
 
 def test_a_sample_that_was_admitted_needs_its_parent_no_more():
     """Both lose their memory: it does not wait until the parent has computed all of it again."""
-    scheduler = scheduler_of(20, prefix_caching=False)
-    samples = ask_samples(scheduler, 10, "s1", "s2")
-    for _ in range(2):
-        step(scheduler)
-    for request in samples:
-        preempt(scheduler, request)
-    assert step(scheduler) == [("s1", 0, 12, True), ("s2", 0, 11, True)]
+    trace = begin("s10 t<s > s0-10!", "s10-11! t9-10!", blocks=20, prefix_caching=False)
+    trace.play("^s ^t > s0-12! t0-11!")
 
 
 def test_when_the_first_sample_is_aborted_the_next_one_leads():
-    scheduler = scheduler_of(20, max_sequences=4, token_budget=6)
-    samples = ask_samples(scheduler, 10, "s1", "s2", "s3")
-    assert step(scheduler) == [("s1", 0, 6, False)]
-    scheduler.finish(samples[0])
-    assert step(scheduler) == [("s2", 4, 6, True)]  # the first block can still be found
-    assert step(scheduler) == [("s2", 10, 1, True), ("s3", 9, 1, True)]
+    trace = begin("s10 t<s u<s > s0-6", blocks=20, max_sequences=4, token_budget=6)
+    trace.play("-s > t4-10!", "t10-11! u9-10!")  # the first block can still be found

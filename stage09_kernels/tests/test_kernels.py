@@ -90,21 +90,13 @@ def agree(heads, kv_heads, width, block, dtype, lengths, **options):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width"),
     [
-        (3, 3, 16),
-        (4, 1, 32),
-        (6, 2, 40),
-        (12, 12, 64),
-        (9, 3, 80),
-        (8, 8, 128),
-        (2, 1, 256),
-        (3, 3, 17),
+        *((3, 3, 16), (4, 1, 32), (6, 2, 40), (12, 12, 64), (9, 3, 80)),
+        *((8, 8, 128), (2, 1, 256), (3, 3, 17)),
     ],
 )
 def test_attention_reads_blocks_in_place(heads, kv_heads, width, block, dtype):
-    lengths = (
-        [1, 2, block - 1, block, block + 1, 3 * block + 1, 61] if block > 2 else [1, 5, 60, 33]
-    )
-    agree(heads, kv_heads, width, block, dtype, lengths)
+    borders = [1, 2, block - 1, block, block + 1, 3 * block + 1, 61]
+    agree(heads, kv_heads, width, block, dtype, borders if block > 2 else [1, 5, 60, 33])
 
 
 @pytest.mark.parametrize(("level", "dtype"), EACH)
@@ -140,23 +132,17 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype, kv_head
     torch.manual_seed(1)
     shapes = [(300, heads, 64) for heads in (6, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
-    outputs = []
-    for count, cuts, others in (
-        (1, [300], 0),
-        (2, [1, 7, 292], 3),
-        (3, [299, 1], 1),
-        (16, [300], 0),
-    ):
+    outputs, ways = [], ((1, [300], 0), (2, [1, 7, 292], 3), (3, [299, 1], 1), (16, [300], 0))
+    for count, cuts, others in ways:
         torch.set_num_threads(count)
         _, kernel = caches(6, kv_heads, 64, 16, dtype)
         start, parts = 0, []
         for cut in cuts:
             extra = [([60 + 20 * i], 0, 3 + i) for i in range(others)]
             noise = sum(share[2] for share in extra)
-            mixed = [
-                torch.cat((torch.randn(noise, *x.shape[1:]).to(dtype), x[start : start + cut]))
-                for x in (q, k, v)
-            ]
+            beside = [torch.randn(noise, *shape[1:]).to(dtype) for shape in shapes]
+            own = [x[start : start + cut] for x in (q, k, v)]
+            mixed = [torch.cat(pair) for pair in zip(beside, own, strict=True)]
             shares = [*extra, (list(range(20)), start, cut)]
             parts.append(kernel.extend(shares).attend(0, *mixed)[noise:])
             start += cut
@@ -315,19 +301,11 @@ def multiply(x, weights, bias, way, residual, level=""):
     if residual is not None:
         out[:] = residual
     pairs = torch.empty(len(x), (x.shape[1] + 1) // 2, dtype=torch.int32)
+    tensors = {"x": x, "out": out, "weights": packed, "pairs": pairs, "bias": bias}
     call = Linear(
-        x=x.data_ptr(),
-        out=out.data_ptr(),
-        weights=packed.data_ptr(),
-        pairs=pairs.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        x_stride=x.stride(0),
-        out_stride=out.stride(0),
-        inputs=x.shape[1],
-        outputs=outputs,
-        rows=len(x),
-        way=way,
-        residual=residual is not None,
+        **{name: one.data_ptr() for name, one in tensors.items() if one is not None},
+        **{"x_stride": x.stride(0), "out_stride": out.stride(0), "inputs": x.shape[1]},
+        **{"outputs": outputs, "rows": len(x), "way": way, "residual": residual is not None},
     )
     assert lib.linear(ctypes.byref(call), library.parallel_for()) == 0
     assert (room[-1] == 7).all() and (room[:, outputs:] == 7).all()

@@ -28,6 +28,7 @@ from stage09_kernels.runner import KernelRunner
 
 SMALL = Config(11, 64, 32, 1, 2)
 DEFINES = ("REAL=4", "WEIGHT=4", "CACHE=4")
+PASS = [1, 2, 3], [([2], 0, 3)], [2]  # three tokens in block 2, and the logits of the last
 
 
 @pytest.fixture
@@ -40,18 +41,15 @@ def fresh(tmp_path, monkeypatch):
     library.load.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("width", "options", "words"),
-    [
+def test_what_there_is_no_kernel_for():
+    for width, options, words in (
         (32, {"dtype": torch.float16}, "have no float16: choose float32 or bfloat16"),
         (32, {"device": "meta"}, "run on the CPU, not on meta"),
         (32, {"level": "avx1024"}, "This processor has no avx1024"),
         (1026, {}, "heads of at most 512 numbers, and .* has 513"),
-    ],
-)
-def test_what_there_is_no_kernel_for(width, options, words):
-    with pytest.raises(library.NoKernels, match=words):
-        KernelCache(Config(11, 64, width, 1, 2), 4, **options)
+    ):
+        with pytest.raises(library.NoKernels, match=words):
+            KernelCache(Config(11, 64, width, 1, 2), 4, **options)
 
 
 def test_weights_and_cache_compute_in_one_dtype():
@@ -62,9 +60,7 @@ def test_weights_and_cache_compute_in_one_dtype():
             KernelRunner(model, KernelCache(model.config, 4, dtype=dtype))
     model = load_model(random_checkpoint(SMALL), dtype=torch.bfloat16)
     for dtype in SIZES:
-        logits = KernelRunner(model, KernelCache(model.config, 4, dtype=dtype)).run(
-            [1, 2, 3], [([2], 0, 3)], [2]
-        )
+        logits = KernelRunner(model, KernelCache(model.config, 4, dtype=dtype)).run(*PASS)
         assert logits.isfinite().all() and logits.dtype != torch.bfloat16
 
 
@@ -83,10 +79,9 @@ def test_layers_that_were_packed_before_are_unpacked():
     model = load_model(random_checkpoint(SMALL), dtype=torch.float32)
     if not linear.can_pack(torch.device("cpu"), torch.float32):
         pytest.skip("this build of PyTorch packs no weights")
-    given = [1, 2, 3], [([2], 0, 3)], [2]
-    before = KernelRunner(model, KernelCache(model.config, 4)).run(*given).clone()
+    before = KernelRunner(model, KernelCache(model.config, 4)).run(*PASS).clone()
     linear.optimize(model, "packed")
-    assert torch.equal(before, KernelRunner(model, KernelCache(model.config, 4)).run(*given))
+    assert torch.equal(before, KernelRunner(model, KernelCache(model.config, 4)).run(*PASS))
 
 
 @pytest.mark.parametrize("config", trial.SHAPES)
@@ -95,8 +90,8 @@ def test_a_released_model_has_its_weights_in_panels_alone(config, dtype):
     model = load_model(Checkpoint(config, random_tensors(config)), dtype=dtype)
     linears = {name for name, layer in model.named_modules() if type(layer) is nn.Linear}
     before = {name: model.get_submodule(name).weight.clone() for name in linears}
-    given, caches = ([1, 2, 3], [([2], 0, 3)], [2]), [KernelCache(config, 4, dtype=dtype)] * 2
-    first, second = (KernelRunner(model, cache, release=True).run(*given) for cache in caches)
+    caches = [KernelCache(config, 4, dtype=dtype)] * 2
+    first, second = (KernelRunner(model, cache, release=True).run(*PASS) for cache in caches)
     assert torch.equal(first, second) and linears
     for name in linears:
         assert type(model.get_submodule(name)) is Laid
