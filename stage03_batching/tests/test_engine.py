@@ -78,13 +78,9 @@ def test_end_of_text_in_one_row_ends_that_row_alone(tiny_model, naive):
     prompts = [[50, 2], [3], [5, 6, 7, 8], [12] * 6]
     free = naive.generate(prompts, SamplingParams(max_tokens=12))
     ends = (free[0].token_ids[4],)
-    mixed: list[dict[str, Any]] = [
-        {"min_tokens": 8},
-        {"min_tokens": 12},
-        {"ignore_eos": True},
-        {"min_tokens": 3},
-    ]
-    plain: list[dict[str, Any]] = [{}] * 4
+    plain: list[Any] = [{}] * 4
+    mixed: list[Any] = [{"min_tokens": count} for count in (8, 12, 3)]
+    mixed.insert(2, {"ignore_eos": True})
     for options in (plain, mixed):
         params = [SamplingParams(max_tokens=12, **each) for each in options]
         outputs = Engine(tiny_model, eos_ids=ends).generate(prompts, params)
@@ -149,8 +145,7 @@ def test_the_records_add_up(tiny_model, naive, max_batch):
         passes += longest
         areas.append(len(batch) * (width + longest - 1))
     assert len(engine.steps) == passes  # the longest answer of each batch
-    computed = (s.prefill_tokens + s.decode_tokens + s.wasted_tokens for s in engine.steps)
-    assert sum(computed) == sum(areas)
+    assert sum(sum(counts[1:]) for counts in work(engine)) == sum(areas)
     assert engine.cache_bytes == max(areas) * tiny_model.config.kv_bytes_per_token(torch.float64)
 
 

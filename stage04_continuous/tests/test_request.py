@@ -40,11 +40,12 @@ def test_only_legal_transitions():
 
 def test_remaining_is_what_there_is_less_what_is_computed():
     """Catches: prefill inferred from having no answer. With an answer and nothing computed, all
-    of it remains."""
+    of it remains. Drafts remain too, and a decode with drafts is a decode."""
     request = answered([1, 2, 3, 4], [5, 6])
-    for computed in range(7):
-        request.computed = computed
-        assert request.remaining == 6 - computed
+    for drafts, computed in itertools.product(([], [7, 8]), range(7)):
+        request.drafts, request.computed = drafts, computed
+        assert request.remaining == 6 + len(drafts) - computed
+        assert request.decoding == (computed >= 5)
 
 
 def test_tokens_across_the_border_of_prompt_and_answer():

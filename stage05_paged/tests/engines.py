@@ -18,17 +18,15 @@ def engine_of(
     blocks: int = 60,
     size: int = 4,
     swap_blocks: int = 0,
-    preemption: str | None = None,
+    preemption: str = "",
     **options: Any,
 ) -> Any:
     """An engine with `blocks` blocks of `size` tokens, watched by the sanitizer."""
-    if preemption is None:
-        preemption = "swap" if swap_blocks else "recompute"
     return make(
         model or the_model(),
         pool=BlockPool(blocks, size),
         swap_pool=BlockPool(swap_blocks, size) if swap_blocks else None,
-        preemption=preemption,
+        preemption=preemption or ("swap" if swap_blocks else "recompute"),
         max_sequences=sequences,
         token_budget=budget,
         sanitize=True,

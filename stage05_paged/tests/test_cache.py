@@ -15,6 +15,7 @@ from stage05_paged.blocks import NOWHERE, Move
 from stage05_paged.cache import PagedCache, addresses, padded, runs
 
 SIZES = (1, 3, 16, 128)  # of blocks
+KINDS = ("wipe", "copy", "out", "in")  # of moves
 TILES = (1, 2000, 12_000, 2**23)  # bytes: a head at a time; some heads; some sequences; all
 
 
@@ -40,15 +41,10 @@ class Sequences(slots.Packed):
         return table, self.length(sequence), count
 
 
-@pytest.mark.parametrize(
-    "starts_and_counts, sizes",
-    [
-        *slots.RUNS,
-        ([(0, 4), (4, 4)], [1, 1]),  # a whole prompt gathers nothing, and a chunk does
-        ([(0, 1), (1, 1)], [1, 1]),
-    ],
-    ids=str,
-)
+RUNS = [([(0, 4), (4, 4)], [1, 1]), ([(0, 1), (1, 1)], [1, 1])]  # a whole prompt gathers nothing
+
+
+@pytest.mark.parametrize("starts_and_counts, sizes", [*slots.RUNS, *RUNS], ids=str)
 def test_grouping_rules(starts_and_counts, sizes):
     shares = [([index], *each) for index, each in enumerate(starts_and_counts)]
     found = runs(shares)
@@ -140,37 +136,21 @@ def test_a_share_outside_its_blocks_is_refused():
             cache.extend([([2], 0, 1), (list(range(blocks)), start, count)])
 
 
-BLOCKS, SWAP_BLOCKS = 6, 4
-KINDS = ("wipe", "copy", "out", "in")
-
-
-def cache_with_content():
-    cache = PagedCache(slots.CONFIG, BLOCKS, 2, SWAP_BLOCKS)
-    generator = torch.Generator().manual_seed(0)
-    cache.kv.normal_(generator=generator)
-    cache.swapped.normal_(generator=generator)
-    return cache
-
-
-def one_by_one(cache, moves):
-    """The same moves by assignments: what both memories hold after them."""
-    kv, swapped = cache.kv.clone(), cache.swapped.clone()
-    for move in moves:
-        there = swapped if move.kind == "out" else kv
-        here = swapped if move.kind == "in" else kv
-        value = 0 if move.kind == "wipe" else here[:, :, :, move.source]
-        there[:, :, :, move.target] = value
-    return kv, swapped
-
-
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(*map(st.sampled_from, (KINDS, range(12), range(12)))), max_size=12))
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 11), st.integers(0, 11)), max_size=12)
+)
 def test_moves_are_done_one_after_the_other(draws):
-    cache, moves = cache_with_content(), []
+    """As assignments to a copy of both memories."""
+    cache, generator = PagedCache(slots.CONFIG, 6, 2, 4), torch.Generator().manual_seed(0)
+    kv, swapped = (
+        memory.normal_(generator=generator).clone() for memory in (cache.kv, cache.swapped)
+    )
+    moves = []
     for kind, source, target in draws:
-        sources = SWAP_BLOCKS if kind == "in" else BLOCKS
-        targets = SWAP_BLOCKS if kind == "out" else BLOCKS
-        moves.append(Move(kind, source % sources, target % targets))
-    kv, swapped = one_by_one(cache, moves)
+        here, there = (swapped if kind == "in" else kv), (swapped if kind == "out" else kv)
+        moves.append(Move(kind, source % here.shape[3], target % there.shape[3]))
+        content = 0 if kind == "wipe" else here[:, :, :, moves[-1].source]
+        there[:, :, :, moves[-1].target] = content
     cache.move(moves)
     assert torch.equal(cache.kv, kv) and torch.equal(cache.swapped, swapped)

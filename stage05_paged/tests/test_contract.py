@@ -15,16 +15,9 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from shared.errors import UserError
 from stage04_continuous.request import State
+from stage04_continuous.tests import lives
 from stage04_continuous.tests.contract import EngineContract
-from stage04_continuous.tests.lives import (
-    LONGEST,
-    MOST,
-    OPTIONS,
-    Life,
-    family_prompt,
-    live,
-    sampling_of,
-)
+from stage04_continuous.tests.lives import LONGEST, MOST
 from stage05_paged.fork import add_samples, fork
 
 from .engines import assert_idle, engine_of, evict, preempt
@@ -41,7 +34,7 @@ class TestPaged(EngineContract):
         engine.runner.cache.fill(blocks, torch.nan)
 
 
-class PagedLife(Life):
+class PagedLife(lives.Life):
     """Prefix cache, swapping, samples and forks, in memory for hardly more than one request."""
 
     @initialize(
@@ -51,7 +44,7 @@ class PagedLife(Life):
         preemption=st.sampled_from(("swap", "swap", "auto", "recompute")),
         prefix_caching=st.sampled_from((True, True, True, False)),
         watermark=st.sampled_from((0, 0.01, 0.3)),
-        **OPTIONS,
+        **lives.OPTIONS,
     )
     def begin(self, size, spare_tokens, swap_tokens, preemption, **options):
         self.blocks = -(-LONGEST // size) + spare_tokens // size, size, swap_tokens // size
@@ -60,20 +53,10 @@ class PagedLife(Life):
         super().begin(**options)
 
     def make(self, sequences, token_budget, **options):
-        blocks, size, swap_blocks = self.blocks
-        return engine_of(
-            sequences,
-            token_budget,
-            None,
-            blocks,
-            size,
-            swap_blocks,
-            preemption=self.preemption,
-            # What is measured differs each time. The same calls must lead to the same life.
-            cheaper=lambda tokens: "swap" if tokens % 2 else "recompute",
-            observers=(self,),
-            **options,
-        )
+        options |= {"preemption": self.preemption, "observers": (self,)}
+        # What is measured differs each time. The same calls must lead to the same life.
+        options["cheaper"] = lambda tokens: "swap" if tokens % 2 else "recompute"
+        return engine_of(sequences, token_budget, None, *self.blocks, **options)
 
     @precondition(lambda self: len(self.engine.requests) < MOST)
     @rule(
@@ -85,8 +68,8 @@ class PagedLife(Life):
     def add_samples(self, family, length, count, samples):
         if not self.scheduler.chunked:
             length = min(length, self.scheduler.token_budget)
-        several = [sampling_of(seed, count) for seed in range(samples)]
-        for request in add_samples(self.engine, family_prompt(family, length, 0), several):
+        several = [lives.sampling_of(seed, count) for seed in range(samples)]
+        for request in add_samples(self.engine, lives.family_prompt(family, length, 0), several):
             self.accepted(request)
 
     @precondition(lambda self: 0 < len(self.engine.requests) < MOST)
@@ -95,7 +78,7 @@ class PagedLife(Life):
         parent = self.pick(pick)
         given = len(parent.output.token_ids)
         room = min(given + 4, LONGEST - len(parent.output.prompt_ids))
-        sampling = None if seed == 3 else sampling_of(seed, room)
+        sampling = None if seed == 3 else lives.sampling_of(seed, room)
         if sampling is not None and given >= sampling.max_tokens:
             with pytest.raises(UserError, match="larger max_tokens"):
                 fork(self.engine, parent.id, sampling)
@@ -129,7 +112,6 @@ class PagedLife(Life):
     def _step(self):
         scheduler = self.scheduler
         counts, evictions = replace(scheduler.counts), scheduler.pool.evictions
-        self.sent_before = {id: list(ids) for id, ids in self.sent.items()}
         super()._step()
         for name in ("hit_tokens", "copies", "recomputed", "swapped_out", "swapped_in"):
             self.seen[name] += getattr(self.scheduler.counts, name) > getattr(counts, name)
@@ -192,5 +174,5 @@ RARE += ["forked waiting, without an answer"]
     ids=["some", "many"],
 )
 def test_lives_of_fifty_calls(examples, least, events):
-    seen = live(PagedLife, examples)
+    seen = lives.live(PagedLife, examples)
     assert not [event for event in events if seen[event] < least]

@@ -16,8 +16,6 @@ from stage05_paged.cache import PagedCache
 
 TINY, GPT2 = PRESETS["tiny"], PRESETS["gpt2"]
 FREE = 64 * 2**30
-
-
 AMOUNTS = {"1000000": 10**6, "0": 0, "512B": 512, "3KB": 3000, "512MB": 512 * 10**6}
 AMOUNTS |= {"2GB": 2 * 10**9, "3KiB": 3 * 2**10, "512MiB": 512 * 2**20, "2gib": 2 * 2**30}
 AMOUNTS |= {"1.5GiB": 3 * 2**29, " 12 MiB ": 12 * 2**20, "25%": FREE // 4, "12.5 %": FREE // 8}
@@ -33,10 +31,8 @@ def test_amounts_of_memory():
     for text, words in refused.items():
         with pytest.raises(UserError, match=words):
             memory.parse_memory(text, FREE)
-    sizes = [
-        memory.size(nbytes) for nbytes in (512, 2**19, 2**20, 12.4 * 2**20, 3.5 * 2**30, 2**36)
-    ]
-    assert sizes == ["512 bytes", "512.0 KiB", "1.0 MiB", "12 MiB", "3.5 GiB", "64 GiB"]
+    sizes = map(memory.size, (512, 2**19, 2**20, 12.4 * 2**20, 3.5 * 2**30, 2**36))
+    assert [*sizes] == ["512 bytes", "512.0 KiB", "1.0 MiB", "12 MiB", "3.5 GiB", "64 GiB"]
     assert 0 < memory.free_memory() <= psutil.virtual_memory().total
 
 
@@ -68,10 +64,8 @@ def test_the_default_is_whole_contexts_but_at_most_half_of_what_is_free():
     assert memory.default_memory(GPT2, torch.bfloat16, 8, FREE) == contexts // 2
     for block_size in (1, 100, 1024, 5000):
         nbytes = memory.default_memory(GPT2, torch.float32, 8, 10 * FREE, block_size)
-        assert (
-            memory.most_sequences(memory.make_pool(nbytes, GPT2, torch.float32, block_size), 1024)
-            == 8
-        )
+        pool = memory.make_pool(nbytes, GPT2, torch.float32, block_size)
+        assert memory.most_sequences(pool, 1024) == 8
 
 
 class Clocked:

@@ -13,11 +13,9 @@ from shared import checkpoint
 from shared.checkpoint import PRESETS
 from shared.course import stages
 from shared.linear import optimize
-from shared.parity import random_prompt
 from stage01_forward.fast_sampling import sample
-from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
-from stage04_continuous.request import Request
+from stage04_continuous.tests.traces import Trace
 from stage05_paged.blocks import BlockPool, BlockTable
 from stage05_paged.cache import PagedCache
 from stage05_paged.scheduler import Scheduler
@@ -65,14 +63,11 @@ def test_sample(benchmark, options):
 
 def test_schedule(benchmark):
     """All rows have computed their prompts, and a token of the answer is to come."""
-    scheduler = Scheduler(BlockPool(BLOCKS, BLOCK), ROWS, token_budget=ROWS * CONTEXT)
+    trace = Trace(Scheduler(BlockPool(BLOCKS, BLOCK), ROWS, token_budget=ROWS * CONTEXT))
     for row in range(ROWS):
-        scheduler.add(Request(random_prompt(CONTEXT, CONFIG, row), SamplingParams(max_tokens=9)))
-    plan = scheduler.schedule()
-    scheduler.advance(plan)
-    for work in plan.work:
-        work.request.output.append(Token(0, None, None))
-    plan = benchmark(scheduler.schedule)
+        trace.ask(chr(row), CONTEXT)
+    trace.step()
+    plan = benchmark(trace.scheduler.schedule)
     assert [(work.start, work.count, work.rows) for work in plan.work] == [(CONTEXT, 1, 1)] * ROWS
 
 
