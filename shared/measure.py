@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -397,6 +399,12 @@ def run_fresh(module: str, arguments: Sequence[str] = (), interval: float = 0.00
             f"{texts[1][-2000:].strip()}"
         )
     return FreshRun(sum(peaks.values()), texts[0])
+
+
+def process(initial: Callable[..., object] | None = None, *arguments: Any) -> Executor:
+    """A fresh process that runs what it is given, after `initial(*arguments)`."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawn, initial, arguments)
 
 
 def peak_memory(module: str, arguments: Sequence[str] = ()) -> int:

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from shared import charts, cli, measure
 from shared.bench import kit, rows
-from shared.bench.claims import Claim, closing
+from shared.bench.claims import Claim, closing, speed, takes
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, first, gain, ms
 from shared.peers import transformers_batch, transformers_model
@@ -30,12 +30,11 @@ OURS, PLAIN, PEER = "ours", "ours, plain", "transformers"
 # The largest difference from transformers' logits in float32; bfloat16 keeps 8 bits.
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
-
-FULL = kit.plan(  # lengths are in tokens
-    models=("gpt2", "stories"), lengths=(1, 8, 32, 128, 512, 1023), attention=(16, 64, 256, 1024),
-    repeats=5, prompt=5, answer=50, generation_repeats=2, profiled=(1, 64, 8),
+FULL = kit.plan(
+    models=("gpt2", "stories"), dtypes=kit.BOTH, repeats=5,
+    lengths=(1, 8, 32, 128, 512, 1023), attention=(16, 64, 256, 1024),
+    prompt=5, answer=50, generation_repeats=2, profiled=(1, 64, 8),
 )  # fmt: skip
-QUICK = kit.quick(FULL)
 
 
 def last_logits(model: GPT2, ids: list[int]) -> torch.Tensor:
@@ -93,15 +92,18 @@ def limit(row: Row) -> float:
     return row.least([forward_cost(row.config, row.kind, row["context"])])
 
 
+def naive(row: Row) -> float:
+    """Seconds of an answer, at least."""
+    return row.least(naive_costs(row.config, row.kind, row.lengths))
+
+
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts, for GPT-2 in float32."""
     one, few, some, *_, last = (row.of(OURS) for row in first("forward")(results))
-    for row, what, why in (
-        (one, "one token", "a product of one row reads at about half of the bandwidth"),
-        (last, f"{last['context']:,} tokens",
-         "norms, GELU and softmax are not counted; no product reaches the peak"),
-    ):  # fmt: skip
-        yield Claim(f"a pass over {what}", limit(row) * 1e3, row.median * 1e3, "ms", why)
+    why = "a product of one row reads at about half of the bandwidth"
+    yield takes("a pass over one token", one, limit, why)
+    why = "norms, GELU and softmax are not counted; no product reaches the peak"
+    yield takes(f"a pass over {last['context']:,} tokens", last, limit, why)
     for row, why in (
         (few, "the weights are read once for all"),
         (some, "a product of few rows reaches neither the bandwidth nor the peak"),
@@ -109,9 +111,8 @@ def claims(results: Results) -> Iterator[Claim]:
         what = f"{row['context']} tokens, over one token"
         yield Claim(what, limit(row) / limit(one), row.median / one.median, "x", why)
     answer = first("generation")(results)[0].of(OURS)
-    least = answer.least(naive_costs(answer.config, answer.kind, answer.lengths))
-    what, why = f"{answer.tokens} new tokens", "its passes are short, far from both limits"
-    yield Claim(what, answer.tokens / least, answer.rate.median, "tok/s", why)
+    why = "its passes are short, far from both limits"
+    yield speed(f"{answer.tokens} new tokens", answer, naive, why)
 
 
 COLUMNS: dict[str, rows.Column] = {
@@ -175,8 +176,7 @@ WORK = kit.cases(
     Case(kit.profile({"": Engine}), dtypes=1),
 )
 CHARTS = {"forward": forward_chart}
-ABOUT = "Measures the forward pass and the naive engine on this CPU, after proving them."
-BENCHMARK = kit.Benchmark("stage01_forward", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+BENCHMARK = kit.Benchmark("stage01_forward", __doc__, FULL, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from shared import charts, cli, measure
 from shared.bench import kit, rows
-from shared.bench.claims import Claim, closing, faster
+from shared.bench.claims import Claim, closing, faster, speed
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, first, median
 from shared.roofline import forward_cost, naive_costs, static_costs
@@ -28,13 +28,12 @@ NAIVE, CACHED = "naive", "cached"
 
 
 FULL = kit.plan(
-    models=("gpt2", "stories"),
+    models=("gpt2", "stories"), dtypes=kit.BOTH, repeats={NAIVE: 1, CACHED: 2},
     growth=(200, 500, 1000), stride=50,  # new tokens after a prompt of 5; of the naive steps
-    prompts=(64, 256, 512), answer=25, repeats=(1, 2),  # naive, cached
+    prompts=(64, 256, 512), answer=25,
     null_prompts=(5, 64, 512), null_repeats=3,  # before a single token
     profiled=(1, 64, 16),
 )  # fmt: skip
-QUICK = kit.quick(FULL)
 
 
 def engines(subject: Subject) -> dict[str, NaiveEngine | Engine]:
@@ -45,7 +44,6 @@ def growth(subject: Subject, plan: Any) -> Iterator[Group]:
     """Seconds of every step of the cached engine over a long answer, and of some naive ones."""
     naive, cached = NaiveEngine(subject.model), Engine(subject.model)
     (prompt,), most = subject.prompts([5], "growth"), max(plan.growth)
-    often = dict(zip((NAIVE, CACHED), plan.repeats, strict=True))
     places = [*range(0, most, plan.stride), most - 1]  # tokens generated before the step
     cached.generate([prompt], kit.greedy(2))  # warms up
     outputs: list[Output] = []
@@ -61,15 +59,14 @@ def growth(subject: Subject, plan: Any) -> Iterator[Group]:
 
     # The first run has the tokens of the others.
     ways = {CACHED: run_cached, NAIVE: lambda: list(run_naive())}
-    steps = measure.turns(ways, often, warmup=0)
+    steps = measure.turns(ways, plan.repeats, warmup=0)
     about = {"prompt": len(prompt), "counts": list(plan.growth), "places": places, "steps": steps}
     yield about | {"proof": [subject.prove([output]) for output in outputs][-1]}
 
 
 def prompts(subject: Subject, plan: Any) -> Iterator[Group]:
-    often = dict(zip((NAIVE, CACHED), plan.repeats, strict=True))
     for length in plan.prompts:
-        yield kit.compare(subject, engines(subject), [(length, plan.answer)], often)[0]
+        yield kit.compare(subject, engines(subject), [(length, plan.answer)], plan.repeats)[0]
 
 
 def null(subject: Subject, plan: Any) -> Iterator[Group]:
@@ -105,8 +102,7 @@ def claims(results: Results) -> Iterator[Claim]:
         tokens = f"{row.tokens:,} tokens" if row.tokens > 1 else "a single token"
         yield faster(f"gain over {tokens}", row, (NAIVE, CACHED), predicted, why)
     cached, why = answers[-1][0].of(CACHED), "a product of one row reads at half of the bandwidth"
-    least = cached.tokens / predicted(cached)
-    yield Claim("decoding with the cache", least, cached.rate.median, "tok/s", why)
+    yield speed("decoding with the cache", cached, predicted, why)
 
 
 COLUMNS: dict[str, rows.Column] = {
@@ -165,8 +161,7 @@ WORK = kit.cases(
     Case(kit.profile(PROFILED), dtypes=1),
 )
 CHARTS = {"growth": growth_chart}
-ABOUT = "Measures generation with and without KV cache on this CPU."
-BENCHMARK = kit.Benchmark("stage02_kv_cache", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+BENCHMARK = kit.Benchmark("stage02_kv_cache", __doc__, FULL, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -23,14 +23,14 @@ SINGLE, BATCH = "single", "batch"
 
 
 FULL = kit.plan(
-    prompt=64, answer=32, batches=(1, 2, 4, 8, 16, 32, 64), repeats=2,
+    models=("gpt2",), dtypes=kit.BOTH, repeats=2,
+    prompt=64, answer=32, batches=(1, 2, 4, 8, 16, 32, 64),
     # Once, and with few tokens: its prompts alone take 10 seconds, and their proof as long.
     wide=128, wide_answer=8,
     single=((1, 3), (32, 2)),  # sequences, repeats: the null control, and the win
     waste_rows=32, short=16, long_answer=256, long_prompt=512,  # all rows short but one
     profiled=(32, 8, 64),  # nearly all decode
 )  # fmt: skip
-QUICK = kit.quick(FULL)
 
 
 def alternated(
@@ -211,8 +211,7 @@ WORK = kit.cases(
     Case(kit.profile({"In {dtype}": Engine}, warmup=0)),
 )
 CHARTS = {"scaling": scaling_chart}
-ABOUT = "Measures batches of many sizes on this CPU, beside the stage before."
-BENCHMARK = kit.Benchmark("stage03_batching", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+BENCHMARK = kit.Benchmark("stage03_batching", __doc__, FULL, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -37,13 +37,12 @@ WHOLE = "whole"  # a prompt that is not cut into chunks
 # Win: the crowd. Null, and beside transformers: as many equal requests as slots. Lose: a long
 # prompt arrives among neighbours that are in the middle of their answers.
 FULL = kit.plan(
-    kit.Crowd, slots=24,
+    models=("gpt2",), dtypes=kit.BOTH, **kit.CROWD, slots=24,
     equal_slots=(8, 32), equal=(16, 32), equal_repeats=(2, 1),  # of this stage, of the others
     neighbours=8, neighbours_prompt=64, before=24, after=64,  # tokens of each beside the newcomer
     long_prompt=900, long_answer=8, chunks=(64, 128, 256), chunk_repeats=2,
     gantt=(16, 200),  # slots and steps of the winning run that are drawn
 )  # fmt: skip
-QUICK = kit.quick(FULL)
 
 
 def runner(subject: Subject, slots: int, slot_tokens: int) -> Runner:
@@ -75,7 +74,7 @@ def equal(subject: Subject, plan: Any) -> Iterator[Group]:
 
 def win(subject: Subject, plan: Any) -> Iterator[Group]:
     """Answers of very different lengths; and what the slots did, for the chart."""
-    lengths, (slots, steps) = plan.crowd, plan.gantt
+    lengths, (slots, steps) = kit.crowd(plan), plan.gantt
     group, runs = side_by_side(subject, lengths, plan.slots, plan.budget, plan.repeats)
     bars = timeline.bars(runs[OURS].steps[-1][:steps])
     drawn = [list(asdict(bar).values()) for bar in bars if bar.slot < slots]
@@ -260,10 +259,9 @@ def headline(results: Results) -> str:
     )
 
 
-ABOUT = "Measures continuous batches on this CPU, beside static ones and those of transformers."
 CHARTS = {"gantt": gantt_chart}
 WORK = kit.cases(Case(equal), Case(win, dtypes=1), Case(chunking))
-BENCHMARK = kit.Benchmark("stage04_continuous", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+BENCHMARK = kit.Benchmark("stage04_continuous", __doc__, FULL, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ DRAWN = 48  # blocks on the map: more would be thinner than a number
 # The memory is in tokens: a contiguous engine makes whole contexts of it. Win: the crowd. Null:
 # requests that fill a context each. Lose: the gather.
 FULL = kit.plan(
-    kit.Crowd, models=("gpt2", "stories"), memory=4096, block_size=16,
+    models=("gpt2", "stories"), dtypes=kit.BOTH, **kit.CROWD, memory=4096, block_size=16,
     null=(6, 960, 64), null_repeats=2,  # requests, prompt, answer
     rows=(1, 32), contexts=(64, 128, 256, 512, 1008), gather_repeats=5,
     sizes=(1, 8, 16, 32, 128), sized=256,  # context of the most rows where the block size varies
@@ -59,7 +59,6 @@ FULL = kit.plan(
     preempted=(32, 128, 512, 960), plain_steps=3, preemption_repeats=2,
     frames=150,  # passes of the winning run on the map of the blocks
 )  # fmt: skip
-QUICK = kit.quick(FULL)
 
 
 # ---- the same memory ----------------------------------------------------------------------------
@@ -98,7 +97,7 @@ def capacity(subject: Subject, plan: Any) -> Iterator[Group]:
     }
     requests, *each = plan.null
     loads: dict[str, tuple[Any, dict[str, int]]] = {
-        WIN: (plan.crowd, dict(zip((OURS, CONTINUOUS), plan.repeats, strict=True))),
+        WIN: (kit.crowd(plan), dict(zip((OURS, CONTINUOUS), plan.repeats, strict=True))),
         NULL: ([tuple(each)] * requests, dict.fromkeys((CONTINUOUS, OURS), plan.null_repeats)),
     }
     for case, (lengths, repeats) in loads.items():
@@ -119,7 +118,7 @@ def capacity(subject: Subject, plan: Any) -> Iterator[Group]:
 def waste(subject: Subject, plan: Any) -> Iterator[Group]:
     """Tokens reserved and used in all passes of the winning case, with memory for all requests: by
     the schedulers alone, without a model."""
-    context, lengths = subject.config.n_positions, plan.crowd
+    context, lengths = subject.config.n_positions, kit.crowd(plan)
     passes = simulate(SlotScheduler(plan.requests, plan.budget), lengths)
     parts = [part for each in passes for part in each]
     used = sum(part.cached + part.count for part in parts)
@@ -142,9 +141,9 @@ def waste(subject: Subject, plan: Any) -> Iterator[Group]:
 def block_map(subject: Subject, plan: Any) -> Iterator[Group]:
     """What each block held after each of the first passes of the winning case: [state, passes]
     pairs, a list a block."""
-    engine = Cold(subject, plan).engine
-    prompts = subject.prompts(prompt for prompt, _ in plan.crowd)
-    for prompt, (_, answer) in zip(prompts, plan.crowd, strict=True):
+    engine, lengths = Cold(subject, plan).engine, kit.crowd(plan)
+    prompts = subject.prompts(prompt for prompt, _ in lengths)
+    for prompt, (_, answer) in zip(prompts, lengths, strict=True):
         engine.add(Request(prompt, kit.greedy(answer)))
     frames: list[list[int]] = []
     while len(frames) < plan.frames and engine.requests:
@@ -446,14 +445,13 @@ def headline(results: Results) -> str:
     )
 
 
-ABOUT = "Measures paged memory on this CPU, beside the stages before."
 CHARTS = {"capacity": capacity_chart, "blocks": blocks_chart}
 WORK = kit.cases(
     Case(gather),
     *(Case(one, dtypes=1) for one in (capacity, block_map, waste)),
     *(Case(one, models=None, dtypes=1) for one in (prefix, preemption)),
 )
-BENCHMARK = kit.Benchmark("stage05_paged", ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+BENCHMARK = kit.Benchmark("stage05_paged", __doc__, FULL, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

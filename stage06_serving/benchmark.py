@@ -13,13 +13,11 @@ from __future__ import annotations
 import asyncio
 import cProfile
 import json
-import multiprocessing
 import os
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice, pairwise
@@ -28,7 +26,6 @@ from urllib.parse import urlsplit
 
 import psutil
 import torch
-import uvicorn
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -38,13 +35,10 @@ from shared.bench.kit import Group, Subject
 from shared.bench.rows import Results, Row, median, percentile
 from shared.measure import Summary, summarize
 from shared.server import own_server
-from stage01_forward.generation import Output
 from stage04_continuous.request import Request
 
-from .__main__ import SWITCH, configure, listen, make_engine
-from .app import create_app
-from .async_engine import EngineThread
-from .settings import PREFIX, parse
+from .inside import Inside
+from .settings import PREFIX
 
 HTTP, NULL, LOSE = "http", "null", "lose"
 OFFLINE, SERVER = "engine alone", "server"
@@ -59,13 +53,13 @@ PARTS = {
     "waking the readers": "asyncio selectors.py",
 }
 REST = "tickets, metrics, requests"
-Pair = tuple[str, str]  # model and dtype
 Way = Callable[["Load", Sequence[list[int]]], "Run"]  # to run a load
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that `streams` send, each its next one when its last one has ended. In tokens."""
+    """Requests that `streams` send, each its next one when its last one has ended. Prompts and
+    answers are in tokens."""
 
     case: str  # HTTP, NULL or LOSE
     streams: int
@@ -74,46 +68,34 @@ class Load:
     answer: int
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured, and how often."""
-
+FULL = kit.plan(
     # The first has all loads, the others that with the most streams, and in float32 the losing one.
-    subjects: tuple[Pair, ...] = (("gpt2", "float32"), ("gpt2", "bfloat16"), ("stories", "float32"))
-    max_sequences: int = 32
-    kv_memory: str = "512MiB"
-    options: tuple[str, ...] = ()  # more of them, for engine and server
-    loads: tuple[tuple[str, int, int, int, int], ...] = (
-        (HTTP, 1, 2, 64, 64),
-        (HTTP, 8, 8, 64, 64),
-        (HTTP, 32, 64, 64, 64),
+    subjects=(("gpt2", "float32"), ("gpt2", "bfloat16"), ("stories", "float32")),
+    loads=(  # see Load
+        (HTTP, 1, 2, 64, 64), (HTTP, 8, 8, 64, 64), (HTTP, 32, 64, 64, 64),
         (NULL, 1, 1, 64, 256),  # one long request
         (LOSE, 32, 200, 8, 1),  # the least that can be asked for
-    )
-    repeats: int = 2
-
-    @property
-    def most(self) -> Load:
-        """HTTP with the most streams."""
-        return [Load(*load) for load in self.loads if load[0] == HTTP][-1]
-
-    def turns(self, subject: Pair) -> Iterator[tuple[Load, dict[str, int]]]:
-        """The loads of a subject, and how often each variant runs. A long request shows nothing new
-        when it runs again or is watched."""
-        first = subject == self.subjects[0]
-        for load in (Load(*each) for each in self.loads):
-            most = load == self.most
-            if first or most or (load.case == LOSE and subject[1] == "float32"):
-                once = dict.fromkeys((OFFLINE, SERVER), 1)
-                often = dict.fromkeys((OFFLINE, SERVER), self.repeats) | {WATCHED: 1}
-                yield load, once if load.case == NULL else often
+    ),
+    repeats=2, max_sequences=32, kv_memory="512MiB",
+    options=(),  # more of them, for engine and server
+)  # fmt: skip
 
 
-FULL = Plan()
-QUICK = kit.quick(FULL)
+def most_streams(plan: Any) -> Load:
+    return [Load(*load) for load in plan.loads if load[0] == HTTP][-1]
 
 
-def options(plan: Plan, model: str, dtype: str, linear: str) -> list[str]:
+def turns(plan: Any, subject: tuple[str, str]) -> Iterator[tuple[Load, dict[str, int]]]:
+    """The loads of a subject, and how often each variant runs. A long request shows nothing new
+    when it runs again or is watched."""
+    for load in (Load(*each) for each in plan.loads):
+        losing = load.case == LOSE and subject[1] == "float32"
+        if subject == plan.subjects[0] or load == most_streams(plan) or losing:
+            often = dict.fromkeys((OFFLINE, SERVER), plan.repeats) | {WATCHED: 1}
+            yield load, {OFFLINE: 1, SERVER: 1} if load.case == NULL else often
+
+
+def options(plan: Any, model: str, dtype: str, linear: str) -> list[str]:
     """The command line of the server; the engine alone is made by the same. Prefixes are not
     cached: the second run would find what the first has computed."""
     more = {"kv_memory": plan.kv_memory, "max_sequences": plan.max_sequences, "device": "cpu"}
@@ -222,7 +204,8 @@ async def run_client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
     cpu, started = time.process_time(), time.perf_counter()
     await asyncio.gather(*(stream() for _ in range(load.streams)))
     seconds, used = time.perf_counter() - started, {"client": time.process_time() - cpu}
-    answers = [Answer(one.sent, ids_of(one.events), one.times) for one in answers]
+    for answer in answers:
+        answer.ids, answer.events = ids_of(answer.events), []
     return Run(seconds, answers, used)
 
 
@@ -243,28 +226,15 @@ def client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
 
 # ---- processes ----------------------------------------------------------------------------------
 
-
-def process(initial: Callable[..., object] | None = None, *arguments: Any) -> Executor:
-    """A process of its own that runs what it is given, after `initial(*arguments)`."""
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, spawn, initial, arguments)
+made: Inside  # in the engine's process: by the server's command line, and able to serve
 
 
-class Engine:
-    """What the engine's process has: made by the server's command line, and able to serve. As in
-    the server, one thread computes and no other."""
-
-    made: Engine
-
-    def __init__(self, arguments: list[str]) -> None:
-        self.settings, self.thread = parse(arguments), EngineThread()
-        self.loading = self.thread.run(partial(make_engine, self.settings))
-        self.engine = self.loading.result()[0].engine
-        Engine.made = self
+def begin(arguments: list[str]) -> None:
+    global made
+    made = Inside(arguments)
 
 
 def offline(load: Load, prompts: Sequence[list[int]]) -> Run:
-    made = Engine.made
     run: Run = made.thread.run(partial(run_offline, made.engine, load, prompts)).result()
     return run
 
@@ -274,23 +244,18 @@ def watched(load: Load, prompts: Sequence[list[int]], profile: bool = False) -> 
 
 
 async def run_watched(load: Load, prompts: Sequence[list[int]], profile: bool) -> Run:
-    """Serve a load to a client in another process, with the server's switch interval; the loop's
-    time is divided into PARTS if it is to `profile`."""
-    made = Engine.made
-    profiler, usual = cProfile.Profile(time.thread_time), sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH)
-    try:
-        with process() as clients:
-            async with listening(create_app(made.loading, made.settings, None, made.thread)) as url:
-                made.engine.steps.clear()
-                loop, every = time.thread_time(), time.process_time()
-                if profile:
-                    profiler.enable()
-                run = await asyncio.wrap_future(clients.submit(client, url, load, prompts))
-                profiler.disable()
-                loop, every = time.thread_time() - loop, time.process_time() - every
-    finally:
-        sys.setswitchinterval(usual)
+    """Serve a load to a client in another process; the loop's time is divided into PARTS if it is
+    to `profile`."""
+    profiler = cProfile.Profile(time.thread_time)
+    with measure.process() as clients:
+        async with made.serving() as url:
+            made.engine.steps.clear()
+            loop, every = time.thread_time(), time.process_time()
+            if profile:
+                profiler.enable()
+            run = await asyncio.wrap_future(clients.submit(client, url, load, prompts))
+            profiler.disable()
+            loop, every = time.thread_time() - loop, time.process_time() - every
     run.cpu |= {"engine": every - loop, "loop": loop}
     run.passes = len(made.engine.steps)
     run.parts = shares(profiler) if profile else {}
@@ -311,23 +276,6 @@ def shares(profiler: cProfile.Profile) -> dict[str, float]:
     return {name: taken / total for name, taken in seconds.items()}
 
 
-@asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
-    """The address at which this process serves `app`, as `python -m stage06_serving` serves its."""
-    place = listen("127.0.0.1", 0)
-    server = uvicorn.Server(configure(app))
-    serving = asyncio.create_task(server.serve(sockets=[place]))
-    try:
-        while not server.started:
-            if serving.done():
-                raise RuntimeError("the application did not start")
-            await asyncio.sleep(0.01)
-        yield f"http://127.0.0.1:{place.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await serving
-
-
 def clocks(pid: int) -> dict[str, float]:
     """Seconds of processor time so far: of the loop, which runs on the main thread, and of all
     other threads. Where the system does not number threads as Linux does, the loop's count as the
@@ -342,11 +290,11 @@ def clocks(pid: int) -> dict[str, float]:
 
 
 @contextmanager
-def ways_to_run(subject: Subject, plan: Plan, clients: Executor) -> Iterator[dict[str, Way]]:
+def ways_to_run(subject: Subject, plan: Any, clients: Executor) -> Iterator[dict[str, Way]]:
     """The engine's process and the server, as ways to run a load; that of PARTS is profiled."""
     about = subject.about
     arguments = options(plan, about["model"], about["dtype"], about["linear"])
-    with process(Engine, arguments) as engine:
+    with measure.process(begin, arguments) as engine:
         # Both try out their linear layers, and must not do so at the same time.
         engine.submit(int).result()
         with own_server(arguments, quiet=True) as server:
@@ -370,47 +318,37 @@ def measure_load(
     """One load in turn by each of the ways, every answer proved."""
     prompts = subject.prompts([load.prompt] * load.requests)
     runs = {name: partial(ways[name], load, prompts) for name in repeats}
+    counts = [load.answer] * load.requests
     found = measure.turns(runs, repeats, warmup=0)
     kept = {
-        name: [run.kept() | {"proof": prove(subject, load, prompts, run.ids)} for run in runs]
+        name: [
+            run.kept() | {"proof": subject.prove_lengths(prompts, run.ids, counts)} for run in runs
+        ]
         for name, runs in found.items()
     }
     alone = found[OFFLINE][-1].ids
     return {
         **subject.about,
         **asdict(load),
-        "lengths": kit.packed([(load.prompt, load.answer)] * load.requests),
+        "lengths": [[load.prompt, load.answer, load.requests]],
         **kit.by_variant(kept),
         "same": {name: sum(map(list.__eq__, runs[-1].ids, alone)) for name, runs in found.items()},
     }
 
 
-def prove(
-    subject: Subject, load: Load, prompts: Sequence[list[int]], ids: Sequence[list[int]]
-) -> dict[str, Any]:
-    """That every answer has its length, and is what stage 01 would choose. Raises
-    AssertionError."""
-    if wrong := [len(answer) for answer in ids if len(answer) != load.answer]:
-        raise AssertionError(
-            f"{len(wrong)} answers have another length than {load.answer}, such as {wrong[0]} "
-            "tokens"
-        )
-    return subject.prove(map(Output, prompts, ids))
-
-
-def run(plan: Plan) -> dict[str, Any]:
+def run(plan: Any) -> dict[str, Any]:
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]  # the user's own settings of a server
     results: dict[str, Any] = {HTTP: [], NULL: [], LOSE: [], "parts": {}}
-    most, total = plan.most, sum(len(list(plan.turns(pair))) for pair in plan.subjects)
+    most, total = most_streams(plan), sum(len(list(turns(plan, pair))) for pair in plan.subjects)
     warm = replace(most, requests=most.streams, answer=2)
-    with tqdm(total=total, unit="load") as bar, process() as clients:
+    with tqdm(total=total, unit="load") as bar, measure.process() as clients:
         for model, dtype in plan.subjects:
             subject = Subject(kit.shape(model), getattr(torch, dtype))
             with ways_to_run(subject, plan, clients) as ways:
                 for name in (OFFLINE, SERVER):
                     ways[name](warm, subject.prompts([warm.prompt] * warm.requests, "warm"))
-                for load, repeats in plan.turns((model, dtype)):
+                for load, repeats in turns(plan, (model, dtype)):
                     bar.set_postfix_str(f"{load.case}, {load.streams} streams, {model}, {dtype}")
                     results[load.case].append(measure_load(subject, load, repeats, ways))
                     bar.update()
@@ -473,7 +411,7 @@ def predictions(results: Results) -> Iterator[dict[str, str]]:
         hand, why = BY_HAND.get(key, (None, ""))
         found, (least, most) = share(row).median, predicted(row)
         verdict = "**missed**" if found < least else "more" if found > most else "held"
-        if row["case"] == HTTP and row["streams"] == STREAMS:
+        if row["case"] == HTTP and row["streams"] == most_streams(FULL).streams:
             verdict += f"; aim of {AIM:.0f}%: {'held' if found >= AIM else '**missed**'}"
         yield {
             "prediction": f"{what[row['case']].format_map(row)}, {row['model']}, {row['dtype']}",
@@ -552,7 +490,6 @@ TABLES = rows.tables(
     tokens=token_lines,
     loop=predictions,
 )
-STREAMS = FULL.most.streams
 
 
 def share_chart(results: Results) -> Figure:
@@ -569,9 +506,6 @@ def share_chart(results: Results) -> Figure:
     )
 
 
-CHARTS = {"http": share_chart}
-
-
 def headline(results: Results) -> str:
     row = rows.first(HTTP)(results)[-1]
     return (
@@ -580,8 +514,8 @@ def headline(results: Results) -> str:
     )
 
 
-ABOUT = "Measures the server against the engine alone on this CPU."
-BENCHMARK = kit.Benchmark("stage06_serving", ABOUT, FULL, QUICK, run, TABLES, CHARTS, headline)
+CHARTS = {"http": share_chart}
+BENCHMARK = kit.Benchmark("stage06_serving", __doc__, FULL, run, TABLES, CHARTS, headline)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

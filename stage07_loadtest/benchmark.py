@@ -24,9 +24,10 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from shared import charts, cli, measure
+from shared.bench import kit
 from shared.bench.claims import Claim, closing
 from shared.bench.forecast import static_costs
-from shared.bench.kit import Benchmark, Output, Plan, Subject, greedy, quick, server_options, shape
+from shared.bench.kit import Output, Subject
 from shared.bench.rows import Results, median, tables
 from shared.bench.staircase import ask_all
 from shared.checkpoint import PRESETS, Config
@@ -57,40 +58,11 @@ WARM = 2  # tokens of each answer while warming up
 LATENCIES = {"TTFT": metrics.TTFT_INTENDED, "TPOT": metrics.TPOT, "E2E": metrics.E2E_INTENDED}
 
 
-@dataclass(frozen=True)
-class Sizes(Plan):
-    """A closed loop below `main_users` starts no request after `seconds`; from there on each user
-    has `a_user` requests, or one where the server takes one at a time."""
-
-    dtypes: tuple[str, ...] = ("float32",)  # of the servers that name none
-    users: Any = None  # server -> workload -> users; a server is an engine, or "engine, dtype"
-    contexts: int = 8  # memory for keys and values: this many whole contexts
-    sequences: int = 64  # at a time, where the memory allows it
-    main_users: int = 64  # where the engines are compared
-    repeats: int = 2  # of the comparison over short prompts; all else is measured once
-    seconds: float = 10.0
-    a_user: float = 2.0
-    a_user_mixed: float = 1.5  # static batches of mixed lengths take two minutes at 2.0
-    flood: tuple[float, int] = (1.5, 500)  # of the closed loops' best rate, requests: the capacity
-    shares: tuple[float, ...] = (0.5, 0.9, 1.1)  # of the capacity, as Poisson arrivals
-    open_requests: int = 1000  # enough for a queue to grow above the capacity
-    slices: int = 20  # of these requests, for the waiting over time
-    burst: tuple[int, float, int] = (40, 8.0, 2)  # requests, seconds to the next, how many
-    prove_prompts: int = 2  # of each length
-
-    @property
-    def turns(self) -> list[tuple[str, str, int]]:
-        """The closed loops in order: first the comparison, in rotated rounds."""
-        loads = [(engine, *load) for engine, many in self.users.items() for load in many.items()]
-        every = [(engine, name, users) for engine, name, many in loads for users in many]
-        compared = [(engine, "short", self.main_users) for engine in ENGINES]
-        main = [point for point in every if point in compared]
-        rotated = [main[at % len(main) :] + main[: at % len(main)] for at in range(self.repeats)]
-        return [*sum(rotated, []), *(point for point in every if point not in main)]
-
-
-FULL = Sizes(
-    users={
+# A closed loop below `main_users` starts no request after `seconds`; from there on each user has
+# `a_user` requests, or one where the server takes one at a time.
+FULL = kit.plan(
+    models=("gpt2",), dtypes=("float32",),  # of the servers that name no dtype
+    users={  # by server and workload; a server is an engine, or "engine, dtype"
         TRANSFORMERS: {"short": (1,)},
         SEQUENTIAL: {"short": (1, 8), "medium": (1,), "long": (1,), "mixed": (1,)},
         STATIC: {"short": (1, 8, 64), "mixed": (64,)},
@@ -98,32 +70,49 @@ FULL = Sizes(
         PAGED: {"short": (1, 8, 16, 32, 64, 128), "medium": (64,), "long": (64,), "mixed": (64,)},
         f"{SEQUENTIAL}, bfloat16": {"short": (1,)},
         f"{PAGED}, bfloat16": {"short": (1, 64)},
-    }
-)
+    },
+    contexts=8, sequences=64,  # memory in whole contexts; at a time, where the memory allows it
+    main_users=64,  # where the engines are compared
+    repeats=2,  # of the comparison over short prompts; all else is measured once
+    seconds=10.0, a_user=2.0,
+    a_user_mixed=1.5,  # static batches of mixed lengths take two minutes at 2.0
+    flood=(1.5, 500),  # of the closed loops' best rate, requests: the capacity
+    shares=(0.5, 0.9, 1.1),  # of the capacity, as Poisson arrivals
+    open_requests=1000,  # enough for a queue to grow above the capacity
+    slices=20,  # of these requests, for the waiting over time
+    burst=(40, 8.0, 2),  # requests, seconds to the next, how many
+    prove_prompts=2,  # of each length
+)  # fmt: skip
 FEW = {
-    SEQUENTIAL: {"short": (1,)},
-    **{engine: {"short": (16,)} for engine in (STATIC, CONTINUOUS)},
-    PAGED: {"short": (1, 16)},
-}
-QUICK = quick(
-    FULL,
-    users=FEW,
-    contexts=8,
-    seconds=3.0,
-    a_user=1.0,
-    flood=(1.5, 20),
-    shares=(0.5, 1.1),
-    open_requests=20,
-)
+    "users": {
+        SEQUENTIAL: {"short": (1,)},
+        **{engine: {"short": (16,)} for engine in (STATIC, CONTINUOUS)},
+        PAGED: {"short": (1, 16)},
+    },
+    "contexts": 8, "seconds": 3.0, "a_user": 1.0,
+    "flood": (1.5, 20), "shares": (0.5, 1.1), "open_requests": 20,
+}  # fmt: skip
+
+
+def turns(plan: Any) -> list[tuple[str, str, int]]:
+    """The closed loops in order: first the comparison, in rotated rounds."""
+    loads = [(engine, *load) for engine, many in plan.users.items() for load in many.items()]
+    every = [(engine, name, users) for engine, name, many in loads for users in many]
+    compared = [(engine, "short", plan.main_users) for engine in ENGINES]
+    main = [point for point in every if point in compared]
+    rotated = [main[at % len(main) :] + main[: at % len(main)] for at in range(plan.repeats)]
+    return [*sum(rotated, []), *(point for point in every if point not in main)]
 
 
 # ---- servers and their proof --------------------------------------------------------------------
 
 
-def options(plan: Sizes, engine: str, dtype: str) -> list[str]:
+def options(plan: Any, engine: str, dtype: str) -> list[str]:
     """The command line of a server. Random weights have the same seed everywhere."""
     more = {"max_sequences": plan.sequences, "max_queue": 1000, "request_timeout": 3600}
-    return server_options(plan.models[0], dtype, plan.contexts, engine=engine, device="cpu", **more)
+    return kit.server_options(
+        plan.models[0], dtype, plan.contexts, engine=engine, device="cpu", **more
+    )
 
 
 def prove(subject: Subject, url: str, count: int) -> dict[str, Any]:
@@ -157,7 +146,7 @@ def alone(server: str) -> bool:
 class Bench:
     """The servers that run, and the points measured of them."""
 
-    plan: Sizes
+    plan: Any
     stack: ExitStack
     bar: tqdm
     points: list[dict[str, Any]] = field(default_factory=list)
@@ -211,23 +200,23 @@ class Bench:
         self.measure(PAGED, "short", when, len(when.starts or ()), None)
 
 
-def run(plan: Sizes) -> dict[str, Any]:
+def run(plan: Any) -> dict[str, Any]:
     """Raises UserError for a server that does not start, AssertionError for one that is wrong."""
-    total = 4 + len(plan.users) + len(plan.turns) + len(plan.shares)
+    total = 4 + len(plan.users) + len(turns(plan)) + len(plan.shares)
     with tqdm(total=total, unit="step") as bar, ExitStack() as stack:
         bench = Bench(plan, stack, bar)
         bench.begin("a server of known latencies")
         ruler = check_ruler()
         bench.begin("stage 01, without a server")
-        subject = cache(lambda dtype: Subject(shape(plan.models[0]), getattr(torch, dtype)))
+        subject = cache(lambda dtype: Subject(kit.shape(plan.models[0]), getattr(torch, dtype)))
         first = subject(plan.dtypes[0])
         engine, prompts = stages.oracle(first.model), first.prompts([LENGTHS["short"]] * 2)
-        engine.generate(prompts[:1], greedy(WARM))
-        seconds = measure.seconds(lambda: engine.generate(prompts, greedy(ANSWER)))
+        engine.generate(prompts[:1], kit.greedy(WARM))
+        seconds = measure.seconds(lambda: engine.generate(prompts, kit.greedy(ANSWER)))
         for server in plan.users:
             dtype = server.partition(", ")[2] or plan.dtypes[0]
             bench.start(server, subject(dtype))
-        for turn in plan.turns:
+        for turn in turns(plan):
             bench.closed(*turn)
         over, count = plan.flood
         wanted = [point for point in bench.points if point["server"] == PAGED]
@@ -494,8 +483,7 @@ def headline(results: Results) -> str:
     )
 
 
-ABOUT = "Measures every engine behind HTTP, under the load of 1 to 128 users."
-BENCHMARK = Benchmark(STAGE, ABOUT, FULL, QUICK, run, TABLES, CHARTS, headline)
+BENCHMARK = kit.Benchmark(STAGE, __doc__, FULL, run, TABLES, CHARTS, headline, FEW)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -22,13 +22,9 @@ import math
 import os
 import shutil
 import subprocess
-import sys
-import sysconfig
 import tempfile
-import venv
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -37,7 +33,8 @@ import psutil
 from tqdm import tqdm
 
 from shared import cli, measure, paths
-from shared.bench.kit import Benchmark, keep
+from shared.bench import kit
+from shared.bench.peers.install import environment
 from shared.bench.rows import Results, median, tables
 from shared.errors import UserError
 from shared.server import own_server
@@ -73,41 +70,17 @@ LATENCIES: Mapping[str, tuple[Callable[[Any], float | None], str, float]] = {
 }
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The load of one run, and how often it is repeated."""
-
-    users: int = 8
-    requests: int = 120
-    prompt: int = 32  # tokens
-    answer: int = 50
-    ttft: float = 0.1  # seconds, of the mock
-    itl: float = 0.02
-    rounds: int = 5
-
-
-FULL = Plan()
-QUICK = replace(FULL, requests=24, rounds=1)
+FULL = kit.plan(
+    users=8, requests=120, rounds=5,
+    prompt=32, answer=50,  # tokens
+    ttft=0.1, itl=0.02,  # seconds, of the mock
+)  # fmt: skip
 Figures = dict[str, Any]  # latency -> percentile -> seconds; "rate": output tok/s; "prompt": tokens
 
 
-def environment() -> Path:
+def python() -> str:
     """The Python that has both, installed at the first call. Raises UserError."""
-    folder = measure.cache_folder() / "crosscheck" / "tools"
-    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    done = folder / "installed.json"
-    if done.exists() and json.loads(done.read_text()) == json.loads(json.dumps(INSTALLED)):
-        return python
-    print(f"Installing guidellm and vLLM's client into {folder} ...", file=sys.stderr, flush=True)
-    venv.create(folder, with_pip=True)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    site = folder / ("Lib" if os.name == "nt" else f"lib/{version}") / "site-packages"
-    own = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    (site / "project.pth").write_text("\n".join(sorted(own)) + "\n", encoding="utf-8")
-    for packages in INSTALLED:
-        called([str(python), "-m", "pip", "install", "-q", *packages])
-    done.write_text(json.dumps(INSTALLED))
-    return python
+    return str(environment(measure.cache_folder() / "crosscheck" / "tools", INSTALLED))
 
 
 def called(command: list[str]) -> None:
@@ -123,7 +96,7 @@ def last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2].strip()
 
 
-def ours(url: str, plan: Plan, seed: int) -> Figures:
+def ours(url: str, plan: Any, seed: int) -> Figures:
     prompt, answer = (Lengths(size, size) for size in (plan.prompt, plan.answer))
     asks = make("short", plan.users + plan.requests, seed, prompts=prompt, answers=answer)
     when = schedule.closed(plan.users, plan.requests)
@@ -141,7 +114,7 @@ def ours(url: str, plan: Plan, seed: int) -> Figures:
     }
 
 
-def guidellm(url: str, plan: Plan, seed: int) -> Figures:
+def guidellm(url: str, plan: Any, seed: int) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         options = {
@@ -154,12 +127,12 @@ def guidellm(url: str, plan: Plan, seed: int) -> Figures:
             "output": f"kind=json,path={out}",
         }
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
-        called([str(environment()), "-m", "guidellm", "run", *words, "--disable-console"])
+        called([python(), "-m", "guidellm", "run", *words, "--disable-console"])
         (benchmark,) = json.loads(out.read_text(encoding="utf-8"))["benchmarks"]
     return read(benchmark, plan)
 
 
-def vllm(url: str, plan: Plan, seed: int) -> Figures:
+def vllm(url: str, plan: Any, seed: int) -> Figures:
     with urlopen(f"{url}/v1/models") as answer:
         model = json.load(answer)["data"][0]["id"]
     with tempfile.TemporaryDirectory() as folder:
@@ -174,12 +147,12 @@ def vllm(url: str, plan: Plan, seed: int) -> Figures:
         words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
         module = "vllm.entrypoints.cli.main"
         flags = ["--ignore-eos", "--save-result"]
-        called([str(environment()), "-m", module, "bench", "serve", *words, *flags])
+        called([python(), "-m", module, "bench", "serve", *words, *flags])
         found = json.loads((Path(folder) / "out.json").read_text(encoding="utf-8"))
     return read_vllm(found, plan)
 
 
-def read_vllm(found: Mapping[str, Any], plan: Plan) -> Figures:
+def read_vllm(found: Mapping[str, Any], plan: Any) -> Figures:
     """The figures of a result of vLLM's. Raises UserError if requests failed."""
     if missing := plan.requests - found["completed"]:
         raise UserError(f"{missing} requests of vLLM failed: run it again.")
@@ -194,7 +167,7 @@ def read_vllm(found: Mapping[str, Any], plan: Plan) -> Figures:
     }
 
 
-def read(benchmark: Mapping[str, Any], plan: Plan) -> Figures:
+def read(benchmark: Mapping[str, Any], plan: Any) -> Figures:
     """The figures of one of guidellm's benchmarks. Raises UserError if requests failed."""
     good = {
         name: found["successful"]
@@ -238,10 +211,10 @@ def processors() -> Iterator[Callable[[], None]]:
         own.cpu_affinity(every)
 
 
-def run(plan: Plan) -> dict[str, Any]:
+def run(plan: Any) -> dict[str, Any]:
     """Every round loads both servers by all tools, another one first."""
-    environment()
-    tools: dict[str, Callable[[str, Plan, int], Figures]]
+    python()
+    tools: dict[str, Callable[[str, Any, int], Figures]]
     tools = {OURS: ours, GUIDELLM: guidellm, VLLM: vllm}
     known = ("--ttft", str(plan.ttft), "--itl", str(plan.itl))
     found: list[dict[str, Any]] = []
@@ -309,22 +282,12 @@ def headline(results: Results) -> str:
     return f"other load tests agree with {OURS} in {agree.count('yes')} of {len(agree)} figures"
 
 
-ABOUT = "Loads the mock and our server by this stage, guidellm and vLLM, and compares the figures."
 TABLES = tables({}, "", crosscheck=compared)
-BENCHMARK = Benchmark(KIND, ABOUT, FULL, QUICK, run, TABLES, {}, headline)
-
-
-def main(argv: list[str] | None = None) -> None:
-    module = "stage07_loadtest.crosscheck"
-    parser = cli.Parser(module, ABOUT, f"  python -m {module} --quick\n  python -m {module}")
-    parser.add_argument(
-        "--quick", action="store_true", help="one short round; shows the table and keeps nothing"
-    )
-    if parser.parse_args(argv).quick:
-        print(BENCHMARK.tables(BENCHMARK.run(QUICK))["crosscheck"])
-    else:
-        keep(BENCHMARK.run(FULL))
-
+FEW = {"users": FULL.users, "requests": 24, "prompt": FULL.prompt, "answer": FULL.answer}
+BENCHMARK = kit.Benchmark(
+    KIND, __doc__, FULL, run, TABLES, {}, headline, FEW, "stage07_loadtest.crosscheck"
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     cli.run(main)

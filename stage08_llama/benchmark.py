@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -40,29 +39,19 @@ from .rope import frequencies, rotate, rotation
 
 STAGE, ENGINE = "stage08_llama", "stage02_kv_cache"
 SMOL = "HuggingFaceTB/SmolLM2-135M"
-REAL = ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B")
 REPEATED, GROUPED = "repeated", "grouped"
 
 
-@dataclass(frozen=True)
-class Sizes(kit.Plan):
-    models: tuple[str, ...] = (SMOL, "gpt2")
-    rows: tuple[int, ...] = (1, 8, 32)
-    contexts: tuple[int, ...] = (64, 1024)
-    repeats: int = 7
-    tokens: tuple[int, ...] = (1, 32, 512)  # in a pass, where the new pieces are timed
-    piece_repeats: int = 50
-    lengths: tuple[tuple[int, int], ...] = ((512, 1), (64, 32))
-    whole_repeats: int = 3
-    story: tuple[int, int] = (16, 256)
-    real: tuple[str, ...] = REAL
+FULL = kit.plan(
+    models=(SMOL, "gpt2"), dtypes=kit.BOTH,
+    rows=(1, 8, 32), contexts=(64, 1024), repeats=7,
+    tokens=(1, 32, 512), piece_repeats=50,  # in a pass, where the new pieces are timed
+    lengths=((512, 1), (64, 32)), story=(16, 256), whole_repeats=3,
+    real=("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"),
+)  # fmt: skip
 
 
-FULL = Sizes()
-QUICK = kit.quick(FULL, rows=(1, 8), real=())
-
-
-def heads(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def heads(subject: Subject, plan: Any) -> Iterator[Group]:
     """A decode step over equal sequences: keys and values repeated, and grouped."""
     config, dtype, model = subject.config, subject.dtype, subject.model
     assert isinstance(model, Llama)
@@ -88,7 +77,7 @@ def heads(subject: Subject, plan: Sizes) -> Iterator[Group]:
 
 
 @torch.inference_mode()
-def pieces(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def pieces(subject: Subject, plan: Any) -> Iterator[Group]:
     """What is new in a layer, in eager PyTorch, beside GPT-2's LayerNorm and beside the layer's
     matrices."""
     config = subject.config
@@ -110,14 +99,14 @@ def pieces(subject: Subject, plan: Sizes) -> Iterator[Group]:
         yield {"count": count, "seconds": measure.alternate(ways, plan.piece_repeats)}
 
 
-def whole(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def whole(subject: Subject, plan: Any) -> Iterator[Group]:
     """One request on stage 02's engine: a prompt, and an answer."""
     for lengths in plan.lengths:
         engine = {"ours": Engine(subject.model)}
         yield kit.compare(subject, engine, [lengths], plan.whole_repeats)[0]
 
 
-def real(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def real(subject: Subject, plan: Any) -> Iterator[Group]:
     """Models of today's sizes, loaded from a folder with random bfloat16 weights: peak memory of a
     process that answers with one, and the speed of one request."""
     options = ["--dtype", "bfloat16", "--linear", "plain", "--max-tokens", "8"]
@@ -135,7 +124,7 @@ def real(subject: Subject, plan: Sizes) -> Iterator[Group]:
         yield group | {"model": name, "dtype": "bfloat16", "bytes": peak - empty}
 
 
-def twin(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def twin(subject: Subject, plan: Any) -> Iterator[Group]:
     """The embedded models: of one size, trained on one grammar, a GPT-2 and a Llama. What was
     counted when they were judged is kept beside their speed."""
     for name, folder in checkpoint.EMBEDDED.items():
@@ -273,11 +262,11 @@ def headline(results: Results) -> str:
 
 
 CHARTS = {"heads": heads_chart}
-ABOUT = "Measures the Llama family on this CPU: grouped heads, rotary positions, RMSNorm."
 WORK = kit.cases(
     Case(heads), Case(pieces), Case(whole, models=None), Case(real, dtypes=1), Case(twin, dtypes=1)
 )
-BENCHMARK = kit.Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+FEW = {"rows": (1, 8), "real": ()}
+BENCHMARK = kit.Benchmark(STAGE, __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -57,27 +56,19 @@ DRAWN: dict[str, Any] = {
 STARTED = 150 * 7.5e-6  # seconds to start the operators of a step, as the lesson counts them
 
 
-@dataclass(frozen=True)
-class Sizes(kit.Plan):
-    models: tuple[str, ...] = ("gpt2", SMOL)
-    rows: tuple[int, ...] = (1, 8, 32)
-    contexts: tuple[int, ...] = (128, 256, 1000)
-    prompt: int = 512
-    counts: tuple[int, ...] = (1, 8, 32, 512)  # rows of a product
-    requests: tuple[int, ...] = (1, 8, 32)
-    lengths: tuple[int, int] = (64, 64)
-    repeats: int = 5
-    whole_repeats: int = 2
-
-
-FULL = Sizes()
-QUICK = kit.quick(FULL, rows=(1, 8), counts=(1, 8), contexts=(128,), requests=(8,))
+FULL = kit.plan(
+    models=("gpt2", SMOL), dtypes=kit.BOTH, repeats=5,
+    rows=(1, 8, 32), contexts=(128, 256, 1000), prompt=512,
+    counts=(1, 8, 32, 512),  # rows of a product
+    requests=(1, 8, 32), lengths=(64, 64), whole_repeats=2,
+)  # fmt: skip
+FEW = {"rows": (1, 8), "counts": (1, 8), "contexts": (128,), "requests": (8,)}
 
 
 # ---- measurements -------------------------------------------------------------------------------
 
 
-def products(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def products(subject: Subject, plan: Any) -> Iterator[Group]:
     """One linear layer: PyTorch's, oneDNN's with the weight packed, and linear.c, with the best
     instructions of this processor and, where these are better than AVX2, with AVX2."""
     config, dtype = subject.config, subject.dtype
@@ -115,7 +106,7 @@ def products(subject: Subject, plan: Sizes) -> Iterator[Group]:
             yield {"layer": name, "shape": [outputs, width], "count": count, "seconds": taken}
 
 
-def filled(subject: Subject, plan: Sizes) -> tuple[PagedCache, KernelCache]:
+def filled(subject: Subject, plan: Any) -> tuple[PagedCache, KernelCache]:
     """Both caches with the same random numbers, and room for every step of `plan`."""
     config, dtype = subject.config, subject.dtype
     blocks = max(plan.rows) * -(-(max(plan.contexts) + 1) // BLOCK)
@@ -148,7 +139,7 @@ def judge_of(subject: Subject, paged: PagedCache) -> Runner:
     return Runner(model, exact)
 
 
-def steps(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def steps(subject: Subject, plan: Any) -> Iterator[Group]:
     """A decode step: stage 05, stage 05 with attention in place, and the whole step as one call;
     then the parts of that call, each alone."""
     plain = families.load_model(subject.shape, dtype=subject.dtype)
@@ -194,7 +185,7 @@ def parts(runner: KernelRunner, shares: list[Any], rows: list[int]) -> dict[str,
     }
 
 
-def attention(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def attention(subject: Subject, plan: Any) -> Iterator[Group]:
     """Attention of all layers in a decode step: gathered, and in place."""
     config = subject.config
     paged, kernel = filled(subject, plan)
@@ -216,7 +207,7 @@ def all_layers(whole: Any, layers: int, inputs: list[Tensor]) -> None:
         whole.attend(layer, *inputs)
 
 
-def prefill(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def prefill(subject: Subject, plan: Any) -> Iterator[Group]:
     """One prompt."""
     plain = families.load_model(subject.shape, dtype=subject.dtype)
     (ids,) = subject.prompts([plan.prompt], "prefill")
@@ -235,7 +226,7 @@ def prefill(subject: Subject, plan: Sizes) -> Iterator[Group]:
     yield {"count": len(ids), "context": 0, "seconds": taken, "proof": proof}
 
 
-def answers(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def answers(subject: Subject, plan: Any) -> Iterator[Group]:
     """Whole answers by both engines, scheduling and sampling included."""
     plain = families.load_model(subject.shape, dtype=subject.dtype)
     for count in plan.requests:
@@ -254,7 +245,7 @@ def answers(subject: Subject, plan: Sizes) -> Iterator[Group]:
         yield group
 
 
-def drawn(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def drawn(subject: Subject, plan: Any) -> Iterator[Group]:
     """The next tokens of a step of many rows, from scores spread as those of a trained model."""
     count = max(plan.rows)
     scores = 3 * torch.randn(count, subject.config.vocab_size)
@@ -455,7 +446,6 @@ def headline(results: Results) -> str:
 
 
 CHARTS = {"steps": steps_chart}
-ABOUT = "Measures the kernels on this CPU: products, attention, decode steps, prompts, answers."
 WORK = kit.cases(
     Case(steps, models=None),
     Case(attention),
@@ -464,7 +454,7 @@ WORK = kit.cases(
     Case(answers),
     Case(drawn, dtypes=1),
 )
-BENCHMARK = kit.Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+BENCHMARK = kit.Benchmark(STAGE, __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

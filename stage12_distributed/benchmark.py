@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -47,40 +46,28 @@ ONE, TWO = "one process", "two ranks"
 PROMPT = 276  # tokens: a system prompt, and a question
 
 
-@dataclass(frozen=True)
-class Sizes(kit.Plan):
-    dtypes: tuple[str, ...] = ("float32",)
-    contexts: int = 8  # memory of a server, in whole contexts
-    users: int = 32  # of the closed loop that finds the capacity
-    fitted: float = 0.6  # share of the capacity at which pass times are fitted
-    replayed: tuple[float, ...] = (0.4, 0.8)  # shares that they must predict
-    requests: int = 180  # of an open loop
-    replicas: int = 200
-    cell: int = 10
-    fleet: int = 1500  # requests to a cell
-    load: float = 0.7  # of what the cell can answer
-    deaths: int = 5
-    ratios: tuple[int, ...] = (2, 4, 6)  # replicas of a cell that only prefill
-    streams: int = 8
-    answer: int = 96
-    long: int = 6  # prompts of 512 tokens
-    repeats: int = 2
-    rows: tuple[int, ...] = (1, 8)
-    routed: tuple[int, ...] = (2, 16, 64)  # replicas among which one is chosen
-    events: int = 2000  # that the router passes on
-    kills: int = 100
-    reserve: int = 8  # replicas, so that some are ready while others start
-
-
-FULL = Sizes()
-QUICK = kit.quick(FULL, fitted=0.6, replayed=(0.8,), cell=4, ratios=(1,), fleet=300, reserve=3)
+FULL = kit.plan(
+    models=("gpt2",), dtypes=("float32",), repeats=2,
+    contexts=8,  # memory of a server, in whole contexts
+    users=32,  # of the closed loop that finds the capacity
+    fitted=0.6,  # share of the capacity at which pass times are fitted
+    replayed=(0.4, 0.8), requests=180,  # shares that they must predict, in open loops
+    replicas=200, cell=10, fleet=1500,  # requests to a cell
+    load=0.7,  # of what the cell can answer
+    deaths=5, ratios=(2, 4, 6),  # replicas of a cell that only prefill
+    streams=8, answer=96, long=6,  # prompts of 512 tokens
+    rows=(1, 8),
+    routed=(2, 16, 64), events=2000,  # replicas among which one is chosen; passed on by the router
+    kills=100, reserve=8,  # replicas, so that some are ready while others start
+)  # fmt: skip
+FEW = {"fitted": 0.6, "replayed": (0.8,), "cell": 4, "ratios": (1,), "fleet": 300, "reserve": 3}
 
 
 # ---- the simulator beside a server --------------------------------------------------------------
 
 
 @cache
-def measured(subject: Subject, plan: Sizes) -> tuple[list[Run], PassTime]:
+def measured(subject: Subject, plan: Any) -> tuple[list[Run], PassTime]:
     """A server under several loads, and the fit to its passes under the first two."""
     about, more = subject.about, {"engine": "paged", "device": "cpu", "max_queue": 1000}
     more |= {"linear": subject.about["linear"], "max_sequences": SEQUENCES}
@@ -90,12 +77,12 @@ def measured(subject: Subject, plan: Sizes) -> tuple[list[Run], PassTime]:
     return runs, PassTime.fit([step for run in fitted for step in run.steps])
 
 
-def cell_of(subject: Subject, plan: Sizes, replicas: int = 1) -> Cell:
+def cell_of(subject: Subject, plan: Any, replicas: int = 1) -> Cell:
     blocks = plan.contexts * subject.config.n_positions // BLOCK_SIZE
     return Cell(replicas, blocks=blocks, sequences=SEQUENCES, budget=BUDGET)
 
 
-def replay(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def replay(subject: Subject, plan: Any) -> Iterator[Group]:
     """Each load as it was measured, and simulated with pass times of other loads. What HTTP adds to
     the first token is that of the load at which the passes were fitted."""
     runs, times = measured(subject, plan)
@@ -112,7 +99,7 @@ def replay(subject: Subject, plan: Sizes) -> Iterator[Group]:
         yield group | {"costs": list(times.costs), "measured": real, "simulated": made}
 
 
-def fleets(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def fleets(subject: Subject, plan: Any) -> Iterator[Group]:
     """What the pass times of this machine make of a cell, in simulated time."""
     times, kv = measured(subject, plan)[1], subject.config.kv_bytes_per_token(subject.dtype)
     settings: dict[str, Any] = {"load": plan.load, "deaths": plan.deaths, "handover": kv / COPYING}
@@ -123,7 +110,7 @@ def fleets(subject: Subject, plan: Sizes) -> Iterator[Group]:
 # ---- prefill and decode apart -------------------------------------------------------------------
 
 
-def apart(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def apart(subject: Subject, plan: Any) -> Iterator[Group]:
     """Streams alone, and beside long prompts: one engine, and two processes with half the threads
     each."""
     about, threads = subject.about, torch.get_num_threads()
@@ -166,7 +153,7 @@ class Threads:
         return self.engine.generate(prompts, sampling)
 
 
-def ranks(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def ranks(subject: Subject, plan: Any) -> Iterator[Group]:
     """One process with all threads, and two ranks with half of them each."""
     about, threads = subject.about, torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))  # as many has each rank
@@ -182,7 +169,7 @@ def ranks(subject: Subject, plan: Sizes) -> Iterator[Group]:
         torch.set_num_threads(threads)
 
 
-def router(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def router(subject: Subject, plan: Any) -> Iterator[Group]:
     """A choice among replicas, and what passing an event on takes of the processor."""
     relay, rate = relay_seconds(plan.events)
     for replicas in plan.routed:
@@ -190,7 +177,7 @@ def router(subject: Subject, plan: Sizes) -> Iterator[Group]:
         yield {"replicas": replicas, "decision": seconds, "relay": relay, "events": rate}
 
 
-def kills(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def kills(subject: Subject, plan: Any) -> Iterator[Group]:
     """What becomes of streams when replicas are killed, one after the other."""
     with start_router("--replicas", str(plan.reserve), "--", "--threads", "1") as server:
         ended = [one for found in deaths(server, plan.kills, plan.streams) for one in found]
@@ -207,7 +194,7 @@ def kills(subject: Subject, plan: Sizes) -> Iterator[Group]:
     }
 
 
-def ray(subject: Subject, plan: Sizes) -> Iterator[Group]:
+def ray(subject: Subject, plan: Any) -> Iterator[Group]:
     """Streams from replicas on Ray: by plain HTTP past it, and through its proxy."""
     for way, times in ray_seconds().items():
         first, event = (rows.median(pair[place] for pair in times) for place in (0, 1))
@@ -398,11 +385,10 @@ def headline(results: Results) -> str:
     )
 
 
-ABOUT = "Measures the simulator against a server, policies in simulated time, and leases."
 WORK = kit.cases(
     Case(replay), Case(fleets), Case(apart), Case(ranks), Case(router), Case(kills), Case(ray)
 )
-BENCHMARK = kit.Benchmark(STAGE, ABOUT, FULL, QUICK, WORK, TABLES, CHARTS, headline)
+BENCHMARK = kit.Benchmark(STAGE, __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
-import uvicorn
 
-from stage06_serving.__main__ import SWITCH, configure, listen, make_engine
-from stage06_serving.app import create_app
-from stage06_serving.async_engine import EngineThread
-from stage06_serving.settings import parse
+from shared.measure import process
+from stage06_serving.inside import Inside
 from stage07_loadtest import schedule, workload
 from stage07_loadtest.client import Target
 from stage07_loadtest.load import Point, run_point
@@ -47,16 +41,9 @@ def point(url: str, asks: list[workload.Ask], when: schedule.Schedule, warmup: i
 async def serve(
     options: list[str], shares: Sequence[float], users: int, count: int, client: Executor
 ) -> list[Run]:
-    settings, thread, usual = parse(options), EngineThread(), sys.getswitchinterval()
-    made = thread.run(partial(make_engine, settings))
-    meter, place = Meter(made.result()[0].engine), listen("127.0.0.1", 0)
-    server = uvicorn.Server(configure(create_app(made, settings, None, thread)))
-    running, runs, most = asyncio.create_task(server.serve(sockets=[place])), list[Run](), 0.0
-    sys.setswitchinterval(SWITCH)
-    try:
-        while not server.started:
-            await asyncio.sleep(0.05)
-        url = f"http://127.0.0.1:{place.getsockname()[1]}"
+    made, runs, most = Inside(options), list[Run](), 0.0
+    meter = Meter(made.engine)
+    async with made.serving() as url:
         turns = [(share, turn) for turn in range(TURNS) for share in shares]
         for share, turn in [(0.0, 0), *turns]:
             warm, many = (0, count // TURNS) if share else (users, 3 * users)
@@ -75,10 +62,6 @@ async def serve(
             tokens = [np.repeat(r.chunks, r.chunk_tokens).tolist() for r in records]
             times: list[Times] = [(r.intended, t) for r, t in zip(records, tokens, strict=True)]
             runs.append(Run(share, share * most, own, times, list(meter.steps)))
-    finally:
-        sys.setswitchinterval(usual)
-        server.should_exit = True
-        await running
     return runs
 
 
@@ -88,7 +71,7 @@ def measure(options: list[str], shares: Sequence[float], users: int, count: int)
 
     options: of `python -m stage06_serving`. Raises AssertionError if a request fails.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as client:
+    with process() as client:
         return asyncio.run(serve(options, shares, users, count, client))
 
 

@@ -51,18 +51,32 @@ def faster(
     return Claim(what, slow / fast, row.gain(*variants), "x", why)
 
 
+def takes(what: str, row: Row, least: Callable[[Row], float], why: str) -> Claim:
+    """The milliseconds of a row, by its `least` seconds."""
+    return Claim(what, least(row) * 1e3, row.median * 1e3, "ms", why)
+
+
+def speed(what: str, row: Row, least: Callable[[Row], float], why: str) -> Claim:
+    """The tokens per second of a row, by its `least` seconds."""
+    return Claim(what, row.tokens / least(row), row.rate.median, "tok/s", why)
+
+
 def closing(claims: Callable[[Results], Iterable[Claim]]) -> Draw:
     """The table of the claims that `claims` makes, for the machine of round numbers and for the one
     that measured."""
 
     def draw(results: Results) -> str:
-        by_hand, lines = Results({**results.content, "limits": vars(ROUND)}), []
-        for hand, here in zip(claims(by_hand), claims(results), strict=True):
-            expected = hand.predicted if hand.by_hand is None else hand.by_hand
-            cells = {"prediction": here.what, "by hand": here.show(expected)}
-            cells |= {"this machine": here.show(here.predicted)}
-            cells |= {"measured": here.show(here.measured), "result": here.verdict}
-            lines.append(cells | {"why": here.why})
-        return table(lines)
+        by_hand = Results({**results.content, "limits": vars(ROUND)})
+        return table(
+            {
+                "prediction": here.what,
+                "by hand": here.show(hand.predicted if hand.by_hand is None else hand.by_hand),
+                "this machine": here.show(here.predicted),
+                "measured": here.show(here.measured),
+                "result": here.verdict,
+                "why": here.why,
+            }
+            for hand, here in zip(claims(by_hand), claims(results), strict=True)
+        )
 
     return draw

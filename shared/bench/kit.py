@@ -1,10 +1,8 @@
 """The bench kit: a benchmark is a list of cases, tables of columns, charts, and a few measurements
 that are its own.
 
-    FULL = kit.plan(lengths=(1, 32, 512))
-    QUICK = kit.quick(FULL)
-    BENCHMARK = kit.Benchmark(STAGE, "Measures ...", FULL, QUICK, kit.cases(...), TABLES, CHARTS,
-        headline)
+    FULL = kit.plan(models=("gpt2",), dtypes=kit.BOTH, lengths=(1, 32, 512))
+    BENCHMARK = kit.Benchmark(STAGE, __doc__, FULL, kit.cases(...), TABLES, CHARTS, headline)
 
 A case takes a `Subject` (a model in a dtype) and gives groups of results (see `rows`). `compare` is
 the usual one: it runs a workload through several engines in turn and proves every answer that was
@@ -17,7 +15,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from functools import cache, partial
 from itertools import groupby, product
 from typing import Any
@@ -41,7 +39,14 @@ from . import rows
 from .rows import Draw, Picture, Results
 
 Group = dict[str, Any]
+BOTH = ("float32", "bfloat16")
 SUBJECTS = ("models", "dtypes", "subjects")  # of a plan
+# Requests with answers of very different lengths that arrive together, half of the answers shorter
+# than `middle`. The budget is that of a pass, the repeats those of the stage and of the others.
+CROWD: dict[str, Any] = {
+    "requests": 72, "prompts": (16, 64), "answers": (8, 256), "middle": 48,
+    "budget": 256, "repeats": (2, 1),
+}  # fmt: skip
 
 
 def greedy(count: int, **more: Any) -> SamplingParams:
@@ -61,42 +66,9 @@ def packed(lengths: Lengths) -> list[list[int]]:
 # ---- what is measured, and the proof that comes first -------------------------------------------
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured, and how often. Stages add their own sizes; lengths are in tokens."""
-
-    models: tuple[str, ...] = ("gpt2",)
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-
-
-@dataclass(frozen=True)
-class Crowd(Plan):
-    """Requests with answers of very different lengths that arrive together, half of the answers
-    shorter than `middle`. The budget is that of a pass."""
-
-    requests: int = 72
-    prompts: tuple[int, int] = (16, 64)
-    answers: tuple[int, int] = (8, 256)
-    middle: int = 48
-    budget: int = 256
-    repeats: tuple[int, int] = (2, 1)  # of the stage itself, of the others
-
-    @property
-    def crowd(self) -> Lengths:
-        """Prompts of any length within bounds, and lognormal answers: most are short, and a few
-        very long. Were all alike, a scheduler would have nothing to win."""
-        rng, lengths = random.Random("lengths of stage 04"), []
-        for _ in range(self.requests):
-            answer = round(rng.lognormvariate(math.log(self.middle), 1.0))
-            bounded = min(max(answer, self.answers[0]), self.answers[1])
-            lengths.append((rng.randint(*self.prompts), bounded))
-        return lengths
-
-
-def plan(base: type[Plan] = Plan, **sizes: Any) -> Any:
-    """A plan with `sizes` beside those of `base`, each a field."""
-    of = [(name, type(size), field(default=size)) for name, size in sizes.items()]
-    return make_dataclass("Sizes", of, bases=(base,), frozen=True)()
+def plan(**sizes: Any) -> Any:
+    """What is measured, and how often, by name. Lengths are in tokens."""
+    return make_dataclass("Plan", sizes, frozen=True)(**sizes)
 
 
 def quick(plan: Any, **changes: Any) -> Any:
@@ -104,13 +76,25 @@ def quick(plan: Any, **changes: Any) -> Any:
     least 1, and `changes`."""
 
     def quarter(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: quarter(one) for name, one in value.items()}
         if isinstance(value, tuple):
             return tuple(map(quarter, value))
         return max(1, value // 4) if type(value) is int else value
 
-    values = {one.name: getattr(plan, one.name) for one in fields(plan)}
-    few = {name: value[:1] for name, value in values.items() if name in SUBJECTS}
-    return replace(plan, **{name: quarter(value) for name, value in values.items()} | few | changes)
+    sizes = vars(plan).items()
+    few = {name: size[:1] if name in SUBJECTS else quarter(size) for name, size in sizes}
+    return replace(plan, **few | changes)
+
+
+def crowd(plan: Any) -> Lengths:
+    """The CROWD of a plan: prompts of any length within bounds, and lognormal answers, of which
+    most are short, and a few very long. Were all alike, a scheduler would have nothing to win."""
+    rng, lengths, (least, most) = random.Random("lengths of stage 04"), [], plan.answers
+    for _ in range(plan.requests):
+        answer = round(rng.lognormvariate(math.log(plan.middle), 1.0))
+        lengths.append((rng.randint(*plan.prompts), min(max(answer, least), most)))
+    return lengths
 
 
 def shape(name: str) -> Checkpoint:
@@ -185,6 +169,14 @@ class Subject:
     def prove(self, outputs: Iterable[Any]) -> dict[str, Any]:
         """`prove_answer` of all `outputs` together. An answer that was proved is not run again."""
         return together(self._proof(tuple(one.prompt_ids), tuple(one.token_ids)) for one in outputs)
+
+    def prove_lengths(
+        self, prompts: Sequence[list[int]], answers: Sequence[list[int]], counts: Sequence[int]
+    ) -> dict[str, Any]:
+        """The same of `answers` to `prompts`, each of which must have its count of tokens."""
+        if (lengths := list(map(len, answers))) != list(counts):
+            raise AssertionError(f"answers have another length than requested: {lengths}")
+        return self.prove(map(Output, prompts, answers))
 
 
 @dataclass
@@ -305,7 +297,7 @@ class Case:
 def cases(*listed: Case) -> Callable[[Any], dict[str, Any]]:
     """Runs the cases, model by model."""
 
-    def run(plan: Plan) -> dict[str, Any]:
+    def run(plan: Any) -> dict[str, Any]:
         results: dict[str, Any] = {case.run.__name__: [] for case in listed}
         todo = list(product(enumerate(plan.dtypes), enumerate(plan.models)))
         with tqdm(total=len(todo) * len(listed), unit="case") as bar:
@@ -326,15 +318,19 @@ class Benchmark:
     """`python -m <stage>.benchmark`, and what the reports draw from its results."""
 
     stage: str
-    about: str
+    about: str | None  # the docstring of the module
     full: Any
-    quick: Any
     work: Callable[[Any], dict[str, Any]]  # measures a plan
     draw: Mapping[str, Draw]
     pictures: Mapping[str, Picture]
     line: Callable[[Results], str]
+    few: Mapping[str, Any] = field(default_factory=dict)  # of the plan for --quick; see `quick`
     module: str = ""  # "": that of the stage
     options: Mapping[str, Any] = field(default_factory=dict)  # more of them: name -> of argparse
+
+    @property
+    def quick(self) -> Any:
+        return quick(self.full, **self.few)
 
     def tables(self, content: Mapping[str, Any]) -> dict[str, str]:
         """Markdown by name."""
@@ -363,7 +359,7 @@ class Benchmark:
         examples = (
             f"  python -m {name} --quick\n  python -m {name} && python -m shared.bench.report"
         )
-        parser = cli.Parser(name, self.about, examples)
+        parser = cli.Parser(name, self.about or "", examples)
         parser.add_argument(
             "--quick",
             action="store_true",
@@ -373,19 +369,14 @@ class Benchmark:
         for option, how in self.options.items():  # each is a field of the plan
             parser.add_argument(f"--{option}", **how)
         given = vars(parser.parse_args(argv))
-        plan = self.quick if given.pop("quick") else self.full
+        few = given.pop("quick")
         device = cli.choose_device(given.get("device", "cpu")).type
-        content = self.run(replace(plan, **given), device)
-        if plan is self.quick:
+        content = self.run(replace(self.quick if few else self.full, **given), device)
+        if few:
             for table, text in self.tables(content).items():
                 print(f"\n{table}\n\n{text}")
-        else:
-            keep(content, device)
-
-
-def keep(content: Mapping[str, Any], device: str = "cpu") -> None:
-    """Write the results of a run, for the reports."""
-    path = measure.results_file(content["kind"], device)
-    measure.save(path, content)
-    place = path.relative_to(measure.ROOT).as_posix()
-    print(f"Written: {place}. Next: python -m shared.bench.report")
+            return
+        path = measure.results_file(self.stage, device)
+        measure.save(path, content)
+        place = path.relative_to(measure.ROOT).as_posix()
+        print(f"Written: {place}. Next: python -m shared.bench.report")

@@ -12,13 +12,13 @@ main README opens with.
 from __future__ import annotations
 
 import asyncio
-import json
+import os
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,6 @@ import aiohttp
 import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
-
-from stage01_forward.generation import Output
 
 from .. import charts, cli, measure
 from ..checkpoint import PRESETS
@@ -40,30 +38,18 @@ from ..server import MODULE, own_server
 from . import kit
 from .rows import Column, Results, Row, median, tables
 
-KIND, NAME, JOB = "staircase", "shared.bench.staircase", "--job"
+KIND, NAME = "staircase", "shared.bench.staircase"
 FIRST = discover()[0]
 ONE_BY_ONE, BATCH = "transformers", "transformers, a batch"
 TITLES = {ONE_BY_ONE: "transformers, one by one", BATCH: "transformers, one batch"}
+FULL = kit.plan(
+    model="gpt2", dtype="float32", device="cpu", rounds=2,
+    requests=12, prompts=(8, 64), answers=(8, 64),
+    contexts=8,  # memory for keys and values, where a stage takes several sequences
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The workload, and how often it is measured. Lengths are in tokens."""
-
-    model: str = "gpt2"
-    dtype: str = "float32"
-    device: str = "cpu"
-    requests: int = 12
-    prompts: tuple[int, int] = (8, 64)
-    answers: tuple[int, int] = (8, 64)
-    contexts: int = 8  # memory for keys and values, where a stage takes several sequences
-    rounds: int = 2
-
-
-QUICK = kit.quick(Plan())
-
-
-def workload(plan: Plan) -> tuple[list[list[int]], list[int]]:
+def workload(plan: Any) -> tuple[list[list[int]], list[int]]:
     """Prompts (token ids), and how many tokens each answer has."""
     rng, config = random.Random(KIND), PRESETS[plan.model]
     lengths = [rng.randint(*plan.prompts) for _ in range(plan.requests)]
@@ -75,19 +61,20 @@ def workload(plan: Plan) -> tuple[list[list[int]], list[int]]:
 class Run:
     """What a variant answered, and when each answer was whole: seconds from the start."""
 
+    ends: list[float]
+    tokens: list[list[int]]
     seconds: float = 0.0
-    ends: list[float] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
-    server_bytes: int = 0  # peak memory of the server's process, where there is one
+    bytes: int = 0  # peak memory of the process, or of the server's
 
 
 Prompts = list[list[int]]
 Answers = Iterator[tuple[int, list[int]]]  # some more tokens of the prompt at that place
 
 
-def work(variant: str, plan: Plan, threads: int) -> Run:
-    """Run `variant`: a stage, one of TITLES, or the server. A short warm-up comes first: libraries
-    choose their kernels at the first call."""
+def work(variant: str, sizes: Mapping[str, Any], threads: int) -> Run:
+    """Run `variant`, a stage, one of TITLES, or the server, by the sizes of a plan. A short warm-up
+    comes first: libraries choose their kernels at the first call."""
+    plan = kit.plan(**sizes)
     if variant == MODULE:
         return by_server(plan, threads)
     torch.set_num_threads(threads)
@@ -103,13 +90,13 @@ def work(variant: str, plan: Plan, threads: int) -> Run:
     prompts, counts = workload(plan)
     for _ in answer(prompts[:2], [2, 2]):
         pass
-    run = Run(ends=[0.0] * len(prompts), tokens=[[] for _ in prompts])
+    run = Run([0.0] * len(prompts), [[] for _ in prompts])
     measure.synchronize(plan.device)
     started = time.perf_counter()
     for place, ids in answer(prompts, counts):
         run.tokens[place] += ids
         run.ends[place] = time.perf_counter() - started
-    run.seconds = time.perf_counter() - started
+    run.seconds, run.bytes = time.perf_counter() - started, measure.peak_so_far(os.getpid())
     return run
 
 
@@ -128,19 +115,19 @@ def by_transformers(model: Any, batch: bool, prompts: Prompts, counts: list[int]
         yield from enumerate(map(partial(transformers_greedy, model), prompts, counts))
 
 
-def by_server(plan: Plan, threads: int) -> Run:
+def by_server(plan: Any, threads: int) -> Run:
     """All requests at once, to our server, started for them."""
     about = {"device": plan.device, "threads": threads, "max_sequences": plan.requests}
     options = kit.server_options(plan.model, plan.dtype, plan.contexts, **about)
     with own_server(options, quiet=True) as server:
         run = asyncio.run(ask_all(server.url, *workload(plan)))
-        run.server_bytes = measure.peak_so_far(server.pid)
+        run.bytes = measure.peak_so_far(server.pid)
         return run
 
 
 async def ask_all(url: str, prompts: Prompts, counts: list[int]) -> Run:
     """All answers of a server of ours. Raises UserError for one that is not as requested."""
-    run = Run(ends=[0.0] * len(prompts), tokens=[[] for _ in prompts])
+    run = Run([0.0] * len(prompts), [[] for _ in prompts])
 
     async def ask(place: int, prompt: list[int], count: int) -> None:
         body = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0}
@@ -166,43 +153,41 @@ async def ask_all(url: str, prompts: Prompts, counts: list[int]) -> Run:
     return run
 
 
-def variants(plan: Plan) -> list[str]:
+def variants(plan: Any) -> list[str]:
     """What each process runs, in the order of the chart."""
     return [*([] if plan.device == "mps" else TITLES), *stages.engines(), MODULE]
 
 
-def run(plan: Plan) -> dict[str, Any]:
+def run(plan: Any) -> dict[str, Any]:
     """Raises AssertionError for a wrong token, and UserError for a run that fails."""
     wanted, threads = variants(plan), torch.get_num_threads()
     with tqdm(total=len(wanted) * plan.rounds, unit="run") as bar:
 
-        def fresh(name: str) -> tuple[Run, int]:
+        def fresh(name: str) -> Run:
             bar.set_postfix_str(name)
-            job = json.dumps([name, asdict(plan), threads])
             try:
-                done = measure.run_fresh(NAME, [JOB, job])
-            except RuntimeError as error:
+                with measure.process() as own:
+                    return own.submit(work, name, vars(plan), threads).result()
+            except BrokenExecutor as error:
                 raise UserError(f"{name} could not be measured: {error}") from None
-            bar.update()
-            found = Run(**json.loads(done.output.splitlines()[-1]))
-            return found, found.server_bytes or done.peak_bytes
+            finally:
+                bar.update()
 
         ways = {name: partial(fresh, name) for name in wanted}
         found = measure.turns(ways, plan.rounds, warmup=0)
     return {"steps": [together(plan, found)]}
 
 
-def together(plan: Plan, found: dict[str, list[tuple[Run, int]]]) -> kit.Group:
+def together(plan: Any, found: Mapping[str, list[Run]]) -> kit.Group:
     """The runs as a group, every answer proved."""
     prompts, counts = workload(plan)
     subject = kit.Subject(kit.shape(plan.model), getattr(torch, plan.dtype), plan.device)
-    each: dict[str, list[kit.Group]] = {name: [] for name in found}
-    for name, done, peak in ((name, *pair) for name, runs in found.items() for pair in runs):
-        if list(map(len, done.tokens)) != counts:
-            raise AssertionError(f"{name}: answers have another length than requested")
-        proof = subject.prove(map(Output, prompts, done.tokens))
-        about = {"seconds": done.seconds, "ends": done.ends, "bytes": peak, "proof": proof}
-        each[name].append(about)
+
+    def kept(run: Run) -> kit.Group:
+        proof = subject.prove_lengths(prompts, run.tokens, counts)
+        return {"seconds": run.seconds, "ends": run.ends, "bytes": run.bytes, "proof": proof}
+
+    each = {name: list(map(kept, runs)) for name, runs in found.items()}
     lengths = list(zip(map(len, prompts), counts, strict=True))
     return subject.about | {"lengths": kit.packed(lengths)} | kit.by_variant(each)
 
@@ -261,23 +246,14 @@ def headline(results: Results) -> str:
     return f"{group.gain(FIRST, last):.0f}x from {FIRST} to {last}"
 
 
-CHARTS = {"steps": steps_chart}
-ABOUT = "Measures one workload through every stage and through transformers."
 OPTIONS: dict[str, Any] = {
     "device": {"choices": ("cpu", "cuda", "mps"), "default": "cpu", "help": "what to compute on"},
     "dtype": {"choices": ("float32", "bfloat16"), "default": "float32", "help": "number format"},
 }
-BENCHMARK = kit.Benchmark(KIND, ABOUT, Plan(), QUICK, run, TABLES, CHARTS, headline, NAME, OPTIONS)
-
-
-def main(argv: list[str] | None = None) -> None:
-    words = sys.argv[1:] if argv is None else argv
-    if words[:1] == [JOB]:  # what a process of ours runs
-        variant, plan, threads = json.loads(words[1])
-        print(json.dumps(asdict(work(variant, Plan(**plan), threads))))
-    else:
-        BENCHMARK.main(words)
-
+BENCHMARK = kit.Benchmark(
+    KIND, __doc__, FULL, run, TABLES, {"steps": steps_chart}, headline, module=NAME, options=OPTIONS
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     cli.run(main)

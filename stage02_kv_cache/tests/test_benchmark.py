@@ -13,7 +13,7 @@ from stage02_kv_cache.benchmark import CACHED, NAIVE
 
 TINY = replace(
     benchmark.FULL, models=("tiny", "tiny"), growth=(5, 12), stride=4, prompts=(4, 9), answer=5,
-    repeats=(1, 1), null_prompts=(3,), null_repeats=1, profiled=(1, 4, 3),
+    repeats={NAIVE: 1, CACHED: 1}, null_prompts=(3,), null_repeats=1, profiled=(1, 4, 3),
 )  # fmt: skip
 
 

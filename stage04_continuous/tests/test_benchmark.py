@@ -23,9 +23,10 @@ from shared.parity import random_prompt
 from shared.peers import TransformersContinuous, transformers_greedy, transformers_model
 from shared.roofline import block_weights, forward_cost
 from stage04_continuous import benchmark
-from stage04_continuous.benchmark import FULL, OURS, QUICK, STATIC, WHOLE
+from stage04_continuous.benchmark import BENCHMARK, FULL, OURS, STATIC, WHOLE
 from stage04_continuous.scheduler import Scheduler
 
+CROWD = kit.crowd(FULL)
 TINY = replace(
     FULL, models=("tiny",), requests=9, slots=3, budget=8, prompts=(2, 6), answers=(2, 20),
     middle=5, repeats=(1, 1), equal_slots=(2, 4), equal=(3, 4), equal_repeats=(2, 1),
@@ -50,8 +51,8 @@ def results() -> Results:
 
 def test_answers_of_the_winning_workload_differ_in_length() -> None:
     """Were all alike, every batch would end at once, and there would be nothing to win."""
-    for plan in (FULL, QUICK):
-        lengths = plan.crowd
+    for plan in (FULL, BENCHMARK.quick):
+        lengths = kit.crowd(plan)
         batches = [lengths[at : at + plan.slots] for at in range(0, plan.requests, plan.slots)]
         static = sum(max(count for _, count in batch) for batch in batches)
         assert static > 1.5 * len(simulate(Scheduler(plan.slots, plan.budget), lengths))
@@ -64,10 +65,10 @@ def test_the_sums_of_the_lesson() -> None:
     model = {"model": "gpt2", "dtype": "float32"}
     row = partial(Row, Results(about), model)
     (whole, first), (chunk, last) = (benchmark.arrival(row(name)) for name in (WHOLE, "64"))
-    batches = [FULL.crowd[at : at + FULL.slots] for at in range(0, FULL.requests, FULL.slots)]
+    batches = [CROWD[at : at + FULL.slots] for at in range(0, FULL.requests, FULL.slots)]
     steps = [max(answer for _, answer in batch) for batch in batches]
-    tokens, places = sum(answer for _, answer in FULL.crowd), sum(steps) * FULL.slots
-    crowd = {"slots": FULL.slots, "budget": FULL.budget, "lengths": kit.packed(FULL.crowd)}
+    tokens, places = sum(answer for _, answer in CROWD), sum(steps) * FULL.slots
+    crowd = {"slots": FULL.slots, "budget": FULL.budget, "lengths": kit.packed(CROWD)}
     static, ours = (Row(Results(about), model | crowd, name) for name in (STATIC, OURS))
     config, kind = PRESETS["gpt2"], torch.float32
     one, many = (forward_cost(config, kind, 1, rows=rows) for rows in (1, 32))

@@ -26,6 +26,7 @@ from stage05_paged.make import make
 from stage05_paged.memory import Cost
 from stage05_paged.scheduler import Scheduler
 
+CROWD = kit.crowd(FULL)
 TINY = replace(
     FULL, models=("tiny",), memory=128, block_size=4, budget=16, requests=14, prompts=(2, 6),
     answers=(2, 40), middle=16, repeats=(1, 1), null=(5, 56, 8), null_repeats=1,
@@ -47,7 +48,7 @@ def subject(tiny: Checkpoint) -> Subject:
 def test_the_winning_workload_fills_the_memory() -> None:
     pool = BlockPool(FULL.memory // FULL.block_size, FULL.block_size)
     scheduler = Scheduler(pool, pool.count, FULL.budget)
-    most = max(map(len, simulate(scheduler, FULL.crowd)))
+    most = max(map(len, simulate(scheduler, CROWD)))
     assert FULL.requests > most > FULL.memory // PRESETS["gpt2"].n_positions
     assert scheduler.counts.preemptions > 0  # so all blocks were owned at some time
 
@@ -67,9 +68,9 @@ def test_the_sums_of_the_lesson() -> None:
     config, kind, size = PRESETS["gpt2"], torch.float32, FULL.block_size
     each, n = config.kv_bytes_per_token(kind), FULL.requests
     model = {"model": "gpt2", "dtype": "float32", "block_size": size}
-    prompts, answers = (sum(pair[which] for pair in FULL.crowd) / n for which in (0, 1))
+    prompts, answers = (sum(pair[which] for pair in CROWD) / n for which in (0, 1))
     held, blocks = math.ceil((prompts + answers / 2) / size), FULL.memory // size
-    crowd = {"slots": 4, "blocks": blocks, "budget": FULL.budget, "lengths": kit.packed(FULL.crowd)}
+    crowd = {"slots": 4, "blocks": blocks, "budget": FULL.budget, "lengths": kit.packed(CROWD)}
     slots, ours = (Row(about, model | crowd, name) for name in (benchmark.CONTINUOUS, OURS))
     gain = benchmark.least(slots) / benchmark.least(ours)
     rows = [Row(about, model | {"rows": count, "context": FULL.sized}) for count in FULL.rows]

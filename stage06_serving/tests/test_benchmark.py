@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shared import measure
 from shared.bench.kit import Subject
 from shared.bench.rows import Results, Row
 from shared.bench.tests.tools import LIMITS, check_drawn, measured
@@ -33,7 +34,7 @@ def thread(initial=None, *arguments):
 
 @pytest.fixture(
     scope="module",
-    params=[thread, pytest.param(benchmark.process, marks=pytest.mark.slow)],
+    params=[thread, pytest.param(measure.process, marks=pytest.mark.slow)],
     ids=["threads", "processes"],
 )
 def results(request):
@@ -42,7 +43,7 @@ def results(request):
     torch.set_num_threads(1)  # four teams of threads on a few cores would mostly wait
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr(benchmark, "process", request.param)
+        patch.setattr(measure, "process", request.param)
         patch.setenv("STAIRCASE_API_KEY", "secret")  # the user's settings are not measured
         patch.setenv("STAIRCASE_MAX_SEQUENCES", "1")
         content = measured(benchmark.BENCHMARK, TINY)
@@ -102,16 +103,16 @@ def test_a_wrong_answer_stops_the_benchmark(server, tiny):
     assert benchmark.ids_of([good, good]) == [3, 4, 3, 4]
     with pytest.raises(RuntimeError, match="broke an answer off: it is over"):
         benchmark.ids_of([good, b'data: {"error":{"message":"it is over"}}\n\n'])
-    subject, load = Subject(tiny, torch.float32), Load(HTTP, 2, 2, prompt=4, answer=5)
+    subject, load, counts = Subject(tiny, torch.float32), Load(HTTP, 2, 2, 4, 5), [5, 5]
     prompts = subject.prompts([load.prompt] * 2)
     engine = make(subject.model, pool=BlockPool(64, 4), max_sequences=8, token_budget=64)
     ids = benchmark.run_offline(engine, load, prompts).ids
-    assert benchmark.prove(subject, load, prompts, ids)["tokens"] == 10
-    with pytest.raises(AssertionError, match="1 answers have another length than 5, such as 4"):
-        benchmark.prove(subject, load, prompts, [ids[0], ids[1][:-1]])
+    assert subject.prove_lengths(prompts, ids, counts)["tokens"] == 10
+    with pytest.raises(AssertionError, match="another length than requested: .5, 4."):
+        subject.prove_lengths(prompts, [ids[0], ids[1][:-1]], counts)
     ids[1][2] = (ids[1][2] + 1) % tiny.config.vocab_size
     with pytest.raises(AssertionError, match="below the best"):
-        benchmark.prove(subject, load, prompts, ids)
+        subject.prove_lengths(prompts, ids, counts)
 
 
 def test_the_engine_alone_is_made_by_the_server_s_own_command_line():

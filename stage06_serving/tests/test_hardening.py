@@ -17,8 +17,8 @@ from fastapi import FastAPI
 from shared.errors import UserError
 from stage06_serving import __main__ as program
 from stage06_serving import connection, guard
-from stage06_serving.benchmark import listening
 from stage06_serving.guard import Guard
+from stage06_serving.inside import listening
 from stage06_serving.logs import Sparing
 from stage06_serving.settings import PREFIX, parse
 

@@ -35,7 +35,7 @@ from stage07_loadtest.workload import LENGTHS
 
 from .helpers import mocked, record, refused
 
-FULL, QUICK = benchmark.FULL, benchmark.QUICK
+FULL, QUICK = benchmark.FULL, benchmark.BENCHMARK.quick
 TRANSFORMERS, SEQUENTIAL, STATIC, CONTINUOUS, PAGED = ENGINES = tuple(benchmark.ENGINES)
 TINY = replace(
     FULL, models=("stories",), dtypes=("float32",), contexts=2, sequences=4, main_users=2,
@@ -124,11 +124,13 @@ def test_all_servers_have_the_same_memory_threads_and_room():
 
 @pytest.mark.parametrize("plan", [FULL, QUICK])
 def test_the_plans_compare_the_engines_where_batches_differ(plan):
-    compared = {engine for engine, name, users in plan.turns if users == plan.main_users}
+    compared = {engine for engine, name, users in benchmark.turns(plan) if users == plan.main_users}
     assert compared >= {STATIC, CONTINUOUS, PAGED} and set(plan.users) >= {SEQUENTIAL, *compared}
     rows = partial(benchmark.rows_of, asdict(plan), PRESETS["gpt2"])
     assert rows(STATIC, "short", plan.main_users) < rows(PAGED, "short", plan.main_users)
-    turns = [FULL.turns.count((name, "short", 64)) for name in (PAGED, f"{PAGED}, bfloat16")]
+    turns = [
+        benchmark.turns(FULL).count((name, "short", 64)) for name in (PAGED, f"{PAGED}, bfloat16")
+    ]
     assert turns == [FULL.repeats, 1]  # the second dtype is no engine to compare
 
 

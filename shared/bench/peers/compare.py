@@ -3,19 +3,20 @@
     python -m shared.bench.peers            GPT-2 124M: a prompt of 512, decode of 1 to 64 rows
     python -m shared.bench.peers.shapes     one row of TinyLlama's and Qwen3-0.6B's shapes
 
-Each engine is a process of its own that stays (`process`), in an environment of its own
-(`install`). All get the same prompts and the same seeded checkpoint; the engines take turns in
-every round, and so does a look at what memory and arithmetic give at that time. A run during which
-other programs took more than 4 % of a processor is repeated. Our answers are proved; how many
-answers of the others are the same is counted. An engine that cannot be installed, ends or hangs is
-named with the reason.
+Each engine is a process of its own that stays (`process`), in an environment of its own in the
+cache folder (`install`): 3 GB, and minutes to compile llama.cpp. All get the same prompts and the
+same seeded checkpoint; the engines take turns in every round, and so does a look at what memory and
+arithmetic give at that time. A run during which other programs took more than 4 % of a processor is
+repeated. Our answers are proved; how many answers of the others are the same is counted. An engine
+that cannot be installed, ends or hangs is named with the reason.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +34,25 @@ from stage01_forward.generation import Output
 from stage09_kernels import library
 
 from . import folder, served
-from .install import ENGINES, HOME, OLDER, OURS, python
-from .process import Driver, Failures
+from .install import ENGINES, HOME, OLDER, OURS
+from .process import Driver, Failures, started
 
 KIND, NAME = "peers", "shared.bench.peers"
 Ask = tuple[int, int, int]  # rows, and tokens of each prompt and answer
+FULL = kit.plan(
+    models=("gpt2",), dtypes=kit.BOTH, engines=tuple(ENGINES), rounds=3,
+    prefills=(512,), context=64,  # tokens of a prompt alone; of each row before it decodes
+    answers=((1, 64), (8, 32), (32, 32), (64, 16)),  # rows, tokens of each
+    load=served.Load(),
+    tries=3,  # of a run beside other programs
+)  # fmt: skip
+FEW = {"answers": ((1, 16), (8, 8)), "load": served.Load(4, 8, 16, 8)}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured, and how often. Lengths are in tokens."""
-
-    model: str = "gpt2"
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    engines: tuple[str, ...] = tuple(ENGINES)
-    prompt: int = 512  # of the prefill
-    context: int = 64  # of each row before it decodes
-    answers: tuple[tuple[int, int], ...] = ((1, 64), (8, 32), (32, 32), (64, 16))  # by rows
-    load: served.Load = field(default_factory=served.Load)
-    rounds: int = 3
-    tries: int = 3  # of a run beside other programs
-
-    @property
-    def asks(self) -> list[Ask]:
-        """The prefill, then decoding."""
-        return [(1, self.prompt, 1), *((rows, self.context, new) for rows, new in self.answers)]
-
-
-QUICK = replace(Plan(), answers=((1, 16), (8, 8)), load=served.Load(4, 8, 16, 8), rounds=1, tries=1)
+def asks_of(plan: Any) -> list[Ask]:
+    """The prefill, then decoding."""
+    decoding = [(rows, plan.context, new) for rows, new in plan.answers]
+    return [*((1, prompt, 1) for prompt in plan.prefills), *decoding]
 
 
 def has_bfloat16() -> bool:
@@ -75,7 +67,7 @@ def machine(dtype: str) -> dict[str, float]:
 
 
 def cell(
-    plan: Plan, model: str, dtype: str, ask: Ask, running: dict[str, Driver], failed: Failures
+    plan: Any, model: str, dtype: str, ask: Ask, running: dict[str, Driver], failed: Failures
 ) -> kit.Group:
     """One workload by all engines in turn. The answers of ours are in "proof"."""
     count, length, new = ask
@@ -95,24 +87,20 @@ def cell(
     return group | {"proof": {name: list(map(Output, prompts, own)) for name, own in ours.items()}}
 
 
-def measured(
-    plan: Plan, model: str, dtype: str, names: tuple[str, ...], asks: list[Ask], found: Any
-) -> list[kit.Group]:
+def measured(plan: Any, model: str, dtype: str, found: Any) -> list[kit.Group]:
     """All cells of a model in a dtype, our answers proved once the engines have ended."""
-    place, threads, failed = checkpoint(model), torch.get_num_threads(), found["failed"]
-    running: dict[str, Driver] = {}
+    place, failed, running = checkpoint(model), found["failed"], dict[str, Driver]()
+    longest = max(*plan.prefills, plan.context, 0)
     with ExitStack() as stack:
-        for name in (bar := tqdm(names, f"{dtype}: load", unit="engine")):
+        for name in (bar := tqdm(plan.engines, f"{dtype}: load", unit="engine")):
             bar.set_postfix_str(name)
             with failed.named(name, dtype):
-                engine = ENGINES[name]
-                command = engine.command(python(engine, HOME), place, dtype, threads)
-                driver = stack.enter_context(Driver(command, engine.environment(threads)))
+                driver = stack.enter_context(started(name, place, dtype))
                 found["versions"][name] = driver.ready()
-                for count, length, new in ((plan.answers[-1][0], 16, 2), (1, plan.prompt, 1)):
+                for count, length, new in ((plan.answers[-1][0], 16, 2), (1, longest, 1)):
                     driver.ask(prompts_of(model, count, length), new)  # warms up
                 running[name] = driver
-        bar = tqdm(asks, f"{dtype}: measure", unit="cell")
+        bar = tqdm(asks_of(plan), f"{dtype}: measure", unit="cell")
         groups = [cell(plan, model, dtype, ask, running, failed) for ask in bar]
     subject = kit.Subject(kit.shape(model), getattr(torch, dtype))
     for group in groups:
@@ -128,13 +116,15 @@ def checkpoint(model: str) -> Path:
     return folder.write(kit.shape(model), HOME / "models" / model.replace("/", "-"))
 
 
-def run(plan: Plan) -> dict[str, Any]:
+def run(plan: Any) -> dict[str, Any]:
     """Raises AssertionError for a wrong token of ours."""
     found: dict[str, Any] = {"cells": [], "versions": {}, "failed": Failures()}
-    dtypes = [dtype for dtype in plan.dtypes if dtype != "bfloat16" or has_bfloat16()]
-    for dtype in dtypes:
-        found["cells"] += measured(plan, plan.model, dtype, plan.engines, plan.asks, found)
-    found["served"] = [served.run(plan, checkpoint(plan.model), dtypes[0], found["failed"])]
+    dtypes = plan.dtypes if has_bfloat16() else plan.dtypes[:1]
+    for model, dtype in product(plan.models, dtypes):
+        found["cells"] += measured(plan, model, dtype, found)
+    if plan.load:
+        place, failed = checkpoint(plan.models[0]), found["failed"]
+        found["served"] = [served.run(plan, place, dtypes[0], failed)]
     return found
 
 
@@ -281,10 +271,5 @@ def headline(results: Results) -> str:
     return f"the fastest engine in {first} of {len(found)} cells"
 
 
-ABOUT = (
-    "Installs other engines, each into an environment of its own in the cache folder (3 GB, and "
-    "minutes to compile llama.cpp), and measures ours beside them."
-)
-BENCHMARK = kit.Benchmark(
-    KIND, ABOUT, Plan(), QUICK, run, TABLES, {"engines": picture}, headline, NAME
-)
+CHARTS = {"engines": picture}
+BENCHMARK = kit.Benchmark(KIND, __doc__, FULL, run, TABLES, CHARTS, headline, FEW, NAME)

@@ -17,6 +17,7 @@ import venv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 from shared import measure, paths
@@ -82,13 +83,21 @@ def python(engine: Engine, home: Path) -> Path:
     Raises UserError with pip's reason if that fails."""
     if not engine.packages:
         return Path(sys.executable)
-    folder = home / engine.driver
+    return environment(home / engine.driver, [engine.packages], engine.unwanted)
+
+
+def environment(
+    folder: Path, wanted: Sequence[tuple[str, ...]], unwanted: Sequence[str] = ()
+) -> Path:
+    """The Python of an environment in `folder`, made at the first call by a run of pip for each of
+    `wanted`, its arguments. What this project has installed is found there too. Raises UserError
+    with pip's reason if that fails."""
     runs = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     torch = f"torch=={version('torch').partition('+')[0]}"  # this one, not another
-    wanted, done = [sys.version, torch, *engine.packages], folder / "installed.json"
-    if done.exists() and json.loads(done.read_text(encoding="utf-8")) == wanted:
+    found, done = [sys.version, torch, *chain(*wanted)], folder / "installed.json"
+    if done.exists() and json.loads(done.read_text(encoding="utf-8")) == found:
         return runs
-    print(f"Installing {', '.join(engine.packages)} ...", file=sys.stderr, flush=True)
+    print(f"Installing {', '.join(chain(*wanted))} ...", file=sys.stderr, flush=True)
     venv.create(folder, clear=True, with_pip=True)
     base = {"base": str(folder), "platbase": str(folder)}
     site = Path(sysconfig.get_path("purelib", scheme="venv", vars=base))
@@ -96,10 +105,11 @@ def python(engine: Engine, home: Path) -> Path:
     (site / "project.pth").write_text("\n".join(sorted(own)) + "\n", encoding="utf-8")
     limits = folder / "constraints.txt"
     limits.write_text(torch + "\n", encoding="utf-8")
-    pip(runs, "install", "--prefer-binary", "-c", str(limits), *engine.packages)
-    if engine.unwanted:
-        pip(runs, "uninstall", "-y", *engine.unwanted)
-    done.write_text(json.dumps(wanted), encoding="utf-8")
+    for words in wanted:
+        pip(runs, "install", "--prefer-binary", "-c", str(limits), *words)
+    if unwanted:
+        pip(runs, "uninstall", "-y", *unwanted)
+    done.write_text(json.dumps(found), encoding="utf-8")
     return runs
 
 

@@ -12,13 +12,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from tqdm import tqdm
 
 from shared import measure, paths
 from shared.errors import UserError
+
+from .install import ENGINES, HOME, python
 
 STARTING, ANSWERING = 900.0, 300.0  # seconds: the first start converts the checkpoint
 CALM = 0.3  # seconds before a measurement: threads of the engine before it may still spin
@@ -102,6 +106,13 @@ class Driver:
         """The end of what it has written to standard error."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace").strip().rpartition("\n")[2][:LONGEST]
+
+
+def started(name: str, folder: Path, dtype: str) -> Driver:
+    """An engine of ENGINES that loads the checkpoint in `folder`, installed at the first call."""
+    engine, threads = ENGINES[name], torch.get_num_threads()
+    command = engine.command(python(engine, HOME), folder, dtype, threads)
+    return Driver(command, engine.environment(threads))
 
 
 class Failures(list[dict[str, str]]):

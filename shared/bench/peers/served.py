@@ -25,7 +25,7 @@ from stage07_loadtest.load import run_point
 from stage07_loadtest.workload import Ask
 
 from .install import ENGINES, HOME, OLDER, OURS, python
-from .process import STARTING, Driver, Failures
+from .process import STARTING, Driver, Failures, started
 
 WHERE = "served"  # for failures
 OFFLINE = f"{OURS}, without HTTP"
@@ -59,8 +59,8 @@ def vllm(place: Path, dtype: str, threads: int, load: Load) -> Iterator[tuple[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {"dtype": dtype, "port": port, "host": "127.0.0.1", "max-num-seqs": load.users}
-    options |= {"max-num-batched-tokens": 4096, "max-model-len": 1024}
+    options: dict[str, Any] = {"dtype": dtype, "port": port, "host": "127.0.0.1"}
+    options |= {"max-num-seqs": load.users, "max-num-batched-tokens": 4096, "max-model-len": 1024}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     # Not `vllm serve`, which looks for a package called vllm.
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(place), *words]
@@ -103,22 +103,21 @@ def offline(driver: Driver, asks: list[Ask], load: Load) -> dict[str, Any]:
 
 def run(plan: Any, place: Path, dtype: str, failures: Failures) -> kit.Group:
     """All servers in turn: the seconds that all requests took."""
-    load, config = plan.load, kit.families.presets()[plan.model]
+    load, model = plan.load, plan.models[0]
+    config = kit.families.presets()[model]
     asks = [
         Ask(random_prompt(load.prompt, config, row), load.answer)
         for row in range(load.users + load.requests)
     ]
     servers: dict[str, Any] = {
-        name: partial(ours, name, plan.model, dtype, load) for name in (OURS, OLDER)
+        name: partial(ours, name, model, dtype, load) for name in (OURS, OLDER)
     }
     servers["vLLM"] = partial(vllm, place, dtype, torch.get_num_threads(), load)
     ways: dict[str, Any] = {}
     with ExitStack() as stack:
         if OURS in plan.engines:
             with failures.named(OFFLINE, WHERE):
-                engine, threads = ENGINES[OURS], torch.get_num_threads()
-                command = engine.command(python(engine, HOME), place, dtype, threads)
-                driver = stack.enter_context(Driver(command, engine.environment(threads)))
+                driver = stack.enter_context(started(OURS, place, dtype))
                 driver.ready()
                 offline(driver, asks[: load.users], load)  # warms up
                 ways[OFFLINE] = partial(offline, driver, asks, load), driver.process.pid
@@ -127,6 +126,6 @@ def run(plan: Any, place: Path, dtype: str, failures: Failures) -> kit.Group:
                 url, pid = stack.enter_context(servers[name]())
                 ways[name] = partial(once, url, asks, load), pid
         found = failures.turns(plan, WHERE, ways)
-    about: kit.Group = {"model": plan.model, "dtype": dtype, "users": load.users}
+    about: kit.Group = {"model": model, "dtype": dtype, "users": load.users}
     about["lengths"] = [[load.prompt, load.answer, load.requests]]
     return about | (kit.by_variant(found) if found else {"seconds": {}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from shared import charts
 from shared.bench import kit
 from shared.bench.peers import compare, drive, install, process, served, shapes
-from shared.bench.peers.compare import BENCHMARK, Plan, title
+from shared.bench.peers.compare import BENCHMARK, title
 from shared.bench.peers.install import ENGINES, OURS, Engine, python
 from shared.bench.peers.process import Driver
 from shared.bench.peers.served import Load
@@ -134,12 +135,15 @@ def test_an_environment_is_installed_once_and_pips_reason_is_named(
 def test_a_whole_measurement_names_who_did_not_take_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (compare, served):
+    for module in (compare, process):
         monkeypatch.setattr(module, "HOME", tmp_path)
     monkeypatch.setitem(ENGINES, "lost", Engine("no_such_driver"))
     monkeypatch.setattr(compare, "machine", lambda dtype: {"bandwidth": 30.0, "gflops": 100.0})
-    engines = (OURS, "transformers", "lost")
-    plan = Plan("stories", ("float32",), engines, 16, 8, ((1, 4), (2, 4)), Load(2, 4, 8, 4), 2, 1)
+    plan = replace(
+        compare.FULL, models=("stories",), dtypes=("float32",), rounds=2, tries=1,
+        engines=(OURS, "transformers", "lost"), load=Load(2, 4, 8, 4),
+        prefills=(16,), context=8, answers=((1, 4), (2, 4)),
+    )  # fmt: skip
     content = measured(BENCHMARK, plan)
     cells = content["results"]["cells"]
     assert [cell["lengths"] for cell in cells] == [[[16, 1, 1]], [[8, 4, 1]], [[8, 4, 2]]]

@@ -1,0 +1,54 @@
+"""The server inside of this process, for programs that look at its engine while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from .__main__ import SWITCH, configure, listen, make_engine
+from .app import create_app
+from .async_engine import EngineThread
+from .settings import parse
+
+
+class Inside:
+    """The engine of a server's command line. As in the server, one thread computes and no other."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.settings, self.thread = parse(arguments), EngineThread()
+        self.loading = self.thread.run(partial(make_engine, self.settings))
+        self.engine = self.loading.result()[0].engine
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Serves it at the address that this yields, with the server's switch interval."""
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH)
+        try:
+            async with listening(create_app(self.loading, self.settings, None, self.thread)) as url:
+                yield url
+        finally:
+            sys.setswitchinterval(usual)
+
+
+@asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    """The address at which this process serves `app`, as `python -m stage06_serving` serves its."""
+    place = listen("127.0.0.1", 0)
+    server = uvicorn.Server(configure(app))
+    serving = asyncio.create_task(server.serve(sockets=[place]))
+    try:
+        while not server.started:
+            if serving.done():
+                raise RuntimeError("the application did not start")
+            await asyncio.sleep(0.01)
+        yield f"http://127.0.0.1:{place.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
