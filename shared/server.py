@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,6 +106,15 @@ def python(arguments: Sequence[str], environment: Mapping[str, str] | None) -> I
             stop(process)
             assert process.stdin is not None
             process.stdin.close()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that no program uses now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -387,7 +387,7 @@ COLUMNS: dict[str, rows.Column] = {
     "sequences": "rows",
     "block size": "block_size",
     "paged over contiguous, predicted": lambda row: f"{ratios(row).show(2)}, {overhead(row):.2f}",
-    "gathered, MB": lambda row: f"{row['bytes'] / 1e6:,.0f}",
+    "gathered, MB": "bytes * 1e-6:,.0f",
     "prefix": "variant",
     "TTFT, limit, ms": lambda row: f"{row.ms}, {first_token_limit(row) * 1e3:.1f}",
     "tokens computed": lambda row: f"{median(row['computed']):,.0f}",

@@ -326,14 +326,10 @@ def measure_load(
         ]
         for name, runs in found.items()
     }
-    alone = found[OFFLINE][-1].ids
-    return {
-        **subject.about,
-        **asdict(load),
-        "lengths": [[load.prompt, load.answer, load.requests]],
-        **kit.by_variant(kept),
-        "same": {name: sum(map(list.__eq__, runs[-1].ids, alone)) for name, runs in found.items()},
-    }
+    alone, about = found[OFFLINE][-1].ids, subject.about | asdict(load)
+    same = {name: sum(map(list.__eq__, runs[-1].ids, alone)) for name, runs in found.items()}
+    lengths = [[load.prompt, load.answer, load.requests]]
+    return about | kit.by_variant(kept) | {"lengths": lengths, "same": same}
 
 
 def run(plan: Any) -> dict[str, Any]:

@@ -37,8 +37,8 @@ from shared.server import own_server
 from . import charts as curves
 from . import metrics, mock, schedule, workload
 from .__main__ import MOST_A_SECOND
-from .client import Record, Target
-from .load import run_point
+from .client import Record
+from .load import load
 from .metrics import Slo, Summary
 from .results import from_json, request_lines, to_json
 from .workload import ANSWER, LENGTHS
@@ -128,7 +128,7 @@ def check_ruler(ttft: float = 0.2, itl: float = 0.05) -> dict[str, Any]:
     known = {metrics.TTFT: ttft, metrics.ITL: itl, metrics.E2E: ttft + (ANSWER - 1) * itl}
     asks, when = workload.make("short", 24, "ruler"), schedule.closed(8, 16)
     with mock.process("--ttft", str(ttft), "--itl", str(itl)) as url:
-        point = asyncio.run(run_point(Target(url), asks, when, warmup=8))
+        point = load(url, asks, when, warmup=8)
     found = metrics.summarize(point, Slo())
     measured = {name: found.at(name, 50) for name in known}
     return {"known": known, "measured": measured, "client_cpu": found.client_cpu}
@@ -177,9 +177,7 @@ class Bench:
         asks = workload.make(name, warmup + count, f"point {number}", longest=longest)
         asks = [replace(ask, max_tokens=WARM) for ask in asks[:warmup]] + asks[warmup:]
         how: dict[str, Any] = {"workload": name, "warmup": warmup, "seconds": seconds}
-        point = asyncio.run(run_point(Target(self.urls[server]), asks, when, **how))
-        if point.interrupted:
-            raise KeyboardInterrupt
+        point = load(self.urls[server], asks, when, **how)
         self.requests.append(request_lines(number, point.records))
         self.points.append({"server": server} | to_json(metrics.summarize(point, SLO)))
         if when.kind == "poisson":

@@ -16,7 +16,6 @@ which makes over 1,500 tok/s, guidellm and vLLM needed over 1 ms for each chunk,
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
@@ -25,6 +24,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -40,8 +40,7 @@ from shared.errors import UserError
 from shared.server import own_server
 
 from . import metrics, mock, schedule
-from .client import Target
-from .load import run_point
+from .load import load
 from .workload import Lengths, make
 
 KIND = "stage07_crosscheck"
@@ -100,10 +99,8 @@ def ours(url: str, plan: Any, seed: int) -> Figures:
     prompt, answer = (Lengths(size, size) for size in (plan.prompt, plan.answer))
     asks = make("short", plan.users + plan.requests, seed, prompts=prompt, answers=answer)
     when = schedule.closed(plan.users, plan.requests)
-    point = asyncio.run(run_point(Target(url), asks, when, warmup=plan.users))
+    point = load(url, asks, when, warmup=plan.users)
     good = [record for record in point.records if metrics.succeeded(record)]
-    if point.interrupted:
-        raise KeyboardInterrupt
     if len(good) < plan.requests:
         raise UserError(f"{plan.requests - len(good)} requests to {url} failed: run it again.")
     values = {name: [of(one) or 0.0 for one in good] for name, (of, *_) in LATENCIES.items()}
@@ -239,42 +236,30 @@ def run(plan: Any) -> dict[str, Any]:
     return {"runs": found, "installed": INSTALLED}
 
 
-def compared(results: Results) -> list[dict[str, str]]:
+def compared(results: Results) -> Iterator[dict[str, str]]:
     """Medians of the rounds, and how far the others are from ours."""
-    rows = []
-    for server in dict.fromkeys(one["server"] for one in results["runs"]):
-        runs = [one for one in results["runs"] if one["server"] == server]
-        by_tool = {tool: [r for r in runs if r["tool"] == tool] for tool in (OURS, GUIDELLM, VLLM)}
-        for name in (*LATENCIES, "rate"):
-            for percent in PERCENTILES if name in LATENCIES else (50,):
-                values = {
-                    tool: median(
-                        r[name][f"p{percent}"] if name in LATENCIES else r[name] for r in of
-                    )
-                    for tool, of in by_tool.items()
-                }
-                unit, near = (
-                    1e3 if name in LATENCIES else 1.0,
-                    NEAR if name in ("TTFT", "E2E") else 0,
-                )
-                mine = values[OURS]
-                agree = [
-                    math.isclose(mine, values[tool], rel_tol=CLOSE[percent], abs_tol=near)
-                    for tool in (GUIDELLM, VLLM)
-                ]
-                figure = f"{name} p{percent}, ms" if name in LATENCIES else "output tok/s"
-                rows.append(
-                    {
-                        "server": server,
-                        "figure": figure,
-                        **{tool: f"{value * unit:,.1f}" for tool, value in values.items()},
-                        "difference": ", ".join(
-                            f"{values[tool] / mine - 1:+.1%}" for tool in (GUIDELLM, VLLM)
-                        ),
-                        "agree": ", ".join("yes" if close else "no" for close in agree),
-                    }
-                )
-    return rows
+    servers = dict.fromkeys(run["server"] for run in results["runs"])
+    figures = [(name, percent) for name in LATENCIES for percent in PERCENTILES] + [("rate", 50)]
+    for server, (name, percent) in product(servers, figures):
+        values: dict[str, list[float]] = {OURS: [], GUIDELLM: [], VLLM: []}
+        for run in results["runs"]:
+            if run["server"] == server:
+                value = run[name] if name == "rate" else run[name][f"p{percent}"]
+                values[run["tool"]].append(value)
+        mine, *others = map(median, values.values())
+        near = NEAR if name in ("TTFT", "E2E") else 0
+        limits = {"rel_tol": CLOSE[percent], "abs_tol": near}
+        figure, unit = ("output tok/s", 1.0) if name == "rate" else (f"{name} p{percent}, ms", 1e3)
+        shown = [f"{value * unit:,.1f}" for value in (mine, *others)]
+        yield {
+            "server": server,
+            "figure": figure,
+            **dict(zip(values, shown, strict=True)),
+            "difference": ", ".join(f"{other / mine - 1:+.1%}" for other in others),
+            "agree": ", ".join(
+                "yes" if math.isclose(mine, other, **limits) else "no" for other in others
+            ),
+        }
 
 
 def headline(results: Results) -> str:

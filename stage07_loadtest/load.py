@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 from tqdm import tqdm
@@ -94,6 +95,14 @@ async def run_point(
         in_flight=run.in_flight,
         interrupted=interrupted,
     )
+
+
+def load(url: str, asks: Sequence[Ask], schedule: Schedule, **how: Any) -> Point:
+    """`run_point` of the server at `url`, to its end: raises KeyboardInterrupt at Ctrl-C."""
+    point = asyncio.run(run_point(Target(url), asks, schedule, **how))
+    if point.interrupted:
+        raise KeyboardInterrupt
+    return point
 
 
 def delta(before: Counters | None, after: Counters | None) -> ServerDelta | None:

@@ -8,7 +8,7 @@ repeated heads, and every answer by stage 01's engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import nn
 
 from shared import charts, checkpoint, cli, measure
 from shared.bench import kit, rows
-from shared.bench.claims import Claim, closing, faster
+from shared.bench.claims import Claim, closing, faster, speed
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, first
 from shared.roofline import forward_cost, static_costs
@@ -37,7 +37,7 @@ from .model import Llama, RMSNorm
 from .repeated import RepeatedHeads
 from .rope import frequencies, rotate, rotation
 
-STAGE, ENGINE = "stage08_llama", "stage02_kv_cache"
+ENGINE = "stage02_kv_cache"
 SMOL = "HuggingFaceTB/SmolLM2-135M"
 REPEATED, GROUPED = "repeated", "grouped"
 
@@ -55,11 +55,10 @@ def heads(subject: Subject, plan: Any) -> Iterator[Group]:
     """A decode step over equal sequences: keys and values repeated, and grouped."""
     config, dtype, model = subject.config, subject.dtype, subject.model
     assert isinstance(model, Llama)
+    before = RepeatedHeads(model)
     for count, context in product(plan.rows, plan.contexts):
-        before = RepeatedHeads(model)
-        grouped, repeated = (
-            SlotCache(one, count, context + 1, dtype) for one in (config, before.config)
-        )
+        grouped = SlotCache(config, count, context + 1, dtype)
+        repeated = SlotCache(before.config, count, context + 1, dtype)
         grouped.kv.normal_(generator=torch.Generator().manual_seed(0))
         repeated.kv.copy_(grouped.kv.repeat_interleave(config.n_head // config.n_kv_head, 3))
         ids, shares = list(range(count)), [(row, context, 1) for row in range(count)]
@@ -150,7 +149,7 @@ def step(row: Row) -> float:
 
 def far(row: Row) -> str:
     """Nats a token by position, on texts longer than those of the training."""
-    steps = [f"{each['cross_entropy']:.2f} from {each['from']:,}" for each in row["beyond"]]
+    steps = ["{cross_entropy:.2f} from {from:,}".format_map(each) for each in row["beyond"]]
     return ", ".join(steps[:1] + steps[-1:]) or "no position beyond 1,024"
 
 
@@ -158,18 +157,10 @@ def least(row: Row) -> float:
     return row.least(static_costs(row.config, row.kind, row.lengths))
 
 
-def weights(row: Row) -> float:
-    """Bytes in bfloat16."""
-    return 2 * row.config.parameter_count
-
-
-def context_bytes(row: Row) -> float:
-    """Of the keys and values of a whole context in bfloat16."""
-    return row.config.n_positions * row.config.kv_bytes_per_token(torch.bfloat16)
-
-
-def gigabytes(amount: Callable[[Any], float], digits: int = 2) -> rows.Column:
-    return lambda row: f"{amount(row) / 1e9:.{digits}f}"
+def sizes(row: Row) -> tuple[float, float]:
+    """Gigabytes in bfloat16: of the weights, and of the keys and values of a whole context."""
+    cache = row.config.n_positions * row.config.kv_bytes_per_token(torch.bfloat16)
+    return 2 * row.config.parameter_count / 1e9, cache / 1e9
 
 
 def claims(results: Results) -> Iterator[Claim]:
@@ -184,7 +175,7 @@ def claims(results: Results) -> Iterator[Claim]:
         yield faster(what, row, (REPEATED, GROUPED), step, why)
     one = next(row for row in results.rows("whole") if row.tokens > 1)
     why = "a product of one row reads at half of the bandwidth, and 600 small operators start"
-    yield Claim("one request", one.tokens / least(one), one.rate.median, "tok/s", why)
+    yield speed("one request", one, least, why)
 
 
 COLUMNS = rows.limits_of(least) | {
@@ -197,25 +188,25 @@ COLUMNS = rows.limits_of(least) | {
     "rotation of q, us": rows.UNITS["us"]("rotation of the queries"),
     "a matrix of the MLP, us": rows.UNITS["us"]("one matrix of the MLP"),
     "parameters": lambda row: f"{row.config.parameter_count / 1e6:,.0f} M",
-    "numbers": lambda row: f"{row['parameters']:,}",
-    "keys and values a token, bytes": lambda row: f"{row['kv']:,}",
-    "above the floor": lambda row: f"{row['excess']:.1%}",
-    "repeated words right": lambda row: f"{row['copied_right']:.1%}",
+    "numbers": "parameters:,",
+    "keys and values a token, bytes": "kv:,",
+    "above the floor": "excess:.1%",
+    "repeated words right": "copied_right:.1%",
     "straight stories": lambda row: "{} of {}".format(*row["straight"]),
     "nats a token": far,
-    "float32, GB": gigabytes(lambda row: 2 * weights(row), 1),
-    "bfloat16, GB": gigabytes(weights, 1),
+    "float32, GB": lambda row: f"{2 * sizes(row)[0]:.1f}",
+    "bfloat16, GB": lambda row: f"{sizes(row)[0]:.1f}",
     "keys and values a token, KiB": lambda row: (
         f"{row.config.kv_bytes_per_token(row.kind) / 1024:,.1f}"
     ),
     "bfloat16, at most tok/s here": lambda row: (
         f"{row.bandwidth / forward_cost(row.config, row.kind, 1).bytes:,.0f}"
     ),
-    "weights, GB": gigabytes(weights),
-    "cache of a whole context, GB": gigabytes(context_bytes),
-    "predicted, GB": gigabytes(lambda row: weights(row) + context_bytes(row)),
-    "peak over a tiny model's, GB": gigabytes(lambda row: row["bytes"]),
-    "off by": lambda row: f"{abs(row['bytes'] / (weights(row) + context_bytes(row)) - 1):.1%}",
+    "weights, GB": lambda row: f"{sizes(row)[0]:.2f}",
+    "cache of a whole context, GB": lambda row: f"{sizes(row)[1]:.2f}",
+    "predicted, GB": lambda row: f"{sum(sizes(row)):.2f}",
+    "peak over a tiny model's, GB": "bytes * 1e-9:.2f",
+    "off by": lambda row: f"{abs(row['bytes'] / 1e9 / sum(sizes(row)) - 1):.1%}",
     "of the limit": lambda row: f"{least(row) / row.of('ours').median:.0%}",
 }
 TABLES = rows.tables(
@@ -247,17 +238,17 @@ def heads_chart(results: Results) -> Figure:
     return charts.bars(
         f"Shared keys are read once: a decode step at {found[0]['context']:,} tokens of context",
         "milliseconds (SmolLM2-135M shape, float32)",
-        [f"{row['count']} row{'s' if row['count'] > 1 else ''}" for row in found],
+        [kit.counted(row["count"], "row") for row in found],
         {name: [1e3 * row.of(name).median for row in found] for name in (REPEATED, GROUPED)},
     )
 
 
 def headline(results: Results) -> str:
     row = results.groups("heads", dtype="float32")[-1]
-    gain = row.of(REPEATED).median / row.of(GROUPED).median
     return (
-        f"{row['count']} rows at {row['context']:,} tokens: a third of the cache, and {gain:.1f}x "
-        "the tok/s of repeated keys (SmolLM2-135M shape, float32)"
+        f"{row['count']} rows at {row['context']:,} tokens: a third of the cache, and "
+        f"{row.gain(REPEATED, GROUPED):.1f}x the tok/s of repeated keys "
+        "(SmolLM2-135M shape, float32)"
     )
 
 
@@ -266,7 +257,7 @@ WORK = kit.cases(
     Case(heads), Case(pieces), Case(whole, models=None), Case(real, dtypes=1), Case(twin, dtypes=1)
 )
 FEW = {"rows": (1, 8), "real": ()}
-BENCHMARK = kit.Benchmark(STAGE, __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
+BENCHMARK = kit.Benchmark("stage08_llama", __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from shared import charts, cli, linear, measure
 from shared.bench import kit, rows
-from shared.bench.claims import Claim, closing
+from shared.bench.claims import Claim, closing, faster, takes
 from shared.bench.kit import Case, Group, Subject
-from shared.bench.rows import Results, Row
+from shared.bench.rows import Results, Row, first
 from shared.roofline import Cost, block_weights, forward_cost
 from stage01_forward import families
 from stage01_forward.params import SamplingParams
@@ -40,9 +40,8 @@ from .program import ATTEND, LINEAR, NORM, Linear, Operation, lay_out
 from .runner import KernelRunner
 from .sample import draw
 
-STAGE = "stage09_kernels"
 PAGED, ATTENTION, KERNELS = "paged", "attention in place", "one call"
-IN_ORDER, UNMEASURED = "blocks in order", "not measured yet"
+IN_ORDER = "blocks in order"
 PLAIN, PACKED, OURS, AVX2 = "F.linear", "oneDNN, packed", "ours", "ours, AVX2"
 PARTS = ("products", "head", "attention", "norms", "tables")
 SMOL = "HuggingFaceTB/SmolLM2-135M"
@@ -81,29 +80,26 @@ def products(subject: Subject, plan: Any) -> Iterator[Group]:
     for name, outputs in (("MLP up", 4 * width), ("head", config.vocab_size)):
         weight = (torch.randn(outputs, width) / width**0.5).to(dtype)
         mine, theirs = lay_out([weight], dtype), linear.pack(weight)
+        strides = {"x_stride": width, "out_stride": outputs, "inputs": width, "outputs": outputs}
         for count in plan.counts:
             x = torch.randn(count, width).to(dtype)
-            wide, out = x.float(), torch.empty(count, outputs)
             pairs = torch.empty(count, (width + 1) // 2, dtype=torch.int32)
-            call = Linear(
-                x=wide.data_ptr(),
-                out=out.data_ptr(),
-                weights=mine.data_ptr(),
-                pairs=pairs.data_ptr(),
-                x_stride=width,
-                out_stride=outputs,
-                inputs=width,
-                outputs=outputs,
-                rows=count,
-            )
+            used = {
+                "x": x.float(),
+                "out": torch.empty(count, outputs),
+                "weights": mine,
+                "pairs": pairs,
+            }
+            places = {name: tensor.data_ptr() for name, tensor in used.items()}
+            call = Linear(rows=count, **places, **strides)
             ways = {
                 PLAIN: partial(F.linear, x, weight),
                 PACKED: partial(linear.packed_linear, x, theirs, None),
             }
             for ours, kernel in kernels.items():
                 ways[ours] = partial(kernel.linear, ctypes.byref(call), library.parallel_for())
-            taken = measure.alternate(ways, plan.repeats)
-            yield {"layer": name, "shape": [outputs, width], "count": count, "seconds": taken}
+            about = {"layer": name, "shape": [outputs, width], "count": count}
+            yield about | {"seconds": measure.alternate(ways, plan.repeats)}
 
 
 def filled(subject: Subject, plan: Any) -> tuple[PagedCache, KernelCache]:
@@ -222,8 +218,8 @@ def prefill(subject: Subject, plan: Any) -> Iterator[Group]:
     }
     ways = {name: partial(runner.run, *given) for name, runner in runners.items()}
     proof = kit.prove(judge.run(*given), ways[KERNELS]().argmax(-1), subject.dtype)
-    taken = measure.alternate(ways, plan.repeats)
-    yield {"count": len(ids), "context": 0, "seconds": taken, "proof": proof}
+    seconds = measure.alternate(ways, plan.repeats)
+    yield {"count": len(ids), "context": 0, "seconds": seconds, "proof": proof}
 
 
 def answers(subject: Subject, plan: Any) -> Iterator[Group]:
@@ -271,30 +267,29 @@ def bound(row: Row) -> float:
     return row.least([forward_cost(row.config, row.kind, new, row["context"], rows=count)])
 
 
-def share(row: Row) -> str:
-    return f"{bound(row) / row.of(KERNELS).median:.0%}"
+def gathering(row: Row) -> float:
+    """The same, with what stage 05 copies and the start of its operators, where it runs a step."""
+    if row.variant != PAGED:
+        return bound(row)
+    copied = 2 * row["count"] * row["context"] * row.config.kv_bytes_per_token(row.kind)
+    return bound(row) + copied / row.bandwidth + STARTED
 
 
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts, for the GPT-2 124M shape and 256 tokens of context."""
-    gathering = "the gather and PyTorch's attention read at a fraction of the bandwidth"
+    copying = "the gather and PyTorch's attention read at a fraction of the bandwidth"
     starting = "PyTorch's operators take longer to start, and read weights more slowly"
+    pair, waiting = (PAGED, KERNELS), "a loop that also computes does not wait for memory alone"
     for row in results.groups("steps", model="gpt2", context=256):
         if (row["dtype"], row["count"]) in (("float32", 32), ("float32", 1), ("bfloat16", 1)):
-            least, many = bound(row), row["count"] > 1
-            what = f"{row['count']} row{'s' if many else ''}, {row['dtype']}"
-            copied = 2 * row["count"] * 256 * row.config.kv_bytes_per_token(row.kind)
-            slow = least + copied / 1e9 / results.limits.bandwidth_gb_s + STARTED
-            gain = row.of(PAGED).median / row.of(KERNELS).median
-            yield Claim(f"gain: {what}", slow / least, gain, "x", gathering if many else starting)
-            why = "a loop that also computes does not wait for memory alone"
-            yield Claim(f"a step: {what}", least * 1e3, row.of(KERNELS).median * 1e3, "ms", why)
+            what, many = f"{kit.counted(row['count'], 'row')}, {row['dtype']}", row["count"] > 1
+            yield faster(f"gain: {what}", row, pair, gathering, copying if many else starting)
+            yield takes(f"a step: {what}", row.of(KERNELS), bound, waiting)
     for row in results.groups("prefill", model="gpt2", dtype="float32"):
-        gain = row.of(PAGED).median / row.of(KERNELS).median
-        yield Claim(f"gain: a prompt of {row['count']}", 1, gain, "x", "both are near the limit")
-        least, measured = bound(row) * 1e3, row.of(KERNELS).median * 1e3
+        what = f"a prompt of {row['count']}"
+        yield faster(f"gain: {what}", row, pair, bound, "both are near the limit")
         why = "softmax, norms and GELU are not counted"
-        yield Claim(f"a prompt of {row['count']}", least, measured, "ms", why)
+        yield takes(what, row.of(KERNELS), bound, why)
 
 
 def needs(row: Row, name: str) -> Cost:
@@ -321,10 +316,6 @@ def part(name: str) -> rows.Column:
 def between(variant: str) -> rows.Column:
     """Milliseconds of a decode step outside of the pass."""
     return lambda row: f"{rows.median(row['bookkeeping'][variant]) * 1e3:.2f}"
-
-
-def over(variant: str, base: str) -> rows.Column:
-    return lambda row: f"{row.of(base).median / row.of(variant).median:.2f}x"
 
 
 def product_rate(variant: str) -> rows.Column:
@@ -354,35 +345,37 @@ WHY = {
 }
 
 
+def widest(results: Results) -> Row:
+    """The step of the most rows in float32, of 256 tokens each if there is one."""
+    return max(first("steps")(results), key=lambda row: (row["count"], row["context"] == 256))
+
+
 def organs(results: Results) -> Iterator[Claim]:
     """What each part of a step takes, and Python beside it; in float32."""
-    many = max(  # 32 rows of 256 tokens
-        results.groups("steps", model="gpt2", dtype="float32"),
-        key=lambda row: (row["count"], row["context"] == 256),
-    )
+    many = widest(results)
     for name, why in WHY.items():
         least = many.least([needs(many, name)]) * 1e3
         yield Claim(f"{name}, {many['count']} rows", least, many.of(name).median * 1e3, "ms", why)
     (*_, answer) = results.groups("answers", dtype="float32")
-    aim, python = 1.0, rows.median(answer["bookkeeping"][KERNELS]) * 1e3
+    what, python = "Python between passes", rows.median(answer["bookkeeping"][KERNELS]) * 1e3
     why = "scheduling, an object for each token, records, and the call that draws"
-    yield Claim(f"Python between passes, {answer.requests} requests", aim, python, "ms", why)
+    yield Claim(f"{what}, {answer.requests} requests", 1.0, python, "ms", why, aim=True)
 
 
 COLUMNS: dict[str, rows.Column] = {
     "rows": "count",
-    "in place": over(ATTENTION, PAGED),
-    "one call more": over(KERNELS, ATTENTION),
-    "together": over(KERNELS, PAGED),
-    "of the bound": share,
-    "anywhere over in order": over(IN_ORDER, KERNELS),
+    "in place": rows.gain(PAGED, variant=ATTENTION),
+    "one call more": rows.gain(ATTENTION, variant=KERNELS),
+    "together": rows.gain(PAGED, variant=KERNELS),
+    "of the bound": lambda row: f"{bound(row) / row.of(KERNELS).median:.0%}",
+    "anywhere over in order": rows.gain(KERNELS, variant=IN_ORDER),
     "gathered, GB/s": attention_rate(PAGED),
     "in place, GB/s": attention_rate(ATTENTION),
     **{name: product_rate(name) for name in (PLAIN, PACKED, OURS, AVX2)},
     **{name: part(name) for name in PARTS},
     "stage 04, ms": rows.ms(PAGED, 2),
     "in C, ms": rows.ms(KERNELS, 2),
-    "faster": over(KERNELS, PAGED),
+    "faster": rows.gain(PAGED, variant=KERNELS),
     "between passes, paged, ms": between(PAGED),
     "ours, ms": between(KERNELS),
     "requests": lambda row: row.requests,
@@ -404,44 +397,31 @@ TABLES = rows.tables(
     between < answers: model | dtype | requests | between passes, paged, ms | ours, ms
     drawn: options | rows | stage 04, ms | in C, ms | faster
     """,
-    main=lambda results: [
-        row
-        for row in results.groups("steps", model="gpt2", dtype="float32")
-        if row["context"] > 128
-    ],
+    main=lambda results: [row for row in first("steps")(results) if row["context"] > 128],
     parts=lambda results: results.groups("steps", model="gpt2"),
-    order=lambda results: (
-        [row for row in results.groups("steps") if IN_ORDER in row["seconds"]] or UNMEASURED
-    ),
-    drawn=lambda results: (
-        results.groups("drawn") if "drawn" in results.content["results"] else UNMEASURED
-    ),
+    order=lambda results: [row for row in results.groups("steps") if IN_ORDER in row["seconds"]],
     claims=closing(claims),
     each=closing(organs),
 )
 
 
 def steps_chart(results: Results) -> Figure:
-    found = results.groups("steps", model="gpt2", dtype="float32", context=256)
+    found = first("steps", context=256)(results)
     names = (PAGED, ATTENTION, KERNELS)
     values = {name: [1e3 * row.of(name).median for row in found] for name in names}
     return charts.bars(
         "A decode step: attention in place, then all of it in one call",
         "milliseconds (GPT-2 124M shape, float32)",
-        [f"{row['count']} row{'s' if row['count'] > 1 else ''}" for row in found],
+        [kit.counted(row["count"], "row") for row in found],
         values | {"machine's limit": [1e3 * bound(row) for row in found]},
     )
 
 
 def headline(results: Results) -> str:
-    row = max(
-        results.groups("steps", model="gpt2", dtype="float32"),
-        key=lambda row: (row["context"] == 256, row["count"] == 32),
-    )
-    gain = row.of(PAGED).median / row.of(KERNELS).median
+    row = widest(results)
     return (
-        f"{gain:.1f}x stage 05's decode step with {row['count']} rows of {row['context']} tokens "
-        "(GPT-2 124M shape, float32)"
+        f"{row.gain(PAGED, KERNELS):.1f}x stage 05's decode step with {row['count']} rows of "
+        f"{row['context']} tokens (GPT-2 124M shape, float32)"
     )
 
 
@@ -454,7 +434,7 @@ WORK = kit.cases(
     Case(answers),
     Case(drawn, dtypes=1),
 )
-BENCHMARK = kit.Benchmark(STAGE, __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
+BENCHMARK = kit.Benchmark("stage09_kernels", __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

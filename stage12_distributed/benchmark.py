@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from shared import charts, cli
 from shared.bench import kit, rows
-from shared.bench.claims import Claim, closing
+from shared.bench.claims import Claim, closing, faster
 from shared.bench.kit import Case, Group, Output, Subject
 from shared.bench.rows import Results, Row, percentile
 from shared.roofline import forward_cost, static_costs
@@ -36,10 +36,9 @@ from .routing import BLOCK_SIZE
 from .simulate import Scenarios
 from .simulator import Cell, Fleet
 
-STAGE = "stage12_distributed"
 SUM = 0.2e-3  # seconds, assumed for a sum over a socket of this machine
 LATENCIES = ("ttft", "itl", "e2e")
-SHARES = (0.5, 0.99)
+PERCENTS, SHARES = ("p50", "p99"), (0.5, 0.99)
 SEQUENCES, BUDGET = 32, 256  # at a time, and tokens a pass: the server's defaults
 COPYING = 10e9  # bytes a second, assumed for keys and values that are handed over
 ONE, TWO = "one process", "two ranks"
@@ -210,11 +209,19 @@ def replays(results: Results) -> Iterator[dict[str, str]]:
         for name in LATENCIES:
             share = f"{row['share']:.0%}{', fitted' * row['fitted']}"
             line = {"of capacity": share, "latency": name.upper()}
-            for place, percent in enumerate(("p50", "p99")):
+            for place, percent in enumerate(PERCENTS):
                 real, made = (row[way][name][place] for way in ("measured", "simulated"))
                 line[f"{percent}, ms"] = f"{real * 1e3:,.1f}"
                 line[f"simulated {percent}, ms"] = f"{made * 1e3:,.1f} ({made / real - 1:+.0%})"
             yield line
+
+
+def by_policy(results: Results) -> dict[tuple[str, str], Row]:
+    return {(row["traffic"], row["policy"]): row for row in fleet("policies")(results)}
+
+
+def rate(name: str) -> rows.Column:
+    return lambda row: f"{row['tokens'] / row.of(name).median:,.1f}"
 
 
 def fleet(*cases: str) -> Callable[[Results], list[Row]]:
@@ -236,45 +243,39 @@ def itl(row: Row, name: str, place: int) -> float:
     return rows.median(own[place] for own in row["itl"][name])
 
 
-def summing(row: Row) -> float:
-    """Least seconds of a load on two ranks of one machine: one process's, and the sums."""
-    passes = row.of(ONE)["passes"] * (2 * row.config.n_layer + 1)
-    return row.least(static_costs(row.config, row.kind, row.lengths)) + passes * SUM
+def whole_seconds(row: Row) -> float:
+    """Least seconds of a load by one process; two ranks of one machine add their sums."""
+    least = row.least(static_costs(row.config, row.kind, row.lengths))
+    sums = row.of(ONE)["passes"] * (2 * row.config.n_layer + 1) if row.variant == TWO else 0
+    return least + sums * SUM
 
 
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts."""
-    found = {(row["traffic"], row["policy"]): row for row in fleet("policies")(results)}
-    prefix = found["prefix", "prefix"]
+    found = by_policy(results)
+    prefix, chance = found["prefix", "prefix"], found["prefix", "random"]
     why = "a prefix whose replica is too busy is computed by another one too"
     yield Claim("prompts found, by prefix", 100 * prefix["big"], 100 * prefix["hits"], "%", why)
-    why = "the median request finds its prefix by either policy: see p99"
-    half, most = (forward_cost(prefix.config, prefix.kind, n) for n in (PROMPT // 2, PROMPT // 9))
-    gain = found["prefix", "random"]["ttft_p50"] / prefix["ttft_p50"]
-    yield Claim(
-        "TTFT, at random over by prefix",
-        prefix.least([half]) / prefix.least([most]),
-        gain,
-        "x",
-        why,
+    half, most = (
+        prefix.least([forward_cost(prefix.config, prefix.kind, PROMPT // part)]) for part in (2, 9)
     )
+    gain = chance["ttft_p50"] / prefix["ttft_p50"]
+    why = "the median request finds its prefix by either policy: see p99"
+    yield Claim("TTFT, at random over by prefix", half / most, gain, "x", why)
     free = found["free", "load"]["ttft_p50"] / found["free", "prefix"]["ttft_p50"]
     yield Claim("the same without common prefixes", 1.0, free, "x", "the control: no hits")
     busy = results.groups("apart")[-1]
-    why = "the pass has the streams' rows too, and products of 256 rows are below the peak"
-    yield Claim(
-        "p99 between tokens, together", 1e3 * chunk(busy), 1e3 * itl(busy, TOGETHER, 1), "ms", why
-    )
-    why = "one processor of two, and both processes read one memory"
-    yield Claim("p99 between tokens, apart", 2e3 * step(busy), 1e3 * itl(busy, APART, 1), "ms", why)
+    beside = "the pass has the streams' rows too, and products of 256 rows are below the peak"
+    for name, least, why in (
+        (TOGETHER, chunk(busy), beside),
+        (APART, 2 * step(busy), "one processor of two, and both processes read one memory"),
+    ):
+        yield Claim(f"p99 between tokens, {name}", 1e3 * least, 1e3 * itl(busy, name, 1), "ms", why)
     why = "alone a thread wastes nothing on meeting another; without prompts apart is slower"
-    gain = busy.of(TOGETHER).median / busy.of(APART).median
-    yield Claim("tok/s, apart over together", 1.0, gain, "x", why)
-    one = results.groups("ranks")[0]
+    yield faster("tok/s, apart over together", busy, (TOGETHER, APART), lambda _: 1.0, why)
     why = "a sum takes as long as the slower rank, and each waits for the other 25 times a pass"
-    least = one.least(static_costs(one.config, one.kind, one.lengths))
-    gain = one.of(ONE).median / one.of(TWO).median
-    yield Claim("two ranks over one process, 1 row", least / summing(one), gain, "x", why)
+    what, one = "two ranks over one process, 1 row", results.groups("ranks")[0]
+    yield faster(what, one, (ONE, TWO), whole_seconds, why)
     row = results.groups("replay", fitted=False)[-1]
     made, real = (row[way]["e2e"][0] for way in ("simulated", "measured"))
     what = f"E2E p50 at {row['share']:.0%} of the capacity, over simulated"
@@ -282,20 +283,8 @@ def claims(results: Results) -> Iterator[Claim]:
     yield Claim(what, 1.0, real / made, "x", why)
 
 
-def quantile(name: str, place: int, unit: float = 1e3) -> rows.Column:
-    return lambda row: f"{row[name][place] * unit:,.0f}"
-
-
 def between(name: str, place: int) -> rows.Column:
     return lambda row: f"{itl(row, name, place) * 1e3:,.1f}"
-
-
-def rate(name: str) -> rows.Column:
-    return lambda row: f"{row['tokens'] / row.of(name).median:,.1f}"
-
-
-def latency(key: str) -> rows.Column:
-    return lambda row: f"{row[key] * 1e3:,.0f}"
 
 
 COLUMNS: dict[str, rows.Column] = {
@@ -311,9 +300,9 @@ COLUMNS: dict[str, rows.Column] = {
     "lost": "lost:.0f",
     "retried": "retried:.0f",
     "replica-seconds": "paid:,.0f",
-    "a choice p50, us": quantile("decision", 0, 1e6),
-    "p99, us": quantile("decision", 1, 1e6),
-    "an event, us of processor": lambda row: f"{row['relay'] * 1e6:,.0f}",
+    "a choice p50, us": lambda row: f"{row['decision'][0] * 1e6:,.0f}",
+    "p99, us": lambda row: f"{row['decision'][1] * 1e6:,.0f}",
+    "an event, us of processor": "relay * 1e6:,.0f",
     "together": rows.gain(ONE, None, TWO),
     "same tokens": lambda row: row.of(TWO).proof,
     "long prompts": "long",
@@ -322,18 +311,18 @@ COLUMNS: dict[str, rows.Column] = {
     "just ended": "lost",
     "others not whole": "untouched",
     "the last after, s": "last:.2f",
-    "TTFT, ms": lambda row: f"{row['ttft'] * 1e3:,.1f}",
-    "an event, ms": lambda row: f"{row['event'] * 1e3:,.2f}",
+    "TTFT, ms": "ttft * 1e3:,.1f",
+    "an event, ms": "event * 1e3:,.2f",
     **{f"{name}, tok/s": rate(name) for name in (TOGETHER, APART)},
     **{
         f"{name}, ITL {percent}, ms": between(name, place)
         for name in (TOGETHER, APART)
-        for place, percent in enumerate(("p50", "p99"))
+        for place, percent in enumerate(PERCENTS)
     },
     **{
-        f"{name.upper()} {percent}, ms": latency(f"{name}_{percent}")
+        f"{name.upper()} {percent}, ms": f"{name}_{percent} * 1e3:,.0f"
         for name in LATENCIES
-        for percent in ("p50", "p99")
+        for percent in PERCENTS
     },
 }
 TABLES = rows.tables(
@@ -377,7 +366,7 @@ CHARTS = {"policies": found_chart}
 
 
 def headline(results: Results) -> str:
-    found = {(row["traffic"], row["policy"]): row for row in fleet("policies")(results)}
+    found = by_policy(results)
     prefix, chance = found["prefix", "prefix"], found["prefix", "random"]
     return (
         f"by prefix {prefix['hits']:.0%} of the prompts' tokens are found, at random "
@@ -388,7 +377,7 @@ def headline(results: Results) -> str:
 WORK = kit.cases(
     Case(replay), Case(fleets), Case(apart), Case(ranks), Case(router), Case(kills), Case(ray)
 )
-BENCHMARK = kit.Benchmark(STAGE, __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
+BENCHMARK = kit.Benchmark("stage12_distributed", __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import httpx2
 import psutil
 
-from shared.server import READY, OwnServer, python
+from shared.server import READY, OwnServer, free_ports, python
 from stage07_loadtest import mock
 
 from .routing import Routing
@@ -215,12 +214,3 @@ def wait_for(url: str, good: Callable[[httpx2.Response], bool] = bool) -> None:
                 return
         time.sleep(0.1)
     raise TimeoutError(f"{url} was not ready after {LIMIT:g} s")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that no program uses now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

@@ -13,8 +13,7 @@ import numpy as np
 from shared.measure import process
 from stage06_serving.inside import Inside
 from stage07_loadtest import schedule, workload
-from stage07_loadtest.client import Target
-from stage07_loadtest.load import Point, run_point
+from stage07_loadtest.load import load
 
 from .passes import Meter
 from .simulator import Ask
@@ -34,10 +33,6 @@ class Run:
     steps: list[tuple[float, ...]]
 
 
-def point(url: str, asks: list[workload.Ask], when: schedule.Schedule, warmup: int) -> Point:
-    return asyncio.run(run_point(Target(url), asks, when, warmup=warmup))
-
-
 async def serve(
     options: list[str], shares: Sequence[float], users: int, count: int, client: Executor
 ) -> list[Run]:
@@ -52,7 +47,7 @@ async def serve(
             if share:
                 when = schedule.poisson(share * most, many, seed=round(100 * share) + turn)
             meter.steps.clear()
-            job = client.submit(point, url, asks, when, warm)
+            job = client.submit(load, url, asks, when, warmup=warm)
             records = (found := await asyncio.wrap_future(job)).records
             if failed := [record.detail for record in records if record.failure]:
                 raise AssertionError(f"{len(failed)} requests failed, such as: {failed[0]}")

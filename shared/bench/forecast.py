@@ -4,15 +4,10 @@ own decisions, before anything has run."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
-
-from shared.checkpoint import PRESETS
 from shared.roofline import Cost, Lengths, Part, pass_cost, static_costs
-from stage04_continuous.engine import Engine
-from stage04_continuous.plan import Plan
+from stage01_forward.generation import Token
 from stage04_continuous.request import Request
 from stage04_continuous.scheduler import Scheduler
 
@@ -36,60 +31,35 @@ def least(row: Row) -> float:
     return row.least(costs(row))
 
 
-class Idle:
-    """A runner that computes nothing: every logit is 0."""
-
-    def __init__(self, requests: int) -> None:
-        self.config = replace(PRESETS["tiny"], n_positions=2**20, vocab_size=requests + 1)
-
-    def move(self, moves: Sequence[Any]) -> None:
-        """There is no memory."""
-
-    def run(self, ids: Sequence[int], shares: Sequence[Any], rows: Sequence[int]) -> torch.Tensor:
-        return torch.zeros(len(rows), self.config.vocab_size)
-
-
-class Watch:
-    """An engine's observer that notes what each pass computes, and calls `note` in it. A request is
-    known by the first token of its prompt."""
-
-    def __init__(self, note: Callable[[], object]) -> None:
-        self.note = note
-        self.passes: list[list[Part]] = []
-
-    def before(self, plan: Plan) -> None:
-        if plan:
-            parts = ((one.request.prompt_ids[0], one) for one in plan.work)
-            self.passes.append(
-                [Part(number, one.start, one.count, bool(one.rows)) for number, one in parts]
-            )
-            self.note()
-
-    def after(self, plan: Plan) -> None:
-        """The pass has been noted."""
-
-
 def simulate(
     scheduler: Any,
     arrivals: Sequence[tuple[int, int, int]] | Lengths,
     note: Callable[[], object] = int,
 ) -> list[list[Part]]:
-    """The passes that `scheduler` plans of requests, by the real engine without a model; `note` is
-    called in each.
+    """The passes that `scheduler` plans of requests, as an engine steps but without a model; `note`
+    is called in each.
 
     arrivals: (step, tokens of prompt, tokens of answer), or without the step: all at the start. All
-    tokens of a prompt are the request's number.
+    tokens of a prompt are the request's number, and those of an answer are 0.
     """
-    watch, steps = Watch(note), 0
-    engine = Engine(Idle(len(arrivals)), scheduler, observers=[watch])
     late = [
         (sum(step), number, Request([number] * prompt, greedy(answer)))
         for number, (*step, prompt, answer) in enumerate(arrivals)
     ]
     late.sort(key=lambda arrival: arrival[:2])
-    while late or engine.requests:
-        while late and late[0][0] <= steps:
-            engine.add(late.pop(0)[2])
-        engine.step()
-        steps += 1
-    return watch.passes
+    passes, step = list[list[Part]](), 0
+    while late or scheduler.unfinished:
+        while late and late[0][0] <= step:
+            scheduler.add(late.pop(0)[2])
+        if plan := scheduler.schedule():
+            parts = ((one.request.prompt_ids[0], one) for one in plan.work)
+            passes.append([Part(n, one.start, one.count, bool(one.rows)) for n, one in parts])
+            note()
+        scheduler.advance(plan)
+        for request in [one.request for one in plan.work if one.rows]:
+            ended = len(request.output.token_ids) + 1 == request.sampling.max_tokens
+            request.output.append(Token(0, None, "length" if ended else None))
+            if ended:
+                scheduler.finish(request)
+        step += 1
+    return passes

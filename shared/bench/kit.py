@@ -58,6 +58,10 @@ def run_lengths(values: Iterable[Any]) -> list[list[Any]]:
     return [[value, len(list(same))] for value, same in groupby(values)]
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def packed(lengths: Lengths) -> list[list[int]]:
     """As results keep them: tokens of prompt and answer, and of how many requests in a row."""
     return [[*pair, times] for pair, times in run_lengths(lengths)]

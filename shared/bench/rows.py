@@ -28,8 +28,8 @@ from shared.measure import Summary, summarize
 from shared.roofline import Cost
 from stage01_forward import families
 
-# What fills a column: a key and a format ("passes:,"), or a function of the row. A heading that is
-# not declared is its own key; "naive, ms" and "naive, tok/s" are those of the variant "naive".
+# What fills a column: a key and a format ("passes:,", "bytes * 1e-6:.1f"), or a function of a row.
+# A heading that is not declared is its own key; "naive, ms" is the variant "naive" in ms.
 Column = str | Callable[[Any], Any]
 NUMBER = re.compile(r"|inf|[\d.,]+[%x]?( (\(|to ).*)?")  # cells that are set to the right
 
@@ -156,8 +156,10 @@ def fill(row: Any, heading: str, columns: Mapping[str, Column]) -> str:
     if not isinstance(column, str):
         return str(column(row))
     key, _, form = column.partition(":")
+    key, _, factor = key.partition(" * ")
     keyed = isinstance(row, Mapping) or (isinstance(row, Row) and not hasattr(row, key))
-    return format(row[key] if keyed else getattr(row, key), form)
+    value = row[key] if keyed else getattr(row, key)
+    return format(value * float(factor) if factor else value, form)
 
 
 def table(
@@ -263,7 +265,7 @@ COLUMNS: dict[str, Column] = {
     "answer": lambda row: row.lengths[0][1],
     "context": "context:,",
     "tok/s": lambda row: row.rate.show(),
-    "cache, MB": lambda row: f"{row['bytes'] / 1e6:,.0f}",
+    "cache, MB": "bytes * 1e-6:,.0f",
     "same tokens": "proof",
     "share of time": "share:.0%",
     "operator": lambda operator: f"`{operator['operator']}`",

@@ -130,7 +130,7 @@ async def ask_all(url: str, prompts: Prompts, counts: list[int]) -> Run:
     run = Run([0.0] * len(prompts), [[] for _ in prompts])
 
     async def ask(place: int, prompt: list[int], count: int) -> None:
-        body = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0}
+        body = {"prompt": prompt, "max_tokens": count, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True}
         async with session.post(f"{url}/v1/completions", json=body) as response:
             if response.status != 200:
@@ -143,8 +143,6 @@ async def ask_all(url: str, prompts: Prompts, counts: list[int]) -> Run:
         run.tokens[place] = answer["choices"][0]["token_ids"]
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
-        async with session.get(f"{url}/v1/models") as response:
-            model = (await response.json())["data"][0]["id"]
         started = time.perf_counter()
         await asyncio.gather(*(ask(0, prompt, 2) for prompt in prompts[:2]))  # warms up
         started = time.perf_counter()

@@ -264,7 +264,7 @@ def test_all_tools_are_compared_by_the_medians_of_their_rounds():
         for rate, times in own
     ]
     results = Results(measure.content("x", {}, {"runs": runs}, LIMITS))
-    rows = crosscheck.compared(results)
+    rows = list(crosscheck.compared(results))
     cells = [[row[name] for name in (OURS, GUIDELLM, VLLM, "difference", "agree")] for row in rows]
     assert cells[:3] == cells[3:6] == cells[6:9]
     assert cells[0] == ["100.0", "110.0", "100.0", "+10.0%, +0.0%", "no, yes"]

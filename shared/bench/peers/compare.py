@@ -40,7 +40,8 @@ from .process import Driver, Failures, started
 KIND, NAME = "peers", "shared.bench.peers"
 Ask = tuple[int, int, int]  # rows, and tokens of each prompt and answer
 FULL = kit.plan(
-    models=("gpt2",), dtypes=kit.BOTH, engines=tuple(ENGINES), rounds=3,
+    models=("gpt2",), dtypes=kit.BOTH, engines=tuple(ENGINES),
+    rounds=(9, 5, 3),  # of one row, up to 8, more: short runs meet fast and slow memory by chance
     prefills=(512,), context=64,  # tokens of a prompt alone; of each row before it decodes
     answers=((1, 64), (8, 32), (32, 32), (64, 16)),  # rows, tokens of each
     load=served.Load(),
@@ -75,7 +76,9 @@ def cell(
     ways = {
         name: (partial(one.ask, prompts, new), one.process.pid) for name, one in running.items()
     }
-    found = failed.turns(plan, dtype, ways, machine=partial(machine, dtype))
+    rounds = plan.rounds[0 if count == 1 else 1 if count <= 8 else 2]
+    beside = {"machine": partial(machine, dtype)}
+    found = failed.turns(dtype, ways, rounds, plan.tries, **beside)
     limits = found.pop("machine")
     group: kit.Group = {"model": model, "dtype": dtype, "lengths": [[length, new, count]]}
     group |= {key: [one[key] for one in limits] for key in limits[0]}

@@ -32,14 +32,19 @@ Run = Callable[[], dict[str, Any]]
 
 
 class Driver:
-    """A process that speaks as `drive.py` does. Use it in a `with`. Its methods raise UserError
-    when it has ended, or does not answer in time, which ends it."""
+    """A process that speaks as `drive.py` does, or a server that does not speak. Use it in a
+    `with`. Its methods raise UserError when it has ended, or does not answer in time, which ends
+    it."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        speaks: bool = True,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        out = subprocess.PIPE if speaks else self._log  # nobody reads a server's: a pipe would fill
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": out, "stderr": self._log}
         self.process: subprocess.Popen[str] = subprocess.Popen(
             command, cwd=paths.ROOT, env=environment, encoding="utf-8", **pipes
         )
@@ -54,20 +59,17 @@ class Driver:
 
     def stop(self) -> None:
         """End it and its children at once: there is nothing that they could lose."""
-        with suppress(psutil.Error):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
+        for child in children(self.process.pid):
+            with suppress(psutil.Error):
                 child.kill()
         self.process.kill()
         self.process.wait()
 
-    def ready(self, seconds: float = STARTING) -> dict[str, str]:
+    def ready(self, seconds: float = STARTING) -> Any:
         """The versions of what it runs, once it has loaded."""
-        found: dict[str, str] = self._reply(seconds)["ready"]
-        return found
+        return self._reply(seconds)["ready"]
 
-    def ask(
-        self, prompts: list[list[int]], count: int, seconds: float = ANSWERING
-    ) -> dict[str, Any]:
+    def ask(self, prompts: list[list[int]], count: int, seconds: float = ANSWERING) -> Any:
         """What it answers; see `drive.py`."""
         with suppress(OSError):  # it has ended: the missing reply tells why
             assert self.process.stdin is not None
@@ -80,24 +82,17 @@ class Driver:
             raise UserError(f"it gave answers of {sorted(lengths)} tokens instead of {count}")
         return found
 
-    def _reply(self, seconds: float) -> dict[str, Any]:
+    def _reply(self, seconds: float) -> Any:
         assert self.process.stdout is not None
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            self.stop()
-
-        clock = threading.Timer(seconds, end)
+        started, clock = time.monotonic(), threading.Timer(seconds, self.stop)
         clock.start()
         try:
             line = self.process.stdout.readline()  # "" once it has ended
         finally:
             clock.cancel()
         if line:
-            found: dict[str, Any] = json.loads(line)
-            return found
-        if late.is_set():
+            return json.loads(line)
+        if time.monotonic() - started >= seconds:
             raise UserError(f"it did not answer within {seconds:g} s")
         status = self.process.wait()
         raise UserError(self.last_line() or f"it ended with status {status}")
@@ -128,7 +123,12 @@ class Failures(list[dict[str, str]]):
             tqdm.write(f"{engine}, {dtype}: {error}", file=sys.stderr)
 
     def turns(
-        self, plan: Any, dtype: str, ways: Mapping[str, tuple[Run, int]], **beside: Run
+        self,
+        dtype: str,
+        ways: Mapping[str, tuple[Run, int]],
+        rounds: int,
+        tries: int,
+        **beside: Run,
     ) -> dict[str, list[dict[str, Any]]]:
         """The runs of all engines in turn, each by `calm`, and `beside` them others; without the
         engines that failed. ways: what runs, and its process."""
@@ -137,11 +137,11 @@ class Failures(list[dict[str, str]]):
             if any((one["engine"], one["dtype"]) == (name, dtype) for one in self):
                 return None
             with self.named(name, dtype):
-                return calm(run, pid, plan.tries)
+                return calm(run, pid, tries)
             return None
 
         every = beside | {name: partial(turn, name, *way) for name, way in ways.items()}
-        found: dict[str, list[Any]] = measure.turns(every, plan.rounds, warmup=0) if every else {}
+        found: dict[str, list[Any]] = measure.turns(every, rounds, warmup=0) if every else {}
         return {name: runs for name, runs in found.items() if None not in runs}
 
 
@@ -163,6 +163,13 @@ def calm(run: Run, pid: int, tries: int) -> dict[str, Any]:
     return min(found, key=lambda one: one["others"])
 
 
+def children(pid: int) -> list[psutil.Process]:
+    """All processes that a process, which may have ended, has started."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
 def busy() -> float:
     """Seconds for which the processors have worked since the machine was started."""
     times = psutil.cpu_times()
@@ -172,8 +179,7 @@ def busy() -> float:
 def used(pid: int) -> float:
     """Seconds of processors that this process, and process `pid` with its children, have used."""
     try:
-        other = psutil.Process(pid)
-        every = [psutil.Process(), other, *other.children(recursive=True)]
+        every = [psutil.Process(), psutil.Process(pid), *children(pid)]
         return sum(sum(each.cpu_times()[:2]) for each in every)
     except psutil.Error:
         return 0.0  # it has ended, which its next reply tells

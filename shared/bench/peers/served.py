@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,8 +18,7 @@ from shared.bench import kit
 from shared.errors import UserError
 from shared.parity import random_prompt
 from stage07_loadtest import metrics, schedule
-from stage07_loadtest.client import Target
-from stage07_loadtest.load import run_point
+from stage07_loadtest.load import load as load_once
 from stage07_loadtest.workload import Ask
 
 from .install import ENGINES, HOME, OLDER, OURS, python
@@ -56,9 +53,7 @@ def ours(stage: str, model: str, dtype: str, load: Load) -> Iterator[tuple[str, 
 def vllm(place: Path, dtype: str, threads: int, load: Load) -> Iterator[tuple[str, int]]:
     """vLLM's. Raises UserError if it does not start."""
     engine = ENGINES["vLLM"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = server.free_ports(1)
     options: dict[str, Any] = {"dtype": dtype, "port": port, "host": "127.0.0.1"}
     options |= {"max-num-seqs": load.users, "max-num-batched-tokens": 4096, "max-model-len": 1024}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
@@ -66,7 +61,7 @@ def vllm(place: Path, dtype: str, threads: int, load: Load) -> Iterator[tuple[st
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(place), *words]
     runs = python(engine, HOME)
     command = [str(runs), *words, "--no-enable-prefix-caching"]
-    with Driver(command, engine.environment(threads)) as running:
+    with Driver(command, engine.environment(threads), speaks=False) as running:
         url, latest = f"http://127.0.0.1:{port}", time.monotonic() + STARTING
         while not answers(f"{url}/health"):
             if running.process.poll() is not None or time.monotonic() > latest:
@@ -84,12 +79,10 @@ def answers(url: str) -> bool:
 def once(url: str, asks: list[Ask], load: Load) -> dict[str, Any]:
     """One run: its seconds. Raises UserError if a request failed."""
     when = schedule.closed(load.users, load.requests)
-    point = asyncio.run(run_point(Target(url), asks, when, warmup=load.users))
+    point = load_once(url, asks, when, warmup=load.users)
     for record in point.records:
         if not metrics.succeeded(record):
             raise UserError(f"its server failed a request: {record.failure}, {record.detail}")
-    if point.interrupted:
-        raise KeyboardInterrupt
     return {"seconds": point.duration}
 
 
@@ -125,7 +118,7 @@ def run(plan: Any, place: Path, dtype: str, failures: Failures) -> kit.Group:
             with failures.named(name, WHERE):
                 url, pid = stack.enter_context(servers[name]())
                 ways[name] = partial(once, url, asks, load), pid
-        found = failures.turns(plan, WHERE, ways)
+        found = failures.turns(WHERE, ways, plan.rounds[-1], plan.tries)
     about: kit.Group = {"model": model, "dtype": dtype, "users": load.users}
     about["lengths"] = [[load.prompt, load.answer, load.requests]]
     return about | (kit.by_variant(found) if found else {"seconds": {}})

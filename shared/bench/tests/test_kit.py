@@ -12,7 +12,7 @@ import torch
 
 from shared import measure, roofline
 from shared.bench import kit, rows
-from shared.bench.claims import Claim, closing
+from shared.bench.claims import FASTER, Claim, closing
 from shared.bench.forecast import Part, pass_cost, simulate
 from shared.bench.kit import Benchmark, Case, Subject, cases, compare
 from shared.bench.tests.tools import LIMITS, lines, measured
@@ -209,7 +209,9 @@ def test_a_ratio_is_missed_beyond_a_quarter_and_a_time_shows_its_share() -> None
         least = 600 / results.limits.bandwidth_gb_s
         units = ((25.0, "x"), (25.1, "x"), (25.0, "ms"), (16, ""))
         return [Claim("it", least, value, unit, "so") for value, unit in units] + [
-            Claim("it", least, 40.0, "tok/s", "so", by_hand=7.0)
+            Claim("it", least, 40.0, "tok/s", "so", by_hand=7.0),
+            Claim("it", 2.0, 1.0, "ms", "so", aim=True),
+            Claim("it", 2.0, 2.1, "ms", "so", aim=True),
         ]
 
     found = lines(closing(listed)(rows.Results(about)))
@@ -218,7 +220,9 @@ def test_a_ratio_is_missed_beyond_a_quarter_and_a_time_shows_its_share() -> None
         ["15.0x", "20.0x", "25.1x", "**missed**", "so"],
         ["15.0 ms", "20.0 ms", "25.0 ms", "80% of the limit", "so"],
         ["15", "20", "16", "held", "so"],
-        ["7.00 tok/s", "20.0 tok/s", "40.0 tok/s", "200% of the limit", "so"],
+        ["7.00 tok/s", "20.0 tok/s", "40.0 tok/s", "200% of the limit", FASTER],
+        ["2.00 ms", "2.00 ms", "1.00 ms", "held", "so"],
+        ["2.00 ms", "2.00 ms", "2.10 ms", "**missed**", "so"],
     ]
 
 

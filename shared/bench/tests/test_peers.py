@@ -140,7 +140,7 @@ def test_a_whole_measurement_names_who_did_not_take_part(
     monkeypatch.setitem(ENGINES, "lost", Engine("no_such_driver"))
     monkeypatch.setattr(compare, "machine", lambda dtype: {"bandwidth": 30.0, "gflops": 100.0})
     plan = replace(
-        compare.FULL, models=("stories",), dtypes=("float32",), rounds=2, tries=1,
+        compare.FULL, models=("stories",), dtypes=("float32",), rounds=(2, 2, 2), tries=1,
         engines=(OURS, "transformers", "lost"), load=Load(2, 4, 8, 4),
         prefills=(16,), context=8, answers=((1, 4), (2, 4)),
     )  # fmt: skip
