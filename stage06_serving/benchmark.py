@@ -107,32 +107,20 @@ def options(plan: Any, model: str, dtype: str, linear: str) -> list[str]:
 
 
 @dataclass
-class Answer:
-    """Times are `time.perf_counter()`."""
-
-    sent: float
-    ids: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)  # when there was something new
-    events: list[bytes] = field(default_factory=list)  # of a server, until they are read
-
-
-@dataclass
 class Run:
-    """A load, once through; answers in the order of sending."""
+    """A load, once through. Times are `time.perf_counter()`, in the order of sending."""
 
     seconds: float
-    answers: list[Answer]
+    sent: list[float]
+    times: list[list[float]]  # when there was something new of each answer
+    ids: list[list[int]]
     cpu: dict[str, float]  # seconds of processor time of the "engine", the "loop", the "client"
     passes: int | None = None  # of the engine; None: unknown
     parts: dict[str, float] = field(default_factory=dict)  # shares of the loop's time
 
-    @property
-    def ids(self) -> list[list[int]]:
-        return [answer.ids for answer in self.answers]
-
     def kept(self) -> dict[str, Any]:
-        first = [answer.times[0] - answer.sent for answer in self.answers]
-        between = [late - soon for answer in self.answers for soon, late in pairwise(answer.times)]
+        first = [times[0] - sent for times, sent in zip(self.times, self.sent, strict=True)]
+        between = [late - soon for times in self.times for soon, late in pairwise(times)]
         return {
             "seconds": self.seconds,
             "cpu": self.cpu,
@@ -146,12 +134,15 @@ def run_offline(engine: Any, load: Load, prompts: Sequence[list[int]]) -> Run:
     """The engine with nothing around it: a loop that steps, and adds a request when one has
     ended."""
     engine.steps.clear()
-    waiting, answers = iter(prompts), dict[str, Answer]()
+    waiting, sent, times = iter(prompts), list[float](), dict[str, list[float]]()
+    ids: list[list[int]] = []
 
     def send() -> None:
         for prompt in islice(waiting, 1):
             request = engine.add(Request(prompt, kit.greedy(load.answer)))
-            answers[request.id] = Answer(time.perf_counter(), request.output.token_ids)
+            times[request.id] = []
+            sent.append(time.perf_counter())
+            ids.append(request.output.token_ids)
 
     cpu, started = time.process_time(), time.perf_counter()
     for _ in range(load.streams):
@@ -159,11 +150,11 @@ def run_offline(engine: Any, load: Load, prompts: Sequence[list[int]]) -> Run:
     while engine.requests:
         tokens, now = engine.step(), time.perf_counter()
         for request, token in tokens:
-            answers[request].times.append(now)
+            times[request].append(now)
             if token.finish_reason is not None:
                 send()
     seconds, used = time.perf_counter() - started, {"engine": time.process_time() - cpu}
-    return Run(seconds, [*answers.values()], used, len(engine.steps))
+    return Run(seconds, sent, [*times.values()], ids, used, len(engine.steps))
 
 
 def message(host: str, prompt: list[int], answer: int) -> bytes:
@@ -183,30 +174,31 @@ async def run_client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
     """
     place = urlsplit(url)
     messages = iter([message(place.netloc, prompt, load.answer) for prompt in prompts])
-    answers: list[Answer] = []
+    sent, times, events = list[float](), list[list[float]](), list[list[bytes]]()
 
     async def stream() -> None:
         connection = asyncio.open_connection(place.hostname, place.port, limit=LONGEST_EVENT)
         reader, writer = await connection
         with closing(writer):
             for request in messages:
-                answers.append(answer := Answer(time.perf_counter()))
+                own_times, own_events = list[float](), list[bytes]()
+                times.append(own_times)
+                events.append(own_events)
+                sent.append(time.perf_counter())
                 writer.write(request)
                 head = await reader.readuntil(b"\r\n\r\n")
                 if not head.startswith(b"HTTP/1.1 200 "):
                     raise RuntimeError(f"the server answered {head.splitlines()[0].decode()}")
                 while not (event := await reader.readuntil(b"\n\n")).endswith(b"data: [DONE]\n\n"):
-                    answer.times.append(time.perf_counter())
-                    answer.events.append(event)
+                    own_times.append(time.perf_counter())
+                    own_events.append(event)
                 await reader.readuntil(b"0\r\n\r\n")  # the end of the body
         await writer.wait_closed()
 
     cpu, started = time.process_time(), time.perf_counter()
     await asyncio.gather(*(stream() for _ in range(load.streams)))
     seconds, used = time.perf_counter() - started, {"client": time.process_time() - cpu}
-    for answer in answers:
-        answer.ids, answer.events = ids_of(answer.events), []
-    return Run(seconds, answers, used)
+    return Run(seconds, sent, times, list(map(ids_of, events)), used)
 
 
 def ids_of(events: Sequence[bytes]) -> list[int]:
