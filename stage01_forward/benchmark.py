@@ -128,7 +128,6 @@ COLUMNS: dict[str, rows.Column] = {
     "fused, ms": ms("fused", 3),
     "gain": gain("explicit", variant="fused"),
     "transformers without cache, tok/s": lambda row: row.of(PEER).rate.show(),
-    "same tokens": lambda row: row.of(PEER).proof,
 }
 TABLES = rows.tables(
     COLUMNS,

@@ -108,7 +108,6 @@ def claims(results: Results) -> Iterator[Claim]:
 COLUMNS: dict[str, rows.Column] = {
     "new tokens": "tokens",
     "gain (predicted)": rows.gain(NAIVE, predicted, CACHED),
-    "same tokens": lambda row: row.of(CACHED).proof,
 }
 PROMPTS = "model | dtype | prompt | naive, ms | cached, ms | gain (predicted) | same tokens"
 TABLES = rows.tables(

@@ -156,7 +156,6 @@ COLUMNS: dict[str, rows.Column] = {
     "one after the other (stage 02), ms": ms(SINGLE),
     "as a batch, ms": ms(BATCH),
     "gain (predicted)": rows.gain(SINGLE, predicted, BATCH),
-    "same tokens": lambda row: row.of(BATCH).proof,
     "rows": lambda row: f"{row.requests}, {row['case']}",
     "steps": "passes",
     "tokens computed (wasted)": lambda row: (

@@ -379,7 +379,6 @@ COLUMNS: dict[str, rows.Column] = {
     "between passes, paged, ms": between(PAGED),
     "ours, ms": between(KERNELS),
     "requests": lambda row: row.requests,
-    "same tokens": lambda row: row.of(KERNELS).proof,
 }
 TABLES = rows.tables(
     COLUMNS,

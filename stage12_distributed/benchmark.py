@@ -304,7 +304,6 @@ COLUMNS: dict[str, rows.Column] = {
     "p99, us": lambda row: f"{row['decision'][1] * 1e6:,.0f}",
     "an event, us of processor": "relay * 1e6:,.0f",
     "together": rows.gain(ONE, None, TWO),
-    "same tokens": lambda row: row.of(TWO).proof,
     "long prompts": "long",
     "on dead replicas": "hit",
     "with an error": "errors",

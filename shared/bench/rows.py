@@ -109,8 +109,10 @@ class Row:
 
     @property
     def proof(self) -> str:
-        """How many tokens were compared, and how many of them only tie with the oracle's."""
+        """How many tokens were compared, and how many of them only tie with the oracle's; of a
+        group as a whole, those of the last variant."""
         proof = self["proof"]
+        proof = proof if "tokens" in proof else [*proof.values()][-1]
         ties = f"{proof['near_ties']} near tie{'s' if proof['near_ties'] > 1 else ''}"
         but = f" but {ties} (gap up to {proof['widest_gap']:.1g})" if proof["near_ties"] else ""
         return f"all {proof['tokens']}{but}"

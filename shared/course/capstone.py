@@ -91,7 +91,7 @@ def judge(submission: Path, plan: Any = None, trust: bool = False, say: Say = pr
     """
     from ..bench import staircase  # it imports stages, which `exercise` must not at its start
 
-    plan = plan or staircase.Plan()
+    plan = plan or staircase.FULL
     with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
         base = Path(temporary).resolve()
         still_open = collect(submission, base / "mine", trust)
@@ -104,10 +104,10 @@ def judge(submission: Path, plan: Any = None, trust: bool = False, say: Say = pr
         say(f"contract: {tests[0]} of {tests[1]} tests passed")
         if failed or not outcomes:
             return Result(tests, failed, still_open, {})
-        job: dict[str, Any] = {"plan": asdict(plan), "threads": torch.get_num_threads()}
+        job: dict[str, Any] = {"plan": vars(plan), "threads": torch.get_num_threads()}
 
-        def run(name: str) -> tuple[staircase.Run, int]:
-            return staircase.Run(**_child(base, {**job, "variant": name})), 0
+        def run(name: str) -> staircase.Run:
+            return staircase.Run(**_child(base, {**job, "variant": name}))
 
         ways = {name: partial(run, name) for name in (*STAGES, OURS)}
         found = measure.turns(ways, ROUNDS, warmup=0)
@@ -117,7 +117,7 @@ def judge(submission: Path, plan: Any = None, trust: bool = False, say: Say = pr
         raise UserError(f"The engine's tokens are wrong: {error}") from None
     tokens = sum(staircase.workload(plan)[1])
     rates = {
-        name: tokens / statistics.median(done.seconds for done, _ in runs)
+        name: tokens / statistics.median(done.seconds for done in runs)
         for name, runs in found.items()
     }
     for name, rate in rates.items():
@@ -156,7 +156,7 @@ def _work(job: grading.Job) -> dict[str, Any]:
         from ..bench import staircase
 
         name = STAGES[-1] if job["variant"] == OURS else job["variant"]
-        return asdict(staircase.work(name, staircase.Plan(**job["plan"]), job["threads"]))
+        return asdict(staircase.work(name, job["plan"], job["threads"]))
     except Exception as error:  # the submission's, or of the pieces that it was put between
         return {"error": f"{type(error).__name__}: {error}"}
 

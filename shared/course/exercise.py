@@ -218,7 +218,7 @@ def capstone(options: argparse.Namespace) -> int:
         for stage in paths.discover():
             _without_exhibit(stage)
     submission = mine.HOME if options.submission is None else Path(options.submission)
-    plan = staircase.QUICK if options.quick else staircase.Plan()
+    plan = staircase.BENCHMARK.quick if options.quick else staircase.FULL
     result = judge(submission, plan, options.trust)
     for name in result.failed:
         print(f"  {name}")

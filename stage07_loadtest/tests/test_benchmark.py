@@ -106,7 +106,7 @@ def test_a_tiny_plan_is_proved_measured_in_turn_kept_and_drawn(tmp_path, monkeyp
 
 def test_a_server_that_answers_otherwise_stops_the_benchmark(monkeypatch):
     async def ask_all(url, prompts, counts):
-        return Run(tokens=[[0] * WORDS for _ in prompts])
+        return Run([], [[0] * WORDS for _ in prompts])
 
     monkeypatch.setattr(benchmark, "ask_all", ask_all)
     with pytest.raises(AssertionError, match="below the best"):

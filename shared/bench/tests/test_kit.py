@@ -138,7 +138,7 @@ def test_transformers_is_compared_and_not_proved(subject: Subject) -> None:
 def test_a_quick_plan_is_a_quarter_of_the_first_model_and_dtype() -> None:
     sizes = {"pairs": ((64, 3), (8, 8)), "turns": {"a": 9}, "seconds": 8.0, "often": True}
     plan = kit.plan(models=("gpt2", "tiny"), dtypes=kit.BOTH, **sizes)
-    few = {"models": ("gpt2",), "dtypes": ("float32",), "pairs": ((16, 1), (2, 2))}
+    few: dict[str, Any] = {"models": ("gpt2",), "dtypes": ("float32",), "pairs": ((16, 1), (2, 2))}
     few |= {"turns": {"a": 2}, "seconds": 8.0, "often": False}
     assert vars(kit.quick(plan, often=False)) == few
 

@@ -379,5 +379,5 @@ def test_a_function_that_works_alone_and_not_together(submission, monkeypatch):
     assert right in source
     mine.write(path, source.replace(right, "known = request.token_count"))
     monkeypatch.setattr(capstone, "CONTRACT", (f"{stage}/tests/test_contract.py",))
-    result = capstone.judge(submission, staircase.QUICK)
+    result = capstone.judge(submission, staircase.BENCHMARK.quick)
     assert result.failed and result.rates == {}

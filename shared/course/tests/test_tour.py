@@ -85,7 +85,7 @@ def test_all_stages_the_server_and_the_load_agree(tmp_path, monkeypatch, capsys)
 def test_a_new_stage_is_driven_without_an_edit_and_named_if_a_token_is_wrong(toys, capsys):
     found = toys(stage95_honest={})
     assert found == list(stages.engines()) == ["stage01_forward", "stage95_honest"]
-    assert "stage95_honest" in staircase.variants(staircase.Plan())
+    assert "stage95_honest" in staircase.variants(staircase.FULL)
     assert visit(random_checkpoint(CONFIG)) == 0
     assert re.search(r"^stage95_honest .*[█#]", capsys.readouterr().out, re.MULTILINE)
     toys(stage96_liar={4: 1})
