@@ -223,6 +223,30 @@ class Api:
         return Scores(body, echoes, sum(map(len, prompts)), service.name)
 
 
+def answer_errors(app: FastAPI) -> None:
+    """Have all errors answered as OpenAI's clients expect it."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        message, field = validation_message(list(error.errors()))
+        return JSONResponse(error_body(400, message, field), 400)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        messages = {404: "This path does not exist.", 405: "This path has no such method."}
+        message = messages.get(error.status_code, "The request cannot be read.")
+        # The headers of 405 list the methods.
+        body = error_body(error.status_code, message)
+        return JSONResponse(body, error.status_code, error.headers)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        answer = failure(error)
+        return JSONResponse(answer.body(), answer.status, answer.headers)
+
+    for kind in (ApiError, UserError, Overloaded, EngineDead, Broken, TimeoutError, Exception):
+        app.add_exception_handler(kind, failed)
+
+
 def create_app(
     made: Future[tuple[AnyEngine, Loaded]],
     settings: Settings,
@@ -271,25 +295,7 @@ def create_app(
         Guard, keys=settings.keys, hosts=settings.hosts, statuses=statuses, state=state
     )
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        message, field = validation_message(list(error.errors()))
-        return JSONResponse(error_body(400, message, field), 400)
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        messages = {404: "This path does not exist.", 405: "This path has no such method."}
-        message = messages.get(error.status_code, "The request cannot be read.")
-        # The headers of 405 list the methods.
-        body = error_body(error.status_code, message)
-        return JSONResponse(body, error.status_code, error.headers)
-
-    async def failed(request: Request, error: Exception) -> Response:
-        answer = failure(error)
-        return JSONResponse(answer.body(), answer.status, answer.headers)
-
-    for kind in (ApiError, UserError, Overloaded, EngineDead, Broken, TimeoutError, Exception):
-        app.add_exception_handler(kind, failed)
+    answer_errors(app)
 
     @app.post("/generate", response_model=None)
     async def generate(request: Request, body: GenerateBody) -> Response:

@@ -178,7 +178,7 @@ def router(subject: Subject, plan: Any) -> Iterator[Group]:
 
 def kills(subject: Subject, plan: Any) -> Iterator[Group]:
     """What becomes of streams when replicas are killed, one after the other."""
-    with start_router("--replicas", str(plan.reserve), "--", "--threads", "1") as server:
+    with start_router("--replicas", str(plan.reserve), "--threads", "1") as server:
         ended = [one for found in deaths(server, plan.kills, plan.streams) for one in found]
     hows = Counter(one.how for one in ended)
     hit = [one for one in ended if one.there]

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import httpx2
 import psutil
 
-from shared.server import READY, OwnServer, free_ports, python
+from shared.server import READY, OwnServer, free_ports, own_server
 from stage07_loadtest import mock
 
 from .routing import Routing
@@ -53,13 +53,9 @@ def routing_seconds(
     return times
 
 
-@contextmanager
-def router(*arguments: str) -> Iterator[OwnServer]:
+def router(*arguments: str) -> AbstractContextManager[OwnServer]:
     """The router in a process of its own."""
-    command = ["-m", "stage12_distributed", "router", "--port", "0", *arguments]
-    with python(command, None) as server:
-        server.wait()
-        yield server
+    return own_server(arguments, True, module="stage12_distributed.router")
 
 
 def events(

@@ -24,6 +24,12 @@ COUNTS = {
     "left": "Requests whose client left.",
     "prompt_tokens": "Tokens of prompts, as the router counts them.",
     "cached_tokens": "Tokens of the prompts that the replica was expected to have in its cache.",
+    "restarts": "Processes started again.",
+}
+GAUGES = {
+    "ready": "1 if the replica may get requests.",
+    "requests": "Requests in flight.",
+    "tokens": "Tokens in flight.",
 }
 
 
@@ -34,7 +40,21 @@ class Page(Collector):
         self.relay, self.pages = relay, pages
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._own()
+        pool = self.relay.pool
+        counts = {**self.relay.counts, "restarts": pool.restarts}
+        for name, about in COUNTS.items():
+            yield CounterMetricFamily(f"staircase:router_{name}", about, counts.get(name, 0))
+        answers = CounterMetricFamily(
+            "staircase:router_answers", "Answers passed on.", labels=["replica", "status"]
+        )
+        for (replica, status), number in self.relay.answers.items():
+            answers.add_metric([replica, str(status)], number)
+        yield answers
+        for name, about in GAUGES.items():
+            gauge = GaugeMetricFamily(f"staircase:replica_{name}", about, labels=["replica"])
+            for backend in pool.backends.values():
+                gauge.add_metric([backend.name], float(backend.about().get(name, 0)))
+            yield gauge
         merged: dict[str, Metric] = {}
         for replica, text in self.pages.items():
             for found in text_string_to_metric_families(text):
@@ -44,29 +64,6 @@ class Page(Collector):
                     labels = {**sample.labels, "replica": replica}
                     family.samples.append(sample._replace(labels=labels))
         yield from merged.values()
-
-    def _own(self) -> Iterator[Metric]:
-        for name, about in COUNTS.items():
-            yield CounterMetricFamily(f"staircase:router_{name}", about, self.relay.counts[name])
-        restarts = CounterMetricFamily("staircase:router_restarts", "Processes started again.")
-        restarts.add_metric([], self.relay.pool.restarts)
-        yield restarts
-        answers = CounterMetricFamily(
-            "staircase:router_answers", "Answers passed on.", labels=["replica", "status"]
-        )
-        for (replica, status), number in self.relay.answers.items():
-            answers.add_metric([replica, str(status)], number)
-        yield answers
-        gauges = {
-            "ready": "1 if the replica may get requests.",
-            "requests": "Requests in flight.",
-            "tokens": "Tokens in flight.",
-        }
-        for name, about in gauges.items():
-            gauge = GaugeMetricFamily(f"staircase:replica_{name}", about, labels=["replica"])
-            for backend in self.relay.pool.backends.values():
-                gauge.add_metric([backend.name], float(backend.about().get(name, 0)))
-            yield gauge
 
 
 def total(page: str, *names: str) -> float:
@@ -78,9 +75,8 @@ def total(page: str, *names: str) -> float:
 
 async def render(relay: Relay) -> bytes:
     """The page that Prometheus reads. A replica that does not answer in time is left out."""
-    pool = relay.pool
-    reachable = [backend for backend in pool.backends.values() if backend.url]
-    texts = await asyncio.gather(*(_fetch(pool, backend) for backend in reachable))
+    reachable = [backend for backend in relay.pool.backends.values() if backend.url]
+    texts = await asyncio.gather(*(_fetch(relay.pool, backend) for backend in reachable))
     pages = {backend.name: text for backend, text in zip(reachable, texts, strict=True)}
     registry = CollectorRegistry()
     registry.register(Page(relay, pages))
@@ -90,10 +86,8 @@ async def render(relay: Relay) -> bytes:
 async def _fetch(pool: Pool, backend: Backend) -> str:
     """A replica's page, or nothing."""
     try:
-        async with asyncio.timeout(PATIENCE):
-            url = f"{backend.url}/metrics"
-            async with pool.session.get(url, headers=pool.headers) as response:
-                text = (await whole(response, LARGEST)).decode() if response.status == 200 else ""
+        async with asyncio.timeout(PATIENCE), pool.get(backend, "/metrics") as response:
+            text = (await whole(response, LARGEST)).decode() if response.status == 200 else ""
         list(text_string_to_metric_families(text))
     except (aiohttp.ClientError, OSError, ValueError):
         return ""

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from stage06_serving.errors import ApiError
+from stage06_serving.errors import ApiError, error_body
 
 from .replicas import POLL, Pool, whole
 from .routing import Replica, Route, Routing
@@ -143,19 +143,19 @@ class Answer:
             await self.send_whole(error.status, kind | error.headers, body)
 
 
+@dataclass
 class Failed(Exception):
     """A try without an answer; nothing was shown. What the client gets if there is no other try."""
 
-    def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        super().__init__()
-        self.status, self.headers, self.body = status, headers, body
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
 
 
 def busy(message: str) -> Failed:
     """Status 503, after which clients try again."""
-    error = ApiError(503, message)
     headers = {"content-type": "application/json", "retry-after": "1"}
-    return Failed(error.status, headers, json.dumps(error.body()).encode())
+    return Failed(503, headers, json.dumps(error_body(503, message)).encode())
 
 
 class Relay:

@@ -14,6 +14,7 @@ import logging
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -80,19 +81,21 @@ class Pool:
         Without both, `own` servers of stage 06 with `arguments` are started here, and started again
         when they end.
     key: that the servers want, if they want one.
+    session: of all requests to servers; to be set before `start`.
     """
+
+    session: aiohttp.ClientSession
 
     def __init__(
         self,
         routing: Routing,
-        session: aiohttp.ClientSession,
         urls: Sequence[str] = (),
         own: int = 0,
         arguments: Sequence[str] = (),
         key: str = "",
         find: Find | None = None,
     ) -> None:
-        self.routing, self.session, self.arguments = routing, session, arguments
+        self.routing, self.arguments = routing, arguments
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._find = find
         self.model = ""  # that all servers must have: the first one's
@@ -203,13 +206,17 @@ class Pool:
                 backend.why = f"its health check had status {status}" if status else "it is slow"
                 backend.why = "it drains" if backend.draining else backend.why
 
+    def get(self, backend: Backend, path: str) -> AbstractAsyncContextManager[Any]:
+        """A request of our own."""
+        return self.session.get(backend.url + path, headers=self.headers)
+
     async def _status(self, backend: Backend, path: str) -> int:
-        async with self.session.get(backend.url + path, headers=self.headers) as response:
-            return response.status
+        async with self.get(backend, path) as response:
+            return int(response.status)
 
     async def _let_in(self, backend: Backend) -> None:
         """Add it to the policy, if it has the model of the others."""
-        async with self.session.get(f"{backend.url}/v1/models", headers=self.headers) as response:
+        async with self.get(backend, "/v1/models") as response:
             try:
                 found = json.loads(await whole(response, LARGEST_LIST))
                 model = str(found["data"][0]["id"])

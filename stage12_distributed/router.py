@@ -16,17 +16,16 @@ from typing import Any
 
 import aiohttp
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 from starlette.routing import Route as Path
-from starlette.types import Receive, Scope, Send
 
 from shared import cli
 from shared.errors import UserError
 from stage06_serving import logs
 from stage06_serving.__main__ import Server, configure, listen
-from stage06_serving.errors import ApiError, error_body
+from stage06_serving.app import answer_errors
+from stage06_serving.errors import ApiError
 from stage06_serving.guard import Guard
 from stage06_serving.settings import PREFIX, parse
 
@@ -39,6 +38,8 @@ CONNECT = 5.0  # seconds until a replica must have accepted a connection
 POSTS = ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{model:path}", "/version")
 ADMIN = "x-admin-key"  # header
+OWN = {"host", "port", "allowed_host", "api_key", "api_key_file", "log_requests", "block_size"}
+OWN |= {"request_timeout", "grace"}  # options of stage 06 that the router has too
 
 
 @dataclass(frozen=True)
@@ -71,26 +72,24 @@ def session() -> aiohttp.ClientSession:
 def create_app(options: Options) -> FastAPI:
     """The application. `state.engine` is its Relay once the replicas are started, and None before:
     the names are those that stage 06's server expects."""
+    key, own = next(iter(options.keys), ""), (options.replicas, options.arguments)
+    pool = Pool(Routing(options.block_size), options.backends, *own, key, options.find)
+    relay = Relay(pool, options.timeout)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with session() as client:
-            key = next(iter(options.keys), "")
-            routing = Routing(options.block_size)
-            own = (options.replicas, options.arguments)
-            state.pool = Pool(routing, client, options.backends, *own, key, options.find)
-            state.relay = Relay(state.pool, options.timeout)
+        async with session() as pool.session:
             state.loading = asyncio.create_task(load())
             try:
                 yield
             finally:
                 state.loading.cancel()
-                await state.relay.drain(options.grace)  # stage 06's server has, Ray's has not
-                await state.pool.stop()
+                await relay.drain(options.grace)  # stage 06's server has, Ray's has not
+                await pool.stop()
 
     async def load() -> None:
-        await state.pool.start()
-        state.engine = state.relay
+        await pool.start()
+        state.engine = relay
 
     app = FastAPI(
         title="Staircase router",
@@ -101,36 +100,22 @@ def create_app(options: Options) -> FastAPI:
         redirect_slashes=False,
     )
     state: Any = app.state
-    state.engine, state.statuses = None, Counter[int]()
+    state.engine, state.pool, state.relay, state.statuses = None, pool, relay, Counter[int]()
     app.add_middleware(
         Guard, keys=options.keys, hosts=options.hosts, statuses=state.statuses, state=state
     )
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        messages = {404: "This path does not exist.", 405: "This path has no such method."}
-        body = error_body(error.status_code, messages.get(error.status_code, "It is not readable."))
-        return JSONResponse(body, error.status_code, error.headers)
-
-    @app.exception_handler(ApiError)
-    async def failed(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body(), error.status, error.headers)
-
-    @app.exception_handler(UserError)
-    async def wrong(request: Request, error: UserError) -> Response:
-        return JSONResponse(error_body(400, str(error)), 400)
-
+    answer_errors(app)
     for path in (*POSTS, *GETS):
         methods = ["POST"] if path in POSTS else ["GET"]
-        app.router.routes.append(Path(path, Relayed(state), methods=methods))
+        app.router.routes.append(Path(path, relay, methods=methods))
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """Whether the router works, and what it knows of its replicas."""
         status = "loading" if state.engine is None else "ok"
-        status = "draining" if state.relay.draining else status
-        backends = state.pool.backends.items()
-        return {"status": status, "replicas": {name: one.about() for name, one in backends}}
+        status = "draining" if relay.draining else status
+        replicas = {name: backend.about() for name, backend in pool.backends.items()}
+        return {"status": status, "replicas": replicas}
 
     @app.get("/ready")
     async def ready() -> dict[str, Any]:
@@ -142,7 +127,7 @@ def create_app(options: Options) -> FastAPI:
 
     @app.get("/metrics")
     async def page() -> Response:
-        return Response(await metrics.render(state.relay), media_type=CONTENT_TYPE_LATEST)
+        return Response(await metrics.render(relay), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/admin/{action}")
     async def admin(action: str, request: Request) -> dict[str, Any]:
@@ -155,7 +140,6 @@ def create_app(options: Options) -> FastAPI:
         given = request.headers.get(ADMIN, "")
         if not secrets.compare_digest(given.encode(), options.admin_key.encode()):
             raise ApiError(401, f"The header {ADMIN} is missing or wrong.")
-        pool: Pool = state.pool
         if action == "update":
             return {"updated": await pool.update(options.grace)}
         try:
@@ -174,33 +158,23 @@ def create_app(options: Options) -> FastAPI:
     return app
 
 
-class Relayed:
-    """The endpoint of all paths that replicas answer. An object: starlette would wrap a function.
-
-    state: of the application, which has its `relay` once it has started.
-    """
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.state.relay(scope, receive, send)
-
-
 def make_parser() -> cli.Parser:
     parser = cli.Parser(
         "stage12_distributed router",
         "A server for OpenAI's clients that sends each request to the replica that has the longest "
         "part of its prompt, unless that one is busy. It starts its replicas, which are servers of "
-        "stage 06, or takes given ones.",
-        "  python -m stage12_distributed router --replicas 2\n"
-        "  python -m stage12_distributed router -- --max-sequences 8     "
-        "what follows -- is for stage06_serving\n"
+        "stage 06, or takes given ones. All further options are those of stage06_serving: "
+        "host, port, keys and times are the router's, the rest is for each server that it starts.",
+        "  python -m stage12_distributed router --replicas 2 --port 8080 --max-sequences 8\n"
         "  python -m stage12_distributed router --backend http://10.0.0.1:8000 --backend "
         "http://10.0.0.2:8000",
     )
     parser.add_argument(
-        "--replicas", type=cli.whole_number(1, 64), default=2, metavar="N", help="servers to start"
+        "--replicas",
+        type=cli.whole_number(1, 64),
+        default=2,
+        metavar="N",
+        help="servers to start; by default their threads share the processor",
     )
     parser.add_argument(
         "--backend",
@@ -210,63 +184,30 @@ def make_parser() -> cli.Parser:
         help="address of a server that runs already, in place of --replicas; may be given again; "
         "default: none",
     )
-    parser.add_argument(
-        "server",
-        nargs="*",
-        metavar="-- OPTION",
-        help="options of each server that is started; default: threads that share the processor",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument(
-        "--port",
-        type=cli.whole_number(0, 65_535),
-        default=8000,
-        metavar="N",
-        help="port to listen on; 0 takes a free one",
-    )
-    parser.add_argument(
-        "--allowed-host",
-        metavar="NAMES",
-        default="",
-        help="more names for the Host header, commas between; * is any; default: none",
-    )
-    parser.add_argument(
-        "--request-timeout",
-        type=cli.number(0, 86400, above=True),
-        default=300.0,
-        metavar="S",
-        help="seconds until a request gets 504, with all its tries",
-    )
-    parser.add_argument(
-        "--grace",
-        type=cli.number(0, 3600),
-        default=10.0,
-        metavar="S",
-        help="seconds for requests in flight to end at a drain, an update or the end",
-    )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = make_parser().parse_args(argv)
-    if given.backend and given.server:
-        raise UserError("Options after -- are for servers that are started: leave out --backend.")
-    settings = parse(given.server)
+    given, rest = make_parser().parse_known_args(argv)
+    settings = parse(rest)
+    changed = settings.model_dump().items() - parse([]).model_dump().items()
+    if given.backend and (for_servers := {name for name, _ in changed} - OWN):
+        option = min(for_servers).replace("_", "-")
+        raise UserError(f"--{option} is for servers that are started: leave out --backend.")
     share = max(1, (os.cpu_count() or 1) // given.replicas)
-    own = ("--threads", str(share), *given.server)
     options = Options(
         tuple(given.backend or ()),
         replicas=given.replicas,
-        arguments=own,
+        arguments=("--threads", str(share), *rest),
         block_size=settings.block_size,
-        timeout=given.request_timeout,
-        grace=given.grace,
-        hosts=(given.host, *filter(None, given.allowed_host.split(","))),
+        timeout=settings.request_timeout,
+        grace=settings.grace,
+        hosts=tuple(settings.hosts),
         keys=tuple(settings.keys),
         admin_key=os.environ.get(f"{PREFIX}ADMIN_KEY", ""),
     )
-    logs.start(False)
-    with listen(given.host, given.port) as listening:
+    logs.start(settings.log_requests)
+    with listen(settings.host, settings.port) as listening:
         app = create_app(options)
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -288,3 +229,7 @@ def plan(pool: Pool, address: str) -> str:
         why = "" if backend.ready else f": no requests, {backend.why}"
         lines.append(f"  {backend.name}  {backend.url}{why}")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -38,7 +38,6 @@ class Replica:
 
     blocks: digests to remember, at least 1; no more than its pool has blocks, or hits are expected
         where there are none.
-    most: requests in flight that it can take.
     tree: the digests, the longest unused first.
     ready: whether it may be chosen. One that drains or fails its health checks keeps its load and
         its tree: what is in flight there is still in flight.
@@ -47,7 +46,6 @@ class Replica:
 
     name: str
     blocks: int = BLOCKS
-    most: float = math.inf
     ready: bool = True
     requests: int = 0
     tokens: int = 0
@@ -103,9 +101,9 @@ class Routing:
         self.random = random.Random(seed)
         self.replicas: dict[str, Replica] = {}  # by name
 
-    def add(self, name: str, blocks: int = BLOCKS, most: float = math.inf) -> Replica:
+    def add(self, name: str, blocks: int = BLOCKS) -> Replica:
         """A new replica with an empty cache, in place of one of the same name."""
-        self.replicas[name] = replica = Replica(name, blocks, most)
+        self.replicas[name] = replica = Replica(name, blocks)
         return replica
 
     def remove(self, name: str) -> None:
@@ -139,11 +137,7 @@ class Routing:
         The candidates are the replicas that have some of the prompt, and two others at random:
         several routers that each know only their own requests must not all see the same best one.
         """
-        able = [
-            replica
-            for replica in self.replicas.values()
-            if replica.ready and replica.requests < replica.most and replica not in without
-        ]
+        able = [one for one in self.replicas.values() if one.ready and one not in without]
         if not able:
             return None
         most = max(0, tokens - 1) // self.block_size  # blocks: the last token is always computed

@@ -14,8 +14,8 @@ TASKS = (
         functions=("Routing.choose",),
         title="which replica",
         text="Return the route of a request, or None if no replica can take it. Candidates are the "
-        "replicas that have some of the prompt, and two at random, of those that are ready, not "
-        "full and not in `without`. None may have `bound` times the mean number of requests in "
+        "replicas that have some of the prompt, and two at random, of those that are ready and not "
+        "in `without`. None may have `bound` times the mean number of requests in "
         "flight, unless all have. The cheapest is chosen: tokens that it must compute, plus its "
         "tokens in flight; ties at random. Change no count.",
         points=30,
@@ -36,7 +36,7 @@ TASKS = (
             f"{ROUTING}::test_ties_are_broken_at_random",
             f"{ROUTING}::test_without_a_prefix_the_less_busy_of_two_is_chosen",
             f"{ROUTING}::test_a_replica_that_is_not_ready_keeps_its_load_and_its_tree",
-            f"{ROUTING}::test_full_failed_and_absent_replicas_are_not_chosen",
+            f"{ROUTING}::test_failed_and_absent_replicas_are_not_chosen",
         ),
     ),
     Task(

@@ -22,7 +22,7 @@ import torch
 
 from shared.checkpoint import STORIES, load
 from shared.course import stages
-from shared.server import OwnServer, python
+from shared.server import OwnServer, own_server
 from shared.tokenizer import Tokenizer
 from stage06_serving.settings import PREFIX
 from stage06_serving.tests.asking import HANG, read_metrics, until
@@ -44,10 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def router(folder: Path) -> Iterator[OwnServer]:
-    options = ["--", "--model", str(folder), *SERVERS]
-    command = ["-m", "stage12_distributed", "router", "--port", "0", *options]
-    with python(command, environment({f"{PREFIX}ADMIN_KEY": KEY})) as server:
-        server.wait()
+    options, keys = ["--model", str(folder), *SERVERS], {f"{PREFIX}ADMIN_KEY": KEY}
+    with own_server(options, True, environment(keys), "stage12_distributed.router") as server:
         yield server
         assert "Traceback" not in server.stderr(), server.stderr()
 
@@ -178,7 +176,7 @@ def test_a_kill_loses_only_what_was_running_there(router, client, kills, replica
     """Each stream there ends with its answer or with an error; those of the others are whole. Many
     kills take more replicas, some of which start while others run."""
     expected = [stream(client, measured.prompt(number), 150, bool)[1] for number in range(8)]
-    arguments = ("--replicas", str(replicas), "--", *SERVERS)
+    arguments = ("--replicas", str(replicas), *SERVERS)
     with nullcontext(router) if kills == 1 else measured.router(*arguments) as server:
         count = 0
         for found in measured.deaths(server, kills):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +14,19 @@ from stage12_distributed.routing import Replica, Route
 ASKED = Asked("POST", "/v1/completions", b"", {})
 
 
-class InTurn:
-    """Any policy will do: the first replica that has not failed the request."""
+class Tries(Relay):
+    """Replicas whose number is in `bad` fail. This is their policy too, and any will do: the first
+    one that has not failed the request."""
 
-    def __init__(self, count: int) -> None:
-        self.replicas, self.running = [Replica(str(number)) for number in range(count)], 0
+    def __init__(self, count: int, bad: list[int], error: BaseException | None = None) -> None:
+        super().__init__(SimpleNamespace(routing=self), timeout=10.0)  # type: ignore[arg-type]
+        self.all, self.bad = [Replica(str(number)) for number in range(count)], bad
+        self.error, self.running = error, 0
+        self.seen: list[int] = []
+        self.sent: list[Any] = []
 
-    def choose(
-        self, digests: Sequence[bytes], tokens: int, answer: int, without: Collection[Replica] = ()
-    ) -> Route | None:
-        able = [replica for replica in self.replicas if replica not in without]
+    def choose(self, digests: Any, tokens: int, answer: int, without: Any = ()) -> Route | None:
+        able = [replica for replica in self.all if replica not in without]
         return Route(able[0], [], 0, 0) if able else None
 
     def start(self, route: Route) -> None:
@@ -33,21 +35,9 @@ class InTurn:
     def finish(self, route: Route) -> None:
         self.running -= 1
 
-
-class Tries(Relay):
-    """Replicas whose number is in `bad` fail; the request is in flight on one replica at a time."""
-
-    def __init__(self, count: int, bad: Sequence[int], error: BaseException | None = None) -> None:
-        self.policy: Any = InTurn(count)
-        pool: Any = SimpleNamespace(routing=self.policy)
-        super().__init__(pool, timeout=10.0)
-        self.bad, self.error = bad, error
-        self.seen: list[int] = []
-        self.sent: list[dict[str, Any]] = []
-
     async def _try(self, asked: Asked, route: Route, answer: Answer) -> None:
         number = int(route.replica.name)
-        assert self.policy.running == 1
+        assert self.running == 1  # on one replica at a time
         self.seen.append(number)
         if self.error:
             raise self.error
@@ -63,7 +53,7 @@ class Tries(Relay):
 
         self.budget = budget
         asyncio.run(self._tries(ASKED, Answer(send)))
-        assert self.policy.running == 0
+        assert self.running == 0
         return bytes(self.sent[-1]["body"])
 
 
@@ -98,4 +88,4 @@ def test_what_is_cut_off_is_no_longer_in_flight():
     tries = Tries(2, bad=[], error=TimeoutError())
     with pytest.raises(TimeoutError):
         tries.run()
-    assert tries.seen == [0] and tries.policy.running == 0
+    assert tries.seen == [0] and tries.running == 0

@@ -6,20 +6,36 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
 
 from stage06_serving.__main__ import Server, configure, listen
+from stage06_serving.tests.asking import HANG
+from stage07_loadtest.mock import Behaviour, serving
 from stage12_distributed import router
-from stage12_distributed.relay import Relay
-from stage12_distributed.replicas import Pool
+from stage12_distributed.relay import Relay, tokens_of
+from stage12_distributed.replicas import Backend, Pool
 from stage12_distributed.router import Options
 from stage12_distributed.routing import Replica
 
 PATH = "/v1/completions"
-SLACK = 30.0  # seconds: nothing here takes a tenth of that
+ASK: dict[str, Any] = {"prompt": "There was a fox. " * 16, "max_tokens": 8, "ignore_eos": True}
+STREAM = ASK | {"stream": True}
+
+
+class Answered(NamedTuple):
+    """body: a text if it is a stream."""
+
+    status: int
+    headers: Any
+    body: Any
+
+    @property
+    def replica(self) -> tuple[int, str]:
+        """Its status and the replica that answered."""
+        return self.status, self.headers["x-replica"]
 
 
 @dataclass
@@ -33,6 +49,10 @@ class Routed:
     server: Server
 
     @property
+    def backends(self) -> list[Backend]:
+        return list(self.pool.backends.values())
+
+    @property
     def replicas(self) -> list[Replica]:
         """Those that are in the policy."""
         return list(self.pool.routing.replicas.values())
@@ -42,12 +62,21 @@ class Routed:
         counts = [(each.requests, each.tokens) for each in self.replicas]
         return not self.relay.limits and not any(map(any, counts))
 
-    async def post(self, path: str, fields: Any, **headers: str) -> tuple[int, Any, Any]:
-        """Status, headers and body of the answer: a string if it is a stream."""
+    def prefer(self, server: Any) -> Backend:
+        """Have the prompt of ASK cached at this server alone; its backend."""
+        (found,) = (backend for backend in self.backends if backend.url == server.url)
+        for replica in self.replicas:
+            replica.tree.clear()
+        assert found.replica is not None
+        digests = self.pool.routing.digests(tokens_of(ASK["prompt"]), b"\0None")
+        found.replica.remember(digests)
+        return found
+
+    async def post(self, fields: Any = ASK, path: str = PATH, **headers: str) -> Answered:
         async with self.http.post(self.url + path, json=fields, headers=headers) as response:
             stream = response.content_type == "text/event-stream"
             body = await response.text() if stream else await response.json()
-            return response.status, response.headers, body
+            return Answered(response.status, response.headers, body)
 
     async def get(self, path: str, **headers: str) -> Any:
         async with self.http.get(self.url + path, headers=headers) as response:
@@ -55,21 +84,34 @@ class Routed:
 
 
 @asynccontextmanager
-async def routed(*urls: str, **options: Any) -> AsyncIterator[Routed]:
-    """A router before these addresses."""
-    made = Options(urls, **options)
+async def routed(*servers: Any, **options: Any) -> AsyncIterator[Routed]:
+    """A router before these servers, each of which has a `url` or is one."""
+    made = Options(tuple(getattr(each, "url", each) for each in servers), **options)
     app, loaded = router.create_app(made), asyncio.Event()
     with listen("127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         server = Server(configure(app), app, made.grace, loaded.set)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         try:
-            await asyncio.wait_for(loaded.wait(), SLACK)
+            await asyncio.wait_for(loaded.wait(), HANG)
             async with aiohttp.ClientSession() as http:
                 yield Routed(url, app.state.pool, app.state.relay, http, server)
         finally:
             server.should_exit = True
-            await asyncio.wait_for(serving, SLACK)
+            await asyncio.wait_for(serving, HANG)
+
+
+@asynccontextmanager
+async def two(first: Any, second: Any, **options: Any) -> AsyncIterator[tuple[Any, Any, Routed]]:
+    """Two servers behind a router, which prefers the first one for ASK."""
+    async with first as one, second as other, routed(one, other, **options) as made:
+        made.prefer(one)
+        yield one, other, made
+
+
+def mock(**fields: Any) -> Any:
+    """A server of stage 07: known latencies and faults."""
+    return serving(Behaviour(**{"ttft": 0.01, "itl": 0.002, **fields}))
 
 
 @dataclass
@@ -84,33 +126,31 @@ class Plain:
     seen: Any = None  # headers of the last request
     url: str = ""
 
-    async def ready(self, request: web.Request) -> web.Response:
-        await asyncio.sleep(self.slow)
-        return web.json_response({})
-
-    async def listed(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.models)
-
-    async def post(self, request: web.Request) -> web.StreamResponse:
-        self.requests, self.seen = self.requests + 1, dict(request.headers)
-        self.running += 1
-        try:
-            return await self.answer(request)
-        finally:
-            self.running -= 1
-
 
 @asynccontextmanager
-async def plain(answer: Any, port: int = 0, **fields: Any) -> AsyncIterator[Plain]:
+async def plain(answer: Any, **fields: Any) -> AsyncIterator[Plain]:
     made = Plain(answer, **fields)
+
+    async def ready(request: web.Request) -> web.Response:
+        await asyncio.sleep(made.slow)
+        return web.json_response({})
+
+    async def models(request: web.Request) -> web.Response:
+        return web.Response(body=made.models)
+
+    async def post(request: web.Request) -> web.StreamResponse:
+        made.requests, made.running = made.requests + 1, made.running + 1
+        made.seen = {name.lower(): value for name, value in request.headers.items()}
+        try:
+            return await made.answer(request)
+        finally:
+            made.running -= 1
+
     app = web.Application()
-    app.router.add_get("/ready", made.ready)
-    app.router.add_get("/v1/models", made.listed)
-    app.router.add_post(PATH, made.post)
+    app.add_routes([web.get("/ready", ready), web.get("/v1/models", models), web.post(PATH, post)])
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     made.url = "http://127.0.0.1:{1}".format(*runner.addresses[0])
     try:
         yield made
