@@ -1,9 +1,9 @@
 """A gang: processes that compute one model together, and the runner that leads them.
 
 Rank 0 is the engine's own process. It alone schedules and samples, so no decision can differ
-between ranks: before each pass it broadcasts one tensor of integers with all that changes the
-pass (moves, ids, shares, rows, adapters), and every rank runs stage 04's runner on its own part of
-the model and of the cache. Nothing is pickled after the start.
+between ranks: before each pass it broadcasts one tensor with all that changes the pass (moves,
+ids, shares, rows, adapters: integers, as JSON), and every rank runs stage 04's runner on its own
+part of the model and of the cache. Nothing is pickled after the start.
 
 A rank may die, or hang. Then the pass fails, the keys and values are lost with it, all requests
 end with an error, and the gang is started again; `up` is false until then.
@@ -12,34 +12,35 @@ end with an error, and the gang is started again; `up` is false until then.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
+import multiprocessing
 import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing
 from torch import Tensor
 
 from shared import linear
-from shared.checkpoint import DTYPES
 from shared.errors import UserError
 from stage04_continuous.engine import Engine
 from stage04_continuous.plan import Plan
+from stage04_continuous.request import Request
 from stage04_continuous.runner import Runner
 from stage05_paged.blocks import Move
 from stage05_paged.cache import PagedCache, Share
 from stage05_paged.engine import make as make_paged
 from stage06_serving.async_engine import LOST
+from stage06_serving.engines import Paged
 
 from .lora import Adapters, Ordered
 from .parallel import Peers, digest, shard
@@ -47,15 +48,11 @@ from .parallel import Peers, digest, shard
 START = 180.0  # seconds for a rank to import PyTorch and load its model
 TIMEOUT = 4.0  # seconds until a rank that does not come to a sum is given up
 RETRY = 2.0  # seconds between two attempts to start the gang again
-ROOM = 1024  # numbers of an order that are broadcast at once; few orders are longer
-CACHE, STEP = range(2)  # kinds of orders
-KINDS = ("wipe", "copy", "out", "in")  # of moves
+ROOM = 4096  # bytes of an order that are broadcast at once; few orders are longer
+LENGTH = 8  # bytes before an order, for its length
+CACHE, PASS = "cache", "pass"  # kinds of orders
 
 log = logging.getLogger("staircase")
-
-
-class RanksLost(RuntimeError):
-    """Other ranks have died or hung, and the keys and values with them."""
 
 
 @dataclass(frozen=True)
@@ -96,50 +93,24 @@ def runner_of(model: Any, cache: PagedCache) -> Runner:
 # ---- orders -------------------------------------------------------------------------------------
 
 
-def pack(
-    moves: Sequence[Move],
-    ids: Sequence[int],
-    shares: Sequence[Share],
-    rows: Sequence[int],
-    adapters: Sequence[int] = (),
-) -> list[int]:
-    """A pass as integers; `adapters` has one for each share, or none."""
-    moved = chain.from_iterable((KINDS.index(m.kind), m.source, m.target) for m in moves)
-    shared = chain.from_iterable((s, n, len(blocks), *blocks) for blocks, s, n in shares)
-    lists = [list(each) for each in (moved, ids, shared, rows, adapters)]
-    return [STEP, *map(len, lists), *chain.from_iterable(lists)]
-
-
-def unpack(
-    numbers: Sequence[int],
-) -> tuple[list[Move], list[int], list[Share], list[int], list[int]]:
-    """The arguments of `pack`."""
-    rest = iter(numbers[6:])
-    moved, ids, shared, rows, adapters = (list(islice(rest, size)) for size in numbers[1:6])
-    triples = zip(moved[::3], moved[1::3], moved[2::3], strict=True)
-    shares, flat = [], iter(shared)
-    for start in flat:
-        count, blocks = next(flat), next(flat)
-        shares.append((list(islice(flat, blocks)), start, count))
-    return [Move(KINDS[kind], *pair) for kind, *pair in triples], ids, shares, rows, adapters
-
-
-def give(peers: Peers, numbers: Sequence[int]) -> None:
-    """Broadcast an order from rank 0."""
-    order = torch.zeros(max(ROOM, 1 + len(numbers)), dtype=torch.int64)
-    order[: 1 + len(numbers)] = torch.tensor([len(numbers), *numbers])
+def give(peers: Peers, kind: str, *arguments: Any) -> None:
+    """Broadcast an order from rank 0: integers, and lists of them."""
+    data = json.dumps([kind, *arguments]).encode()
+    sent = bytearray((len(data).to_bytes(LENGTH, "big") + data).ljust(ROOM))
+    order = torch.frombuffer(sent, dtype=torch.uint8)
     peers.order(order[:ROOM])
     if len(order) > ROOM:
         peers.order(order[ROOM:])
 
 
-def receive(peers: Peers) -> list[int]:
-    """The next order, on the other ranks."""
-    order = peers.order(torch.empty(ROOM, dtype=torch.int64))
-    count = int(order[0])
-    if count >= ROOM:
-        order = torch.cat((order, peers.order(torch.empty(1 + count - ROOM, dtype=torch.int64))))
-    return order[1 : 1 + count].tolist()
+def receive(peers: Peers) -> list[Any]:
+    """The next order, on the other ranks: its kind, and its arguments."""
+    order = peers.order(torch.empty(ROOM, dtype=torch.uint8)).numpy().tobytes()
+    end = LENGTH + int.from_bytes(order[:LENGTH], "big")
+    if end > ROOM:
+        order += peers.order(torch.empty(end - ROOM, dtype=torch.uint8)).numpy().tobytes()
+    found: list[Any] = json.loads(order[LENGTH:end])
+    return found
 
 
 def work(rank: int, setup: Setup, threads: int, file: str, pipe: connection.Connection) -> None:
@@ -161,19 +132,19 @@ def work(rank: int, setup: Setup, threads: int, file: str, pipe: connection.Conn
     runner: Any = None
     while True:
         try:
-            order = receive(peers)
+            kind, *arguments = receive(peers)
         except RuntimeError:  # rank 0 has gone, or another rank
             shutil.rmtree(Path(file).parent, ignore_errors=True)  # a signal leaves it behind
             return
-        if order[0] == CACHE:
-            _, blocks, size, swap_blocks, number = order
-            cache = PagedCache(model.config, blocks, size, swap_blocks, DTYPES[number], device)
+        if kind == CACHE:
+            *sizes, dtype = arguments
+            cache = PagedCache(model.config, *sizes, getattr(torch, dtype), device)
             runner = runner_of(model, cache)
             continue
-        moves, ids, shares, rows, adapters = unpack(order)
+        moves, ids, shares, rows, adapters = arguments
         if model.adapters:
             model.adapters.batch.adapters = adapters
-        runner.move(moves)
+        runner.move([Move(*move) for move in moves])
         runner.run(ids, shares, rows)
 
 
@@ -210,13 +181,13 @@ class Gang:
     @contextmanager
     def passing(self, epoch: int | None = None) -> Iterator[None]:
         """Wait until all ranks are up, and let none be started again within the block. An error in
-        it ends the other ranks, which may wait for each other in vain. Raises RanksLost at once if
-        those of `epoch` have ended."""
+        it ends the other ranks, which may wait for each other in vain. Raises RuntimeError at once
+        if those of `epoch` have ended."""
         with self._condition:
             if epoch is None:
                 self._condition.wait_for(lambda: self.up or self._closed)
             if not self.up or epoch not in (None, self.epoch):
-                raise RanksLost("A rank has ended, and keys and values with it.")
+                raise RuntimeError("A rank has ended, and keys and values with it.")
             self.peers.passing = True
             try:
                 yield
@@ -234,9 +205,9 @@ class Gang:
             self._order_cache()
 
     def _order_cache(self) -> None:
-        cache, number = self.cache, DTYPES.index(self.cache.kv.dtype)
-        swapped = cache.swapped.shape[3]
-        give(self.peers, [CACHE, cache.blocks, cache.block_size, swapped, number])
+        cache = self.cache
+        sizes = cache.blocks, cache.block_size, cache.swapped.shape[3]
+        give(self.peers, CACHE, *sizes, str(cache.kv.dtype).removeprefix("torch."))
 
     def close(self) -> None:
         """End the other ranks for good."""
@@ -252,17 +223,16 @@ class Gang:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        file, context = f"{self._folder.name}/store", torch.multiprocessing.get_context("spawn")
-        pipes, threads = [], torch.get_num_threads()
+        file, threads, pipes = f"{self._folder.name}/store", torch.get_num_threads(), []
+        context = multiprocessing.get_context("spawn")
         try:
             for rank in range(1, self.setup.ranks):
                 ours, theirs = context.Pipe()
                 pipes.append(ours)
                 arguments = (rank, self.setup, threads, file, theirs)
-                worker = context.Process(target=work, args=arguments, daemon=True)
-                worker.start()
+                self.workers.append(context.Process(target=work, args=arguments, daemon=True))
+                self.workers[-1].start()
                 theirs.close()
-                self.workers.append(worker)
             for rank, pipe in enumerate(pipes, 1):
                 self._agree(rank, pipe)
             for pipe in pipes:
@@ -332,7 +302,7 @@ class Gang:
 class GangRunner:
     """Runs passes on all ranks, with rank 0's part of the model and of the cache.
 
-    `on_loss` is called when all keys and values were lost; then the pass raises RanksLost.
+    `on_loss` is called when all keys and values were lost; then the pass raises RuntimeError.
     """
 
     def __init__(self, model: Any, cache: PagedCache) -> None:
@@ -348,10 +318,8 @@ class GangRunner:
         self._moves += moves
 
     def run(self, ids: Sequence[int], shares: Sequence[Share], rows: Sequence[int]) -> Tensor:
-        """As stage 04's Runner. Raises RanksLost if a rank dies or hangs, or has done so since the
-        last pass."""
-        if not ids:
-            return self._runner.run(ids, shares, rows)
+        """As stage 04's Runner. Raises RuntimeError if a rank dies or hangs, or has done so since
+        the last pass."""
         if self.gang.cache is not self.cache:
             raise ValueError("another engine was made on these ranks, and has their caches")
         try:
@@ -359,11 +327,12 @@ class GangRunner:
                 self._epoch, moves, self._moves = self.gang.epoch, self._moves, []
                 loaded = self.gang.model.adapters
                 adapters = loaded.batch.adapters if loaded else ()
-                give(self.gang.peers, pack(moves, ids, shares, rows, adapters))
+                moved = [(move.kind, move.source, move.target) for move in moves]
+                give(self.gang.peers, PASS, moved, ids, shares, list(rows), adapters)
                 return self._runner.run(ids, shares, rows)
         except Exception as error:
             self._lose()
-            raise RanksLost("A rank died or hung: all of them start again.") from error
+            raise RuntimeError("A rank died or hung: all of them start again.") from error
 
     def renew(self) -> None:
         """Where no request has keys and values: see that a rank that ended since the last pass
@@ -395,3 +364,25 @@ def make(model: Any, contexts: int | None = None, **options: Any) -> Engine:
     runner: Any = engine.runner
     runner.on_loss = partial(forget, engine)
     return engine
+
+
+class Served(Paged):
+    """The engine that `make` makes, for stage 06's server."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._runner: Any = engine.runner
+        super().__init__(engine)
+
+    @property
+    def variants(self) -> Mapping[str, bytes]:
+        adapters = self._runner.gang.model.adapters
+        return adapters.names if adapters else {}
+
+    @property
+    def health(self) -> str:
+        return "ok" if self._runner.gang.up else "restarting"
+
+    def add(self, request: Request) -> Request:
+        if not self.requests:  # a rank that ended meanwhile costs no request
+            self._runner.renew()
+        return super().add(request)

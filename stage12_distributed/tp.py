@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,11 +27,13 @@ def whole_model(options: argparse.Namespace) -> Any:
     return cli.load_model_from(options, families).model
 
 
+@dataclass(frozen=True)
 class Maker:
     """What stage 06's server makes its engine with: `load`, then `make`, then `serve`."""
 
-    def __init__(self, ranks: int, timeout: float, adapters: str) -> None:
-        self.ranks, self.timeout, self.adapters = ranks, timeout, adapters
+    ranks: int
+    timeout: float
+    adapters: str
 
     def load(self, options: argparse.Namespace, families: cli.Families) -> cli.Loaded:
         """Rank 0's part of the model of `options`, with the other ranks running."""
@@ -53,7 +55,7 @@ class Maker:
         return make(model, **options)
 
     def serve(self, engine: Any) -> Any:
-        from .served import Served
+        from .gang import Served
 
         return Served(engine)
 
@@ -86,3 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     from stage06_serving.__main__ import main as serve  # takes a second
 
     return serve(rest, Maker(options.ranks, options.rank_timeout, options.adapters))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -10,7 +10,15 @@ from typing import Any
 
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.params import SamplingParams
-from stage06_serving.async_engine import CLOSING, DEAD, AsyncEngine, Broken, EngineDead, Ticket
+from stage06_serving.async_engine import (
+    CLOSING,
+    DEAD,
+    LOST,
+    AsyncEngine,
+    Broken,
+    EngineDead,
+    Ticket,
+)
 from stage06_serving.status import AnyEngine
 
 from .asking import HANG
@@ -105,6 +113,6 @@ async def error_of(running: AsyncEngine, ticket: Ticket) -> str | None:
     try:
         await said(running, ticket)
     except (Broken, EngineDead) as error:
-        assert isinstance(error, EngineDead) == (str(error) in (CLOSING, DEAD))
+        assert isinstance(error, EngineDead) == (str(error) in (CLOSING, DEAD, LOST))
         return str(error)
     return None

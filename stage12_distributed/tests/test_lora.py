@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,16 @@ def write(folder: Path, seed: int = 0, zero: bool = False, **fields: Any) -> Pat
     return write_adapter(folder, SHAPES, seed, zero, **fields)
 
 
+def gang_of(folder: Path, ranks: int = 1) -> Any:
+    """To be closed."""
+    return closing(Gang(Setup(partial(random_model, CONFIG), ranks, adapters=str(folder))))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(("one", "two", "three")):
-        write(made / name, seed)
+    for seed, name in enumerate(("one", "two", "root")):
+        write(made / name, seed, use_rslora=name == "root")
     write(made / "zero", zero=True)
     return made
 
@@ -47,9 +53,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def gang(folder):
     """One rank, with four adapters."""
-    made = Gang(Setup(partial(random_model, CONFIG), 1, adapters=str(folder)))
-    yield made
-    made.close()
+    with gang_of(folder) as made:
+        yield made
 
 
 def prompt(length: int) -> list[int]:
@@ -74,7 +79,7 @@ def answers(engine: Any, asked: list[tuple[str, int, SamplingParams]]) -> list[A
 
 ASKED = [
     (name, 5 + 6 * place, GREEDY if place % 3 else DRAWN)
-    for place, name in enumerate(["one", "", "two", "one", "zero", "three", "", "two"])
+    for place, name in enumerate(["one", "", "two", "one", "zero", "root", "", "two"])
 ]
 
 
@@ -93,9 +98,8 @@ def test_several_adapters_in_one_batch_equal_each_alone(gang):
     together = [ids for ids, _ in answers(engine, ASKED)]
     assert together == alone
     assert max(record.rows for record in engine.steps) == len(ASKED)
-    same = [
-        answers(engine_of(gang), [(name, 9, GREEDY)])[0][0] for name in gang.model.adapters.names
-    ]
+    names = gang.model.adapters.names
+    same = [answers(engine_of(gang), [(name, 9, GREEDY)])[0][0] for name in names]
     assert len({tuple(ids) for ids in same}) == 4  # worth comparing
 
 
@@ -116,32 +120,28 @@ def test_adapters_share_no_prefix_and_samples_do(gang):
 def test_an_adapter_loaded_again_with_other_bytes_finds_nothing_stale(tmp_path):
     """vLLM #42125: the blocks of the old version answered for the new one."""
     mine = write(tmp_path / "mine")
-    gang = Gang(Setup(partial(random_model, CONFIG), 1, adapters=str(tmp_path)))
-    (early,) = answers(engine_of(gang), [("mine", 13, GREEDY)])
-    engine, adapters = engine_of(gang), gang.model.adapters
-    (old,) = answers(engine, [("mine", 30, GREEDY)])
-    running = ask(engine, "mine", 13)
-    engine.step()
-    before, hits = adapters.names["mine"], engine.scheduler.counts.hit_tokens
-    assert adapters.load(mine) == before  # the same bytes: nothing new
-    write(mine, seed=1)
-    assert adapters.load(mine) != before
-    (new,) = answers(engine, [("mine", 30, GREEDY)])
-    assert engine.scheduler.counts.hit_tokens == hits
-    assert running.output.token_ids == early[0]  # it began with the old version
-    (want,) = answers(engine_of(gang), [("mine", 30, GREEDY)])
-    assert new[0] == want[0] != old[0]
-    gang.close()
+    with gang_of(tmp_path) as gang:
+        (early,) = answers(engine_of(gang), [("mine", 13, GREEDY)])
+        engine, adapters = engine_of(gang), gang.model.adapters
+        (old,) = answers(engine, [("mine", 30, GREEDY)])
+        running = ask(engine, "mine", 13)
+        engine.step()
+        before, hits = adapters.names["mine"], engine.scheduler.counts.hit_tokens
+        assert adapters.load(mine) == before  # the same bytes: nothing new
+        write(mine, seed=1)
+        assert adapters.load(mine) != before
+        (new,) = answers(engine, [("mine", 30, GREEDY)])
+        assert engine.scheduler.counts.hit_tokens == hits
+        assert running.output.token_ids == early[0]  # it began with the old version
+        (want,) = answers(engine_of(gang), [("mine", 30, GREEDY)])
+        assert new[0] == want[0] != old[0]
 
 
 def test_adapters_on_two_ranks(gang, folder):
     """Every rank must get the numbers of the pass (atlas #1133: the slot never reached rank 1)."""
-    ranked = Gang(Setup(partial(random_model, CONFIG), 2, adapters=str(folder)))
-    try:
+    with gang_of(folder, ranks=2) as ranked:
         one, two = (answers(engine_of(each, max_sequences=8), ASKED) for each in (gang, ranked))
         assert [ids for ids, _ in one] == [ids for ids, _ in two]
-    finally:
-        ranked.close()
 
 
 def logits_of(gang: Gang, name: str, ids: list[int]) -> torch.Tensor:
@@ -153,18 +153,20 @@ def logits_of(gang: Gang, name: str, ids: list[int]) -> torch.Tensor:
     return runner.run(prompt(7) + ids, shares, range(7, 7 + count))
 
 
-def test_an_adapter_is_its_product_added_to_each_weight(gang, folder):
-    """Each layer's own: two of them are called c_proj."""
-    model, saved = random_model(CONFIG), load_file(folder / "two" / lora.WEIGHTS)
-    for name in SHAPES:
-        key = f"base_model.model.transformer.{name}.lora_"
+@pytest.mark.parametrize("name, scale", [("two", 12 / 4), ("root", 12 / 2)])
+def test_an_adapter_is_its_product_added_to_each_weight(gang, folder, name, scale):
+    """Each layer's own: two of them are called c_proj. The scale is alpha by the rank, 4, or by its
+    root."""
+    model, saved = random_model(CONFIG), load_file(folder / name / lora.WEIGHTS)
+    for layer in SHAPES:
+        key = f"base_model.model.transformer.{layer}.lora_"
         a, b = (saved[f"{key}{matrix}.weight"].double() for matrix in "AB")
-        model.get_submodule(name).weight += 12 / 4 * b @ a
+        model.get_submodule(layer).weight += scale * b @ a
     ids = prompt(20)
     with torch.inference_mode():
         hidden = model(torch.tensor(ids), torch.arange(20), Recompute(CONFIG).attend)
         want = model.logits(hidden)
-    assert (logits_of(gang, "two", ids) - want).abs().max() < 1e-9 * want.abs().max()
+    assert (logits_of(gang, name, ids) - want).abs().max() < 1e-9 * want.abs().max()
 
 
 # ---- beside PEFT --------------------------------------------------------------------------------
@@ -179,29 +181,19 @@ def test_logits_are_those_of_peft(tmp_path, family, rslora):
     import transformers
 
     torch.manual_seed(5)
+    sizes: dict[str, Any] = {"vocab_size": 101, "hidden_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 3, "max_position_embeddings": 64, "eos_token_id": 1}
     if family == "gpt2":
-        sizes = {"n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 3}
-        config = transformers.GPT2Config(vocab_size=101, eos_token_id=1, **sizes)
-        theirs: Any = transformers.GPT2LMHeadModel(config)
-        targets = ["c_attn", "c_proj", "c_fc"]
+        config = transformers.GPT2Config(**sizes)
     else:
-        sizes = {"hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": 64}
-        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
-        config = transformers.LlamaConfig(vocab_size=101, eos_token_id=1, **sizes)
-        theirs = transformers.LlamaForCausalLM(config)
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        config = transformers.LlamaConfig(**sizes, intermediate_size=40, num_key_value_heads=1)
+    theirs: Any = transformers.AutoModelForCausalLM.from_config(config)
     for tensor in theirs.parameters():
         tensor.data += 0.05 * torch.randn_like(tensor)
     theirs.save_pretrained(tmp_path / "base")
-    options = peft.LoraConfig(
-        r=4,
-        lora_alpha=10,
-        target_modules=targets,
-        use_rslora=rslora,
-        init_lora_weights=False,
-        fan_in_fan_out=family == "gpt2",
-        task_type="CAUSAL_LM",
-    )
+    more = {"init_lora_weights": False, "fan_in_fan_out": family == "gpt2"}
+    more |= {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "use_rslora": rslora}
+    options = peft.LoraConfig(r=4, lora_alpha=10, **more)
     tuned = peft.get_peft_model(theirs, options)
     tuned.save_pretrained(tmp_path / "adapters" / "tuned")
     ids = prompt(23)
@@ -210,22 +202,10 @@ def test_logits_are_those_of_peft(tmp_path, family, rslora):
         with tuned.disable_adapter():
             plain = tuned(torch.tensor([ids])).logits[0]
     load = partial(stored, str(tmp_path / "base"))
-    gang = Gang(Setup(load, 1, adapters=str(tmp_path / "adapters")))
-    got = logits_of(gang, "tuned", ids)
+    with closing(Gang(Setup(load, 1, adapters=str(tmp_path / "adapters")))) as gang:
+        got = logits_of(gang, "tuned", ids)
     assert (got - want).abs().max() < (1e-9 if family == "gpt2" else 1e-5)
     assert (plain - want).abs().max() > 0.1
-    gang.close()
-
-
-def test_the_scale_is_alpha_by_the_rank_or_by_its_root(tmp_path):
-    layer = "h.0.attn.c_attn"
-    for rslora, scale in ((False, 12 / 4), (True, 12 / 2)):
-        folder = write(tmp_path / "one", use_rslora=rslora)
-        saved = load_file(folder / lora.WEIGHTS)[
-            f"base_model.model.transformer.{layer}.lora_B.weight"
-        ]
-        _, b = lora.read(folder, CONFIG, SHAPES).pairs[layer]
-        assert torch.equal(b, scale * saved.double())
 
 
 # ---- what is refused ----------------------------------------------------------------------------
@@ -263,14 +243,13 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     wide = {name: (2 * out, 2 * width) for name, (out, width) in SHAPES.items()}
     refused(r"is \(4, 24\) instead of \(4, 48\): .* or for another model than odd", wide)
     refused("has no such layer", {"h.0.attn.c_attn": (72, 24)})
-    name = "base_model.model.transformer.h.0.mlp.c_fc.lora_A.weight"
-    save_file({name: torch.zeros(4, 24)}, bad / lora.WEIGHTS)
-    refused("one matrix of two for h.0.mlp.c_fc")
-    save_file(
-        {"base_model.model.transformer.wte.lora_embedding_A": torch.zeros(4, 101)},
-        bad / lora.WEIGHTS,
-    )
-    refused("tensor base_model.model.transformer.wte.lora_embedding_A, and odd has no such layer")
+    for name, shape, message in (
+        ("h.0.mlp.c_fc.lora_A.weight", (4, 24), "one matrix of two for h.0.mlp.c_fc"),
+        ("wte.lora_embedding_A", (4, 101), "wte.lora_embedding_A, and odd has no such layer"),
+    ):
+        tensors = {f"base_model.model.transformer.{name}": torch.zeros(*shape)}
+        save_file(tensors, bad / lora.WEIGHTS)
+        refused(message)
     (bad / lora.WEIGHTS).write_bytes(b"no tensors")
     refused("truncated, corrupt or not safetensors")
     (bad / lora.WEIGHTS).rename(bad / "adapter_model.bin")
@@ -280,14 +259,14 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_a_folder_of_adapters_has_some_and_not_too_many(tmp_path, monkeypatch):
-    load = partial(random_model, CONFIG)
-    with pytest.raises(UserError, match="has no subfolder with an adapter"):
-        Gang(Setup(load, 1, adapters=str(tmp_path)))
-    write(tmp_path / "odd")
-    with pytest.raises(UserError, match="is called like the model"):
-        Gang(Setup(load, 1, adapters=str(tmp_path)))
-    (tmp_path / "odd").rename(tmp_path / "one")
+    def refused(message):
+        with pytest.raises(UserError, match=message):
+            gang_of(tmp_path)
+
+    refused("has no subfolder with an adapter")
+    odd = write(tmp_path / "odd")
+    refused("is called like the model")
+    odd.rename(tmp_path / "one")
     write(tmp_path / "two", seed=1)
     monkeypatch.setattr(lora, "MOST_ADAPTERS", 1)
-    with pytest.raises(UserError, match="two is one adapter more than 1: remove some"):
-        Gang(Setup(load, 1, adapters=str(tmp_path)))
+    refused("two is one adapter more than 1: remove some")

@@ -49,9 +49,7 @@ def test_the_logits_of_all_ranks_are_those_of_the_whole(config, ranks):
         assert max(sizes) < parameters(whole) * (0.8 if ranks == 2 else 0.7)
 
 
-@pytest.mark.parametrize(
-    "queries, kv", [(3, 3), (12, 12), (25, 25), (6, 2), (3, 1), (8, 2), (9, 3)]
-)
+@pytest.mark.parametrize("queries, kv", [(3, 3), (25, 25), (6, 2), (3, 1), (8, 2), (9, 3)])
 def test_heads_meet_their_keys(queries, kv):
     """Each query head is on one rank, beside the head of keys that it reads in the whole model."""
     config = replace(ODD, n_head=queries, n_kv_head=kv, head_dim=8)
@@ -69,14 +67,11 @@ def test_heads_meet_their_keys(queries, kv):
                 assert keys[place // group] == head // (queries // kv)
 
 
-def test_too_many_ranks_are_refused():
+def test_what_a_part_cannot_do_is_refused():
+    """So that a prompt that is scored ends with an error, and not with a rank's partial sums."""
     for config, ranks in ((ODD, 4), (GROUPED, 7)):
         with pytest.raises(UserError, match=f"too few for {ranks} ranks: take fewer"):
             shard(random_model(config), Peers(0, ranks))
-
-
-def test_a_part_computes_in_passes_only():
-    """So that a prompt that is scored ends with an error, and not with a rank's partial sums."""
     model = random_model(ODD)
     shard(model, Peers(0, 2))
     with pytest.raises(UserError, match="take one rank"):
