@@ -10,7 +10,7 @@ import contextlib
 import multiprocessing
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -20,11 +20,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
 
-from shared import cli
+from shared import cli, linear
 from shared.errors import UserError
+from stage01_forward import families
 from stage04_continuous.request import Request
+from stage05_paged.make import make
 
+from .leases import ENDED, Apart, MappedCache, Memory, Prefill
 from .passes import VOCABULARY, greedy
 
 TOGETHER, APART = "together", "apart"
@@ -33,9 +37,7 @@ ABOUT = (
     "Prefill and decode in two processes over one memory, beside one engine that does both: what "
     "streams wait between tokens while long prompts arrive, and what that costs."
 )
-EXAMPLES = """\
-  python -m stage12_distributed apart
-  python -m stage12_distributed apart --model gpt2 --random-weights --streams 4"""
+EXAMPLE = "  python -m stage12_distributed apart --model gpt2 --random-weights"
 
 
 @dataclass(frozen=True)
@@ -48,25 +50,16 @@ class Job:
     linear: str = "plain"
     prefill: int = 4
     decode: int = 8
-    lease: float = 10.0
     folder: str = ""  # of the memory
     threads: int = 1
 
 
 def build(job: Job, decode: bool) -> Any:
     """Stage 05's engine over the memory of a job; its process keeps to the job's threads."""
-    import torch
-
-    from shared import linear
-    from stage01_forward import families
-    from stage05_paged.make import make
-
-    from .leases import MappedCache, Memory
-
     torch.set_num_threads(job.threads)
     dtype = getattr(torch, job.dtype)
-    loaded = families.load(job.model, random_weights=job.random_weights)
-    model = families.load_model(loaded, dtype=dtype)
+    weights = families.load(job.model, random_weights=job.random_weights)
+    model = families.load_model(weights, dtype=dtype)
     linear.optimize(model, job.linear)
     size = 16
     context = -(-model.config.n_positions // size)
@@ -77,10 +70,8 @@ def build(job: Job, decode: bool) -> Any:
 
 def prefill(job: Job, connection: Connection) -> None:
     """The prefill process, until the other one closes the connection."""
-    from .leases import Prefill
-
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
-        side = Prefill(build(job, decode=False), connection, job.lease)
+        side = Prefill(build(job, decode=False), connection)
         connection.send(None)  # ready
         while True:
             side.turn()
@@ -92,8 +83,6 @@ def apart(job: Job) -> Iterator[Any]:
 
     Raises UserError if that one does not start.
     """
-    from .leases import ENDED, Apart
-
     spawn = multiprocessing.get_context("spawn")
     with TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as folder:
         job = replace(job, folder=folder)
@@ -168,46 +157,26 @@ def run(engine: Any, load: Load) -> dict[str, Any]:
 
 def compare(job: Job, load: Load, threads: int) -> dict[str, dict[str, Any]]:
     """The load by one engine with all `threads`, and apart with half of them each."""
-    from stage05_paged.make import make
-
     half = replace(job, threads=max(1, threads // 2))
     with apart(half) as engine:
         model = engine.engine.runner.model
         found = {APART: run(engine, load)}
-    import torch
-
     torch.set_num_threads(threads)
     return {TOGETHER: run(make(model, contexts=job.decode), load), **found}
 
 
-def show(found: Mapping[str, Mapping[str, Any]]) -> None:
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.Parser("stage12_distributed apart", ABOUT, EXAMPLE)
+    cli.add_model_options(parser)
+    options = parser.parse_args(argv)
+    dtype = str(cli.choose_dtype(options.dtype, torch.device("cpu"))).removeprefix("torch.")
+    job = Job(options.model, options.random_weights, dtype)
+    found = compare(job, Load(), options.threads or torch.get_num_threads())
     print(f"{'':10} {'ITL p50':>10} {'ITL p99':>10} {'tok/s':>10}")
     for name, one in found.items():
         low, high = (1e3 * float(np.percentile(one["itl"], percent)) for percent in (50, 99))
         rate = sum(map(len, one["ids"])) / one["seconds"]
         print(f"{name:10} {low:7.1f} ms {high:7.1f} ms {rate:10.1f}")
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser("stage12_distributed apart", ABOUT, EXAMPLES)
-    usual = Load()
-    for name, most, text in (
-        ("streams", 64, "requests that decode"),
-        ("long", 100, "long prompts, one after the other"),
-    ):
-        default = getattr(usual, name)
-        number = cli.whole_number(1, most)
-        parser.add_argument(f"--{name}", type=number, default=default, metavar="N", help=text)
-    cli.add_model_options(parser)
-    options = parser.parse_args(argv)
-    import torch
-
-    dtype = str(cli.choose_dtype(options.dtype, torch.device("cpu"))).removeprefix("torch.")
-    job = Job(options.model, options.random_weights, dtype)
-    load = replace(usual, streams=options.streams, long=options.long)
-    threads = options.threads or torch.get_num_threads()
-    found = compare(job, load, threads)
-    show(found)
     same = found[TOGETHER]["ids"] == found[APART]["ids"]
     print(f"{'The same' if same else 'Other'} tokens in both.")
     return 0

@@ -13,15 +13,16 @@ request fails.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from shared.config import Config
 from shared.errors import UserError
@@ -50,12 +51,9 @@ class Memory:
     def blocks(self) -> int:
         return self.prefill + self.decode
 
-    def generations(self) -> np.ndarray:
-        """(blocks,) int64, in the file: zeros at first."""
-        file = self.folder / "generations"
-        with file.open("ab") as end:
-            end.truncate(8 * self.blocks)
-        return np.memmap(file, dtype=np.int64, mode="r+", shape=(self.blocks,))
+    def mapped(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        """(count,) numbers in a file of this name: zeros at first."""
+        return torch.from_file(str(self.folder / name), shared=True, size=count, dtype=dtype)
 
     def pool(self, decode: bool, block_size: int) -> BlockPool:
         """The pool of one process. Blocks of the other are owned from the start."""
@@ -72,12 +70,11 @@ class MappedCache:
         self, memory: Memory, config: Config, blocks: int, block_size: int, swap_blocks: int,
         dtype: torch.dtype, device: torch.device | str,
     ) -> None:  # fmt: skip
-        self.generations, self.paged = memory.generations(), PagedCache(config, 1, block_size)
-        before, after = self.paged.kv.shape[:3], self.paged.kv.shape[4:]
-        shape = (*before, memory.blocks, *after)
-        name, count = str(memory.folder / "blocks"), int(np.prod(shape))
-        kv = torch.from_file(name, shared=True, size=count, dtype=dtype).view(shape)
-        self.paged.kv, self.paged.blocks = kv, memory.blocks
+        self.generations = memory.mapped("generations", memory.blocks, torch.int64)
+        self.paged = PagedCache(config, 1, block_size)
+        shape = (*self.paged.kv.shape[:3], memory.blocks, *self.paged.kv.shape[4:])
+        self.paged.kv = memory.mapped("blocks", math.prod(shape), dtype).view(shape)
+        self.paged.blocks = memory.blocks
 
     def move(self, moves: Sequence[Move]) -> None:
         for move in moves:
@@ -103,11 +100,9 @@ class Lease:
 class Prefill:
     """Computes prompts that come through `connection`, and leases their blocks for `seconds`."""
 
-    def __init__(
-        self, engine: Any, connection: Connection, seconds: float = LEASE,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self.engine, self.connection, self.seconds, self.clock = engine, connection, seconds, clock
+    def __init__(self, engine: Any, connection: Connection, seconds: float = LEASE) -> None:
+        self.engine, self.connection, self.seconds = engine, connection, seconds
+        self.clock = time.monotonic
         self.pool, self.generations = engine.scheduler.pool, engine.runner.cache.generations
         self.leases: dict[str, Lease] = {}
 
@@ -155,13 +150,10 @@ class Apart:
 
     generate, stream, run = drive.generate, drive.stream, drive.run
 
-    def __init__(
-        self, engine: Any, connection: Connection, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.engine, self.connection, self.clock = engine, connection, clock
-        self.pool, self.cache, self.steps = (
-            engine.scheduler.pool, engine.runner.cache, engine.steps,
-        )  # fmt: skip
+    def __init__(self, engine: Any, connection: Connection) -> None:
+        self.engine, self.connection, self.clock = engine, connection, time.monotonic
+        self.pool, self.cache = engine.scheduler.pool, engine.runner.cache
+        self.steps = engine.steps
         self.room = self.pool.available  # blocks
         self.asked: dict[str, Request] = {}  # whose prompts are computed elsewhere
         self.expired = self._named = 0

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shared.course.testing import make_folder
 from shared.errors import UserError
 from stage01_forward import families
 from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request
 from stage05_paged.make import make
 
-from ..passes import Meter, PassTime, amounts, calibrate, greedy
+from ..passes import Meter, PassTime, amounts, greedy
 
 pytest.importorskip("simpy", reason="requirements-distributed.txt is not installed")
 
@@ -64,15 +65,6 @@ def test_the_fit_finds_costs_that_were_planted_and_none_below_zero() -> None:
     assert fitted.costs[2] == 0 and min(fitted.costs) >= 0
 
 
-def test_the_meter_sees_every_token_of_a_real_engine() -> None:
-    real = engine()
-    meter = Meter(real)
-    real.generate([[1] * 9, [2] * 17], [greedy(3), greedy(5)])
-    assert sum(more + rows for _, more, rows, *_ in meter.steps) == 9 + 2 + 17 + 4
-    assert all(seconds > 0 for *_, seconds in meter.steps)
-    assert len(calibrate(real)) > 6 and meter in real.observers and len(real.observers) == 2
-
-
 def test_the_simulator_makes_the_passes_of_the_real_engine() -> None:
     real, chance = engine(), random.Random(1)
     prompts = [chance.choices(range(101), k=chance.randint(3, 40)) for _ in range(12)]
@@ -87,12 +79,12 @@ def test_the_simulator_makes_the_passes_of_the_real_engine() -> None:
             return super().seconds(plan, chance)
 
     settings = real.scheduler
-    cell = Cell(
-        blocks=settings.pool.count, sequences=settings.max_sequences, budget=settings.token_budget
-    )
+    sizes = settings.max_sequences, settings.token_budget
+    cell = Cell(1, "prefix", settings.pool.count, *sizes)
     asks = [Ask(prompt, count, 0.0) for prompt, count in zip(prompts, counts, strict=True)]
     Fleet(cell, Spy(TIMES.costs), asks).run()
     assert seen == [step[:-1] for step in meter.steps]
+    assert all(step[-1] > 0 for step in meter.steps)
 
 
 # ---- queues that theory knows -------------------------------------------------------------------
@@ -127,30 +119,25 @@ def test_littles_law_holds() -> None:
 # ---- fleets -------------------------------------------------------------------------------------
 
 
-def each(cell: Cell, asks: list[Ask]) -> dict[str, dict[str, float]]:
-    return {
-        name: simulate.simulate(replace(cell, policy=name), TIMES, asks)
-        for name in simulator.POLICIES
-    }
+def summary(cell: Cell, asks: list[Ask]) -> dict[str, float]:
+    return Fleet(cell, TIMES, asks).run().summary()
 
 
-def test_routing_by_prefix_finds_what_one_big_cache_would() -> None:
-    asks = load(CELL, "prefix", count=1500)
-    found = each(CELL, asks)
-    assert found["prefix"]["hits"] > 0.9 * one_big_cache(asks)
-    assert found["random"]["hits"] < 0.8 * found["prefix"]["hits"]
-    assert found["prefix"]["ttft_p50"] < found["load"]["ttft_p50"] < found["random"]["ttft_p99"]
-
-
-def test_without_shared_prefixes_routing_by_prefix_gains_nothing() -> None:
-    found = each(CELL, load(CELL, "free"))
-    assert {one["hits"] for one in found.values()} == {0.0}
-    assert found["prefix"]["ttft_p50"] > 0.95 * found["load"]["ttft_p50"]
-
-
-def test_one_hot_prefix_does_not_fill_one_replica() -> None:
-    found = each(CELL, load(CELL, "hot"))
-    assert found["prefix"]["hits"] > 0.8 and found["prefix"]["balance"] < 2  # of 8
+def test_what_each_policy_finds_in_each_kind_of_traffic() -> None:
+    """By prefix what one big cache would; nothing where nothing is shared, which costs nothing; and
+    one hot prefix does not fill one of the 8 replicas."""
+    counts = {"prefix": 1500, "free": 600, "hot": 600}
+    asks = {kind: load(CELL, kind, count) for kind, count in counts.items()}
+    prefix, free, hot = (
+        {name: summary(replace(CELL, policy=name), each) for name in simulator.POLICIES}
+        for each in asks.values()
+    )
+    assert prefix["prefix"]["hits"] > 0.9 * one_big_cache(asks["prefix"])
+    assert prefix["random"]["hits"] < 0.8 * prefix["prefix"]["hits"]
+    assert prefix["prefix"]["ttft_p50"] < prefix["load"]["ttft_p50"] < prefix["random"]["ttft_p99"]
+    assert {one["hits"] for one in free.values()} == {0.0}
+    assert free["prefix"]["ttft_p50"] > 0.95 * free["load"]["ttft_p50"]
+    assert hot["prefix"]["hits"] > 0.8 and hot["prefix"]["balance"] < 2
 
 
 def test_a_death_loses_only_what_had_begun() -> None:
@@ -170,14 +157,14 @@ def test_a_death_loses_only_what_had_begun() -> None:
 def test_a_fleet_grows_and_shrinks_with_its_load() -> None:
     asks = load(CELL, "free", share=0.5, swing=0.9)
     cell = replace(CELL, starting=1.0, calm=2.0, target=4.0)
-    fixed, scaled = (simulate.simulate(one, TIMES, asks) for one in (CELL, cell))
+    fixed, scaled = (summary(one, asks) for one in (CELL, cell))
     assert scaled["lost"] == 0 and scaled["paid"] < 0.9 * fixed["paid"]
     assert scaled["ttft_p50"] > fixed["ttft_p50"]  # what it costs
 
 
 def test_prefill_and_decode_apart_keep_the_time_between_tokens() -> None:
     asks = load(CELL, "free")
-    together = simulate.simulate(CELL, TIMES, asks)
+    together = summary(CELL, asks)
     fleet = Fleet(replace(CELL, prefill=4, replicas=4, handover=1e-5), TIMES, asks).run()
     assert all(len(life.tokens) == 20 for life in fleet.lives)
     assert fleet.summary()["itl_p99"] < 0.5 * together["itl_p99"]
@@ -188,19 +175,16 @@ def test_prefill_and_decode_apart_keep_the_time_between_tokens() -> None:
 # ---- the command line ---------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_line_for_each_policy(
-    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+def test_the_command_prints_a_line_for_each_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = [[1, n, n % 7, 9 * n, n * n, 0.01 + n * 1e-4] for n in range(1, 40)]
-    file = tmp_path / "steps.json"
-    file.write_text(json.dumps(steps), encoding="utf-8")
-    assert simulate.main(["--steps", str(file), "--requests", "200", "--cell", "4"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith("200 replicas as 50 cells of 4")
-    assert [line.split()[0] for line in shown[2:]] == list(simulator.POLICIES)
-    file.write_text("[[1]]", encoding="utf-8")
-    with pytest.raises(UserError, match="write them with --keep"):
-        simulate.main(["--steps", str(file)])
+    folder = make_folder(tmp_path / "model")
+    words = ["--model", str(folder), "--requests", "50", "--cell", "5"]
+    assert simulate.main(words) == 0
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert first == "200 replicas as 40 cells of 5; one cell is simulated"
+    cases = ["policies"] * 9 + ["deaths", "always", "scaled"] + ["ratio"] * 4
+    assert [line.split()[0] for line in lines] == cases
 
 
 def test_without_simpy_one_sentence_tells_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

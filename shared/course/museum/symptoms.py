@@ -683,8 +683,8 @@ def a_late_copy() -> None:
             make(model, pool=memory.pool(decode, 4), make_cache=cache) for decode in (False, True)
         )
         (ours, theirs), leases.PATIENCE = Pipe(), 0
-        prefill = leases.Prefill(first, theirs, clock=lambda: now)
-        decode = leases.Apart(second, ours, clock=lambda: 0.0)
+        prefill, decode = leases.Prefill(first, theirs), leases.Apart(second, ours)
+        prefill.clock, decode.clock = lambda: now, lambda: 0.0
         requests = [decode.add(request(prompt, greedy(16))) for prompt in prompts]
         for _ in range(4):
             prefill.turn()
