@@ -137,8 +137,9 @@ def work(rank: int, setup: Setup, threads: int, file: str, pipe: connection.Conn
             shutil.rmtree(Path(file).parent, ignore_errors=True)  # a signal leaves it behind
             return
         if kind == CACHE:
-            *sizes, dtype = arguments
-            cache = PagedCache(model.config, *sizes, getattr(torch, dtype), device)
+            blocks, size, swap_blocks, name = arguments
+            dtype = getattr(torch, name)
+            cache = PagedCache(model.config, blocks, size, swap_blocks, dtype, device)
             runner = runner_of(model, cache)
             continue
         moves, ids, shares, rows, adapters = arguments

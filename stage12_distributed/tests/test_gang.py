@@ -140,9 +140,9 @@ def test_the_server_and_its_ranks(tmp_path):
             scored = post(server, json=body | {"model": model, "echo": True, "logprobs": 1})
             assert scored.status_code == 400 and message in scored.text
         (rank,) = ranks_of(server.pid)
-        url, long = f"{server.url}/v1/completions", {"stream": True, "max_tokens": 900}
-        asked = {"json": body | long | {"ignore_eos": True}, "trust_env": False, "timeout": HANG}
-        with httpx2.stream("POST", url, **asked) as stream:
+        long = body | {"stream": True, "max_tokens": 900, "ignore_eos": True}
+        asked: Any = {"json": long, "trust_env": False, "timeout": HANG}
+        with httpx2.stream("POST", f"{server.url}/v1/completions", **asked) as stream:
             lines = filter(None, stream.iter_lines())
             next(lines)
             rank.kill()

@@ -222,7 +222,7 @@ async def test_a_slow_health_check_leaves_the_load_and_shuts_the_replica_out(mon
         assert (await router.post()).replica == (200, "replica-1")
         slow.slow = 0.0
         await router.pool.check(backend)
-        assert backend.ready and backend.replica is replica and replica.requests == 1
+        assert backend.ready and replica.requests == 1 and backend.replica is replica
         asking.cancel()
         await until(lambda: router.idle)
 
