@@ -25,7 +25,7 @@ from shared.errors import UserError
 from shared.paths import ROOT
 from shared.server import READY, STARTING, STOPPING
 
-from .routing import Replica, Routing
+from .routing import BLOCK_SIZE, Replica, Routing
 
 log = logging.getLogger(__name__)
 CHECK = 1.0  # seconds between two health checks
@@ -38,6 +38,28 @@ POLL = 0.02  # seconds between two looks at the requests of a server that drains
 LONGEST_LINE = 2**20  # bytes of a log
 LARGEST_LIST = 2**20  # bytes of a list of models
 Find = Callable[[], Awaitable[Collection[str]]]  # the addresses of all servers
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says.
+
+    backends: addresses of servers that run already; find: returns the addresses now, if they
+        change. Without both, `replicas` servers of stage 06 with `arguments` are started here, and
+        started again when they end.
+    keys: that clients must send; the servers want the first one, if there is one.
+    """
+
+    backends: tuple[str, ...] = ()
+    find: Find | None = None
+    replicas: int = 2
+    arguments: tuple[str, ...] = ()
+    block_size: int = BLOCK_SIZE
+    timeout: float = 300.0
+    grace: float = 10.0
+    hosts: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    admin_key: str = ""
 
 
 @dataclass(eq=False)
@@ -77,36 +99,24 @@ class Backend:
 class Pool:
     """All backends, and the policy that chooses among them.
 
-    urls: addresses of servers that run already; find: returns the addresses now, if they change.
-        Without both, `own` servers of stage 06 with `arguments` are started here, and started again
-        when they end.
-    key: that the servers want, if they want one.
     session: of all requests to servers; to be set before `start`.
     """
 
     session: aiohttp.ClientSession
 
-    def __init__(
-        self,
-        routing: Routing,
-        urls: Sequence[str] = (),
-        own: int = 0,
-        arguments: Sequence[str] = (),
-        key: str = "",
-        find: Find | None = None,
-    ) -> None:
-        self.routing, self.arguments = routing, arguments
+    def __init__(self, options: Options) -> None:
+        self.options, self.routing = options, Routing(options.block_size)
+        key = next(iter(options.keys), "")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._find = find
         self.model = ""  # that all servers must have: the first one's
         self.restarts = 0
         self._numbers = count()
         self._updating = asyncio.Lock()
         self._checking: asyncio.Task[None] | None = None
         self.backends: dict[str, Backend] = {}
-        for url in urls:
+        for url in options.backends:
             self._add(url)
-        for _ in range(0 if urls or find else own):
+        for _ in range(0 if options.backends or options.find else options.replicas):
             self._add(own=True)
 
     async def start(self) -> None:
@@ -156,9 +166,9 @@ class Pool:
 
     async def _look(self) -> None:
         """Find the servers that there are now, and check them all."""
-        if self._find is not None:
+        if self.options.find:
             try:
-                await self._follow(await self._find())
+                await self._follow(await self.options.find())
             except Exception as error:  # of whatever finds them; those that are known stay
                 log.warning("the servers cannot be listed: %s", str(error)[:200])
         checks = [self.check(one) for one in self._all() if one.url]
@@ -295,7 +305,7 @@ class Pool:
 
     async def _launch(self, backend: Backend) -> None:
         """Raises UserError with the server's last line if it does not start."""
-        backend.process, backend.showing, url = await launch(backend.name, self.arguments)
+        backend.process, backend.showing, url = await launch(backend.name, self.options.arguments)
         try:
             async with asyncio.timeout(STARTING):
                 backend.url = await url

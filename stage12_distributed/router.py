@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -31,8 +30,7 @@ from stage06_serving.settings import PREFIX, parse
 
 from . import metrics
 from .relay import Relay
-from .replicas import Find, Pool
-from .routing import BLOCK_SIZE, Routing
+from .replicas import Options, Pool
 
 CONNECT = 5.0  # seconds until a replica must have accepted a connection
 POSTS = ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize")
@@ -40,23 +38,6 @@ GETS = ("/v1/models", "/v1/models/{model:path}", "/version")
 ADMIN = "x-admin-key"  # header
 OWN = {"host", "port", "allowed_host", "api_key", "api_key_file", "log_requests", "block_size"}
 OWN |= {"request_timeout", "grace"}  # options of stage 06 that the router has too
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line says. replicas: processes to start, if no `backends` are given, and
-    none is `find`, which finds them."""
-
-    backends: tuple[str, ...] = ()
-    find: Find | None = None
-    replicas: int = 2
-    arguments: tuple[str, ...] = ()
-    block_size: int = BLOCK_SIZE
-    timeout: float = 300.0
-    grace: float = 10.0
-    hosts: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    admin_key: str = ""
 
 
 def session() -> aiohttp.ClientSession:
@@ -72,8 +53,7 @@ def session() -> aiohttp.ClientSession:
 def create_app(options: Options) -> FastAPI:
     """The application. `state.engine` is its Relay once the replicas are started, and None before:
     the names are those that stage 06's server expects."""
-    key, own = next(iter(options.keys), ""), (options.replicas, options.arguments)
-    pool = Pool(Routing(options.block_size), options.backends, *own, key, options.find)
+    pool = Pool(options)
     relay = Relay(pool, options.timeout)
 
     @asynccontextmanager

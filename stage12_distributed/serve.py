@@ -24,8 +24,8 @@ from stage06_serving.__main__ import Server, configure, listen
 from stage06_serving.settings import parse
 
 from .metrics import LARGEST, total
-from .replicas import close, launch, whole
-from .router import Options, create_app, session
+from .replicas import Options, close, launch, whole
+from .router import create_app, session
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is there: it reports by default
 try:

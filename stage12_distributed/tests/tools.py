@@ -16,8 +16,7 @@ from stage06_serving.tests.asking import HANG
 from stage07_loadtest.mock import Behaviour, serving
 from stage12_distributed import router
 from stage12_distributed.relay import Relay, tokens_of
-from stage12_distributed.replicas import Backend, Pool
-from stage12_distributed.router import Options
+from stage12_distributed.replicas import Backend, Options, Pool
 from stage12_distributed.routing import Replica
 
 PATH = "/v1/completions"
