@@ -6,16 +6,20 @@ one of them is simulated. Its pass times come from a short run of the real engin
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from shared import cli
+from shared.errors import UserError
 from stage07_loadtest.workload import ANSWER, QUESTION, SYSTEM
 
-from .passes import VOCABULARY, PassTime, calibrate
+from .passes import AMOUNTS, VOCABULARY, PassTime, calibrate
 from .routing import Routing
 from .simulator import POLICIES, Ask, Cell, Fleet, simpy
 
@@ -119,6 +123,26 @@ class Scenarios:
             yield about | Fleet(own, self.pass_time, asks[kind]).run().summary()
 
 
+def read_steps(path: Path) -> list[list[float]]:
+    """Amounts and seconds of passes, as JSON. Raises UserError if they cannot be read."""
+    try:
+        steps = json.loads(path.read_text(encoding="utf-8"))
+        if not steps or any(len(step) != len(AMOUNTS) + 1 or min(step) < 0 for step in steps):
+            raise ValueError("no list of passes")
+        return [list(map(float, step)) for step in steps]
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"The steps {path} cannot be read ({error}): give a file that keeps an engine's passes."
+        ) from None
+
+
+def measured_steps(options: argparse.Namespace) -> list[tuple[float, ...]]:
+    from stage01_forward import families
+    from stage05_paged.make import make
+
+    return calibrate(make(cli.load_model_from(options, families).model))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser("stage12_distributed simulate", ABOUT, EXAMPLES)
     whole, number = cli.whole_number, cli.number
@@ -129,13 +153,13 @@ def main(argv: list[str] | None = None) -> int:
         ("load", number(0, 2, above=True), 0.7, "offered, as a share of what the cell can answer"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--steps", type=Path, metavar="FILE", help="passes of an engine; default: a short run"
+    )
     cli.add_model_options(parser)
     options = parser.parse_args(argv)
     simpy()  # before the model is loaded
-    from stage01_forward import families
-    from stage05_paged.make import make
-
-    steps = calibrate(make(cli.load_model_from(options, families).model))
+    steps = read_steps(options.steps) if options.steps else measured_steps(options)
     size = options.cell
     scenarios = Scenarios(Cell(size), PassTime.fit(steps), options.requests, options.load)
     cells = options.replicas / size

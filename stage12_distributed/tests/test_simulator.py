@@ -185,6 +185,9 @@ def test_the_command_prints_a_line_for_each_case(
     assert first == "200 replicas as 40 cells of 5; one cell is simulated"
     cases = ["policies"] * 9 + ["deaths", "always", "scaled"] + ["ratio"] * 4
     assert [line.split()[0] for line in lines] == cases
+    (tmp_path / "steps").write_text("[[1]]", encoding="utf-8")
+    with pytest.raises(UserError, match="give a file that keeps"):
+        simulate.main(["--steps", str(tmp_path / "steps")])
 
 
 def test_without_simpy_one_sentence_tells_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
