@@ -35,9 +35,6 @@ def until(condition: Callable[[], object], what: Callable[[], object] = str) -> 
         time.sleep(0.01)
 
 
-# ---- OpenAI's client ----------------------------------------------------------------------------
-
-
 def complete(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
     return client.completions.create(prompt=prompt, **{**GREEDY, "max_tokens": TOKENS, **fields})
 
@@ -63,9 +60,6 @@ def counts(answer: Any) -> tuple[int, int, int]:
     """Tokens of prompts, of answers, and of both."""
     usage = answer.usage
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
-
-
-# ---- plain HTTP: a server is what has a `url` ---------------------------------------------------
 
 
 def ask(server: Any, method: str, path: str, **options: Any) -> httpx2.Response:
@@ -130,9 +124,6 @@ def ended(numbers: Mapping[str, float]) -> dict[str, float]:
     """Of a server's metrics: sequences that have ended, by reason."""
     name = 'vllm:request_success_total{finished_reason="%s"}'
     return {reason: numbers[name % reason] for reason in ("stop", "length", "abort", "error")}
-
-
-# ---- bytes --------------------------------------------------------------------------------------
 
 
 def written(target: str, *headers: str, method: str = "GET", host: str = "localhost") -> bytes:

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from stage05_paged.make import make as make_paged
 from stage06_serving.engines import Paged
 from stage06_serving.settings import PREFIX
 
-from .faulty_server import MODULE, VARIABLE, Fault
-from .tools import Passes
+from .faulty_server import FILES, MODULE, VARIABLE, Fault
+from .tools import Passes, started
 
 ALWAYS = ("--sanitize", "--linear", "plain")
+FILE_KEY = "a key from a file"
 FEW_BLOCKS = ("--kv-memory", "8MiB")  # the sanitizer checks all blocks after every step
 
 House = Callable[..., "Running"]
@@ -99,21 +100,26 @@ def house() -> Iterator[House]:
 
 
 @pytest.fixture(scope="session")
-def locked(tiny_folder: Path) -> Iterator[Running]:
-    """A server with three keys, and without a chat template."""
-    key = {f"{PREFIX}API_KEY": "first-key, second-key, zweiter-schlüssel"}
-    options = ("--kv-memory", "64KiB", "--chat-template", "none")
-    with serving("--model", str(tiny_folder), *options, env=key) as running:
+def locked(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server in a process of its own, with keys in its variables and in a file, few descriptors,
+    other names, and requests in its log; without a chat template."""
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(f"another\n{FILE_KEY}\n", encoding="utf-8")
+    options = ["--api-key-file", str(file), "--allowed-host", "inner.example, other"]
+    options += ["--log-requests", "--kv-memory", "64KiB", "--chat-template", "none"]
+    env = {f"{PREFIX}API_KEY": "first-key, second-key, zweiter-schlüssel", FILES: "256"}
+    with serving("--model", str(tiny_folder), *options, env=env, module=MODULE) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Running]:
+def server(house: House) -> Iterator[Running]:
     """One server on the embedded model for all tests; none may break or stop it."""
-    with serving(*FEW_BLOCKS) as running:
-        yield running
-        log = running.stderr()
-        assert running.process.poll() is None and "Traceback" not in log, log
+    running = house(*FEW_BLOCKS)
+    yield running
+    log = running.stderr()  # the others in its process have planted faults alone
+    assert running.process.poll() is None, log
+    assert log.count("Traceback") == log.count("RuntimeError: a planted fault"), log
 
 
 @pytest.fixture(scope="session")
@@ -164,10 +170,14 @@ def engine(tiny_model):
 
 @pytest.fixture
 def gated(engine):
-    """make(**options): an engine, and the gate before its passes."""
+    """gated(max_queue, **options): an engine on its thread, as AsyncEngine and as itself, and the
+    gate before its passes."""
 
-    def make(**options):
+    @asynccontextmanager
+    async def make(max_queue=64, **options):
         made = engine(**options)
-        return made, Passes(made.engine.runner, gate=True)
+        gate = Passes(made.engine.runner, gate=True)
+        async with started(made, max_queue) as running:
+            yield running, made, gate
 
     return make

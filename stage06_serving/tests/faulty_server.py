@@ -92,7 +92,7 @@ def many(argv: list[str] | None) -> None:
 
 
 if __name__ == "__main__":
-    if FILES in os.environ:
+    if FILES in os.environ and sys.platform != "win32":  # which has no such limit
         import resource
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ[FILES]),) * 2)

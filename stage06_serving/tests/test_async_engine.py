@@ -22,13 +22,9 @@ def expected(tiny_model):
     return lambda prompt, count: alone(tiny_model, prompt, words(count))
 
 
-# ---- tokens -------------------------------------------------------------------------------------
-
-
 async def test_the_tokens_are_those_of_the_first_stage(gated, expected):
-    made, gate = gated(max_sequences=4)
     prompts = [prompt_of(1 + 5 * i % 23, i) for i in range(12)]
-    async with started(made) as running:
+    async with gated(max_sequences=4) as (running, made, gate):
         tickets = [submit(running, prompt, 5 + i) for i, prompt in enumerate(prompts)]
         gate.allow()
         answers = await asyncio.gather(*(said(running, ticket) for ticket in tickets))
@@ -41,11 +37,10 @@ async def test_the_tokens_are_those_of_the_first_stage(gated, expected):
 
 async def test_samples_of_a_prompt_share_its_blocks(gated, tiny_model):
     """All of them are read at once, and each token belongs to its ticket."""
-    made, gate = gated()
     options: dict[str, Any] = {"max_tokens": 6, "temperature": 1, "ignore_eos": True}
     sampling = [SamplingParams(seed=seed, **options) for seed in range(3)]
     prompt = prompt_of(10)
-    async with started(made) as running:
+    async with gated() as (running, made, gate):
         (group,) = running.submit([prompt], sampling)
         gate.allow()
         read = [(ticket, one.id) async for ticket, some in running.tokens(group) for one in some]
@@ -73,8 +68,7 @@ async def test_a_slow_reader_delays_no_other(engine, expected):
 
 async def test_a_deadline_ends_the_waiting(gated):
     """What has arrived is read before, and does not wait for the end."""
-    made, gate = gated()
-    async with started(made) as running:
+    async with gated() as (running, made, gate):
         ticket, read = submit(running, prompt_of(4), 5), []
         gate.allow(1)
         await until(lambda: ticket.fresh)
@@ -88,7 +82,6 @@ async def test_a_deadline_ends_the_waiting(gated):
 
 async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
     """Listeners get it before the tickets' times change: they take the gap to the last token."""
-    made, gate = gated()
     steps: list[tuple[list[Ticket], list[Ticket]]] = []
     known: list[bool] = []
 
@@ -96,7 +89,7 @@ async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
         steps.append(([*spoke], [*over]))
         known.extend(ticket.last_token is not None for ticket in spoke)
 
-    async with started(made) as running:
+    async with gated() as (running, made, gate):
         running.listeners.append(listen)
         (group,) = running.submit([prompt_of(4)], [words(2), words(3)])  # one command: one step
         reading = asyncio.create_task(anext(running.tokens(group)))
@@ -113,14 +106,10 @@ async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
         assert ticket.arrived <= ticket.scheduled <= ticket.first_token <= ticket.last_token
 
 
-# ---- abort --------------------------------------------------------------------------------------
-
-
 async def test_an_abort_is_heard_within_two_steps(gated, expected):
     """Of a running request, and of one that waits and is never run."""
-    made, gate = gated(max_sequences=2)
     prompts = [prompt_of(6 + n, n) for n in range(3)]
-    async with started(made) as running:
+    async with gated(max_sequences=2) as (running, made, gate):
         leaves, stays, waits = (submit(running, prompt, 30) for prompt in prompts)
         gate.allow(3)
         await until(lambda: len(made.steps) >= 3)
@@ -137,8 +126,7 @@ async def test_an_abort_is_heard_within_two_steps(gated, expected):
 
 
 async def test_the_end_of_the_last_request_is_reported_without_a_step(gated):
-    made, gate = gated()
-    async with started(made) as running:
+    async with gated() as (running, made, gate):
         ticket = submit(running, prompt_of(4), 50)
         gate.allow(2)
         await until(lambda: len(made.steps) >= 2)
@@ -149,14 +137,10 @@ async def test_the_end_of_the_last_request_is_reported_without_a_step(gated):
         await running.drain(HANG)  # returns at once
 
 
-# ---- capacity -----------------------------------------------------------------------------------
-
-
 async def test_capacity_is_counted_in_sequences(gated):
-    made, gate = gated(max_sequences=2)
     prompt = prompt_of(4)
     two = [SamplingParams(max_tokens=4, temperature=1, seed=seed) for seed in range(2)]
-    async with started(made, max_queue=3) as running:
+    async with gated(max_sequences=2, max_queue=3) as (running, made, gate):
         assert running.capacity == 5
         groups = running.submit([prompt], two) + running.submit([prompt, prompt], [words(4)])
         with pytest.raises(Overloaded, match="4 sequences in flight, of at most 5"):
@@ -209,11 +193,7 @@ async def test_other_work_takes_places_and_gives_them_back(engine):
             raise AssertionError("nothing more is accepted")
 
 
-# ---- commands, and the end ----------------------------------------------------------------------
-
-
 async def test_a_call_is_made_on_the_thread_between_two_steps(gated, expected):
-    made, gate = gated()
     prompt, passes = prompt_of(5), []
 
     def watched(*arguments):
@@ -223,8 +203,8 @@ async def test_a_call_is_made_on_the_thread_between_two_steps(gated, expected):
         finally:
             passes.pop()
 
-    made.engine.runner.run = watched
-    async with started(made) as running:
+    async with gated() as (running, made, gate):
+        made.engine.runner.run = watched
         ticket = submit(running, prompt, 30)
         await until(lambda: gate.count)  # a pass has begun
         with pytest.raises(TimeoutError):  # a caller that leaves disturbs nothing
@@ -245,9 +225,8 @@ async def test_a_call_is_made_on_the_thread_between_two_steps(gated, expected):
 
 
 async def test_requests_that_outlast_the_grace_end_with_an_error(gated):
-    made, gate = gated(max_sequences=1)
     ended: list[Ticket] = []
-    async with started(made) as running:
+    async with gated(max_sequences=1) as (running, made, gate):
         running.listeners.append(lambda step, spoke, over: ended.extend(over))
         tickets = [submit(running, prompt_of(4), 50) for _ in range(3)]
         gate.allow(2)
@@ -283,9 +262,6 @@ async def test_draining_waits_for_other_work_too(engine, ends):
                 await working
             goes_on.set()
         await drained
-
-
-# ---- failures -----------------------------------------------------------------------------------
 
 
 async def test_a_defect_in_adding_ends_all_samples_and_nothing_else(engine, expected):

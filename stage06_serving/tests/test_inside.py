@@ -68,9 +68,6 @@ async def test_an_answer_is_a_stream_only_where_one_was_asked_for():
             assert list(answer.events())[-1] == "[DONE]"
 
 
-# ---- clients that leave, and time
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_before_its_answer_ends_it(stream):
     """The first in the middle of it, the second in the queue: it is never served."""
@@ -184,9 +181,6 @@ async def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
         await idle(inside)
 
 
-# ---- the page
-
-
 async def test_the_number_of_watching_pages_is_limited():
     """100 clients at /live kept the loop busy."""
     async with Inside.serving() as inside:
@@ -225,9 +219,6 @@ async def test_the_first_frame_is_true_though_no_page_was_open():
         for page in (early, late):
             page.leave()
             await page.answer()
-
-
-# ---- failures
 
 
 async def test_a_dead_engine_is_reported_and_can_be_stopped():

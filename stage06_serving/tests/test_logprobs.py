@@ -1,54 +1,148 @@
-"""Log-probabilities and the echo of prompts, through OpenAI's own client."""
+"""Log-probabilities and the echo of prompts: those of stage 01 for the same tokens, in the form of
+each endpoint. Nearly all tokens are parts of characters."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
+import torch
+from pytest import approx
 
+from shared.checkpoint import load
 from shared.tokenizer import Tokenizer
+from stage01_forward.model import load_model
+from stage01_forward.scoring import prompt_logprobs
 
-from .asking import OTHER, PROMPT, TOKENIZER, TOKENS, chat, complete, counts, first, joined, post
+from .asking import OTHER, PROMPT, TOKENIZER, complete, counts, events, joined, post
 
-
-@pytest.mark.parametrize("count", [0, 1, 20])
-def test_logprobs_of_a_completion(client, count):
-    choice = first(client, logprobs=count, temperature=1, seed=3)
-    table, offset = choice.logprobs, 0
-    assert "".join(table.tokens) == choice.text and len(table.tokens) == TOKENS
-    for token, logprob, top, at in zip(
-        table.tokens, table.token_logprobs, table.top_logprobs, table.text_offset, strict=True
-    ):
-        assert logprob <= 0 and top[token] == logprob and max(count, 1) <= len(top) <= count + 1
-        assert sum(math.exp(value) for value in top.values()) < 1 + 1e-6
-        assert at == offset and choice.text[at : at + len(token)] == token
-        offset += len(token)
-    greedy = first(client, logprobs=count).logprobs
-    assert greedy.token_logprobs == [max(top.values()) for top in greedy.top_logprobs]
+EOS = 256
+PROMPTS = [[*"né 😀".encode()[:-1], EOS, 0xFF], [7, 8, *"日本".encode()[1:]]]  # cut characters
+DRAWN = {"temperature": 1, "seed": 4}
+CLOSE = {"rel": 0, "abs": 1e-4}
 
 
-def test_no_sampling_option_changes_a_logprob(client):
-    top = first(client, max_tokens=1, logprobs=20).logprobs.top_logprobs[0]
-    token = list(top)[7]
-    bias = {str(TOKENIZER.encode(token)[0]): 100}
-    forced = first(client, max_tokens=1, logprobs=0, logit_bias=bias).logprobs
-    assert forced.tokens == [token]
-    assert forced.token_logprobs[0] == pytest.approx(top[token], abs=1e-3)
+class Expected:
+    """A server whose tokens are bytes, or <300>, and its answers in the words of stage 01."""
+
+    def __init__(self, server: Any, folder: Any) -> None:
+        self.server, self.tokenizer = server, Tokenizer.from_folder(folder)
+        self.model = load_model(load(str(folder)), dtype=torch.float64)
+        self.ids = {self.bytes_of(id): id for id in range(300)}
+
+    def bytes_of(self, id: int) -> bytes:
+        return self.tokenizer.decode_bytes([id])
+
+    def name(self, id: int) -> str:
+        """The text of a token, or its bytes if it is a part of a character."""
+        data = self.bytes_of(id)
+        text = data.decode(errors="replace")
+        return text if "\ufffd" not in text else "bytes:" + "".join(f"\\x{one:02x}" for one in data)
+
+    def offsets(self, *parts: list[bytes]) -> list[int | None]:
+        """The place of the character of each token that has text. No character spans two parts."""
+        offsets: list[int | None] = []
+        start = 0
+        for part in parts:
+            whole = b""
+            for data in part:
+                place = start + len((whole + data[:1]).decode(errors="replace")) - 1
+                offsets.append(place if data else None)
+                whole += data
+            start += len(whole.decode(errors="replace"))
+        return offsets
 
 
-def test_echo_without_tokens_scores_the_prompt_alone(client):
-    answered = first(client, logprobs=3)
-    scores = answered.logprobs.token_logprobs
-    ids = TOKENIZER.encode(PROMPT)
-    ids += [TOKENIZER.encode(token)[0] for token in answered.logprobs.tokens]
+@pytest.fixture(scope="module")
+def expected(house, tiny_folder):
+    options = ("--dtype", "float64", "--kv-memory", "1MiB", "--no-sanitize")
+    return Expected(house("--model", str(tiny_folder), *options), tiny_folder)
+
+
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"echo": True, "max_tokens": 0, "n": 1}])
+@pytest.mark.parametrize("top", [0, 1, 20])
+def test_logprobs_of_completions(expected, top, more):
+    """The first token of a prompt has none. No sampling option changes one."""
+    body = {
+        "prompt": PROMPTS,
+        "max_tokens": 40,
+        "n": 2,
+        "logprobs": top,
+        "ignore_eos": True,
+        **more,
+    }
+    body |= {**DRAWN, "return_token_ids": True, "logit_bias": {str(0xF0): 3, str(EOS): 3}}
+    whole = post(expected.server, json=body).json()
+    n, echo = body["n"], bool(more)
+    for number, choice in enumerate(whole["choices"]):
+        prompt, answer = PROMPTS[number // n], choice.get("token_ids", [])
+        assert choice["finish_reason"] == "length" and len(answer) == body["max_tokens"]
+        begin, ids = 0 if echo else len(prompt), prompt + answer
+        table, scores = choice["logprobs"], prompt_logprobs(expected.model, ids, top)[begin:]
+        assert table["tokens"] == [expected.name(id) for id in ids[begin:]]
+        spelled = [expected.bytes_of(id) for id in prompt]  # end-of-text in an answer has no text
+        parts = [[b"" if id == EOS else expected.bytes_of(id) for id in answer]]
+        places = zip(table["text_offset"], expected.offsets(*[spelled] * echo, *parts), strict=True)
+        assert all(place in (mine, None) for mine, place in places)
+        rows = zip(ids[begin:], scores, table["token_logprobs"], table["top_logprobs"], strict=True)
+        for id, score, logprob, others in rows:
+            if score is None:
+                assert logprob is others is None
+                continue
+            tops = {expected.name(other): value for other, value in score.top}
+            assert logprob == approx(score.token, **CLOSE)
+            assert others == approx({expected.name(id): score.token} | tops, **CLOSE)
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events(post(expected.server, json=body | stream).text)
+    assert last["usage"] == whole["usage"] and last["choices"] == []
+    prompts = sum(map(len, PROMPTS))
+    assert whole["usage"]["prompt_tokens"] == prompts
+    for choice in whole["choices"]:
+        mine = [
+            one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]
+        ]
+        assert "".join(one["text"] for one in mine) == choice["text"]
+        for name in ("tokens", "text_offset"):  # the scores differ in their last digits
+            parts = [one["logprobs"][name] for one in mine if one["logprobs"]]
+            assert sum(parts, []) == choice["logprobs"][name]
+
+
+@pytest.mark.parametrize("top", [None, 0, 20])
+def test_logprobs_of_a_chat(expected, top):
+    body = {"messages": [{"role": "user", "content": "é"}], "max_tokens": 40, "ignore_eos": True}
+    body |= {**DRAWN, "logprobs": True} | ({} if top is None else {"top_logprobs": top})
+    prompt = post(expected.server, "/tokenize", json={"messages": body["messages"]}).json()[
+        "tokens"
+    ]
+
+    def asked(**fields):
+        return post(expected.server, "/v1/chat/completions", json=body | fields)
+
+    def shown(id, logprob):
+        token = {"token": expected.name(id), "bytes": [*expected.bytes_of(id)]}
+        return token | {"logprob": approx(logprob, **CLOSE)}
+
+    choice = asked().json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    answer = [expected.ids[bytes(one["bytes"])] for one in content]
+    scores = prompt_logprobs(expected.model, prompt + answer, top or 0)[len(prompt) :]
+    assert len(answer) == 40 and content == [
+        shown(id, score.token) | {"top_logprobs": [shown(*pair) for pair in score.top]}
+        for id, score in zip(answer, scores, strict=True)
+        if score is not None
+    ]
+    data = b"".join(expected.bytes_of(id) for id in answer if id != EOS)
+    assert data.decode(errors="replace") == choice["message"]["content"]
+    assert any(one["token"].startswith("bytes:") for one in content)
+    chunks = [chunk["choices"][0] for chunk in events(asked(stream=True).text)]
+    tokens = [one["token"] for chunk in chunks for one in chunk["logprobs"]["content"]]
+    assert tokens == [one["token"] for one in content]
+    assert asked(logprobs=False, top_logprobs=0).json()["choices"][0]["logprobs"] is None
+
+
+def test_an_echo_needs_no_logprobs_and_one_body_has_a_bounded_number(client):
+    """More of them are an error, and a stream may have them."""
     alone: dict[str, Any] = {"echo": True, "max_tokens": 0}
-    answer = complete(client, ids, logprobs=3, **alone)
-    (choice,) = answer.choices
-    assert (choice.text, choice.finish_reason) == (PROMPT + answered.text, "length")
-    assert counts(answer) == (4 + TOKENS, 0, 4 + TOKENS)
-    assert choice.logprobs.token_logprobs[0] is None
-    assert choice.logprobs.token_logprobs[4:] == pytest.approx(scores, abs=1e-3)
     two = complete(client, [PROMPT, OTHER], **alone).choices
     texts = [(each.index, each.text, each.logprobs) for each in two]
     assert texts == [(0, PROMPT, None), (1, OTHER, None)]
@@ -56,100 +150,7 @@ def test_echo_without_tokens_scores_the_prompt_alone(client):
     chunks = list(complete(client, **alone, **usage))
     assert joined(chunks) == PROMPT and chunks[0].choices[0].finish_reason == "length"
     assert chunks[-1].choices == [] and counts(chunks[-1]) == (4, 0, 4)
-
-
-def test_samples_have_the_echo_of_their_prompt_and_its_scores(client):
-    prompts = (PROMPT, PROMPT, OTHER, OTHER)
-    fields = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1, "seed": 3}
-    choices = complete(client, [PROMPT, OTHER], **fields).choices
-    for choice, prompt in zip(choices, prompts, strict=True):
-        alone = first(client, prompt, echo=True, max_tokens=0, logprobs=1).logprobs
-        table, count = choice.logprobs, len(alone.tokens)
-        assert choice.text.startswith(prompt) and table.tokens[:count] == alone.tokens
-        scores = alone.token_logprobs[1:]
-        assert table.token_logprobs[1:count] == pytest.approx(scores, abs=1e-3)
-        assert table.token_logprobs[0] is table.top_logprobs[0] is None
-        assert "".join(table.tokens) == choice.text
-        offsets = [len("".join(table.tokens[:i])) for i in range(count + TOKENS)]
-        assert table.text_offset == offsets
-    assert choices[0].text != choices[1].text
-
-
-def test_one_body_has_a_bounded_number_of_logprobs(client):
-    """More of them are an error, and a stream may have them."""
     many: dict[str, Any] = {"prompt": [PROMPT] * 3, "logprobs": 20}
     many["logit_bias"] = {str(TOKENIZER.eos_id): 100}
     assert len(list(complete(client, **many, max_tokens=900, stream=True))) == 3
     assert counts(complete(client, **many, max_tokens=700))[1] == 3
-
-
-@pytest.fixture(scope="module")
-def bytewise(house, tiny_folder):
-    """A server whose tokens are bytes, or <300>: nearly no answer is UTF-8."""
-    return house("--model", str(tiny_folder), "--kv-memory", "256KiB")
-
-
-def test_tokens_that_are_parts_of_a_character(bytewise, tiny_folder):
-    """Each has a name of its own, and the offset of its character."""
-    prompt = [*"né 😀".encode()[:-1], 256, 0xFF]  # the last character is cut
-    body = {"prompt": prompt, "max_tokens": 60, "temperature": 1, "seed": 4, "ignore_eos": True}
-    body |= {"logprobs": 20, "return_token_ids": True, "echo": True}
-    choice = post(bytewise, json=body).json()["choices"][0]
-    table, answer = choice["logprobs"], choice["token_ids"]
-    spelled = Tokenizer.from_folder(tiny_folder).decode_bytes
-    offsets, start = [], 0
-    for part in (
-        map(spelled, ([token] for token in prompt)),
-        (b"" if token == 256 else spelled([token]) for token in answer),
-    ):
-        whole = b""
-        for data in part:  # in an answer, end-of-text has no text
-            offsets.append(start + len((whole + data[:1]).decode(errors="replace")) - bool(data))
-            whole += data
-        start += len(whole.decode(errors="replace"))
-    assert table["text_offset"] == offsets and start == len(choice["text"])
-    names: dict[str, int] = {}
-    for token, name in zip([*prompt, *answer], table["tokens"], strict=True):
-        text = spelled([token]).decode(errors="replace")
-        assert name == (text if "\ufffd" not in text else f"bytes:\\x{token:02x}")
-        assert names.setdefault(name, token) == token
-    assert any(name.startswith("bytes:") for name in names)
-    assert all(20 <= len(top) <= 21 for top in table["top_logprobs"][1:])
-
-
-def test_a_chat_has_the_bytes_of_parts_of_a_character(bytewise):
-    body = {"messages": [{"role": "user", "content": "é"}], "temperature": 1, "seed": 4}
-    body |= {"max_tokens": 40, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
-    choice = post(bytewise, "/v1/chat/completions", json=body).json()["choices"][0]
-    content = choice["logprobs"]["content"]
-    parts = [each for each in content if each["token"].startswith("bytes:")]
-    for each in parts:
-        assert each["token"] == "bytes:" + "".join(f"\\x{byte:02x}" for byte in each["bytes"])
-    assert parts and all(
-        len({top["token"] for top in each["top_logprobs"]}) == 20 for each in content
-    )
-    ends = [*b"<|endoftext|>"]
-    data = b"".join(bytes(each["bytes"]) for each in content if each["bytes"] != ends)
-    assert data.decode(errors="replace") == choice["message"]["content"]
-
-
-@pytest.mark.parametrize("count", [None, 0, 20])
-def test_logprobs_of_a_chat(client, count):
-    fields = {"logprobs": True} | ({} if count is None else {"top_logprobs": count})
-    choice = chat(client, **fields).choices[0]
-    text, content = choice.message.content, choice.logprobs.content
-    assert "".join(each.token for each in content) == text and len(content) == TOKENS
-    assert b"".join(bytes(each.bytes) for each in content).decode() == text
-    for each in content:
-        tops = [(top.token, top.logprob) for top in each.top_logprobs]
-        assert len(tops) == (count or 0) and each.logprob <= 0
-        assert tops == sorted(tops, key=lambda top: -top[1])
-        assert not tops or tops[0] == (each.token, each.logprob)
-    chunks = chat(client, stream=True, **fields)
-    streamed = [each for chunk in chunks for each in chunk.choices[0].logprobs.content]
-    assert [(each.token, each.bytes, len(each.top_logprobs)) for each in streamed] == [
-        (each.token, each.bytes, len(each.top_logprobs)) for each in content
-    ]
-    logprobs = [each.logprob for each in content]
-    assert [each.logprob for each in streamed] == pytest.approx(logprobs, abs=1e-3)
-    assert chat(client, logprobs=False).choices[0].logprobs is None

@@ -18,7 +18,7 @@ from stage05_paged.sanitizer import Sanitizer
 from stage06_serving import __main__ as stage
 from stage06_serving.settings import PREFIX, Settings, parse
 
-from .asking import get, post
+from .asking import bearer, get, post
 from .conftest import serving
 
 VALUES: dict[str, Any] = {"model": "gpt2", "served_model_name": "mine", "random_weights": True}
@@ -43,9 +43,6 @@ def ended(capsys, *arguments):
     out, err = capsys.readouterr()
     assert "Traceback" not in err
     return exit.value.code, out + err
-
-
-# ---- settings
 
 
 def test_every_option_is_a_variable_too_and_the_command_line_wins(monkeypatch):
@@ -115,9 +112,6 @@ def test_what_stops_the_start(capsys, tmp_path, monkeypatch):
     assert "serves" not in shown and opened.fileno() == -1  # closed
 
 
-# ---- the engine
-
-
 def test_the_libraries_objects_are_not_collected(interruptible, tiny_folder, monkeypatch):
     """A body of many small lists made the collector look at all of PyTorch several times: half a
     second on the event loop."""
@@ -165,9 +159,6 @@ def test_the_engine_has_the_settings(tiny_folder):
     assert scheduler.token_budget == 50 and scheduler.prefix_caching and not sanitized
 
 
-# ---- start and end
-
-
 def test_start_and_end_of_an_open_server(interruptible, tiny_folder, tmp_path):
     """From the environment alone; the plan, the warning, a template from a file, and Ctrl-C."""
     path = tmp_path / "chat.json"
@@ -199,9 +190,7 @@ def test_start_and_end_of_an_open_server(interruptible, tiny_folder, tmp_path):
         assert running.stderr().strip() == shown.strip()  # no prompt in it, and no error
 
 
-# ---- keys
-
-KEY = {"Authorization": "Bearer first-key"}
+KEY = bearer("first-key")
 
 
 def test_a_server_without_a_template_has_no_chats(locked):

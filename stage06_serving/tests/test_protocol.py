@@ -1,11 +1,15 @@
-"""What a body may be, and what an error may contain: bounds, strictness, no work without end."""
+"""What a body may be, and what an error may contain: bounds, strictness, no work without end. The
+errors and warnings over HTTP, and the endpoints beside those that answer with text.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import Any
 
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +20,8 @@ from stage06_serving import protocol
 from stage06_serving.chat import SIMPLE, load_template
 from stage06_serving.errors import error_body, validation_message
 from stage06_serving.protocol import REFUSED, ChatBody, CompletionBody, GenerateBody, TokenizeBody
+
+from .asking import CHAT, PROMPT, TOKENIZER, ask, chat, complete, first, get, post
 
 LARGEST_ERROR = 2048  # bytes
 # The least and the most that is allowed.
@@ -28,7 +34,6 @@ BOOLEANS = ("stream", "echo", "ignore_eos", "include_stop_str_in_output", "retur
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 VALUES = PLAIN | st.lists(PLAIN, max_size=5) | st.dictionaries(st.text(max_size=5), PLAIN)
 KINDS = [CompletionBody, ChatBody, GenerateBody, TokenizeBody, protocol.DetokenizeBody]
-USER = [{"role": "user", "content": "a"}]
 examples = settings(deadline=None, derandomize=True)
 
 
@@ -46,9 +51,6 @@ def refused(kind: Any, **fields: Any) -> list[Any]:
 def named(kind: Any, **fields: Any) -> str | None:
     """The field that the error names."""
     return validation_message(refused(kind, **fields))[1]
-
-
-# ---- bounds and strictness
 
 
 @pytest.mark.parametrize("name", [*NUMBERS, *INTEGERS])
@@ -69,15 +71,6 @@ def test_types_are_strict(name):
     wrong += [0, 1, 1.0] if name in BOOLEANS else [True] if name in NUMBERS else [True, 1.0]
     for value in wrong:
         assert named(CompletionBody, prompt="a", **{name: value}) == name
-
-
-def test_logit_bias_has_token_ids_and_numbers():
-    for bias in (math.nan, math.inf, True, "1"):
-        refused(CompletionBody, prompt="a", logit_bias={"5": bias})
-    for id in ("٣", "1" * 10, "", "1.5", 5):
-        refused(CompletionBody, prompt="a", logit_bias={id: 1})
-    most = {str(id): 1 for id in range(protocol.MOST_BIASES)}
-    assert len(completion(logit_bias=most).params(5, None, 0).logit_bias) == protocol.MOST_BIASES
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -103,42 +96,43 @@ def test_any_body_is_accepted_or_refused_briefly(kind, data):
         assert len(json.dumps(error_body(400, message, field)).encode()) < LARGEST_ERROR
 
 
-def test_half_a_surrogate_pair_is_refused_and_named():
-    """JSON can express it and UTF-8 cannot: it has no tokens, and no answer can repeat it."""
-    half = "a \ud800"
+HALF = "a \ud800"  # JSON can express it and UTF-8 cannot: it has no tokens, no answer repeats it
+HALVES = [
+    *((kind, "prompt", HALF) for kind in (CompletionBody, GenerateBody, TokenizeBody)),
+    *((CompletionBody, "prompt", ["a", "\udfff"]), (CompletionBody, "stop", HALF)),
+    (CompletionBody, "stop", ["b", "\ude00\ud83d"]),
+    (ChatBody, "messages", [{"role": "user", "content": HALF}]),
+    (ChatBody, "messages", [{"role": HALF, "content": "a"}]),
+    (ChatBody, "messages", [{"role": "a", "content": [{"type": "text", "text": HALF}]}]),
+]
+BIASES = [{"5": bias} for bias in (math.nan, math.inf, True, "1")]
+BIASES += [{id: 1} for id in ("٣", "1" * 10, "", "1.5", 5)]
+# A body of 1 MB with an error in each of its items kept the event loop busy for 5 seconds.
+FULL: list[Any] = [
+    *((CompletionBody, "prompt", [wrong] * 50_000) for wrong in ("", -1)),
+    *((CompletionBody, "prompt", value) for value in ([[-1] * 50_000], [[""] * 1000] * 32)),
+    *((CompletionBody, name, [""] * 50_000) for name in ("stop", "stop_token_ids")),
+    (CompletionBody, "logit_bias", {str(id): "" for id in range(50_000)}),
+    (ChatBody, "messages", [5] * 50_000),
+    (ChatBody, "messages", [{"role": "user", "content": [5] * 1000}] * 900),
+    (protocol.DetokenizeBody, "tokens", [""] * 50_000),
+]
+
+
+def test_a_refusal_names_its_field_and_is_brief():
+    """How long a list may be: the table below."""
     for kind, field, value in (
-        *((kind, "prompt", half) for kind in (CompletionBody, GenerateBody, TokenizeBody)),
-        *((CompletionBody, "prompt", ["a", "\udfff"]), (CompletionBody, "stop", half)),
-        (CompletionBody, "stop", ["b", "\ude00\ud83d"]),
-        (ChatBody, "messages", [{"role": "user", "content": half}]),
-        (ChatBody, "messages", [{"role": half, "content": "a"}]),
-        (ChatBody, "messages", [{"role": "a", "content": [{"type": "text", "text": half}]}]),
+        *HALVES,
+        *((CompletionBody, "logit_bias", bias) for bias in BIASES),
+        *FULL,
     ):
-        message, found = validation_message(refused(kind, **{"prompt": "a", field: value}))
-        assert found == field and f"'{field}'" in message and "half of a surrogate pair" in message
-
-
-# ---- no work without end
-
-
-def test_a_body_full_of_errors_has_few():
-    """A body of 1 MB with an error in each of its items kept the event loop busy for 5 seconds.
-    Long lists are allowed; how long they may be: test_errors."""
+        errors = refused(kind, **{"prompt": "a", field: value})
+        message, found = validation_message(errors)
+        assert found == field and f"'{field}'" in message and len(errors) < 30, (field, message)
+        half = "half of a surrogate pair" in message
+        assert half == ((kind, field, value) in HALVES)
     assert len(completion(prompt=["a"] * 1024).prompts) == 1024
     assert completion(stop=["a" * 256] * 4).stops == ["a" * 256] * 4
-    for kind, field, value in (
-        *((CompletionBody, "prompt", [wrong] * 50_000) for wrong in ("", -1)),
-        *((CompletionBody, "prompt", value) for value in ([[-1] * 50_000], [[""] * 1000] * 32)),
-        *((CompletionBody, name, [""] * 50_000) for name in ("stop", "stop_token_ids")),
-        (CompletionBody, "logit_bias", {str(id): "" for id in range(50_000)}),
-        (ChatBody, "messages", [5] * 50_000),
-        (ChatBody, "messages", [{"role": "user", "content": [5] * 1000}] * 900),
-        (protocol.DetokenizeBody, "tokens", [""] * 50_000),
-    ):
-        assert len(refused(kind, **{"prompt": "a", field: value})) < 30, field
-
-
-# ---- meaning
 
 
 @pytest.mark.parametrize(
@@ -153,6 +147,8 @@ def test_each_sample_has_a_seed_of_its_own(seed, seeds):
 
 def test_all_options_reach_the_sampler():
     """Their defaults are OpenAI's."""
+    most = {str(id): 1 for id in range(protocol.MOST_BIASES)}
+    assert len(completion(logit_bias=most).params(5, None, 0).logit_bias) == protocol.MOST_BIASES
     params = CompletionBody(prompt="a").params(7, 3, 0)
     assert (params.temperature, params.top_p, params.seed) == (1, 1, None)
     assert (params.max_tokens, params.logprobs, params.greedy) == (7, 3, False)
@@ -172,9 +168,6 @@ def test_an_error_is_small_whatever_its_message():
     for text in ("😀" * 9999, "\ud800" * 9999):
         body = json.dumps(error_body(400, text, "logit_bias"), ensure_ascii=False)
         assert len(body.encode()) < LARGEST_ERROR
-
-
-# ---- chat templates
 
 
 @pytest.mark.parametrize("text", ["{content}", "{{ 7 * 7 }}", "{0.__class__}", "%s %(a)s", "${x}"])
@@ -200,3 +193,142 @@ def test_a_file_that_is_not_a_template_is_refused(tmp_path):
     for name in (str(tmp_path), str(tmp_path / "absent"), "a\0b"):
         with pytest.raises(UserError, match="--chat-template"):
             load_template(name)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}
+USER: dict[str, Any] = {"role": "user", "content": "a"}
+CONTENTS: list[Any] = [5, [{}]]
+TOO_MANY: list[Any] = [["a"] * 1025, [[5]] * 1025]
+EMPTY: list[Any] = ["", " \n ", [], [[]], [""], [PROMPT, ""]]  # CVE-2024-8768: it ended the engine
+
+
+def test_unknown_and_empty_fields_are_ignored(client):
+    plain = first(client).text
+    extra = {"mirostat": 2, "store": True, "metadata": {"a": "b"}, "tools": [], "suffix": ""}
+    extra |= {"response_format": {"type": "text"}}
+    assert first(client, user="a name", best_of=10**9, n=1, extra_body=extra).text == plain
+    null: dict[str, Any] = dict.fromkeys(("logprobs", "n", "seed", "top_p", "logit_bias", "echo"))
+    assert first(client, **null).text == plain
+
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+ECHO = {"max_tokens": 0, "echo": True}
+MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [
+        *((COMPLETIONS, {"n": 10**9}, ""), (COMPLETIONS, {"max_tokens": -1}, "")),  # CVE-2026-34756
+        (COMPLETIONS, {"max_tokens": 10**30}, ""),  # CVE-2026-21869
+        *((COMPLETIONS, {"logit_bias": value}, "") for value in ({"x": 1}, {"2048": 1}, {"-1": 1})),
+        *((COMPLETIONS, {"stop_token_ids": value}, "") for value in ([-1], [2048])),
+        *((COMPLETIONS, {"stop": value}, "at most 4") for value in ("", [""], ["a"] * 5)),
+        *((COMPLETIONS, {"stop": value}, "to 256 char") for value in ("a" * 257, ["a" * 257])),
+        *((COMPLETIONS, {"prompt": value}, "at most 1024") for value in TOO_MANY),
+        *((CHATS, {"n": 17}, ""), (CHATS, {"messages": [USER] * 1001}, "")),
+        *((COMPLETIONS, {"prompt": value}, "") for value in EMPTY),
+        (COMPLETIONS, {"prompt": 5}, "at most 1024"),
+        *((path, {"prompt": ["a"]}, "valid string") for path in ("/generate", "/tokenize")),
+        *((COMPLETIONS, {"prompt": value}, "") for value in ([PROMPT, 5], [[5], PROMPT], [2048])),
+        (COMPLETIONS, {"guided_regex": "(a+)+$"}, "to a format"),  # CVE-2025-48942
+        (COMPLETIONS, {"chat_template": "{{ 1 }}"}, "not support"),  # CVE-2025-61620
+        (COMPLETIONS, {"prompt_embeds": "gASVAAAA"}, "no images"),
+        (COMPLETIONS, {"stream_options": {"include_usage": True}}, "'stream'"),
+        (COMPLETIONS, {"min_tokens": 99}, "at most max_tokens"),
+        (COMPLETIONS, {"top_k": 10**6}, "for this model"),
+        (COMPLETIONS, {"n": 2, "temperature": 0}, "temperature"),
+        (COMPLETIONS, {"n": 2, **ECHO}, "same"),
+        (COMPLETIONS, {"n": 16, "prompt": ["a"] * 70}, "at most"),
+        *((COMPLETIONS, {"prompt": [[5, 2048]], **more}, "2047") for more in ({}, ECHO)),
+        (COMPLETIONS, {"prompt": [5] * 1024}, "maximum context length is 1024 tokens"),
+        (COMPLETIONS, {"prompt": "a" * 200_000}, "characters"),  # before it is tokenized
+        (COMPLETIONS, {"max_tokens": 0}, "at least 1"),
+        # While they are written no other client is served; the echo of all prompts is one piece.
+        (COMPLETIONS, MANY | {"max_tokens": 900}, f"{3 * 900 * 21} log-prob"),
+        *((COMPLETIONS, MANY | ECHO | {"stream": more}, "log-prob") for more in (False, True)),
+        (CHATS, MANY | {"top_logprobs": 20, "logprobs": True, "n": 3}, "log-prob"),
+        (CHATS, {"tools": [{"type": {}}]}, "cannot call functions"),  # CVE-2025-48944
+        (CHATS, {"response_format": {"type": "json_object"}}, "to a format"),
+        (CHATS, {"top_logprobs": 2}, "needs 'logprobs'"),
+        (CHATS, {"max_tokens": 0}, "at least 1"),
+        *((CHATS, {"messages": value}, "") for value in ([], "hello", ["hello"])),
+        *((CHATS, {"messages": [value]}, "") for value in ({"content": "a"}, USER | {"role": ""})),
+        *((CHATS, {"messages": [USER | {"content": value}]}, "") for value in CONTENTS),
+        (CHATS, {"messages": [USER | {"content": [IMAGE]}]}, "no images"),  # CVE-2026-22773
+        (CHATS, {"messages": [USER | {"content": "a " * 2000}]}, "context length"),
+        ("/generate", {"logit_bias": {"2048": 1}}, "2047"),
+        *(("/detokenize", {"tokens": [5, value]}, "") for value in (2048, -1, 2**63)),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_an_error_names_its_field_in_plain_words(server, path, fields, words):
+    """The first of `fields` is wrong: by itself, beside others, or for the engine."""
+    body: dict[str, Any] = {"messages": CHAT} if path == CHATS else {"prompt": "a"}
+    answer = post(server, path, json=body | fields)
+    assert answer.status_code == 400 and len(answer.content) < 700, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == next(iter(fields)) and words in error["message"], error
+
+
+def test_an_answer_says_that_its_limit_was_cut(client, server):
+    """To the rest of the context: 4 tokens of 1,024 are the prompt's."""
+    ends: dict[str, Any] = {"logit_bias": {str(TOKENIZER.eos_id): 100}}
+    note = "max_tokens was cut from 5000 to 1020, the rest of the context."
+    assert complete(client, max_tokens=5000, **ends).warning == note
+    chunks = list(complete(client, max_tokens=5000, n=2, temperature=1, stream=True, **ends))
+    assert [getattr(chunk, "warning", None) for chunk in chunks] == [note, None]
+    assert "cut from 5000" in chat(client, max_completion_tokens=5000, **ends).warning
+    chunks = list(chat(client, max_completion_tokens=5000, stream=True, **ends))
+    assert ["warning" in chunk.model_dump() for chunk in chunks] == [True, False]
+    body = {"prompt": PROMPT, "max_tokens": 5000, **ends}
+    assert post(server, "/generate", json=body).json()["warning"] == note
+    for fields in ({"max_tokens": 1020}, {}):
+        assert "warning" not in complete(client, **fields, **ends).model_dump()
+    assert "warning" not in chat(client, max_completion_tokens=None, **ends).model_dump()
+
+
+def test_the_model_is_listed_and_no_other_is_found(client, server):
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("stories", "model", "staircase")
+    assert isinstance(model.created, int) and model.max_model_len == 1024
+    assert client.models.retrieve("stories") == model
+    assert get(server, "/version").json().keys() == {"version", "torch"}
+    retrieve = client.models.retrieve
+    for asking in (
+        *(partial(retrieve, name) for name in ("gpt-5", "folder/name")),
+        *(partial(one, client, model="gpt-5") for one in (complete, chat)),
+    ):
+        with pytest.raises(openai.NotFoundError, match="does not exist") as refusal:
+            asking()
+        assert (refusal.value.param, refusal.value.type) == ("model", "NotFoundError")
+    assert post(server, json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200  # no model
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        assert post(server, path, json={**body, "model": "gpt-5"}).status_code == 404
+
+
+def test_text_to_tokens_and_back(server):
+    text = "Once, 日本 😀\nthe end <|endoftext|>"
+    tokens = TOKENIZER.encode(text)
+    body = post(server, "/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    strings = {"token_strs": [TOKENIZER.decode([token]) for token in tokens]}
+    assert body == {"count": len(tokens), "max_model_len": 1024, "tokens": tokens} | strings
+    assert TOKENIZER.eos_id not in tokens
+    assert post(server, "/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+    empty = post(server, "/tokenize", json={"prompt": ""}).json()
+    assert empty["tokens"] == [] and "token_strs" not in empty
+
+
+def test_every_error_is_an_error_object(server):
+    for method, path, status in (
+        *(("POST", "/v1/completions", 400), ("GET", "/v1/completions", 405)),
+        *(("POST", "/v1/completions/", 404), ("DELETE", "/v1/models", 405)),
+        *(("GET", path, 404) for path in ("/v1/nothing", "/health/", "/docs")),
+    ):
+        answer = ask(server, method, path, json={})
+        assert answer.status_code == status and answer.headers["content-type"] == "application/json"
+        error = answer.json()["error"]
+        assert answer.json().keys() == {"error"}
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["code"] == status and error["message"] and error["type"].endswith("Error")
+        assert status != 405 or answer.headers["allow"]

@@ -77,23 +77,17 @@ def counters(generation_tokens: int, running: int = 0, usage: float = 0.0) -> Se
 @contextmanager
 def mocked(**behaviour: Any) -> Iterator[Mock]:
     """The mock on a thread, for a program that has its own event loop."""
-    ready, over = threading.Event(), asyncio.Event()
-    started: list[tuple[Mock, asyncio.AbstractEventLoop]] = []
-
-    async def serve() -> None:
-        async with mock.serving(Behaviour(**QUICK | behaviour)) as running:
-            started.append((running, asyncio.get_running_loop()))
-            ready.set()
-            await over.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    loop, serving = asyncio.new_event_loop(), mock.serving(Behaviour(**QUICK | behaviour))
+    thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        assert ready.wait(20)
-        yield started[0][0]
+        yield asyncio.run_coroutine_threadsafe(serving.__aenter__(), loop).result(20)
     finally:
-        started[0][1].call_soon_threadsafe(over.set)
+        leaving = serving.__aexit__(None, None, None)
+        asyncio.run_coroutine_threadsafe(leaving, loop).result(20)
+        loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()
 
 
 class Selector(selectors.SelectSelector):

@@ -15,8 +15,6 @@ from .helpers import broken, counters, point, record, refused
 
 MANY = [record(i, intended=0.7 * i) for i in range(100)]
 
-# ---- one request
-
 
 def test_latencies_count_from_sending_and_from_the_intended_start():
     one = record(intended=1.0, sent=1.25, gaps=(0.5, 0.1, 0.3), end=9.0)  # the connection stays

@@ -29,8 +29,6 @@ from stage07_loadtest.workload import make
 from . import helpers
 from .helpers import QUICK, asks
 
-# ---- the mock. What its faults do to a client: test_client.
-
 
 def test_a_frozen_server_does_no_work():
     assert Behaviour(stall=2, stall_every=10).due(21.5, 0) == 22  # nothing is sent while frozen
@@ -96,9 +94,6 @@ def test_invalid_options_are_rejected_with_a_hint(arguments, hint):
         words = f"--port 0 {arguments}".replace("TAKEN", port).split()
         with pytest.raises(UserError, match=hint):
             mock.main(words)
-
-
-# ---- the load test against it
 
 
 def against(*load, **options):
