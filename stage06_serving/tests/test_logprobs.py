@@ -19,7 +19,7 @@ from .asking import OTHER, PROMPT, TOKENIZER, complete, counts, events, joined, 
 EOS = 256
 PROMPTS = [[*"né 😀".encode()[:-1], EOS, 0xFF], [7, 8, *"日本".encode()[1:]]]  # cut characters
 DRAWN = {"temperature": 1, "seed": 4}
-CLOSE = {"rel": 0, "abs": 1e-4}
+CLOSE: Any = {"rel": 0, "abs": 1e-4}
 
 
 class Expected:

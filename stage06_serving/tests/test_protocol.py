@@ -105,7 +105,7 @@ HALVES = [
     (ChatBody, "messages", [{"role": HALF, "content": "a"}]),
     (ChatBody, "messages", [{"role": "a", "content": [{"type": "text", "text": HALF}]}]),
 ]
-BIASES = [{"5": bias} for bias in (math.nan, math.inf, True, "1")]
+BIASES: list[Any] = [{"5": bias} for bias in (math.nan, math.inf, True, "1")]
 BIASES += [{id: 1} for id in ("٣", "1" * 10, "", "1.5", 5)]
 # A body of 1 MB with an error in each of its items kept the event loop busy for 5 seconds.
 FULL: list[Any] = [
