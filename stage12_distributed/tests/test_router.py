@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,7 +25,7 @@ from shared.course import stages
 from shared.server import OwnServer, own_server
 from shared.tokenizer import Tokenizer
 from stage06_serving.settings import PREFIX
-from stage06_serving.tests.asking import HANG, read_metrics, until
+from stage06_serving.tests.asking import CHAT, HANG, joined, read_metrics, until
 from stage06_serving.tests.conftest import environment
 from stage06_serving.tests.tools import alone, words
 from stage12_distributed import measured
@@ -50,10 +50,13 @@ def router(folder: Path) -> Iterator[OwnServer]:
         assert "Traceback" not in server.stderr(), server.stderr()
 
 
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=HANG)
+
+
 @pytest.fixture(scope="module")
 def client(router: OwnServer) -> Iterator[openai.OpenAI]:
-    url = f"{router.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=HANG) as client:
+    with client_of(router.url) as client:
         yield client
 
 
@@ -80,25 +83,17 @@ def children(router: OwnServer) -> list[psutil.Process]:
     return sorted(psutil.Process(router.pid).children(), key=psutil.Process.create_time)
 
 
-def stream(client: openai.OpenAI, prompt: str, count: int, begun: Callable[[], Any]) -> Any:
-    """The replica, and the text or None if the stream ended with an error. Fails if it just ended.
-
-    begun: called when the first event is there.
-    """
-    raw = client.completions.with_raw_response.create(
-        prompt=prompt, max_tokens=count, stream=True, **LONG
-    )
-    text, reason = "", None
+def stream(client: openai.OpenAI, prompt: str, count: int) -> Any:
+    """The replica, and the text or None if the stream ended with an error. Fails if it just
+    ended."""
+    asked = {**LONG, "prompt": prompt, "max_tokens": count, "stream": True}
+    raw = client.completions.with_raw_response.create(**asked)
     try:
-        for chunk in raw.parse():
-            if reason is None and not text:
-                begun()
-            text += chunk.choices[0].text
-            reason = chunk.choices[0].finish_reason or reason
+        chunks: list[Any] = list(raw.parse())
     except openai.APIError:
         return raw.headers["x-replica"], None
-    assert reason == "length"
-    return raw.headers["x-replica"], text
+    assert "length" in [chunk.choices[0].finish_reason for chunk in chunks]
+    return raw.headers["x-replica"], joined(chunks)
 
 
 def test_tokens_are_those_of_the_first_stage(client):
@@ -108,7 +103,7 @@ def test_tokens_are_those_of_the_first_stage(client):
         expected = tokenizer.decode(alone(model, tokenizer.encode(prompt), words(24)))
         asked = {**LONG, "prompt": prompt, "max_tokens": 24}
         assert client.completions.create(**asked).choices[0].text == expected
-        assert stream(client, prompt, 24, bool)[1] == expected
+        assert stream(client, prompt, 24)[1] == expected
         ids = {**asked, "prompt": tokenizer.encode(prompt)}
         assert client.completions.create(**ids).choices[0].text == expected
 
@@ -117,19 +112,12 @@ def test_a_chat_is_that_of_a_replica(router, client):
     """With the last event of a stream, which has the counts."""
     lines = router.stderr().splitlines()
     urls = [line.split()[-1] for line in lines if "] Staircase serves" in line]
-    fields = {"messages": [{"role": "user", "content": "A story!"}], "max_completion_tokens": 12}
-    answers = []
+    asked = {**LONG, "messages": CHAT, "max_completion_tokens": 12, "stream": True}
+    asked["stream_options"], answers = {"include_usage": True}, []
     for url in (router.url, *urls):
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as other:
-            asked: Any = {
-                **LONG,
-                **fields,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
+        with client_of(url) as other:
             *chunks, last = other.chat.completions.create(**asked)
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            answers.append((text, last.usage.completion_tokens))
+            answers.append((joined(chunks), last.usage.completion_tokens))
     assert len(answers) == 3 and len(set(answers)) == 1 and answers[0][0]
 
 
@@ -138,7 +126,7 @@ def test_a_conversation_stays_where_its_blocks_are(router, client):
     before, replicas = read_metrics(router), set()
     for turn in range(4):
         begun += f"On day {turn} the river was quiet and the fox slept in the sun. "
-        replicas.add(stream(client, begun, 4, bool)[0])
+        replicas.add(stream(client, begun, 4)[0])
     assert len(replicas) == 1
     name = f'vllm:prefix_cache_hits_total{{replica="{replicas.pop()}"}}'
     assert read_metrics(router)[name] - before[name] > 3 * 90  # tokens
@@ -175,7 +163,7 @@ def test_clients_that_leave_leave_nothing(router, client, count):
 def test_a_kill_loses_only_what_was_running_there(router, client, kills, replicas):
     """Each stream there ends with its answer or with an error; those of the others are whole. Many
     kills take more replicas, some of which start while others run."""
-    expected = [stream(client, measured.prompt(number), 150, bool)[1] for number in range(8)]
+    expected = [stream(client, measured.prompt(number), 150)[1] for number in range(8)]
     arguments = ("--replicas", str(replicas), *SERVERS)
     with nullcontext(router) if kills == 1 else measured.router(*arguments) as server:
         count = 0
@@ -195,9 +183,9 @@ def test_a_kill_loses_only_what_was_running_there(router, client, kills, replica
 def test_a_replica_that_hangs_is_started_again(router, client):
     hangs = children(router)[0]
     hangs.suspend()
-    found = [stream(client, prompt, 4, bool)[1] for prompt in PROMPTS * 2]  # some wait for its end
+    found = [stream(client, prompt, 4)[1] for prompt in PROMPTS * 2]  # some wait for its end
     until(lambda: not hangs.is_running() and all_ready(router))
-    assert any(found) and stream(client, PROMPTS[0], 4, bool)[1]
+    assert any(found) and stream(client, PROMPTS[0], 4)[1]
 
 
 def update(router: OwnServer) -> httpx2.Response:
@@ -212,7 +200,7 @@ def test_an_update_that_fails_changes_nothing(router, client, folder):
     away.rename(folder)
     assert answer.status_code == 400 and "did not start" in answer.json()["error"]["message"]
     assert children(router) == old and all_ready(router)
-    assert stream(client, PROMPTS[0], 4, bool)[1]
+    assert stream(client, PROMPTS[0], 4)[1]
 
 
 def test_an_update_fails_no_request(router, client):
@@ -223,7 +211,7 @@ def test_an_update_fails_no_request(router, client):
     def ask(number: int) -> None:
         while not over.wait(0.1):  # the new processes need the processor too
             try:
-                text = stream(client, PROMPTS[number], 30, bool)[1]
+                text = stream(client, PROMPTS[number], 30)[1]
                 outcomes["whole" if text else "cut"] += 1
             except openai.APIError as error:
                 outcomes[str(error)] += 1

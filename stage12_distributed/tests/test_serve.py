@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
-import openai
 import psutil
 import pytest
 import torch
@@ -19,10 +18,10 @@ from shared.course import stages
 from shared.course.testing import python
 from shared.paths import ROOT
 from shared.tokenizer import Tokenizer
-from stage06_serving.tests.asking import HANG, until
+from stage06_serving.tests.asking import until
 from stage06_serving.tests.tools import alone, words
 from stage12_distributed import measured
-from stage12_distributed.tests.test_router import LONG, PROMPTS, SERVERS, stream
+from stage12_distributed.tests.test_router import LONG, PROMPTS, SERVERS, client_of, stream
 
 STAGE = ROOT / "stage12_distributed"
 QUICKLY = {  # scaled, by what is in flight now
@@ -95,11 +94,11 @@ class TestOnRay:
         tokenizer = Tokenizer.from_folder(STORIES)
         model = stages.load_model(load("stories"), dtype=torch.float64)
         for url in (cluster.direct, cluster.through):
-            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            with client_of(url) as client:
                 for prompt in PROMPTS:
                     ids = alone(model, tokenizer.encode(prompt), words(24))
-                    assert stream(client, prompt, 24, bool)[1] == tokenizer.decode(ids)
-                names = {stream(client, PROMPTS[0] * 9, 4, bool)[0] for _ in range(3)}
+                    assert stream(client, prompt, 24)[1] == tokenizer.decode(ids)
+                names = {stream(client, PROMPTS[0] * 9, 4)[0] for _ in range(3)}
                 assert len(names) == 1  # where its blocks are
 
     def test_ray_tells_nobody(self, cluster):
@@ -116,8 +115,7 @@ class TestOnRay:
         ]
         assert len(servers) == 2
         servers[0].kill()
-        url = f"{cluster.direct}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=HANG) as client:
+        with client_of(cluster.direct) as client:
             for _ in range(4):
                 text = client.completions.create(prompt=PROMPTS[0], max_tokens=4, **LONG)
                 assert text.choices[0].text
@@ -129,12 +127,11 @@ class TestOnRay:
 
         def ask(number: int) -> None:
             while not over.is_set():
-                name, text = stream(client, PROMPTS[number % 3], 100, bool)
+                name, text = stream(client, PROMPTS[number % 3], 100)
                 assert text
                 names[name] += 1
 
-        url = f"{cluster.direct}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=HANG) as client:
+        with client_of(cluster.direct) as client:
             with ThreadPoolExecutor(12) as pool:
                 asking = [pool.submit(ask, number) for number in range(12)]
                 try:
@@ -144,7 +141,7 @@ class TestOnRay:
                 for each in asking:
                     each.result()
             until(cluster.ready)
-            assert stream(client, PROMPTS[0], 4, bool)[1]
+            assert stream(client, PROMPTS[0], 4)[1]
 
     @pytest.mark.parametrize("name", ["serve.yaml", "rayservice.yaml"])
     def test_the_files_for_clusters_are_valid(self, name):
