@@ -355,61 +355,38 @@ def _best_rate(work: float, run: Callable[[], object], budget: float) -> float:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FreshRun:
-    """What a program used and printed."""
-
-    peak_bytes: int
-    output: str
-
-
-def run_fresh(module: str, arguments: Sequence[str] = (), interval: float = 0.005) -> FreshRun:
-    """Run `python -m module arguments...` in a process of its own and watch its memory; returns its
-    peak and output.
+def peak_memory(module: str, arguments: Sequence[str] = (), interval: float = 0.005) -> int:
+    """Peak resident memory in bytes of `python -m module arguments...`, run in a process of its
+    own.
 
     Linux and Windows keep the peak themselves, so only a peak reached in the last `interval`
     seconds can be missed; elsewhere the resident memory is sampled. Raises RuntimeError, with the
     end of what the program said, if it fails.
     """
-    command = [sys.executable, "-m", module, *arguments]
-    with (
-        tempfile.TemporaryFile() as out,
-        tempfile.TemporaryFile() as err,
-    ):  # files: a full pipe would stop the program
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err
-        )
-        peaks: dict[int, int] = {}
+    command, peaks = [sys.executable, "-m", module, *arguments], dict[int, int]()
+    with tempfile.TemporaryFile() as errors:  # a full pipe would stop the program
+        nowhere = subprocess.DEVNULL
+        program = subprocess.Popen(command, cwd=ROOT, stdin=nowhere, stdout=nowhere, stderr=errors)
         try:
-            while process.poll() is None:
-                for pid in [process.pid, *_children(process.pid)]:
+            while program.poll() is None:
+                for pid in [program.pid, *_children(program.pid)]:
                     peaks[pid] = max(peaks.get(pid, 0), peak_so_far(pid))
                 time.sleep(interval)
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode("utf-8", "replace"))
-    if process.returncode != 0:
-        raise RuntimeError(
-            f"{shlex.join(command[1:])} ended with status {process.returncode}: "
-            f"{texts[1][-2000:].strip()}"
-        )
-    return FreshRun(sum(peaks.values()), texts[0])
+            program.kill()  # does nothing to one that has ended
+            program.wait()
+        errors.seek(0)
+        said = errors.read().decode("utf-8", "replace")[-2000:].strip()
+    if program.returncode != 0:
+        status = f"ended with status {program.returncode}"
+        raise RuntimeError(f"{shlex.join(command[1:])} {status}: {said}")
+    return sum(peaks.values())
 
 
 def process(initial: Callable[..., object] | None = None, *arguments: Any) -> Executor:
     """A fresh process that runs what it is given, after `initial(*arguments)`."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, spawn, initial, arguments)
-
-
-def peak_memory(module: str, arguments: Sequence[str] = ()) -> int:
-    """Peak resident memory in bytes of `python -m module arguments...`; see `run_fresh`."""
-    return run_fresh(module, arguments).peak_bytes
 
 
 def peak_so_far(pid: int) -> int:
