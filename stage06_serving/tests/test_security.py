@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import pickle
 import re
 import secrets
 import shutil
@@ -278,13 +277,6 @@ def test_keys_are_not_for_the_list_of_processes(tmp_path, capsys, monkeypatch):
 # ---- programs and processes ---------------------------------------------------------------------
 
 
-class Opened(str):
-    """A pickle that opens the file with this name when it is read."""
-
-    def __reduce__(self):
-        return (open, (str(self), "w"))
-
-
 def test_no_program_that_comes_with_a_model_is_run(tiny_folder, tmp_path):
     """CVE-2026-22807: its config named a Python file. CVE-2025-32434, CVE-2026-24747,
     CVE-2025-24357: weights in a pickle are a program."""
@@ -293,11 +285,12 @@ def test_no_program_that_comes_with_a_model_is_run(tiny_folder, tmp_path):
     config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "code.py").write_text(f"open({str(opened)!r}, 'w')", encoding="utf-8")
+    pickled = f"cbuiltins\nopen\n(V{opened}\nVw\ntR.".encode()  # opens the file when it is read
     settings = Settings(model=str(folder), kv_memory="1MiB", linear="plain")
     program.make_engine(settings)
     for name in ("model.safetensors", "pytorch_model.bin", "model.pt"):
         (folder / "model.safetensors").unlink(missing_ok=True)
-        (folder / name).write_bytes(pickle.dumps(Opened(opened)))
+        (folder / name).write_bytes(pickled)
         with pytest.raises(UserError, match="safetensors"):
             program.make_engine(settings)
     assert not opened.exists()
