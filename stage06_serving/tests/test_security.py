@@ -130,7 +130,8 @@ def test_the_rest_of_a_refused_body_is_not_kept_and_not_awaited(locked):
     assert exchange(locked, head(CHUNKED) + many * 500).startswith(b"HTTP/1.1 413")
     assert psutil.Process(locked.process.pid).memory_info().rss - before < 16 * 2**20
     assert status_of(exchange(locked, chunks(400_000, "wrong"))) in (401, 413)
-    with connected(locked, head("Content-Length: 900000", key="wrong")) as client:
+    kept = written("/generate", "Content-Length: 900000", method="POST")  # not to be closed
+    with connected(locked, kept) as client:
         assert status_of(client.recv(2**16)) == 401
         with contextlib.suppress(ConnectionError):
             client.sendall(b"a" * 1000)
