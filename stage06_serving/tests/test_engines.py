@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import approx
 
 from shared import peers
 from shared.checkpoint import load
@@ -301,8 +302,10 @@ def test_an_engine_of_the_command_line_answers_as_stage_01(tiny_folder, kind):
     finish(engines[1])
     assert max(record.rows for record in engines[1].steps) == rows[1]
     for request in requests:
-        tokens = naive.generate([request.prompt_ids], request.sampling)[0].token_ids
-        assert request.output.token_ids == tokens
+        (output,) = naive.generate([request.prompt_ids], request.sampling)
+        assert request.output.token_ids == output.token_ids
+        scores = [one.token for one in output.logprobs]
+        assert [one.token for one in request.output.logprobs] == approx(scores, abs=1e-9)
     with pytest.raises(UserError, match="block"):
         made("--kv-memory", str(CONTEXT - 1))
     for option in (("--sanitize",), ("--swap-memory", "1MiB")):
