@@ -14,7 +14,7 @@ from shared.tokenizer import Tokenizer
 from stage01_forward.model import load_model
 from stage01_forward.scoring import prompt_logprobs
 
-from .asking import OTHER, PROMPT, TOKENIZER, complete, counts, events, joined, post
+from .asking import OTHER, PROMPT, TOKENIZER, complete, counts, events, post
 
 EOS = 256
 PROMPTS = [[*"né 😀".encode()[:-1], EOS, 0xFF], [7, 8, *"日本".encode()[1:]]]  # cut characters
@@ -102,6 +102,7 @@ def test_logprobs_of_completions(expected, top, more):
             one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]
         ]
         assert "".join(one["text"] for one in mine) == choice["text"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
         for name in ("tokens", "text_offset"):  # the scores differ in their last digits
             parts = [one["logprobs"][name] for one in mine if one["logprobs"]]
             assert sum(parts, []) == choice["logprobs"][name]
@@ -142,14 +143,9 @@ def test_logprobs_of_a_chat(expected, top):
 
 def test_an_echo_needs_no_logprobs_and_one_body_has_a_bounded_number(client):
     """More of them are an error, and a stream may have them."""
-    alone: dict[str, Any] = {"echo": True, "max_tokens": 0}
-    two = complete(client, [PROMPT, OTHER], **alone).choices
+    two = complete(client, [PROMPT, OTHER], echo=True, max_tokens=0).choices
     texts = [(each.index, each.text, each.logprobs) for each in two]
     assert texts == [(0, PROMPT, None), (1, OTHER, None)]
-    usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(complete(client, **alone, **usage))
-    assert joined(chunks) == PROMPT and chunks[0].choices[0].finish_reason == "length"
-    assert chunks[-1].choices == [] and counts(chunks[-1]) == (4, 0, 4)
     many: dict[str, Any] = {"prompt": [PROMPT] * 3, "logprobs": 20}
     many["logit_bias"] = {str(TOKENIZER.eos_id): 100}
     assert len(list(complete(client, **many, max_tokens=900, stream=True))) == 3
