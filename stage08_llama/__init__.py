@@ -8,7 +8,7 @@ unchanged.
 
 from shared import openmp
 
-QUESTION: str = "What is in the models of today that GPT-2 has not, and what does it buy?"
+QUESTION: str = "What do the models of today have that GPT-2 lacks, and what does it buy?"
 FIRST_FILE: str = "numpy_llama.py"
 
 openmp.choose()  # before PyTorch is loaded

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shared import paths
-from shared.course import hours, mine
+from shared.course import hours, mine, variant
 from shared.task import Task
 
 
@@ -94,15 +94,20 @@ STAGE = paths.discover()[1]
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Gradescope's scripts are bash")
 @pytest.mark.parametrize(
-    "kind", ["empty", "refused", pytest.param("right", marks=pytest.mark.slow)]
+    "kind", ["empty", "refused", "variant", pytest.param("right", marks=pytest.mark.slow)]
 )
 def test_the_autograder_always_has_results(tmp_path, kind):
     """`run_autograder`, in Gradescope's layout. Takes seconds: a grader is started."""
     for name in ("source", "submission"):
         (tmp_path / name).mkdir()
-    mine.write(tmp_path / "source" / "stages", STAGE[:7])
-    for name in mine.files(STAGE) if kind != "empty" else ():
-        source = read(paths.ROOT / STAGE / name)
+    stage = variant.STAGE if kind == "variant" else STAGE
+    mine.write(tmp_path / "source" / "stages", stage[:7])
+    if kind == "variant":
+        mine.write(tmp_path / "source" / "variant", "spring\n")
+        users = {"users": [{"email": "ada17@example.edu"}]}
+        mine.write(tmp_path / "submission_metadata.json", json.dumps(users))
+    for name in mine.files(stage) if kind != "empty" else ():
+        source = read(paths.ROOT / stage / name)
         mine.write(tmp_path / "submission" / name, source if kind == "right" else "import os\n")
     places = {"AUTOGRADER_ROOT": tmp_path, "STAIRCASE": paths.ROOT}
     environment = {name: str(place) for name, place in places.items()}
@@ -113,6 +118,8 @@ def test_the_autograder_always_has_results(tmp_path, kind):
     if kind == "empty":
         assert found["score"] == 0 and "holds nothing of" in found["output"]
     else:
-        assert len(found["tests"]) == len(mine.tasks(STAGE))
+        tasks = len(mine.tasks(stage))
+        assert len(found["tests"]) == tasks + (kind == "variant")
+        assert kind != "variant" or "spring-ada17" in found["tests"][-1]["name"]
         assert found["score"] == (100 if kind == "right" else 0)
-        assert kind == "right" or all("line 1" in each["output"] for each in found["tests"])
+        assert kind == "right" or all("line 1" in each["output"] for each in found["tests"][:tasks])
