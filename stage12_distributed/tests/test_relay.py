@@ -377,6 +377,10 @@ async def test_keys_are_checked_by_the_router_too_and_used_by_its_own_requests()
         assert (await router.post(Authorization="Bearer k")).status == 200
         found = await router.get("/v1/models", Authorization="Bearer k")
         assert [model["id"] for model in found["data"]] == ["mock"]
+    async with mock() as one, routed(one) as router:  # and no prefix is another client's
+        for key, cached in (("a", 0), ("b", 0), ("a", 64), ("b", 128)):
+            await router.post(Authorization=f"Bearer {key}")
+            assert router.relay.counts["cached_tokens"] == cached
 
 
 def test_wrong_options_are_one_sentence():
