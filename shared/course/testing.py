@@ -100,9 +100,8 @@ def make_folder(folder: Path, vocabulary: int = 257) -> Path:
     save_file(random_tensors(Config.from_dict(FIELDS)), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
     tokens = byte_alphabet() | {f"<{i}>": i for i in range(256, vocabulary - 1)}
-    (folder / "vocab.json").write_text(
-        json.dumps(tokens | {"<|endoftext|>": vocabulary - 1}), encoding="utf-8"
-    )
+    tokens["<|endoftext|>"] = vocabulary - 1
+    (folder / "vocab.json").write_text(json.dumps(tokens), encoding="utf-8")
     (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
     return folder
 

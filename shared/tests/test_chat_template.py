@@ -95,8 +95,7 @@ def test_what_a_folder_holds(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("file")
     assert text_of(load(tmp_path), CHAT) == "file"
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(UserError, match="invalid"):
-        load(tmp_path)
+    pytest.raises(UserError, load, tmp_path).match("invalid")
 
 
 def test_the_date_is_that_of_the_start():

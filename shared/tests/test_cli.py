@@ -318,8 +318,7 @@ def test_devices_that_are_absent(run, folder):
     for name in [name for name in there if not there[name]]:
         model = ("--model", str(folder), "--device", name)
         refuses(run(MAINS["stage01_forward"], "hello", *model), f"{name}.*--device cpu")
-    with pytest.raises(UserError, match="float64"):
-        cli.choose_dtype("float64", torch.device("mps"))
+    pytest.raises(UserError, cli.choose_dtype, "float64", torch.device("mps")).match("float64")
 
 
 def test_a_model_that_no_memory_can_hold(run, tmp_path):

@@ -7,22 +7,15 @@ import random
 from collections.abc import Callable
 
 import pytest
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
+from tokenizers import normalizers as norms
+from tokenizers import pre_tokenizers as pre
+from tokenizers import processors as post
 from transformers import PreTrainedTokenizerFast
 
 from shared.errors import UserError
 from shared.json_tokenizer import JsonTokenizer
-from shared.tests.test_tokenizer import AWKWARD, SAMPLE
+from shared.tests.test_tokenizer import AWKWARD, SAMPLE, train
 from shared.tokenizer import IncrementalDecoder, load_tokenizer
 
 # Qwen's cut: contractions in any case, single digits, line ends with the signs before them.
@@ -33,24 +26,18 @@ CUT = (
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def begins_with(token: str, token_id: int | None) -> processors.TemplateProcessing:
-    assert token_id is not None
-    pair = f"{token} $A {token} $B"
-    return processors.TemplateProcessing(
-        single=f"{token} $A", pair=pair, special_tokens=[(token, token_id)]
-    )
+def begins_with(token: str, token_id: int) -> post.PostProcessor:
+    special = [(token, token_id)]
+    return post.TemplateProcessing(f"{token} $A", f"{token} $A {token} $B", special)
 
 
 def qwen() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(CUT), "isolated")
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    tokenizer.normalizer = norms.NFC()
+    level = pre.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre.Sequence([pre.Split(Regex(CUT), "isolated"), level])
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([SAMPLE] * 3, trainer)
+    train(tokenizer, vocab_size=400, initial_alphabet=pre.ByteLevel.alphabet())
     tokenizer.add_special_tokens(CONTROL)
     tokenizer.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
     return tokenizer
@@ -59,9 +46,9 @@ def qwen() -> Tokenizer:
 def llama3() -> Tokenizer:
     tokenizer = qwen()
     model = json.loads(tokenizer.to_str())["model"]
-    merges = [(first, second) for first, second in model["merges"]]
+    merges = [tuple(merge) for merge in model["merges"]]
     tokenizer.model = models.BPE(vocab=model["vocab"], merges=merges, ignore_merges=True)
-    tokenizer.post_processor = begins_with(CONTROL[0], tokenizer.token_to_id(CONTROL[0]))
+    tokenizer.post_processor = begins_with(CONTROL[0], tokenizer.token_to_id(CONTROL[0]) or 0)
     return tokenizer
 
 
@@ -70,13 +57,11 @@ def sentencepiece(legacy: bool) -> Tokenizer:
     by the pre-tokenizer in newer ones."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     if legacy:
-        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        tokenizer.normalizer = normalizers.Sequence(steps)
+        tokenizer.normalizer = norms.Sequence([norms.Prepend("▁"), norms.Replace(" ", "▁")])
     else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
+        tokenizer.pre_tokenizer = pre.Metaspace("▁", "first", split=False)
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator([SAMPLE] * 3, trainer)
+    train(tokenizer, vocab_size=500, special_tokens=special)
     fields = json.loads(tokenizer.to_str())
     fields["added_tokens"] = fields["added_tokens"][:3]  # bytes are ordinary tokens
     tokenizer = Tokenizer.from_str(json.dumps(fields))

@@ -95,8 +95,7 @@ def test_peak_memory_is_that_of_the_fresh_process(tmp_path, monkeypatch):
     assert (80 if sys.platform == "darwin" else 115) * MIB < large - small < 140 * MIB
     assert ballast[0] == ord("x")
     reason = r"hungry_program many ended with status 1(.|\n)*invalid literal"
-    with pytest.raises(RuntimeError, match=reason):
-        measure.peak_memory("hungry_program", ["many"])
+    pytest.raises(RuntimeError, measure.peak_memory, "hungry_program", ["many"]).match(reason)
 
 
 LIMITS = measure.Limits("cpu", 2, 40.0, {"float32": 500.0})
@@ -114,26 +113,22 @@ def test_results_survive_writing_and_reading(tmp_path):
     expected |= {"threads": torch.get_num_threads(), "machine": measure.machine()}
     assert found == found | expected | {"versions": measure.versions()}
     assert list(path.parent.iterdir()) == [path]  # nothing half-written is left
-    with pytest.raises(UserError, match="schema 2, and this version reads 3"):
-        measure.load(path, 3)
+    pytest.raises(UserError, measure.load, path, 3).match("schema 2, and this version reads 3")
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="JSON"):
-        measure.save(path, {"seconds": float("nan")})
+    pytest.raises(ValueError, measure.save, path, {"seconds": float("nan")}).match("JSON")
     assert path.read_bytes() == before
 
 
 def test_results_that_cannot_be_trusted_are_refused(tmp_path):
     path = tmp_path / "stage.json"
-    with pytest.raises(UserError, match="cannot be read"):
-        measure.load(path)
+    pytest.raises(UserError, measure.load, path).match("cannot be read")
     later = json.dumps({"schema": measure.SCHEMA + 1})
     for text, message in (
         *(("{", "damaged"), ('{"schema": 1, "results": NaN}', "damaged")),
         *(("[]", "schema None"), (later, f"schema {measure.SCHEMA + 1}")),
     ):
         path.write_text(text)
-        with pytest.raises(UserError, match=message):
-            measure.load(path)
+        pytest.raises(UserError, measure.load, path).match(message)
 
 
 def test_results_and_texts_do_not_make_a_checkout_dirty(tmp_path, monkeypatch):

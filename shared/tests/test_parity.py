@@ -19,6 +19,7 @@ from shared.course import stages
 from shared.course.testing import random_checkpoint, wide_norm
 from shared.peers import transformers_greedy
 from shared.tokenizer import load_tokenizer
+from stage04_continuous.tests.oracle import oracle_of
 
 ENGINES, PARAMS = stages.engines(), stages.sampling_params()
 NAMES = [entry.name for entry in parity.scenarios(parity.Config(101, 64, 24, 3, 2))]
@@ -44,8 +45,7 @@ def family(request, tiny_model):
 @pytest.mark.parametrize("scenario", NAMES)
 @later_stages
 def test_every_scenario_in_float64(stage, scenario, family):
-    oracle = stages.oracle(family)
-    proof = parity.prove(ENGINES[stage](family), oracle, PARAMS, [scenario])
+    proof = parity.prove(ENGINES[stage](family), oracle_of(family), PARAMS, [scenario])
     assert proof.tokens > 0 and proof.near_ties == []
 
 
@@ -67,10 +67,14 @@ def test_200_prompts_by_64_tokens_in_float64(stage, longer, prompts):
         assert prove_answer(longer, output.prompt_ids, output.token_ids) == WHOLE
 
 
+@pytest.fixture(scope="module")
+def narrow(tiny):
+    return stages.load_model(tiny, dtype=torch.float32)
+
+
 @later_stages
-def test_float32_differs_only_at_near_ties(stage, tiny):
-    model = stages.load_model(tiny, dtype=torch.float32)
-    proof = parity.prove(ENGINES[stage](model), stages.oracle(model), PARAMS)
+def test_float32_differs_only_at_near_ties(stage, narrow):
+    proof = parity.prove(ENGINES[stage](narrow), oracle_of(narrow), PARAMS)
     assert proof.tokens > 200
     assert len(proof.near_ties) <= proof.sequences * 0.05
 
@@ -97,34 +101,31 @@ def test_one_wrong_token_and_an_early_end_are_refused(tiny_model, answer):
         parity.compare("short", answer(8), answer(7), torch.float32, parity.Parity())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "highest", "gap", "tie"),
-    [
+def test_a_near_tie_is_counted_and_a_clear_choice_is_refused(answer):
+    for dtype, highest, gap, tie in (
         *((torch.float64, 20.0, 1e-12, False), (torch.float32, 20.0, 0.0009, True)),
         *((torch.float32, 20.0, 0.0011, False), (torch.bfloat16, 16.0, 0.5, False)),
         (torch.bfloat16, 31.0, 0.375, True),  # 3 steps of 1/8
         (torch.bfloat16, 15.9, 0.25, False),  # 4 steps of 1/16
         *((torch.bfloat16, -3.0, 0.05, True), (torch.bfloat16, 3.0, 0.0625, False)),
         *((torch.float16, 20.0, 0.06, True), (torch.float16, 20.0, 0.0625, False)),
-    ],
-)
-def test_a_near_tie_is_counted_and_a_clear_choice_is_refused(answer, dtype, highest, gap, tie):
-    expected, got, proof = answer(8), answer(8), parity.Parity()
-    judged = expected[0].logprobs[4]
-    second, third = judged.top[1][0], judged.top[2][0]
-    judged.token, judged.highest = -1.0, highest
-    judged.top = [(judged.top[0][0], -1.0), (second, -1.0 - gap), (third, -9.0)]
-    unlikely = next(token for token in range(101) if token not in dict(judged.top))
-    got[0].token_ids[4] = second
-    if tie:
-        parity.compare("tie", expected, got, dtype, proof)
-        (counted,) = proof.near_ties
-        assert counted == {"scenario": "tie", "row": 0, "token": 4, "gap": pytest.approx(gap)}
-        assert (proof.sequences, proof.tokens) == (1, 5)  # the 3 tokens behind it are not compared
-    for wrong in (third, unlikely) if tie else (second, third, unlikely):
-        got[0].token_ids[4] = wrong
-        with pytest.raises(parity.ParityError, match="sequence 0, token 4"):
-            parity.compare("tie", expected, got, dtype, parity.Parity())
+    ):
+        expected, got, proof = answer(8), answer(8), parity.Parity()
+        judged = expected[0].logprobs[4]
+        second, third = judged.top[1][0], judged.top[2][0]
+        judged.token, judged.highest = -1.0, highest
+        judged.top = [(judged.top[0][0], -1.0), (second, -1.0 - gap), (third, -9.0)]
+        unlikely = next(token for token in range(101) if token not in dict(judged.top))
+        got[0].token_ids[4] = second
+        if tie:
+            parity.compare("tie", expected, got, dtype, proof)
+            (counted,) = proof.near_ties
+            assert counted == {"scenario": "tie", "row": 0, "token": 4, "gap": pytest.approx(gap)}
+            assert (proof.sequences, proof.tokens) == (1, 5)  # the 3 behind it are not compared
+        for wrong in (third, unlikely) if tie else (second, third, unlikely):
+            got[0].token_ids[4] = wrong
+            with pytest.raises(parity.ParityError, match="sequence 0, token 4"):
+                parity.compare("tie", expected, got, dtype, parity.Parity())
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import pytest
 import torch
 
 from shared import checkpoint
@@ -99,9 +98,8 @@ BROKEN_GPU = {"torch.cuda.is_available": always(True), "torch.ones": BROKEN}
 BROKEN_GPU["torch.cuda.get_device_name"] = always("Some GPU")
 
 
-@pytest.mark.parametrize(
-    ("check", "machine", "state", "text", "remedy"),
-    [
+def test_a_machine_and_what_is_found(monkeypatch):
+    for check, machine, state, text, remedy in (
         ("python", {"sys.version_info": (3, 10, 9, "final")}, WRONG, "3.10.9 is older", ".venv"),
         ("libraries", MISSING, WRONG, "missing cannot be imported", doctor.INSTALL),
         ("libraries", {"torch.__version__": "2.10.0"}, WRONG, "torch 2.10.0", doctor.INSTALL),
@@ -124,14 +122,13 @@ BROKEN_GPU["torch.cuda.get_device_name"] = always("Some GPU")
         ("device", BROKEN_GPU, WRONG, "Some GPU does not compute: no kernel image", "--device cpu"),
         ("device", {"torch.cuda.is_available": always(False)}, OK, "none is needed", ""),
         ("loopback", {"socket.create_server": DENIED}, WRONG, "denied", "allow"),
-    ],
-)
-def test_a_machine_and_what_is_found(monkeypatch, check, machine, state, text, remedy):
-    for name, value in machine.items():
-        monkeypatch.setattr(name, value)
-    found = doctor.checks()[check]()
-    assert found.state == state and text in found.text and "\n" not in found.text
-    assert remedy in found.remedy and bool(found.remedy) == (state != OK)
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in machine.items():
+                patch.setattr(name, value)
+            found = doctor.checks()[check]()
+        assert found.state == state and text in found.text and "\n" not in found.text
+        assert remedy in found.remedy and bool(found.remedy) == (state != OK)
 
 
 def test_a_model_with_other_weights(monkeypatch):

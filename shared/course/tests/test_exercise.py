@@ -248,8 +248,7 @@ def test_a_student_starts_fails_writes_and_passes(tmp_path, say, monkeypatch):
 
 def test_start_status_and_diff(home, say):
     assert say("status").count("not started") == len(WITH_TASKS)
-    with pytest.raises(UserError, match="no copy"):
-        say("diff", "2")
+    pytest.raises(UserError, say, "diff", "2").match("no copy")
     out = say("start", "2")
     assert str(home / STAGE) in out and f"python -m pytest {STAGE} --mine -k task1" in out
     assert all(task.title in out for task in mine.tasks(STAGE))
@@ -264,8 +263,7 @@ def test_start_status_and_diff(home, say):
     mine.write(mine.folder(STAGE) / "engine.py", "x = 1\ndef (:\n")
     assert "no Python: line 2" in say("status", "2")
     (mine.folder(STAGE) / "cache.py").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="cache.py is not UTF-8"):
-        say("diff", "2")
+    pytest.raises(UserError, say, "diff", "2").match("cache.py is not UTF-8")
 
 
 def test_hints_come_in_steps_and_show_the_texts_of_errors(say):
@@ -304,8 +302,7 @@ def test_a_bug_of_the_museum_is_not_taken_for_work(home, say):
     planting.plant(find(2))
     before = mine.read(planting.place(find(2)))
     for arguments in (["start", "2"], ["reset", "2", "--yes"], ["grade"], ["grade", "2"]):
-        with pytest.raises(UserError, match="Exhibit 02 .* shared.course.museum clear"):
-            say(*arguments)
+        pytest.raises(UserError, say, *arguments).match("Exhibit 02 .* shared.course.museum clear")
     assert mine.read(planting.place(find(2))) == before
     assert "Exhibit 02 of the museum is planted" in say("status")
     planting.clear()
@@ -313,20 +310,13 @@ def test_a_bug_of_the_museum_is_not_taken_for_work(home, say):
     assert "Exhibit" not in say("status")
 
 
-BAD_ARGUMENTS = {
-    "hint 2 x": "not a whole number",
-    "hint 2 3 --step 4": "--step is from 1 to 3",
-    "grade --out x.txt": "ends in .json",
-    "grade --submission nowhere": "holds no stage",
-    "grade --seconds 0": "not a number",
-    "": "COMMAND",
-}
-
-
 def test_bad_arguments_are_one_sentence(home, say):
-    for arguments, error in BAD_ARGUMENTS.items():
-        with pytest.raises(UserError, match=error):
-            say(*arguments.split())
+    for arguments, error in (
+        *(("hint 2 x", "not a whole number"), ("hint 2 3 --step 4", "--step is from 1 to 3")),
+        *(("grade --out x.txt", "ends in .json"), ("grade --seconds 0", "not a number")),
+        *(("grade --submission nowhere", "holds no stage"), ("", "COMMAND")),
+    ):
+        pytest.raises(UserError, say, *arguments.split()).match(error)
 
 
 # ---- the capstone: a student's stages together, judged and measured -----------------------------

@@ -167,9 +167,8 @@ ADDRESS = '$ python -c \'print("127.0.0.1:8000", len("127.0.0.1:8000"))\'\n127.0
 ENDS = "assert '127.0.0.1:8000'.endswith(':{}')"
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "words", "problem"),
-    [
+def test_what_a_block_shows_is_compared():
+    for kind, text, words, problem in (
         ("console", f"{PROGRAM}\n1\n~7.0\n{REMARK}\nb\n{LONGER}", (), ""),
         ("console", f"{PROGRAM}\n1\n7.0", (), "\n".join(WRITTEN)),
         *(("console", f"{FAILING}\n1", (), ""), ("console", f"{FAILING}\n2", (), "exit status 2")),
@@ -179,26 +178,18 @@ ENDS = "assert '127.0.0.1:8000'.endswith(':{}')"
         ("sh", "python -m stage01_forward --seed 1 && python -m shared.tour --tap 1", (), "--tap"),
         ("sh", "python -m pytest --gone | head --gone", (), ""),
         ("sh", "python -m shared.course.links --gone -- --for-another", (), "--gone"),
-    ],
-)
-def test_what_a_block_shows_is_compared(kind, text, words, problem):
-    found = lessons.check(block(kind, *text.split("\n"), words=words), "127.0.0.1:123456")
-    assert len(found) == bool(problem) and problem in "".join(found)
+    ):
+        shown = block(kind, *text.split("\n"), words=words)
+        found = lessons.check(shown, "127.0.0.1:123456")
+        assert len(found) == bool(problem) and problem in "".join(found)
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        *(("$ ls", "a block of sh"), ("$ ", "a block of sh"), ("$ rm -r python", "a block of sh")),
-        *(("$ python -m a | b", "a block of sh"), ("$ python -m a > b", "a block of sh")),
-        ("out", "begins with output"),
-    ],
-)
-def test_blocks_that_cannot_be_checked(text, error):
-    with pytest.raises(UserError, match=error):
-        lessons.check(block("console", text))
-    with pytest.raises(UserError, match="needs a server"):
-        lessons.check(block("console", "$ curl x", words=SERVED))
+def test_blocks_that_cannot_be_checked():
+    for text in ("$ ls", "$ ", "$ rm -r python", "$ python -m a | b", "$ python -m a > b"):
+        pytest.raises(UserError, lessons.check, block("console", text)).match("a block of sh")
+    pytest.raises(UserError, lessons.check, block("console", "x")).match("begins with output")
+    unserved = block("console", "$ curl x", words=SERVED)
+    pytest.raises(UserError, lessons.check, unserved).match("needs a server")
     words = lessons.arguments("pytest shared -k 'a b'")
     assert words == [sys.executable, "-m", "pytest", "shared", "-k", "a b"]
 
@@ -230,8 +221,7 @@ def test_the_table_of_tasks(monkeypatch, tmp_path):
     path.write_text(written, encoding="utf-8")
     assert lessons.with_tasks(path) == written
     path.write_text("# T\n", encoding="utf-8")
-    with pytest.raises(UserError, match="has no place for its tasks"):
-        lessons.with_tasks(path)
+    pytest.raises(UserError, lessons.with_tasks, path).match("has no place for its tasks")
 
 
 def test_the_command_line(monkeypatch, tmp_path, capsys):

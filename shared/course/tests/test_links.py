@@ -29,9 +29,9 @@ def test_a_text_without_fault(root):
     assert links.problems(root) == []
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_each_problem_is_named(root):
+    (root / "stage01_first" / "README.md").write_text("# A lesson\n", encoding="utf-8")
+    for line, message in (
         ("[x](gone.md)", "gone.md does not exist"),
         ("![x](stage01_first/gone.svg)", "stage01_first/gone.svg does not exist"),
         ('<img src="gone.png">', "gone.png does not exist"),
@@ -56,14 +56,11 @@ def test_a_text_without_fault(root):
         ("```\npython -m gone.gone\n```", "python -m gone.gone: there is no such module"),
         ("`python -m shared`", "python -m shared: there is no such module"),  # has no __main__
         ("https://" + "npmjs" + ".com/x", "is a package registry"),
-    ],
-)
-def test_each_problem_is_named(root, line, message):
-    (root / "README.md").write_text(f"# Title\n\n{line}\n", encoding="utf-8")
-    (root / "stage01_first" / "README.md").write_text("# A lesson\n", encoding="utf-8")
-    (problem,) = links.problems(root)
-    number = 4 if line.startswith("```") else 3
-    assert problem.startswith(f"README.md, line {number}: ") and message in problem
+    ):
+        (root / "README.md").write_text(f"# Title\n\n{line}\n", encoding="utf-8")
+        (problem,) = links.problems(root)
+        number = 4 if line.startswith("```") else 3
+        assert problem.startswith(f"README.md, line {number}: ") and message in problem
 
 
 def test_anchors_are_those_of_a_code_host():

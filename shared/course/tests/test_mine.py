@@ -28,11 +28,9 @@ def test_a_stage_has_short_names_and_all_others_are_refused():
     for text in ("stage02_kv_cache", "stage02", "02", "2", "stage02_kv_cache/"):
         assert mine.find_stage(text) == STAGE
     for text in ("", "stage", "99", "stage02_", "kv_cache"):
-        with pytest.raises(UserError, match="the stages are stage01_forward, "):
-            mine.find_stage(text)
+        pytest.raises(UserError, mine.find_stage, text).match("the stages are stage01_forward, ")
     assert mine.find_task(STAGE, 1).number == 1
-    with pytest.raises(UserError, match="its tasks are 1 to"):
-        mine.find_task(STAGE, 99)
+    pytest.raises(UserError, mine.find_task, STAGE, 99).match("its tasks are 1 to")
 
 
 def test_a_test_judges_a_task_whatever_its_parameters():
@@ -104,8 +102,7 @@ def test_bodies_go_and_the_rest_stays():
     windows = mine.emptied(SOURCE.replace("\n", "\r\n"), OTHER, a_task("cached", "Thing.plain"))
     assert windows == expected.replace("\n", "\r\n")
     for name in ("Thing.last", "Thing.none", "None.plain", "plain"):
-        with pytest.raises(LookupError, match=name):
-            mine.emptied(SOURCE, OTHER, a_task(name))
+        pytest.raises(LookupError, mine.emptied, SOURCE, OTHER, a_task(name)).match(name)
     # A body may begin with a decorated function, and async generators stay what they are.
     inner = "    @wrap\n    # why\n    def inner():\n        return 1\n\n    return inner\n"
     for start, body, end in (
@@ -137,12 +134,10 @@ def test_a_task_is_open_until_its_last_stub_is_gone():
 
 def test_reset_keeps_a_backup_every_time(home):
     for change in (mine.reset, mine.overlay):
-        with pytest.raises(UserError, match="shared.course.exercise start stage02"):
-            change(STAGE)
+        pytest.raises(UserError, change, STAGE).match("shared.course.exercise start stage02")
     assert STAGE not in mine.ACTIVE
     folder = mine.start(STAGE)
-    with pytest.raises(UserError, match="continue with it"):
-        mine.start(STAGE)
+    pytest.raises(UserError, mine.start, STAGE).match("continue with it")
     fresh = mine.read(folder / "cache.py")
     (folder / "notes.txt").write_text("notes", encoding="utf-8")
     for work in ("work 0", "work 1", "work 2"):  # within a second
@@ -285,8 +280,7 @@ def test_an_open_task_speaks_only_where_it_is_judged(demo, function):
     assert CALLS[function](work) == expected
     active.judged.add(1)
     error = "^stage98 task 1: all kinds; python -m shared.course.exercise hint stage98 1$"
-    with pytest.raises(NotImplementedError, match=error):
-        CALLS[function](work)
+    pytest.raises(NotImplementedError, CALLS[function], work).match(error)
     with pytest.raises(NotImplementedError):  # imported by name, it is overlaid too
         load("user").decorated(5)
     active.judged.clear()
@@ -338,9 +332,7 @@ def test_any_module_may_be_in_a_copy_but_not_the_package_and_its_tasks(demo):
 
 def test_an_overlay_that_comes_too_late_is_an_error(demo):
     load("work")
-    with pytest.raises(RuntimeError, match="work.py"):
-        mine.overlay(DEMO_STAGE)
+    pytest.raises(RuntimeError, mine.overlay, DEMO_STAGE).match("work.py")
     sys.modules.pop(f"{DEMO_STAGE}.work")
     mine.overlay(DEMO_STAGE)
-    with pytest.raises(RuntimeError, match="another overlay"):
-        mine.overlay(DEMO_STAGE)
+    pytest.raises(RuntimeError, mine.overlay, DEMO_STAGE).match("another overlay")

@@ -67,11 +67,9 @@ def test_a_missing_or_invalid_lab_is_refused(tmp_path, monkeypatch):
     for content in (None, "", "{}", "not json"):
         if content is not None:
             path.write_text(content)
-        with pytest.raises(UserError, match="is not a valid notebook"):
-            notebooks.main([str(path)])
+        pytest.raises(UserError, notebooks.main, [str(path)]).match("is not a valid notebook")
     assert [path.parent.name for path in notebooks.labs()] == paths.discover()
     (tmp_path / "stage01_first").mkdir()
     (tmp_path / "stage01_first" / "__init__.py").touch()
     monkeypatch.setattr(paths, "ROOT", tmp_path)
-    with pytest.raises(UserError, match=r"stage01_first has no lab.ipynb"):
-        notebooks.main([])
+    pytest.raises(UserError, notebooks.main, []).match(r"stage01_first has no lab.ipynb")
