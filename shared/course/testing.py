@@ -36,6 +36,12 @@ FIELDS: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 300, "n_positions"
 FIELDS |= {"n_layer": 2, "n_head": 2, "eos_token_id": 256}
 
 
+SERVERS = "stage06_serving/tests/"
+LONGEST = (  # 10 seconds and more
+    *(SERVERS, "shared/course/tests/test_museum.py", "shared/course/tests/test_exercise.py"),
+    *("shared/course/tests/test_lessons.py", "stage12_distributed/tests/test_router.py"),
+)
+
 # Examples may be slow because of other work on the machine. "any": any example that fails will do,
 # not the smallest one, which takes long to find.
 settings.register_profile("staircase", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -63,6 +69,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     marks_of_own = chosen.markexpr not in config.getini("addopts")
     part = chosen.file_or_dir or chosen.keyword or chosen.mine or marks_of_own
     return 0 if part or (os.cpu_count() or 1) < 2 else 2
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each process takes whole files; those of stage 06 are one, whose servers start only once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return SERVERS if nodeid.startswith(SERVERS) else super()._split_scope(nodeid)
+
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In two processes, what takes longest comes first: neither shall be alone with it at the
+    end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -54,9 +54,7 @@ def some_panels() -> Figure:
     return charts.panels("Beside others", values, ["ours"], columns=2)
 
 
-CHARTS: list[Callable[[], Figure]] = [
-    *(some_lines, some_bars, some_roofline, some_bands, some_panels)
-]
+CHARTS: list[Callable[[], Figure]] = [some_lines, some_bars, some_roofline, some_bands, some_panels]
 
 
 def texts(figure: Figure) -> list[Text]:
@@ -117,10 +115,9 @@ def test_no_text_is_small_or_on_top_of_another(draw):
 
 
 def test_every_series_and_limit_is_named_beside_its_marks():
-    assert {"first", "second", "third", "guess", "memory"} <= {
-        text.get_text() for text in texts(some_lines())
-    }
-    labels = [text.get_text() for text in texts(some_bars())]
+    labels = {text.get_text() for text in texts(some_lines())}
+    assert labels >= {"first", "second", "third", "guess", "memory"}
+    labels = {text.get_text() for text in texts(some_bars())}
     assert "10.0  plain" in labels and "30.0  packed" in labels and "memory" in labels
     assert "20.0" in labels and not any("nan" in label for label in labels)
 

@@ -122,8 +122,8 @@ def test_every_spelling_gives_the_same_tensors(folder, expected, spelling):
 
 @pytest.mark.parametrize("dtype", checkpoint.DTYPES)
 def test_dtypes_of_the_file_are_kept_or_converted(folder, expected, dtype):
-    stored = {name: tensor.to(dtype) for name, tensor in expected.items()}
-    save_file({name: tensor.clone() for name, tensor in stored.items()}, folder / WEIGHTS)
+    stored = {name: tensor.to(dtype).clone() for name, tensor in expected.items()}
+    save_file(stored, folder / WEIGHTS)
     assert_same(tensors := load(str(folder)).tensors, stored)
     assert {tensor.dtype for tensor in tensors.values()} == {dtype}
     wide = {name: tensor.double() for name, tensor in stored.items()}
@@ -155,9 +155,8 @@ def save(folder: Path, **options: object) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     fields = SIZES | {"n_positions": 48, "bos_token_id": None, **options}
     model = GPT2LMHeadModel(GPT2Config(**fields)).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.5)
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.5)
     model.save_pretrained(folder)
     return model.eval()
 
@@ -194,8 +193,7 @@ def test_each_of_several_ends_ends_an_answer(tmp_path):
 def test_an_output_layer_of_its_own(tmp_path, equal):
     model = save(tmp_path, eos_token_id=None, tie_word_embeddings=False)
     if equal:
-        with torch.no_grad():
-            model.lm_head.weight.copy_(model.transformer.wte.weight)
+        model.lm_head.weight.data.copy_(model.transformer.wte.weight)
         model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
     assert answer(tmp_path) == transformers_greedy(model, PROMPT, 40)
@@ -376,6 +374,10 @@ def test_configs_that_are_refused(field):
 
 
 def test_configs_that_are_accepted():
+    sizes = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168}  # as published
+    sizes |= {"gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
+    assert {name: PRESETS[name].parameter_count for name in sizes} == sizes
+    assert {PRESETS[name].head_dim for name in sizes} == {64}
     tanh = {"activation_function": "gelu_pytorch_tanh"}
     for extra in ({}, tanh, {"n_inner": 96}, {"n_inner": None}):
         config = Config.from_dict({**SIZES, **extra}, "mine")
@@ -391,13 +393,6 @@ def test_heads_of_keys_are_a_field_of_their_own():
     assert (grouped.n_kv_head, grouped.head_dim) == (2, 10)
     assert grouped.kv_bytes_per_token(torch.bfloat16) == 3 * 2 * 2 * 10 * 2
     pytest.raises(ValueError, Config, 101, 64, 24, 3, n_head=4, n_kv_head=3).match("4 query heads")
-
-
-def test_presets_are_the_published_models():
-    counts = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168}
-    counts |= {"gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
-    assert {name: PRESETS[name].parameter_count for name in counts} == counts
-    assert {PRESETS[name].head_dim for name in counts} == {64}
 
 
 def test_random_weights_are_those_of_the_seed_in_every_dtype():

@@ -116,7 +116,7 @@ def test_an_environment_is_installed_once_and_pips_reason_is_named(
     about = {"METADATA": "Metadata-Version: 2.1\nName: peer\nVersion: 1.0\n", "RECORD": ""}
     about["WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr("peer.py", "import torch\nprint('here')\n")
+        file.writestr("peer.py", "import psutil\nprint('here')\n")
         for name, text in about.items():
             file.writestr(f"peer-1.0.dist-info/{name}", text)
     engine = Engine("a", packages=(str(wheel),), unwanted=("absent",))
