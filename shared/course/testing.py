@@ -37,9 +37,11 @@ FIELDS |= {"n_layer": 2, "n_head": 2, "eos_token_id": 256}
 
 
 SERVERS = "stage06_serving/tests/"
-LONGEST = (  # 10 seconds and more
-    *(SERVERS, "shared/course/tests/test_museum.py", "shared/course/tests/test_exercise.py"),
-    *("shared/course/tests/test_lessons.py", "stage12_distributed/tests/test_router.py"),
+LONGEST = (  # first the longest
+    *(SERVERS, "shared/course/tests/test_museum.py", "stage12_distributed/tests/test_router.py"),
+    *("shared/course/tests/test_exercise.py", "stage07_loadtest/tests/test_main.py"),
+    *("stage12_distributed/tests/test_gang.py", "stage07_loadtest/tests/test_ruler.py"),
+    *("shared/course/tests/test_lessons.py", "shared/bench/tests/test_peers.py"),
 )
 
 # Examples may be slow because of other work on the machine. "any": any example that fails will do,
@@ -59,16 +61,18 @@ def wide_norm(self: Any, x: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The number of extra processes: two for the default run of everything, none for a part of it.
+    """The number of extra processes: three for the default run of everything, none for a part of
+    it.
 
     Each process imports PyTorch, which takes longer than the tests of one stage; and -m slow, -m
-    micro and --mine need the machine, or the process, for themselves. Two, not one a core: the
-    tests' own servers need cores too.
+    micro and --mine need the machine, or the process, for themselves. Three, however many cores:
+    with two, the cores often idle while both tests wait for a server, a clock or a browser; and
+    these need cores too.
     """
     chosen = config.option
     marks_of_own = chosen.markexpr not in config.getini("addopts")
     part = chosen.file_or_dir or chosen.keyword or chosen.mine or marks_of_own
-    return 0 if part or (os.cpu_count() or 1) < 2 else 2
+    return 0 if part or (os.cpu_count() or 1) < 2 else 3
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -83,16 +87,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In two processes, what takes longest comes first: neither shall be alone with it at the
-    end."""
+    """In several processes, what takes longest comes first, so that it is not left at the end."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+        items.sort(key=lambda item: [not item.nodeid.startswith(name) for name in LONGEST])
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        # One of two processes: with all cores each, their threads would wait for each other.
-        threads = max(1, (os.cpu_count() or 1) // 2)
+        # One of three processes: with all cores each, their threads would wait for each other.
+        threads = max(1, (os.cpu_count() or 1) // 3)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the programs that tests start
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the other tests keep it busy
