@@ -12,6 +12,7 @@ COMMANDS = {  # each is a module of this package with a function `main`, importe
     "router": "starts servers and routes requests to them by prefix",
     "serve": "the same replicas on Ray, here or on a cluster",
     "simulate": "runs a fleet's traffic through the real scheduler and policy, in virtual time",
+    "timed": "a server of stage 06 that keeps the times of its passes, for `simulate`",
     "apart": "prefill and decode in two processes over one pool",
     "tp": "one model on several processes, each with a part of every matrix; LoRA adapters",
 }

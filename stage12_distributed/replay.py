@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
 from shared.measure import process
 from stage06_serving.inside import Inside
-from stage07_loadtest import schedule, workload
+from stage07_loadtest import results, schedule, workload
+from stage07_loadtest.client import Record
 from stage07_loadtest.load import load
 
-from .passes import Meter
-from .simulator import Ask
+from .passes import VOCABULARY, Meter, PassTime
+from .simulator import Ask, Cell, Fleet
 
 TURNS = 3  # of each load, in turn: a machine gets slower and faster in the course of minutes
 Times = tuple[float, Sequence[float]]  # a request's arrival, and those of its tokens
@@ -54,9 +57,7 @@ async def serve(
             most = most or many / found.duration
             pairs = list(zip(asks[warm:], records, strict=True))
             own = [Ask(list(map(int, a.prompt)), a.max_tokens, r.intended) for a, r in pairs]
-            tokens = [np.repeat(r.chunks, r.chunk_tokens).tolist() for r in records]
-            times: list[Times] = [(r.intended, t) for r, t in zip(records, tokens, strict=True)]
-            runs.append(Run(share, share * most, own, times, list(meter.steps)))
+            runs.append(Run(share, share * most, own, times_of(records), list(meter.steps)))
     return runs
 
 
@@ -68,6 +69,40 @@ def measure(options: list[str], shares: Sequence[float], users: int, count: int)
     """
     with process() as client:
         return asyncio.run(serve(options, shares, users, count, client))
+
+
+def times_of(records: Iterable[Record]) -> list[Times]:
+    return [(one.intended, np.repeat(one.chunks, one.chunk_tokens).tolist()) for one in records]
+
+
+def stored(folder: Path) -> Iterator[tuple[str, list[Ask], list[Times]]]:
+    """The points of a run that stage 07 has kept: the load, its requests, and their times. Prompts
+    have their lengths, and nothing in common. Raises UserError for a folder without a run."""
+    run, chance = results.load(folder), random.Random("replay")
+    for point, records in zip(run.points, results.load_requests(folder), strict=True):
+        good = [one for one in records if one.failure is None]
+        prompts = (chance.choices(range(VOCABULARY), k=one.prompt_tokens or 1) for one in good)
+        pairs = zip(prompts, good, strict=True)
+        asks = [Ask(prompt, one.asked_tokens, one.intended) for prompt, one in pairs]
+        yield point.load, asks, times_of(good)
+
+
+def lines(folder: Path, pass_time: PassTime, cell: Cell) -> Iterator[str]:
+    """For each point and latency of a stored run: p50 and p99 in ms as measured and as simulated.
+    What HTTP adds to the first token is that of the first point."""
+    yield f"{'load':<18}latency{'p50':>10}{'simulated':>19}{'p99':>10}{'simulated':>19}"
+    http = None
+    for name, asks, times in stored(folder):
+        lives = Fleet(cell, pass_time, asks).run().lives
+        real, made = quantiles(times), quantiles((one.ask.at, one.tokens) for one in lives)
+        http = real["ttft"][0] - made["ttft"][0] if http is None else http
+        for latency, found in real.items():
+            own = [value + http * (latency != "itl") for value in made[latency]]
+            cells = (
+                f"{a * 1e3:>10,.1f}{f'{b * 1e3:,.1f} ({b / a - 1:+.0%})':>19}"
+                for a, b in zip(found, own, strict=True)
+            )
+            yield f"{name:<18}{latency.upper():<7}{''.join(cells)}"
 
 
 def quantiles(requests: Iterable[Times]) -> dict[str, list[float]]:

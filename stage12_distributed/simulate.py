@@ -32,7 +32,8 @@ ABOUT = (
 )
 EXAMPLES = """\
   python -m stage12_distributed simulate
-  python -m stage12_distributed simulate --load 0.9 --model gpt2 --random-weights"""
+  python -m stage12_distributed simulate --load 0.9 --model gpt2 --random-weights
+  python -m stage12_distributed simulate --steps steps.json --replay run    see timed --help"""
 COLUMNS = {
     "hits": ("hits", "{:.0%}", 1.0),
     "max/mean": ("balance", "{:.2f}", 1.0),
@@ -132,7 +133,7 @@ def read_steps(path: Path) -> list[list[float]]:
         return [list(map(float, step)) for step in steps]
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"The steps {path} cannot be read ({error}): give a file that keeps an engine's passes."
+            f"The steps {path} cannot be read ({error}): write them with timed --keep."
         ) from None
 
 
@@ -154,14 +155,29 @@ def main(argv: list[str] | None = None) -> int:
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=text)
     parser.add_argument(
-        "--steps", type=Path, metavar="FILE", help="passes of an engine; default: a short run"
+        "--steps",
+        type=Path,
+        metavar="FILE",
+        help="passes that timed --keep has written; default: those of a short run",
+    )
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="FOLDER",
+        help="simulate a run of python -m stage07_loadtest --out in place of a fleet, beside what "
+        "was measured; --steps: those of its server",
     )
     cli.add_model_options(parser)
     options = parser.parse_args(argv)
     simpy()  # before the model is loaded
     steps = read_steps(options.steps) if options.steps else measured_steps(options)
-    size = options.cell
-    scenarios = Scenarios(Cell(size), PassTime.fit(steps), options.requests, options.load)
+    pass_time, size = PassTime.fit(steps), options.cell
+    if options.replay:
+        from .replay import lines  # with HTTP, which takes a second
+
+        print(*lines(options.replay, pass_time, Cell()), sep="\n")
+        return 0
+    scenarios = Scenarios(Cell(size), pass_time, options.requests, options.load)
     cells = options.replicas / size
     print(f"{options.replicas} replicas as {cells:g} cells of {size}; one cell is simulated")
     show(scenarios.run([size * fifths // 5 for fifths in (1, 2, 3)]), cells)

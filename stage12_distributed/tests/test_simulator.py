@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,11 @@ from stage01_forward import families
 from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request
 from stage05_paged.make import make
+from stage07_loadtest.client import Record
+from stage07_loadtest.load import Point
+from stage07_loadtest.metrics import Slo
+from stage07_loadtest.results import Writer
+from stage07_loadtest.schedule import Schedule
 
 from ..passes import Meter, PassTime, amounts, greedy
 
@@ -42,6 +49,13 @@ def load(cell: Cell, kind: str, count: int = 600, share: float = 0.6, **more: An
     return traffic(kind, arrivals(rate, count, **more), answer=20)
 
 
+def planted(pass_time: PassTime) -> list[list[float]]:
+    """Amounts and seconds of passes that take these times."""
+    chance = random.Random(0)
+    steps = [[1.0, *(chance.randrange(1, 100) for _ in range(4))] for _ in range(50)]
+    return [[*step, sum(map(mul, pass_time.costs, step))] for step in steps]
+
+
 # ---- the time of a pass -------------------------------------------------------------------------
 
 
@@ -53,15 +67,12 @@ def test_a_pass_is_described_by_what_it_computes() -> None:
 
 
 def test_the_fit_finds_costs_that_were_planted_and_none_below_zero() -> None:
-    chance = random.Random(0)
-    steps = [[1.0, *(chance.randrange(1, 100) for _ in range(4))] for _ in range(50)]
-    planted = (0.01, 0.002, 0.0, 3e-5, 1e-6)
-    cost = [sum(a * b for a, b in zip(planted, step, strict=True)) for step in steps]
-    fitted = PassTime.fit([[*step, s] for step, s in zip(steps, cost, strict=True)])
-    assert fitted.costs == pytest.approx(planted, abs=1e-9)
+    costs = (0.01, 0.002, 0.0, 3e-5, 1e-6)
+    steps = planted(PassTime(costs))
+    fitted = PassTime.fit(steps)
+    assert fitted.costs == pytest.approx(costs, abs=1e-9)
     assert fitted.ratios == pytest.approx([1.0] * 100)
-    odd = [s - 1e-4 * step[2] for step, s in zip(steps, cost, strict=True)]
-    fitted = PassTime.fit([[*step, s] for step, s in zip(steps, odd, strict=True)])
+    fitted = PassTime.fit([[*step, s - 1e-4 * step[2]] for *step, s in steps])
     assert fitted.costs[2] == 0 and min(fitted.costs) >= 0
 
 
@@ -186,8 +197,35 @@ def test_the_command_prints_a_line_for_each_case(
     cases = ["policies"] * 9 + ["deaths", "always", "scaled"] + ["ratio"] * 4
     assert [line.split()[0] for line in lines] == cases
     (tmp_path / "steps").write_text("[[1]]", encoding="utf-8")
-    with pytest.raises(UserError, match="give a file that keeps"):
+    with pytest.raises(UserError, match="timed --keep"):
         simulate.main(["--steps", str(tmp_path / "steps")])
+
+
+def test_a_run_of_the_load_test_is_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that was simulated, so that its replay differs by nothing."""
+    pass_time, cell = replace(TIMES, ratios=(1.0,)), Cell()
+    asks = load(cell, "free", 150)
+    records = [
+        Record(
+            *(index, life.ask.at, life.ask.max_tokens),
+            chunks=life.tokens,
+            chunk_tokens=[1] * len(life.tokens),
+            end=life.tokens[-1],
+            prompt_tokens=len(life.ask.prompt),
+        )
+        for index, life in enumerate(Fleet(cell, pass_time, asks).run().lives)
+    ]
+    when = Schedule("poisson", None, [ask.at for ask in asks], 2.0)
+    point = Point("free", when, records, 0.0, asks[-1].at, 0.0, None, [])
+    Writer(tmp_path / "run", {}, slo=Slo(), seed=0).add(point)
+    (tmp_path / "steps.json").write_text(json.dumps(planted(pass_time)), encoding="utf-8")
+    words = ["--steps", str(tmp_path / "steps.json"), "--replay", str(tmp_path / "run")]
+    assert simulate.main(words) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines] == ["TTFT", "ITL", "E2E"]
+    assert all(line.count("(+0%)") + line.count("(-0%)") == 2 for line in lines), lines
 
 
 def test_without_simpy_one_sentence_tells_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
