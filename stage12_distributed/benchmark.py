@@ -27,6 +27,8 @@ from stage05_paged.make import make
 from .apart import APART, TOGETHER, Job, Load, compare
 from .gang import Gang, Setup
 from .gang import make as make_ranks
+from .gateways import Chats
+from .gateways import compare as compare_routers
 from .measured import deaths, ray_seconds, relay_seconds, routing_seconds
 from .measured import router as start_router
 from .passes import PassTime
@@ -58,8 +60,10 @@ FULL = kit.plan(
     rows=(1, 8),
     routed=(2, 16, 64), events=2000,  # replicas among which one is chosen; passed on by the router
     kills=100, reserve=8,  # replicas, so that some are ready while others start
+    chats=12, held=2,  # whole contexts in the memory of each server behind a router
 )  # fmt: skip
-FEW = {"fitted": 0.6, "replayed": (0.8,), "cell": 4, "ratios": (1,), "fleet": 300, "reserve": 3}
+FEW = {"fitted": 0.6, "replayed": (0.8,), "cell": 4, "ratios": (1,), "fleet": 300}
+FEW |= {"reserve": 3, "held": 2}
 
 
 # ---- the simulator beside a server --------------------------------------------------------------
@@ -170,10 +174,19 @@ def ranks(subject: Subject, plan: Any) -> Iterator[Group]:
 
 def router(subject: Subject, plan: Any) -> Iterator[Group]:
     """A choice among replicas, and what passing an event on takes of the processor."""
-    relay, rate = relay_seconds(plan.events)
+    relay, rate, _ = relay_seconds(count=plan.events)
     for replicas in plan.routed:
         seconds = [percentile(routing_seconds(replicas), share) for share in SHARES]
         yield {"replicas": replicas, "decision": seconds, "relay": relay, "events": rate}
+
+
+def gateways(subject: Subject, plan: Any) -> Iterator[Group]:
+    """Chats over two servers, behind our router and behind others."""
+    about = subject.about
+    options = kit.server_options(
+        about["model"], about["dtype"], plan.held, threads=1, linear=about["linear"]
+    )
+    yield compare_routers(options, Chats(plan.chats), plan.repeats, plan.events)
 
 
 def kills(subject: Subject, plan: Any) -> Iterator[Group]:
@@ -305,6 +318,12 @@ COLUMNS: dict[str, rows.Column] = {
     "an event, us of processor": "relay * 1e6:,.0f",
     "together": rows.gain(ONE, None, TWO),
     "long prompts": "long",
+    "router": "variant",
+    "tok/s": lambda row: f"{row['tokens'] / row.median:,.1f}",
+    "found": lambda row: f"{rows.median(row['found']):.0%}",
+    "first token, ms": lambda row: f"{rows.median(row['first']) * 1e3:,.0f}",
+    "added to it, ms": lambda row: f"{row['added'] * 1e3:,.2f}",
+    "us of processor an event": lambda row: f"{row['processor'] * 1e6:,.0f}",
     "on dead replicas": "hit",
     "with an error": "errors",
     "just ended": "lost",
@@ -338,6 +357,8 @@ TABLES = rows.tables(
     ranks: requests | one process, tok/s | two ranks, tok/s | together | same tokens
     kills: kills | streams | on dead replicas | with an error | just ended | others not whole
       | the last after, s
+    gateways: router | found | tok/s | first token, ms | added to it, ms
+      | us of processor an event
     ray: way | TTFT, ms | an event, ms
     router: replicas | a choice p50, us | p99, us | an event, us of processor
     """,
@@ -346,6 +367,7 @@ TABLES = rows.tables(
     deaths=fleet("deaths"),
     scaling=fleet("always", "scaled"),
     ratios=fleet("ratio"),
+    gateways=lambda results: results.rows("gateways"),
     replays=replays,
     claims=closing(claims),
 )
@@ -374,7 +396,14 @@ def headline(results: Results) -> str:
 
 
 WORK = kit.cases(
-    Case(replay), Case(fleets), Case(apart), Case(ranks), Case(router), Case(kills), Case(ray)
+    Case(replay),
+    Case(fleets),
+    Case(apart),
+    Case(ranks),
+    Case(router),
+    Case(gateways),
+    Case(kills),
+    Case(ray),
 )
 BENCHMARK = kit.Benchmark("stage12_distributed", __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
 main = BENCHMARK.main

@@ -1,7 +1,8 @@
 """What the router costs and what a death costs, measured: for this stage's benchmark.
 
 routing_seconds()   of each choice: digests, choose, start, finish
-relay_seconds()     of processor for each event that is passed on, and events a second
+relay_seconds()     of processor for each event that is passed on, events a second, and what the
+                    router adds to the first one
 deaths()            how each stream beside a death ended, and how long after it
 """
 
@@ -10,11 +11,12 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
+from statistics import median
 from typing import Any
 
 import httpx2
@@ -27,7 +29,9 @@ from .routing import Routing
 
 PATH = "/v1/completions"
 PROMPT = "Once upon a time there was a fox who could not sleep. "
+TOKENS = 100  # of a stream beside a death
 LIMIT = 120.0  # seconds for an answer
+FIRSTS = 40  # streams whose first events are timed
 
 
 def routing_seconds(
@@ -59,15 +63,19 @@ def router(*arguments: str) -> AbstractContextManager[OwnServer]:
 
 
 def events(
-    url: str, count: int, prompt: str = PROMPT, begun: Callable[[httpx2.Response], object] = bool
+    url: str,
+    count: int,
+    prompt: str = PROMPT,
+    begun: Callable[[httpx2.Response], object] = bool,
+    **more: str,
 ) -> Iterator[dict[str, Any]]:
     """The events of a stream of `count` tokens, without [DONE]. Raises httpx2's errors.
 
-    begun: called with the answer before its first event.
+    begun: called with the answer before its first event. more: fields of the request.
     """
     fields = {"prompt": prompt, "max_tokens": count, "stream": True, "ignore_eos": True}
     asked: dict[str, Any] = {
-        "json": fields | {"temperature": 0},
+        "json": fields | {"temperature": 0, **more},
         "timeout": LIMIT,
         "trust_env": False,
     }
@@ -79,20 +87,43 @@ def events(
                 yield json.loads(line.removeprefix("data: "))
 
 
-def relay_seconds(count: int = 2000, itl: float = 0.002) -> tuple[float, float]:
-    """Processor seconds of the router for an event of one stream, and events a second. The replica
-    has no model: it sends an event every `itl` seconds."""
+@contextmanager
+def before(backends: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """The router before these servers: its URL and process."""
+    with router(*(word for url in backends for word in ("--backend", url))) as server:
+        yield server.url, server.pid
+
+
+def relay_seconds(
+    front: Callable[[Sequence[str]], AbstractContextManager[tuple[str, int]]] = before,
+    count: int = 2000,
+    itl: float = 0.002,
+) -> tuple[float, float, float]:
+    """Processor seconds of a router for an event of one stream, events a second, and the seconds by
+    which the first event comes later. The replica has no model: it sends an event every `itl`
+    seconds."""
     with (
         mock.process("--ttft", "0.01", "--itl", str(itl)) as backend,
-        router("--backend", backend) as server,
+        front([backend]) as (url, pid),
     ):
-        list(events(server.url, 100))
-        process = psutil.Process(server.pid)
-        before, started = process.cpu_times(), time.perf_counter()
-        got = len(list(events(server.url, count)))
-        seconds, after = time.perf_counter() - started, process.cpu_times()
-        used = after.user + after.system - before.user - before.system
-        return used / got, got / seconds
+        list(events(url, 100, model=mock.MODEL))
+        process = psutil.Process(pid)
+        used, started = process.cpu_times(), time.perf_counter()
+        got = len(list(events(url, count, model=mock.MODEL)))
+        seconds, now = time.perf_counter() - started, process.cpu_times()
+        each = (now.user + now.system - used.user - used.system) / got
+        pairs = [(first_seconds(url), first_seconds(backend)) for _ in range(FIRSTS)]
+        through, direct = (median(times) for times in zip(*pairs, strict=True))
+        return each, got / seconds, through - direct
+
+
+def first_seconds(url: str) -> float:
+    """Seconds to the first event of a short stream."""
+    started, found = time.perf_counter(), events(url, 2, model=mock.MODEL)
+    next(found)
+    seconds = time.perf_counter() - started
+    list(found)
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -115,14 +146,14 @@ def prompt(number: int) -> str:
 
 
 def deaths(
-    server: OwnServer, kills: int, streams: int = 8, tokens: int = 150
+    server: OwnServer, kills: int, streams: int = 8, tokens: int = TOKENS
 ) -> Iterator[list[Ended]]:
     """As often as there are `kills`: when `streams` streams have begun, kill the oldest of the
     router's replicas that have one; how each of them ended. Others start meanwhile: at any time two
     must be ready."""
     for _ in range(kills):
         wait_for(f"{server.url}/health", two_ready)
-        names = SimpleQueue[str]()
+        found, names = processes(server), SimpleQueue[str]()
 
         def follow(number: int, names: SimpleQueue[str] = names) -> tuple[str, str, str, float]:
             replica, text, how = "", "", "lost"
@@ -144,8 +175,7 @@ def deaths(
         with ThreadPoolExecutor(streams) as pool:
             following = [pool.submit(follow, number) for number in range(streams)]
             running = {names.get(timeout=LIMIT) for _ in following}
-            found = {name: process_of(server, name) for name in running}
-            dead = min(found, key=lambda name: found[name].create_time())
+            dead = next(name for name in found if name in running)
             found[dead].kill()
             killed = time.perf_counter()
             ended = [each.result() for each in following]
@@ -156,16 +186,17 @@ def two_ready(answer: httpx2.Response) -> bool:
     return sum(one["ready"] for one in answer.json()["replicas"].values()) >= 2
 
 
-def process_of(server: OwnServer, replica: str) -> psutil.Process:
-    """The process of one of the router's replicas: it listens where the log has it."""
-    begins = f"[{replica}] {READY}"
-    lines = [line for line in server.stderr().splitlines() if line.startswith(begins)]
-    port = int(lines[-1].rpartition(":")[2])
-    return next(
-        process
-        for process in psutil.Process(server.pid).children()
-        if any(each.laddr.port == port for each in process.net_connections())
-    )
+def processes(server: OwnServer) -> dict[str, psutil.Process]:
+    """Those of a router's replicas by name, the oldest first: each listens where the log has it."""
+    found = {}
+    lines = [line for line in server.stderr().splitlines() if f"] {READY}" in line]
+    ports = {line.rpartition(":")[2]: line[1:].partition("]")[0] for line in lines}
+    for process in psutil.Process(server.pid).children():
+        with suppress(psutil.Error):  # it has just ended
+            for each in process.net_connections():
+                if name := ports.get(str(each.laddr.port)):
+                    found[name] = process
+    return dict(sorted(found.items(), key=lambda pair: pair[1].create_time()))
 
 
 def ray_seconds(

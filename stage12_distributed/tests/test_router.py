@@ -163,7 +163,8 @@ def test_clients_that_leave_leave_nothing(router, client, count):
 def test_a_kill_loses_only_what_was_running_there(router, client, kills, replicas):
     """Each stream there ends with its answer or with an error; those of the others are whole. Many
     kills take more replicas, some of which start while others run."""
-    expected = [stream(client, measured.prompt(number), 150)[1] for number in range(8)]
+    asked = [(measured.prompt(number), measured.TOKENS) for number in range(8)]
+    expected = [stream(client, *each)[1] for each in asked]
     arguments = ("--replicas", str(replicas), *SERVERS)
     with nullcontext(router) if kills == 1 else measured.router(*arguments) as server:
         count = 0

@@ -1,0 +1,143 @@
+"""Our router and two of the field before the same servers, for this stage's benchmark.
+
+The others come into an environment of their own, at the first use. All have their own defaults:
+each looks for the longest prefix that it has sent to a server.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from statistics import median
+from typing import Any
+
+import httpx2
+
+from shared import measure
+from shared.bench.peers.install import HOME, Engine, python
+from shared.bench.peers.process import Driver
+from shared.errors import UserError
+from shared.server import free_ports, own_server
+from stage07_loadtest.mock import MODEL
+
+from .measured import PROMPT, before, events, relay_seconds
+from .metrics import total
+
+OURS = "this stage"
+OTHERS = {
+    "vllm-router": Engine("vllm_router", packages=("vllm-router==0.1.17",)),
+    "SGLang's gateway": Engine("sglang_router", packages=("sglang-router==0.3.2",)),
+}
+STARTING = 60.0  # seconds
+WORDS = PROMPT.split()
+FOUND, LOOKED = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
+Front = Callable[[Sequence[str]], AbstractContextManager[tuple[str, int]]]
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Chats at the same time, each of some questions one after the other; a prompt has all earlier
+    ones of its chat. system, question: words; the former are the same in some chats. answer:
+    tokens, which are not in the next prompt: with random weights they are no text."""
+
+    chats: int = 12
+    systems: int = 4
+    questions: int = 4
+    system: int = 40
+    question: int = 8
+    answer: int = 16
+
+    def talk(self, url: str, seed: object) -> tuple[float, list[float]]:
+        """Seconds for all, and those to the first token of each answer."""
+
+        def words(number: int, name: str) -> str:
+            return " ".join(random.Random(f"{seed} {name}").choices(WORDS, k=number))
+
+        def chat(number: int) -> list[float]:
+            text, times = words(self.system, f"system {number % self.systems}"), []
+            for turn in range(self.questions):
+                text += " " + words(self.question, f"question {number} {turn}")
+                started, answer = time.perf_counter(), events(url, self.answer, text, model=MODEL)
+                next(answer)
+                times.append(time.perf_counter() - started)
+                list(answer)
+            return times
+
+        started = time.perf_counter()
+        with ThreadPoolExecutor(self.chats) as pool:
+            every = list(pool.map(chat, range(self.chats)))
+        return time.perf_counter() - started, sum(every, [])
+
+
+@contextmanager
+def other(name: str, backends: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Its URL and process. Raises UserError if it cannot be installed, or does not start."""
+    engine, (port, own) = OTHERS[name], free_ports(2)
+    options = {"host": "127.0.0.1", "port": port, "prometheus-port": own, "log-level": "error"}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    module = f"{engine.driver}.launch_router"
+    command = [str(python(engine, HOME)), "-m", module, "--policy", "cache_aware", *words]
+    with Driver([*command, "--worker-urls", *backends], engine.environment(1)) as running:
+        url, latest = f"http://127.0.0.1:{port}", time.monotonic() + STARTING
+        while not answers(url):
+            if running.process.poll() is not None or time.monotonic() > latest:
+                raise UserError(f"{name} did not start: {running.last_line()}")
+            time.sleep(0.2)
+        yield url, running.process.pid
+
+
+def answers(url: str) -> bool:
+    with suppress(httpx2.HTTPError):
+        return bool(list(events(url, 1, model=MODEL)))
+    return False
+
+
+def cached(servers: Sequence[str]) -> tuple[float, float]:
+    """Tokens that the servers found in their caches, and those that they looked for."""
+    pages = [httpx2.get(f"{url}/metrics", trust_env=False).text for url in servers]
+    found, looked = (sum(total(page, name) for page in pages) for name in (FOUND, LOOKED))
+    return found, looked
+
+
+def compare(options: Sequence[str], chats: Chats, repeats: int, relayed: int) -> dict[str, Any]:
+    """Two servers of stage 06 with these `options` behind each router in turn: what they find, and
+    how soon; what the router itself takes is measured before a server without a model, over
+    `relayed` events. "missing": why a router is not there."""
+    fronts: dict[str, Front] = {OURS: before, **{name: partial(other, name) for name in OTHERS}}
+    missing: dict[str, str] = {}
+    urls: dict[str, str] = {}
+    own: dict[str, tuple[float, float, float]] = {}
+    seeds = count()
+
+    with ExitStack() as stack:
+        named = [*options, "--served-model-name", MODEL]  # that of the server without a model
+        servers = [stack.enter_context(own_server(named, quiet=True)).url for _ in range(2)]
+
+        def once(url: str) -> dict[str, float]:
+            (found, looked), (seconds, first) = cached(servers), chats.talk(url, next(seeds))
+            now = cached(servers)
+            hits = (now[0] - found) / (now[1] - looked)
+            return {"seconds": seconds, "found": hits, "first": median(first)}
+
+        for name, front in fronts.items():
+            try:
+                own[name] = relay_seconds(front, relayed)
+                urls[name] = stack.enter_context(front(servers))[0]
+            except UserError as error:
+                missing[name] = str(error)
+        ways = {name: partial(once, url) for name, url in urls.items()}
+        runs = measure.turns(ways, repeats, warmup=0)
+    group: dict[str, Any] = {
+        key: {name: [one[key] for one in each] for name, each in runs.items()}
+        for key in ("seconds", "found", "first")
+    }
+    for place, key in enumerate(("processor", "rate", "added")):
+        group[key] = {name: values[place] for name, values in own.items()}
+    tokens = chats.chats * chats.questions * chats.answer
+    return {"tokens": tokens, "missing": missing} | group
