@@ -1,7 +1,7 @@
 """Our router and two of the field before the same servers, for this stage's benchmark.
 
-The others come into an environment of their own, at the first use. All have their own defaults:
-each looks for the longest prefix that it has sent to a server.
+The others come into an environment of their own, at the first use. All have their own defaults, but
+no log: each looks for the longest prefix that it has sent to a server.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def other(name: str, backends: Sequence[str]) -> Iterator[tuple[str, int]]:
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     module = f"{engine.driver}.launch_router"
     command = [str(python(engine, HOME)), "-m", module, "--policy", "cache_aware", *words]
-    with Driver([*command, "--worker-urls", *backends], engine.environment(1)) as running:
+    command += ["--worker-urls", *backends]
+    with Driver(command, engine.environment(1), speaks=False) as running:
         url, latest = f"http://127.0.0.1:{port}", time.monotonic() + STARTING
         while not answers(url):
             if running.process.poll() is not None or time.monotonic() > latest:
