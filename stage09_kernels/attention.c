@@ -3,13 +3,14 @@
    A block has B tokens of one layer. For each head it holds the keys as D rows of B numbers and the
    values as B rows of D numbers, so that both are read forwards, a vector at a time: with AVX-512
    16 keys are 16 scores of one query, and 16 numbers of a value are a part of its output. In
-   bfloat16 two rows of keys lie in each other, number by number: one vector of pairs is two of
-   float32 by a shift and a mask.
+   bfloat16 two numbers are multiplied at a time (numbers.h): two rows of keys lie in each other,
+   number by number, and the values of two tokens are put so as they are read. Queries and the
+   weights of a softmax are rounded to bfloat16, too.
 
    The sums of a query are made in an order that depends on its position alone: over the width of a
-   key in two halves (even and odd), over keys in chunks of 256 counted from position 0, and over
-   chunks in order. So its bits do not depend on the number of threads, on its neighbours in the
-   pass, or on how its prompt was cut into chunks.
+   key, over keys in chunks of 256 counted from position 0, and over chunks in order. So its bits do
+   not depend on the number of threads, on its neighbours in the pass, or on how its prompt was cut
+   into chunks.
 
    The groups of a model whose heads share keys (GQA) are queries of one item, so keys are read once
    for all of them. */
@@ -19,7 +20,8 @@
 #define CHUNK 256 /* keys of one softmax */
 #define QUERIES 8 /* that share the keys and values which an item reads */
 #define WIDEST 512
-#define BESIDE 4 /* vectors of keys at a time for one query: additions take 4 cycles each */
+#define BESIDE 4 /* vectors of keys at a time, at most: an addition takes 4 cycles or more */
+#define PAIR (CACHE == 2 ? 2 : 1) /* rows of keys that lie in each other */
 #if BYTES == 64
 #define ROOM 16 /* sums to keep in registers */
 #else
@@ -28,7 +30,7 @@
 
 struct attention {
     const real *q, *k, *v;            /* rows of packed tokens: heads of width numbers */
-    real *out;                        /* as q */
+    input *out;                       /* as q */
     cached *cache;                    /* blocks of this layer */
     const int64_t *shares;            /* 4 a share: start in tables, first position, tokens, row */
     const int64_t *items;             /* 3 an item: share, its first token, tokens */
@@ -65,11 +67,11 @@ static void write_item(const struct attention *c, const int64_t *item, int64_t h
         cached *value = keys + key_numbers(c) + slot * row, key[WIDEST];
         const real *k = c->k + (share[3] + i) * c->k_stride + head * c->width;
         const real *v = c->v + (share[3] + i) * c->v_stride + head * c->width;
-        key[even - 1] = 0;
-        for (int64_t d = 0; d < c->width; d++) key[d] = to_cached(k[d]);
+        for (int64_t d = 0; d < row; d += LANES) put(key + d, some(k + d, c->width - d, 0), LANES);
         for (int64_t d = 0; d < even; d += PAIR)
             memcpy(keys + d * line + slot * PAIR, key + d, PAIR * sizeof(cached));
-        for (int64_t d = 0; d < c->width; d++) value[d] = to_cached(v[d]);
+        for (int64_t d = 0; d < c->width; d += LANES)
+            put(value + d, some(v + d, c->width - d, 0), c->width - d);
     }
 }
 
@@ -103,58 +105,77 @@ struct queries {
     const int64_t *share, *next; /* next: the share of the item that follows */
     int64_t head, next_head, next_position;
     const real *q[QUERIES];
-    real *out[QUERIES];
+    input *out[QUERIES];
     int64_t positions[QUERIES];
 };
 
-typedef real scores_of[CHUNK + 2 * ROUND]; /* of one query; the vector of the first key may begin
-                                              before the chunk does */
+/* Of one query; the vector of the first key may begin before the chunk does. */
+typedef real scores_of[CHUNK + 2 * ROUND];
+typedef cached weights_of[CHUNK + 2 * ROUND];
+
+static inline cached_factor factor_at(const cached *p) { /* of a query, or a weight */
+    cached_factor factor;
+    memcpy(&factor, p, sizeof factor);
+    return factor;
+}
 
 /* The scores of `count` queries and the keys of `beside` places. */
 static inline __attribute__((always_inline)) void
-score(const struct attention *c, const struct place *places, const real (*query)[WIDEST],
+score(const struct attention *c, const struct place *places, const cached (*query)[WIDEST],
       scores_of *scores, const int count, const int beside) {
     const int64_t line = padded(c->block), values = key_numbers(c); /* values follow keys */
-    lanes even[QUERIES][BESIDE], odd[QUERIES][BESIDE];
+    lanes sums[QUERIES][BESIDE];
     for (int i = 0; i < count; i++)
-        for (int p = 0; p < beside; p++) even[i][p] = odd[i][p] = (lanes){0};
-    for (int64_t d = 0; d < c->width; d += 2)
+        for (int p = 0; p < beside; p++) sums[i][p] = (lanes){0};
+    for (int64_t d = 0; d < c->width; d += PAIR)
         for (int p = 0; p < beside; p++) {
-            lanes a, b;
             const cached *keys = places[p].keys + d * line;
-            load_rows(keys, line, &a, &b);
+            cached_lanes some = *(const cached_lanes *)keys;
             fetch(keys + values);
-            if (PAIR == 1) fetch(keys + values + line);
-            for (int i = 0; i < count; i++) {
-                even[i][p] += query[i][d] * a;
-                odd[i][p] += query[i][d + 1] * b;
-            }
+            for (int i = 0; i < count; i++)
+                sums[i][p] = add(sums[i][p], some, factor_at(query[i] + d));
         }
     for (int i = 0; i < count; i++)
         for (int p = 0; p < beside; p++)
-            *(lanes *)(scores[i] + ROUND + places[p].at) = even[i][p] + odd[i][p];
+            *(lanes *)(scores[i] + ROUND + places[p].at) = sums[i][p];
+}
+
+/* A vector of the values of a token; in bfloat16 of two, of which one may be `nothing`. */
+static const cached nothing[WIDEST];
+static inline cached_lanes values_of(const cached *one, const cached *other) {
+#if CACHE == 2
+    return lower(one) | lower(other) << 16;
+#else
+    (void)other;
+    return *(const cached_lanes *)one;
+#endif
 }
 
 /* `wide` vectors of values from `d` on, each times its weight. */
 static inline __attribute__((always_inline)) void
-mix(const struct attention *c, const struct part *p, int64_t d, const scores_of *weights,
+mix(const struct attention *c, const struct part *p, int64_t d, const weights_of *weights,
     real (*mixed)[WIDEST], const int count, const int wide) {
     const int64_t row = padded(c->width), keys = key_numbers(c);
     lanes sums[QUERIES][ROOM];
     for (int i = 0; i < count; i++)
         for (int j = 0; j < wide; j++) sums[i][j] = (lanes){0};
-    int64_t slot = p->start % c->block, key = p->start;
-    for (int64_t b = 0; key < p->end; b++, slot = 0) {
-        const cached *value = p->blocks[b] + keys + slot * row + d;
+    int64_t slot = p->start % c->block, key = p->start - slot; /* key: the first of a block */
+    for (int64_t b = 0; key < p->end; b++, key += c->block, slot = 0) {
+        const cached *values = p->blocks[b] + keys + d;
         int64_t next = p->ahead[b] - p->blocks[b] - keys;
-        int64_t stop = key + c->block - slot < p->end ? key + c->block - slot : p->end;
-        for (; key < stop; key++, value += row)
+        int64_t stop = key + c->block < p->end ? c->block : p->end - key;
+        for (int64_t t = slot / PAIR * PAIR; t < stop; t += PAIR) {
+            const cached *one = t < slot ? nothing : values + t * row;
+            const cached *other = t + 1 < stop ? values + (t + 1) * row : nothing;
             for (int j = 0; j < wide; j++) {
-                lanes v = load_cached(value + j * LANES);
-                if (j * LANES * sizeof(cached) % 64 == 0) fetch(value + j * LANES + next);
+                cached_lanes some = values_of(one + j * LANES, other + j * LANES);
+                if (j * LANES * sizeof(cached) % 64 == 0)
+                    for (int i = 0; i < PAIR; i++) fetch(values + (t + i) * row + j * LANES + next);
                 for (int i = 0; i < count; i++)
-                    sums[i][j] += weights[i][ROUND + key - p->first] * v;
+                    sums[i][j] = add(sums[i][j], some,
+                                     factor_at(weights[i] + ROUND + key + t - p->first));
             }
+        }
     }
     for (int i = 0; i < count; i++)
         for (int j = 0; j < wide; j++) *(lanes *)(mixed[i] + d + j * LANES) = sums[i][j];
@@ -164,15 +185,17 @@ mix(const struct attention *c, const struct part *p, int64_t d, const scores_of 
 static inline __attribute__((always_inline)) void
 attend_queries(const struct attention *c, const struct queries *given, const int count) {
     const int64_t row = padded(c->width);
-    const int beside = count == 1 ? BESIDE : count <= 4 ? 2 : 1;
-    real query[QUERIES][WIDEST], result[QUERIES][WIDEST], mixed[QUERIES][WIDEST];
+    const int beside = ROOM / count < BESIDE ? ROOM / count : BESIDE;
+    cached query[QUERIES][WIDEST];
+    real result[QUERIES][WIDEST], mixed[QUERIES][WIDEST];
     scores_of scores[QUERIES];
+    weights_of weights[QUERIES];
     real most[QUERIES], sum[QUERIES];
     int64_t seen = 0, begin = INT64_MAX; /* keys that some query sees: begin to seen - 1 */
     for (int i = 0; i < count; i++) {
         int64_t position = given->positions[i], from = first_of(c, position);
-        for (int64_t d = 0; d < c->width; d++) query[i][d] = given->q[i][d] * (real)c->scale;
-        if (c->width % 2) query[i][c->width] = 0;
+        for (int64_t d = 0; d < row; d += LANES)
+            put(query[i] + d, some(given->q[i] + d, c->width - d, 0) * (real)c->scale, LANES);
         memset(result[i], 0, sizeof(real) * row);
         most[i] = -INFINITY;
         sum[i] = 0;
@@ -226,10 +249,12 @@ attend_queries(const struct attention *c, const struct queries *given, const int
             factor[i] = now > most[i] ? (real)exp(most[i] - now) : 1;
             most[i] = now;
             real shift = now == -INFINITY ? 0 : now;
+            cached *weight = weights[i] + ROUND;
+            if (PAIR == 2) weight[-1] = weight[size] = 0; /* beside `nothing` */
             for (int64_t t = 0; t < size; t += LANES) {
-                lanes weight = exponential(*(lanes *)(own + t) - shift);
-                *(lanes *)(own + t) = weight;
-                total += weight;
+                lanes each = exponential(*(lanes *)(own + t) - shift);
+                put(weight + t, each, LANES);
+                total += each;
             }
             real part = 0;
             for (int t = 0; t < LANES; t++) part += total[t];
@@ -238,10 +263,10 @@ attend_queries(const struct attention *c, const struct queries *given, const int
         /* Values. Those before `start` or behind `end` may be anything, NaN included: not read. */
         for (int64_t d = 0, wide; d < row; d += wide * LANES) {
             wide = (row - d) / LANES < ROOM / count ? (row - d) / LANES : ROOM / count;
-            if (wide >= 8) mix(c, &p, d, scores, mixed, count, wide = 8);
-            else if (wide >= 4) mix(c, &p, d, scores, mixed, count, wide = 4);
-            else if (wide >= 2) mix(c, &p, d, scores, mixed, count, wide = 2);
-            else mix(c, &p, d, scores, mixed, count, wide = 1);
+            if (wide >= 8) mix(c, &p, d, weights, mixed, count, wide = 8);
+            else if (wide >= 4) mix(c, &p, d, weights, mixed, count, wide = 4);
+            else if (wide >= 2) mix(c, &p, d, weights, mixed, count, wide = 2);
+            else mix(c, &p, d, weights, mixed, count, wide = 1);
         }
         for (int i = 0; i < count; i++)
             for (int64_t d = 0; d < row; d += LANES) {
@@ -250,7 +275,8 @@ attend_queries(const struct attention *c, const struct queries *given, const int
             }
     }
     for (int i = 0; i < count; i++)
-        for (int64_t d = 0; d < c->width; d++) given->out[i][d] = result[i][d] / sum[i];
+        for (int64_t d = 0; d < c->width; d += LANES)
+            put(given->out[i] + d, *(lanes *)(result[i] + d) / sum[i], c->width - d);
 }
 
 /* The item and head of a number. Of one item, the heads follow each other as in memory. But those
@@ -281,6 +307,11 @@ static void attend_items(int64_t first, int64_t last, void *context) {
         const int64_t *next = item_of(c, following, &some.next_head);
         some.next = c->shares + 4 * next[0];
         some.next_position = some.next[1] + next[1];
+        for (int64_t i = 0; i < next[2]; i++) { /* its queries, too, are anywhere */
+            const real *q = c->q + (some.next[3] + next[1] + i) * c->q_stride;
+            q += some.next_head * c->group * c->width;
+            for (int64_t d = 0; d < c->group * c->width; d += ROUND) __builtin_prefetch(q + d);
+        }
         for (int64_t done = 0; done < total;) {
             int64_t left = total - done < QUERIES ? total - done : QUERIES;
             int count = left == 7 ? 6 : left == 5 ? 4 : (int)left;

@@ -83,13 +83,7 @@ def products(subject: Subject, plan: Any) -> Iterator[Group]:
         strides = {"x_stride": width, "out_stride": outputs, "inputs": width, "outputs": outputs}
         for count in plan.counts:
             x = torch.randn(count, width).to(dtype)
-            pairs = torch.empty(count, (width + 1) // 2, dtype=torch.int32)
-            used = {
-                "x": x.float(),
-                "out": torch.empty(count, outputs),
-                "weights": mine,
-                "pairs": pairs,
-            }
+            used = {"x": x, "out": torch.empty(count, outputs), "weights": mine}
             places = {name: tensor.data_ptr() for name, tensor in used.items()}
             call = Linear(rows=count, **places, **strides)
             ways = {

@@ -203,15 +203,17 @@ class KernelAttention:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q of the packed tokens (N, heads, D); k and v (N, H, D) -> (N, heads, D)."""
         cache, dtype = self.cache, q.dtype
+        narrow = dtype == torch.bfloat16 and cache.real == torch.float32
+        kind = dtype if narrow else cache.real  # of the products around it
         q, k, v = (_rows(x.to(cache.real)) for x in (q, k, v))
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = torch.empty(q.shape, dtype=kind)
         call = cache.attention(layer)
         for name in ("shares", "items", "tables"):
             setattr(call, name, getattr(self.call, name))
         for name, tensor in zip(("q", "k", "v", "out"), (q, k, v, out), strict=True):
             setattr(call, name, tensor.data_ptr())
             setattr(call, f"{name}_stride", tensor.stride(0))
-        kernel = cache.library(cache.kv.dtype).attend
+        kernel = cache.library(kind).attend
         library.call(kernel, ctypes.byref(call), len(self.shares), len(self.items))
         return out.to(dtype)
 

@@ -5,27 +5,19 @@
    first cache, up to 6 of them by one reading, and meanwhile the next piece comes from memory. The
    sums of a row are made input by input, in order: its bits do not depend on the rows beside it.
 
-   In bfloat16 two inputs are beside each other, which is what the instruction for bfloat16 products
-   takes (AVX512-BF16). It rounds x to bfloat16 as well, and takes subnormal numbers for 0. */
+   Beside weights in bfloat16, x is bfloat16 too, and two inputs are a step: their weights lie in
+   pairs. */
 
 #include "numbers.h"
 
-#if WEIGHT == 2 && REAL == 4 && defined(__AVX512BF16__)
-#define PAIRED 1
-#else
-#define PAIRED 0
-#endif
-
+#define EACH (WEIGHT == 2 ? 2 : 1) /* inputs of a step */
 #define PANEL 64
-#if WEIGHT == 2
-#define STEP (2 * PANEL) /* numbers of a panel for one step: an input, or two in bfloat16 */
-#else
-#define STEP PANEL
-#endif
-#define LINE (64 / WEIGHT) /* numbers in a cache line */
+#define STEP (EACH * PANEL) /* weights of a step */
+#define LINE (64 / WEIGHT)  /* numbers in a cache line */
 #define PIECE 128 /* steps at a time: 32 KiB of weights, which stay in the first cache */
-#define MOST 64  /* rows at a time: their x stays in the second */
-#define ROWS 6   /* rows at a time in registers */
+#define MOST 96   /* rows at a time: their x stays in the second */
+#define ROWS 6    /* rows at a time in registers */
+#define AHEAD 16384 /* bytes, for fewer rows: they compute less than they read */
 #define VECTORS (PANEL / LANES)
 #if BYTES == 32 || defined(__SSE2__) && BYTES == 16
 #define WIDE 2 /* vectors of outputs at a time: the sums of ROWS rows fill 16 registers */
@@ -36,85 +28,64 @@
 enum { PLAIN, GELU, GATED }; /* GATED: a panel has 32 gates and the 32 numbers they open */
 
 struct linear {
-    const real *x;
-    real *out;
+    const input *x; /* bfloat16: (rows, inputs even), the last number 0 if inputs are odd */
+    void *out;
     const weight *weights; /* (panels, inputs, 64); bfloat16: (panels, inputs / 2, 64, 2) */
-    uint32_t *pairs;       /* room for x as pairs of bfloat16: (rows, inputs / 2) */
     const real *bias;      /* (panels * 64), or none */
     int64_t x_stride, out_stride, inputs, outputs, rows;
     int64_t way, residual; /* residual: add to what is in `out` */
-    int64_t steps;         /* set by `linear`: inputs, in bfloat16 pairs of them */
+    int64_t feeds;         /* `out` is the input of a product, and not real */
+    int64_t steps;         /* set by `linear` */
 };
 
-static inline lanes gelu(lanes x) { /* 0.5 x (1 + tanh(u)) = x sigmoid(2 u) */
-    return x * sigmoid(x * (real)1.5957691216057308 * ((real)0.044715 * x * x + 1));
+static inline lanes gelu(lanes x) { /* 0.5 x (1 + tanh(u)) = x / (1 + exp(-2 u)) */
+    return opened(x, x * (real)1.5957691216057308 * ((real)0.044715 * x * x + 1));
 }
 
 typedef real sums_of[PANEL]; /* of one row */
 
 /* Add to the sums of `rows` rows what the steps `begin` to `end` of a panel give. In memory the
-   next steps follow these: a line of them is asked for in each step, where `ahead` is. */
+   next steps follow these: each step asks for a line of them, where `ahead` is, or for as many as it
+   reads. */
 static inline __attribute__((always_inline)) void
 add_rows(const struct linear *l, const weight *panel, int64_t row, int64_t begin, int64_t end,
          int64_t ahead, sums_of *sums, const int rows) {
-#if PAIRED
-    const uint32_t *x = l->pairs + row * l->steps;
-#else
-    const real *x = l->x + row * l->x_stride;
-#endif
+    const weight_factor *x = (const weight_factor *)(l->x + row * l->x_stride);
+    const int64_t stride = l->x_stride / EACH;
     for (int part = 0; part < VECTORS; part += WIDE) {
-        lanes some[ROWS][WIDE];
+        lanes held[ROWS][WIDE];
         for (int i = 0; i < rows; i++)
-            for (int j = 0; j < WIDE; j++) some[i][j] = *(lanes *)(sums[i] + (part + j) * LANES);
+            for (int j = 0; j < WIDE; j++) held[i][j] = *(lanes *)(sums[i] + (part + j) * LANES);
         for (int64_t k = begin; k < end; k++) {
-            const weight *line = panel + k * STEP + part * LANES * (STEP / PANEL);
-            __builtin_prefetch(line + ahead);
-#if WEIGHT == 2
-            wholes read[WIDE];
-            for (int j = 0; j < WIDE; j++) read[j] = *(const wholes *)(line + 2 * j * LANES);
-#else
-            lanes read[WIDE];
-            for (int j = 0; j < WIDE; j++) read[j] = *(const lanes *)(line + j * LANES);
-#endif
-            for (int i = 0; i < rows; i++) {
-#if PAIRED
-                __m512bh two = (__m512bh)((wholes){0} + x[i * l->steps + k]);
+            const weight *line = panel + k * STEP + part * LANES * EACH;
+            if (rows < ROWS)
+                for (int j = 0; j < WIDE * BYTES / 64; j++)
+                    __builtin_prefetch(line + AHEAD / WEIGHT + j * LINE, 0, 2);
+            else __builtin_prefetch(line + ahead);
+            weight_lanes read[WIDE];
+            for (int j = 0; j < WIDE; j++)
+                read[j] = *(const weight_lanes *)(line + j * LANES * EACH);
+            for (int i = 0; i < rows; i++)
                 for (int j = 0; j < WIDE; j++)
-                    some[i][j] = _mm512_dpbf16_ps(some[i][j], (__m512bh)read[j], two);
-#elif WEIGHT == 2
-                real even = x[i * l->x_stride + 2 * k];
-                real odd = 2 * k + 1 < l->inputs ? x[i * l->x_stride + 2 * k + 1] : 0;
-                for (int j = 0; j < WIDE; j++) {
-                    some[i][j] += even * floats(read[j] << 16);
-                    some[i][j] += odd * floats(read[j] & 0xffff0000u);
-                }
-#else
-                for (int j = 0; j < WIDE; j++) some[i][j] += x[i * l->x_stride + k] * read[j];
-#endif
-            }
+                    held[i][j] = add(held[i][j], read[j], x[i * stride + k]);
         }
         for (int i = 0; i < rows; i++)
-            for (int j = 0; j < WIDE; j++) *(lanes *)(sums[i] + (part + j) * LANES) = some[i][j];
+            for (int j = 0; j < WIDE; j++) *(lanes *)(sums[i] + (part + j) * LANES) = held[i][j];
     }
 }
 
 /* What a row of a panel becomes once its sums are complete. */
 static void finish(const struct linear *l, int64_t panel, int64_t row, real *sums) {
     int64_t size = l->way == GATED ? PANEL / 2 : PANEL, first = panel * size;
-    real *out = l->out + row * l->out_stride + first;
     lanes *y = (lanes *)sums;
     if (l->way == GELU) for (int j = 0; j < VECTORS; j++) y[j] = gelu(y[j]);
     if (l->way == GATED)
-        for (int j = 0; j < VECTORS / 2; j++) y[j] *= sigmoid(y[j]) * y[j + VECTORS / 2];
-    for (int64_t j = 0; j < size / LANES; j++) {
-        int64_t left = l->outputs - first - j * LANES;
-        if (left >= LANES) {
-            lanes *place = (lanes *)(out + j * LANES);
-            *place = l->residual ? *place + y[j] : y[j];
-        } else {
-            for (int64_t t = 0; t < left; t++)
-                out[j * LANES + t] = y[j][t] + (l->residual ? out[j * LANES + t] : 0);
-        }
+        for (int j = 0; j < VECTORS / 2; j++) y[j] = opened(y[j] * y[j + VECTORS / 2], y[j]);
+    for (int64_t j = 0; j < size && first + j < l->outputs; j += LANES) {
+        int64_t place = row * l->out_stride + first + j, left = l->outputs - first - j;
+        real *out = (real *)l->out + place;
+        if (l->feeds) put((input *)l->out + place, y[j / LANES], left);
+        else put(out, l->residual ? some(out, left, 0) + y[j / LANES] : y[j / LANES], left);
     }
 }
 
@@ -146,27 +117,8 @@ static void panels(int64_t first, int64_t last, void *context) {
         }
 }
 
-#if PAIRED
-static void pair_rows(int64_t first, int64_t last, void *context) {
-    const struct linear *l = context;
-    for (int64_t row = first; row < last; row++) {
-        const real *x = l->x + row * l->x_stride;
-        uint16_t *pairs = (uint16_t *)(l->pairs + row * l->steps);
-        int64_t k = 0;
-        for (; k + 2 * LANES <= l->inputs; k += 2 * LANES)
-            *(wholes *)(pairs + k) = (wholes)_mm512_cvtne2ps_pbh(
-                *(const lanes *)(x + k + LANES), *(const lanes *)(x + k));
-        for (; k < 2 * l->steps; k++) pairs[k] = k < l->inputs ? narrow(x[k]) : 0;
-    }
-}
-#endif
-
 int linear(struct linear *l, parallel_for run) {
-    l->steps = STEP == PANEL ? l->inputs : (l->inputs + 1) / 2;
-#if PAIRED
-    int failed = run(0, l->rows, 8, pair_rows, l);
-    if (failed) return failed;
-#endif
     int64_t size = l->way == GATED ? PANEL / 2 : PANEL;
+    l->steps = (l->inputs + EACH - 1) / EACH;
     return run(0, (l->outputs + size - 1) / size, 1, panels, l);
 }

@@ -26,6 +26,7 @@ from . import library
 from .cache import Attention, KernelAttention, KernelCache
 
 PANEL = 64  # as in linear.c
+LINE = 64  # bytes of a cache line
 NORM, LINEAR, TURN, ATTEND = range(4)  # as in step.c
 PLAIN, GELU, GATED = range(3)  # as in linear.c
 
@@ -38,14 +39,14 @@ def _fields(pointers: str, numbers: str) -> list[tuple[str, Any]]:
 
 class Norm(ctypes.Structure):
     _fields_ = [
-        *_fields("x out gain bias chosen", "x_stride out_stride width heads rows centred"),
+        *_fields("x out gain bias chosen", "x_stride out_stride width heads rows centred feeds"),
         ("epsilon", ctypes.c_double),
     ]
 
 
 class Linear(ctypes.Structure):
     _fields_ = _fields(
-        "x out weights pairs bias", "x_stride out_stride inputs outputs rows way residual steps"
+        "x out weights bias", "x_stride out_stride inputs outputs rows way residual feeds steps"
     )
 
 
@@ -130,7 +131,7 @@ class Program:
         self.model, self.cache, self.config = model, cache, model.config
         self.dtype = model.dtype  # of the weights
         self.real = cache.real
-        if self.dtype not in (cache.real, torch.bfloat16):
+        if self.dtype != cache.real and (self.dtype, cache.real) != (torch.bfloat16, torch.float32):
             raise library.NoKernels(
                 f"The kernels have no {self.dtype} weights beside a cache of {cache.kv.dtype}."
             )
@@ -142,6 +143,7 @@ class Program:
         self.places: list[dict[str, Any]] = []  # the buffers of each, by name, and where in them
         self.buffers: dict[str, Tensor] = {}
         self.widths: dict[str, int] = {}
+        self.inputs: set[str] = set()  # buffers that products read, in the dtype of the weights
         self.rows = 0
         BUILDERS[type(model)](self, model)
         self.array = (Operation * len(self.operations))(*self.operations)
@@ -227,6 +229,7 @@ class Program:
             residual=residual,
         )
         self.buffer(out, outputs)
+        self.inputs.add(x)
         self._add(operation, x=x, out=out)
 
     def turn(self, x: str, heads: int) -> None:
@@ -250,12 +253,12 @@ class Program:
         if rows <= self.rows:
             return
         self.rows = max(rows, 2 * self.rows)
-        self.buffers = {
-            name: torch.empty(self.rows, width, dtype=self.real)
-            for name, width in self.widths.items()
-        }
-        most = max(op.of.linear.inputs for op in self.array if op.kind == LINEAR)
-        self.pairs = torch.empty(self.rows, (most + 1) // 2, dtype=torch.int32)
+        for name, width in self.widths.items():
+            dtype = self.dtype if name in self.inputs else self.real
+            line = LINE // dtype.itemsize
+            width = (-(-width // line) | 1) * line  # odd, so that rows differ in their place in it
+            zeros = torch.zeros((), dtype=dtype).expand(self.rows, width)
+            self.buffers[name] = library.large_pages(zeros)
         for operation, places in zip(self.array, self.places, strict=True):
             x = self.buffers[places["x"]]
             start = x.data_ptr() + places.get("first", 0) * x.itemsize
@@ -273,8 +276,7 @@ class Program:
                 one.out, one.out_stride = out_start, out.stride(0)
             else:
                 one = operation.of.norm if operation.kind == NORM else operation.of.linear
-                if operation.kind == LINEAR:
-                    one.pairs = self.pairs.data_ptr()
+                one.feeds = places["out"] in self.inputs
                 one.x, one.x_stride = start, x.stride(0)
                 one.out, one.out_stride = out_start, out.stride(0)
 
@@ -293,7 +295,7 @@ class Program:
             cosines, sines = (each.to(self.real).contiguous() for each in turns)
         self.buffers["stream"][:count, : hidden.shape[1]] = hidden
         self.call(self.array, attention, rows, cosines, sines)
-        return self.buffers["logits"][: len(rows)]
+        return self.buffers["logits"][: len(rows), : self.config.vocab_size]
 
     def call(
         self,

@@ -1,12 +1,14 @@
 /* The next token of each row of scores: the best one, or one that is drawn.
 
    Temperature, top_k and top_p do what they do in stage 01's sampling.py, and in that order. But
-   nothing is sorted: the limit between what is kept and what is dropped is searched by halves. The
+   nothing is sorted: the limit between what is left and what is dropped is searched by halves. The
    scores of a row that is drawn become weights, in place. */
 
 #include "numbers.h"
 
 #define BLOCK 256 /* weights that are added up in `real`; sums of more are in double */
+#define ROOM 2048 /* weights that are worth a copy */
+#define BESIDE 4  /* sums at a time: an addition takes some cycles before the next */
 
 typedef double doubles __attribute__((vector_size(LANES * 8)));
 
@@ -16,16 +18,8 @@ struct draw {
     const double *darts;                  /* where, between 0 and 1, the drawn token lies */
     const int64_t *top_ks;                /* 0: all */
     int64_t *ids;                         /* of the tokens; -1 where scores are NaN or infinite */
-    int64_t count;                        /* of a row */
+    int64_t count, stride;                /* of a row; from one to the next */
 };
-
-/* A vector at p, of which `left` numbers belong to the row; `rest` in place of others. */
-static inline lanes some(const real *p, int64_t left, real rest) {
-    if (left >= LANES) return *(const lanes *)p;
-    lanes x = (lanes){0} + rest;
-    memcpy(&x, p, left * sizeof(real));
-    return x;
-}
 
 /* The first place of the largest score; -1 where there is none. */
 static int64_t best(const real *x, int64_t count, real *most) {
@@ -52,39 +46,78 @@ static int64_t best(const real *x, int64_t count, real *most) {
 static double above(const real *w, int64_t count, real limit, int64_t *number) {
     const lanes least = (lanes){0} + limit;
     doubles weight = {0};
-    masks many = {0};
+    masks many[BESIDE] = {0};
     for (int64_t block = 0; block < count; block += BLOCK) {
-        lanes part = {0};
+        lanes parts[BESIDE] = {0};
         int64_t end = block + BLOCK < count ? block + BLOCK : count;
-        for (int64_t t = block; t < end; t += LANES) {
-            lanes y = some(w + t, end - t, 0);
-            masks more = y > least;
-            part += (lanes)((masks)y & more);
-            many -= more;
-        }
-        weight += __builtin_convertvector(part, doubles);
+        for (int64_t t = block; t < end; t += BESIDE * LANES)
+            for (int i = 0; i < BESIDE; i++) {
+                const real *p = w + t + i * LANES;
+                lanes y = end == block + BLOCK ? *(const lanes *)p : some(p, w + end - p, 0);
+                masks more = y > least;
+                parts[i] += (lanes)((masks)y & more);
+                many[i] -= more;
+            }
+        for (int i = 1; i < BESIDE; i++) parts[0] += parts[i];
+        weight += __builtin_convertvector(parts[0], doubles);
     }
     double sum = 0;
     *number = 0;
-    for (int t = 0; t < LANES; t++) sum += weight[t], *number += many[t];
+    for (int t = 0; t < LANES; t++) {
+        sum += weight[t];
+        for (int i = 0; i < BESIDE; i++) *number += many[i][t];
+    }
     return sum;
+}
+
+/* The weights that may be drawn: those of a row, and once few are left a copy of these. */
+struct left {
+    const real *weights;
+    int64_t count, copied;
+    real copies[ROOM];
+    int32_t places[ROOM]; /* of the copies in the row */
+};
+
+/* Leave those above `limit`, which are ROOM or less. */
+static void leave(struct left *l, real limit) {
+    int64_t many = 0;
+    for (int64_t t = 0; t < l->count; t += BESIDE * LANES) {
+        masks more = {0};
+        for (int i = 0; i < BESIDE; i++) {
+            int64_t at = t + i * LANES;
+            more |= some(l->weights + at, l->count - at, 0) > limit;
+        }
+        int64_t any[BYTES / 8], found = 0;
+        memcpy(any, &more, BYTES);
+        for (int i = 0; i < BYTES / 8; i++) found |= any[i];
+        for (int64_t i = t; found && i < t + BESIDE * LANES && i < l->count; i++)
+            if (l->weights[i] > limit) {
+                l->copies[many] = l->weights[i];
+                l->places[many++] = i;
+            }
+    }
+    l->weights = l->copies;
+    l->count = many;
+    l->copied = 1;
 }
 
 /* The largest limit, from `limit` on, above which there are `fewest` weights or more that weigh
    `lightest` or more. Numbers of one sign are in the order of their bits, so halves of the range of
    bits are searched until one weight is left in it. */
-static real limit_of(const real *w, int64_t count, int64_t fewest, double lightest, real limit) {
+static real limit_of(struct left *l, int64_t fewest, double lightest, real limit) {
     real one = 1, middle;
     integer low, high, bits;
-    int64_t many = count, few = 0, number; /* above low and above high */
+    int64_t many = l->count, few = 0, number; /* above low and above high */
     memcpy(&low, &limit, sizeof(real));
     memcpy(&high, &one, sizeof(real));
     while (high - low > 1 && many - few > 1) {
         bits = low + (high - low) / 2;
         memcpy(&middle, &bits, sizeof(real));
-        double weight = above(w, count, middle, &number);
-        if (number >= fewest && weight >= lightest) low = bits, many = number;
-        else high = bits, few = number;
+        double weight = above(l->weights, l->count, middle, &number);
+        if (number >= fewest && weight >= lightest) {
+            low = bits, many = number;
+            if (!l->copied && many <= ROOM) leave(l, middle);
+        } else high = bits, few = number;
     }
     memcpy(&limit, &low, sizeof(real));
     return limit;
@@ -111,22 +144,25 @@ static int64_t hit(const real *w, int64_t count, real limit, double distance) {
 static void draw_rows(int64_t first, int64_t last, void *context) {
     const struct draw *d = context;
     for (int64_t row = first; row < last; row++) {
-        real *w = d->scores + row * d->count, most, limit = 0;
+        real *w = d->scores + row * d->stride, most, limit = 0;
         int64_t id = best(w, d->count, &most), number;
         d->ids[row] = id;
         if (id < 0 || d->temperatures[row] == 0) continue;
         const real cold = (real)(1 / d->temperatures[row]);
         for (int64_t t = 0; t < d->count; t += LANES) {
             lanes y = exponential((some(w + t, d->count - t, most) - most) * cold);
-            memcpy(w + t, &y, sizeof(real) * (d->count - t < LANES ? d->count - t : LANES));
+            put_reals(w + t, y, d->count - t);
         }
-        if (d->top_ks[row] > 0) limit = limit_of(w, d->count, d->top_ks[row], 0, limit);
-        double weight = above(w, d->count, limit, &number);
+        struct left l;
+        l.weights = w, l.count = d->count, l.copied = 0;
+        if (d->top_ks[row] > 0) limit = limit_of(&l, d->top_ks[row], 0, limit);
+        double weight = above(l.weights, l.count, limit, &number);
         if (d->top_ps[row] < 1) {
-            limit = limit_of(w, d->count, 1, d->top_ps[row] * weight, limit);
-            weight = above(w, d->count, limit, &number);
+            limit = limit_of(&l, 1, d->top_ps[row] * weight, limit);
+            weight = above(l.weights, l.count, limit, &number);
         }
-        d->ids[row] = hit(w, d->count, limit, d->darts[row] * weight);
+        id = hit(l.weights, l.count, limit, d->darts[row] * weight);
+        d->ids[row] = l.copied ? l.places[id] : id;
     }
 }
 

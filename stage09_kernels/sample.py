@@ -26,7 +26,7 @@ class Draw(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("scores", "temperatures", "top_ps", "darts")),
         *((name, ctypes.c_void_p) for name in ("top_ks", "ids")),
-        ("count", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("count", "stride")),
     ]
 
 
@@ -68,7 +68,8 @@ def tokens(scores: Tensor, requests: Sequence[Request]) -> np.ndarray:
     names = ("temperatures", "top_ps", "darts", "top_ks", "ids")
     arrays = dict(zip(names, (*given, top_ks, ids), strict=True))
     pointers = {name: array.ctypes.data for name, array in arrays.items()}
-    call = Draw(scores=scores.data_ptr(), count=scores.shape[1], **pointers)
+    stride, count = scores.stride(0), scores.shape[1]
+    call = Draw(scores=scores.data_ptr(), count=count, stride=stride, **pointers)
     sizes = tuple(f"{name}={scores.itemsize}" for name in ("REAL", "WEIGHT", "CACHE"))
     library.call(library.load(SOURCE, sizes).draw, ctypes.byref(call), len(ids))
     return ids

@@ -6,14 +6,17 @@
 #include "attention.c"
 #include "linear.c"
 
+#define FEW 6144 /* numbers that one thread is done with before another would have begun */
+
 enum { NORM, LINEAR, TURN, ATTEND };
 
 struct norm { /* (x - mean) / deviation * gain + bias, or x / rms * gain, in parts of a row */
     const real *x;
-    real *out;
+    void *out;
     const real *gain, *bias;
     const int64_t *chosen; /* rows of x, or none: all */
     int64_t x_stride, out_stride, width, heads, rows, centred;
+    int64_t feeds; /* as in struct linear */
     double epsilon;
 };
 
@@ -35,14 +38,12 @@ struct operation {
 
 static real sum_of(const real *x, int64_t count, real mean, int squared) {
     lanes total = {0};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        lanes part = *(const lanes *)(x + i) - mean;
+    for (int64_t i = 0; i < count; i += LANES) {
+        lanes part = some(x + i, count - i, mean) - mean;
         total += squared ? part * part : part;
     }
     real sum = 0;
     for (int t = 0; t < LANES; t++) sum += total[t];
-    for (; i < count; i++) sum += squared ? (x[i] - mean) * (x[i] - mean) : x[i] - mean;
     return sum;
 }
 
@@ -51,11 +52,16 @@ static void norm_rows(int64_t first, int64_t last, void *context) {
     for (int64_t item = first; item < last; item++) {
         int64_t row = item / n->heads, place = item % n->heads * n->width;
         const real *x = n->x + (n->chosen ? n->chosen[row] : row) * n->x_stride + place;
-        real *out = n->out + row * n->out_stride + place;
+        int64_t to = row * n->out_stride + place;
         real mean = n->centred ? sum_of(x, n->width, 0, 0) / n->width : 0;
         real scale = 1 / sqrt(sum_of(x, n->width, mean, 1) / n->width + n->epsilon);
-        for (int64_t i = 0; i < n->width; i++)
-            out[i] = (x[i] - mean) * scale * n->gain[i] + (n->bias ? n->bias[i] : 0);
+        for (int64_t i = 0; i < n->width; i += LANES) {
+            int64_t left = n->width - i;
+            lanes y = (some(x + i, left, 0) - mean) * scale * some(n->gain + i, left, 0);
+            if (n->bias) y += some(n->bias + i, left, 0);
+            if (n->feeds) put((input *)n->out + to + i, y, left);
+            else put((real *)n->out + to + i, y, left);
+        }
     }
 }
 
@@ -87,7 +93,8 @@ int step(struct operation *operations, int64_t count, const struct attention *pa
             case NORM:
                 o->of.norm.rows = rows;
                 o->of.norm.chosen = o->wanted ? chosen : 0;
-                failed = run(0, rows * o->of.norm.heads, 8, norm_rows, &o->of.norm);
+                failed = run(0, rows * o->of.norm.heads, 1 + FEW / o->of.norm.width, norm_rows,
+                             &o->of.norm);
                 break;
             case LINEAR:
                 o->of.linear.rows = rows;
@@ -97,7 +104,8 @@ int step(struct operation *operations, int64_t count, const struct attention *pa
                 o->of.turn.rows = rows;
                 o->of.turn.cosines = cosines;
                 o->of.turn.sines = sines;
-                failed = run(0, rows * o->of.turn.heads, 8, turn_rows, &o->of.turn);
+                failed = run(0, rows * o->of.turn.heads, 1 + FEW / o->of.turn.width, turn_rows,
+                             &o->of.turn);
                 break;
             case ATTEND:
                 o->of.attention.shares = pass->shares;
