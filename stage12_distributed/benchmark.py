@@ -59,11 +59,11 @@ FULL = kit.plan(
     streams=8, answer=96, long=6,  # prompts of 512 tokens
     rows=(1, 8),
     routed=(2, 16, 64), events=2000,  # replicas among which one is chosen; passed on by the router
-    kills=100, reserve=8,  # replicas, so that some are ready while others start
+    kills=100, reserve=12,  # replicas, so that some are ready while others start
     chats=12, held=2,  # whole contexts in the memory of each server behind a router
 )  # fmt: skip
 FEW = {"fitted": 0.6, "replayed": (0.8,), "cell": 4, "ratios": (1,), "fleet": 300}
-FEW |= {"reserve": 3, "held": 2}
+FEW |= {"kills": 2, "held": 2}
 
 
 # ---- the simulator beside a server --------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_clients_that_leave_leave_nothing(router, client, count):
 
 
 @pytest.mark.parametrize(
-    ("kills", "replicas"), [(1, 2), pytest.param(100, 8, marks=pytest.mark.slow)]
+    ("kills", "replicas"), [(1, 2), pytest.param(100, 12, marks=pytest.mark.slow)]
 )
 def test_a_kill_loses_only_what_was_running_there(router, client, kills, replicas):
     """Each stream there ends with its answer or with an error; those of the others are whole. Many
