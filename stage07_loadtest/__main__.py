@@ -479,7 +479,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def server_options(options: argparse.Namespace, plan: Plan, given: Sequence[str]) -> list[str]:
     """The command line of our server: a queue long enough for all users, and the options `given`
     after --."""
-    queue = max(QUEUE, *plan.users, *(size for size, _ in plan.bursts))
+    queue = max([QUEUE, *plan.users, *(size for size, _ in plan.bursts)])
     model = ["--model", options.model] if options.model else []
     return ["--max-queue", str(queue), *model, *given]
 

@@ -35,7 +35,7 @@ REGISTRY = re.compile(
     r"\b(pypi|pythonhosted|npmjs|crates|rubygems|anaconda)\.(org|com|io)\b|\bdownload\.pytorch\b"
 )
 OURS = re.compile(r"shared|stage\d\d_\w+")  # the first part of every path and module of ours
-UNTRACKED = {".venv", ".cache"}  # made on each machine
+UNTRACKED = {".venv", ".cache", "mine"}  # made on each machine
 
 
 def texts(root: Path) -> list[Path]:

@@ -201,6 +201,7 @@ def test_our_server_has_room_for_all_users():
         "": "--max-queue 64 --threads 4",
         "--users 1,128 --model gpt2": "--max-queue 128 --model gpt2 --threads 4",
         "--bursts 200x1": "--max-queue 200 --threads 4",
+        "--rates 2": "--max-queue 64 --threads 4",
     }.items():
         plan, options = planned(arguments)
         assert server_options(options, plan, ["--threads", "4"]) == given.split()

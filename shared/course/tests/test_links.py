@@ -17,7 +17,8 @@ def root(tmp_path: Path) -> Path:
     files = dict.fromkeys((".hidden/README.md", "env/README.md"), "[x](gone.md)\n")
     code = "class Class:\n    def test_in(self): ...\n\ndef test_it(): ...\n"
     files |= {"env/pyvenv.cfg": "", "README.md": GOOD, "stage01_first/code.py": code}
-    lesson = "# A lesson\n\n`code.py`, [up](../README.md), `stage01_first/code.py`\n"
+    lesson = "# A lesson\n\n`code.py`, [up](../README.md), `stage01_first/code.py`, `mine/gone`\n"
+    files |= {"mine/own.py": ""}  # a student's copies come and go
     files |= {"stage01_first/chart.svg": "<svg/>\n", "stage01_first/README.md": lesson}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
