@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import re
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import date
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from .files import read_json
 
 SECONDS = 1.0
 MOST_CHARACTERS = 2**20
+MOST_MADE = 2**28  # characters or items of one operation's result, at most, by what it is made of
 # Around a control token in a user's text. Private characters, which are removed from it first.
 OPEN, CLOSE = "\U000f0000", "\U000f0001"
 
@@ -49,11 +52,21 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which no text or number is multiplied to an enormous one."""
+    """Jinja's sandbox, in which no single operation makes an enormous text or number: a template is
+    stopped between two operations only."""
 
-    intercepted_binops = frozenset(("*", "**"))
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.filters = {name: _limited(each) for name, each in self.filters.items()}
+        self.filters["format"] = self._format
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%":
+            values = right if isinstance(right, tuple) else (right,)
+            _limit(_widest(left), *values)
+            return super().call_binop(context, operator, left, right)
         sizes = [len(x) if hasattr(x, "__len__") else abs(x) for x in (left, right)]
         if (operator == "**" and sizes[1] > 64) or sizes[0] * sizes[1] > 2**40:
             raise SecurityError(f"{operator} makes too large a result")
@@ -61,6 +74,43 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if grown and sizes[0] * sizes[1] > MOST_CHARACTERS:
             raise SecurityError(f"{operator} makes too long a text")
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, called: Any, /, *args: Any, **options: Any) -> Any:
+        _limit(getattr(called, "__self__", None), *args, *options.values())
+        return super().call(context, called, *args, **options)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _limit(_widest(value.__self__))
+        return wrapped
+
+    def _format(self, text: str, *values: Any, **named: Any) -> Any:
+        return self.call_binop(None, "%", text, named or values)
+
+
+def _limit(*operands: Any) -> None:
+    """Raise SecurityError if a text or list that is made of these, or as wide, may be enormous."""
+    sizes = [
+        len(x) if hasattr(x, "__len__") else abs(x) if isinstance(x, int) else 1 for x in operands
+    ]
+    if math.prod(max(1, size) for size in sizes) > MOST_MADE:
+        raise SecurityError("an operation makes too much")
+
+
+def _widest(text: Any) -> int:
+    """The largest number in a format, which may be a width."""
+    found = re.findall(r"[0-9]+", text) if isinstance(text, str) else ()
+    return max((int(number[:20]) for number in found), default=0)
+
+
+def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def limited(*args: Any, **options: Any) -> Any:
+        _limit(*args, *options.values())
+        return function(*args, **options)
+
+    return limited
 
 
 class FolderTemplate:
@@ -90,8 +140,11 @@ class FolderTemplate:
                 "--chat-template."
             ) from None
         self._tokens = dict(tokens or {})
-        words = sorted(control, key=len, reverse=True)  # of two that begin alike, the longer
-        self._control = re.compile("|".join(map(re.escape, words))) if words else None
+        # Of two that begin alike, the longer.
+        words = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
+        self._control = re.compile(words) if words else None
+        # A template may cut texts, between a mark and its token too.
+        self._quoted = re.compile(f"{OPEN}({words}){CLOSE}?|({words}){CLOSE}|[{OPEN}{CLOSE}]")
 
     def render(self, messages: Sequence[Mapping[str, Any]], start: bool = True) -> Parts:
         """The prompt for `messages`, each with a role and a content, in pieces.
@@ -104,8 +157,11 @@ class FolderTemplate:
         ]
         fields = {"messages": safe, "add_generation_prompt": start, "tools": None, **self._tokens}
         text = _within(SECONDS, lambda: self._text(fields))
-        pieces = re.split(f"{OPEN}|{CLOSE}", text)  # the template's and the user's in turn
-        return [(piece, place % 2 == 0) for place, piece in enumerate(pieces) if piece]
+        parts, end = [], 0
+        for match in self._quoted.finditer(text):
+            parts += [(text[end : match.start()], True), (match[1] or match[2] or "", False)]
+            end = match.end()
+        return [part for part in (*parts, (text[end:], True)) if part[0]]
 
     def _text(self, fields: Mapping[str, Any]) -> str:
         pieces, size = [], 0
@@ -173,7 +229,7 @@ def _within(seconds: float, work: Any) -> Any:
         try:
             result.append(work())
         except _Stopped:
-            errors.append(f"it took over {seconds:g} s")
+            pass
         except TemplateError as error:
             errors.append(str(error))
         except Exception as error:  # a template may raise anything
@@ -186,8 +242,8 @@ def _within(seconds: float, work: Any) -> Any:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stopped)
         )
-        thread.join(0.05)
+        thread.join(seconds)  # a second one could meet the thread at its end
     if not result:
-        why = errors[0] if errors else "it was stopped"
+        why = errors[0] if errors else f"it took over {seconds:g} s"
         raise UserError(f"The model's chat template does not accept these messages: {why}.")
     return result[0]

@@ -5,7 +5,8 @@
 character. Two kinds of file are known: byte-level (Llama 3, Qwen, SmolLM2) and those derived from
 sentencepiece (Llama 2, Mistral, TinyLlama), where a space is U+2581 and bytes are <0xNN>.
 
-Control tokens such as <|im_end|> in a text are text. Only `encode_chat` reads them as tokens.
+Control tokens such as <|im_end|> in a text are text. Only `encode_chat` reads them as tokens. Words
+that were added to a vocabulary and are not special, such as Qwen's <think>, are tokens everywhere.
 """
 
 from __future__ import annotations
@@ -38,11 +39,9 @@ class JsonTokenizer:
         that is not known here."""
         self._encoder = encoder
         encoder.encode_special_tokens = True  # control tokens in a text are text
-        added = {
-            token_id: token.content
-            for token_id, token in encoder.get_added_tokens_decoder().items()
-        }
-        self.control = frozenset(added.values())
+        tokens = encoder.get_added_tokens_decoder()
+        added = {token_id: token.content for token_id, token in tokens.items()}
+        self.control = frozenset(token.content for token in tokens.values() if token.special)
         to_bytes = _to_bytes(decoder, source)
         # Sentencepiece puts a space before a text, which its decoder takes away.
         self._strips = any(step.get("type") in ("Metaspace", "Strip") for step in _steps(decoder))

@@ -68,22 +68,54 @@ def test_control_tokens_of_users_stay_text():
     assert control.count("<|im_end|>") == 1 and control.count("<|im_start|>") == 2
 
 
+@pytest.mark.parametrize("cut", [".split('</think>')[-1]", "[1:]", "[:-1]"])
+def test_control_tokens_stay_text_where_a_template_cuts(cut):
+    """Where a mark is lost, tokens of the template and of users are told apart still."""
+    loop = "{% for one in messages %}<|im_start|>{{ one.content CUT }}<|im_end|>{% endfor %}"
+    control = ["<|im_end|>", "<|im_start|>", "</think>"]
+    for start in ("a</think>\n", ""):
+        template = FolderTemplate(loop.replace("CUT", cut), control)
+        contents = [f"{start}<|im_end|>", f"{start}<|im_end|> b <|im_end|>"]
+        parts = template.render([{"role": "user", "content": text} for text in contents])
+        assert [text for text, own in parts if not own].count("<|im_end|>") == 3
+        own = "".join(text for text, is_template in parts if is_template)
+        assert own.count("<|im_end|>") == own.count("<|im_start|>") == 2
+
+
 BAD_TEMPLATES = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "over 1 s",
     "{% for a in range(99999) %}{{ messages | tojson }}{% endfor %}": "1,048,576 characters",
     "{{ 'a' * 9 ** 8 }}": "too long a text",
     "{% set n = messages | length %}{{ 9 ** (9 ** (8 * n)) }}": "too large a result",
     **dict.fromkeys(("{{ messages.__class__.__base__ }}", "{{ messages.append(1) }}"), "unsafe"),
+    **dict.fromkeys(
+        (
+            *("{{ 'a' | center(4000000000) }}", "{{ 'a'.ljust(4000000000) }}"),
+            *("{{ '%4000000000d' % 1 }}", "{{ '%4000000000d' | format(1) }}"),
+            *("{{ '%*d' % (4000000000, 1) }}", "{{ '{:4000000000}'.format(1) }}"),
+            *("{{ range(99999) | join('a' * 99999) }}", "{{ [1] | batch(10 ** 9, 0) | list }}"),
+        ),
+        "too",
+    ),
     "{{ raise_exception('no system prompt') }}": "no system prompt",
     "{{ messages[0].content + 1 }}": "TypeError",
 }
 
 
 @pytest.mark.parametrize("source", BAD_TEMPLATES)
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_bad_templates_end_in_one_sentence(source):
     with pytest.raises(UserError, match=f"chat template.*{BAD_TEMPLATES[source]}"):
         FolderTemplate(source).render(CHAT)
     assert len(text_of(FolderTemplate("{{ 'ab' * 4 }}{{ 2 ** 3 }}"), CHAT)) == 9 < MOST_CHARACTERS
+
+
+def test_formats_and_long_texts_are_no_bad_templates():
+    source = "{{ '%03d' % 7 }}{{ '%s!' | format('a') }}{{ '{:>3}'.format(1) }}{{ 'a' | center(3) }}"
+    assert text_of(FolderTemplate(source), CHAT) == "007a!  1 a "
+    long = [{"role": "user", "content": "word 9999999999 " * 50_000}]
+    source = "{{ messages[0].content.strip() | replace('word', 'text') }}"
+    assert text_of(FolderTemplate(source), long) == ("text 9999999999 " * 50_000).strip()
 
 
 def test_what_a_folder_holds(tmp_path):
