@@ -197,13 +197,18 @@ def _unknown(name: str) -> UserError:
 def _download(name: str, repository: str) -> Path:
     """The folder of the files in the hub's cache on this machine. Cached files need no network."""
     import huggingface_hub as hub  # here, because offline users should not pay for its import
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     wanted = ["config.json", "model*.safetensors", INDEX]
     wanted += ["vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"]
     wanted += ["generation_config.json", "chat_template.jinja"]
     try:
         return Path(hub.snapshot_download(repository, allow_patterns=wanted))
+    except GatedRepoError:  # a kind of RepositoryNotFoundError
+        raise UserError(
+            f"The model {name} is gated: accept its licence on its page of the hub and log in "
+            "with `hf auth login`, or give a local folder."
+        ) from None
     except (HFValidationError, RepositoryNotFoundError):
         raise UserError(
             f"Neither a folder nor a public model on the hub is called {name}: check the name."

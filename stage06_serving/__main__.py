@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import gc
 import logging
 import socket
@@ -270,12 +271,13 @@ def listen(host: str, port: int) -> socket.socket:
     """The socket to listen on. Raises UserError if it cannot be opened."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        socket.getaddrinfo(host, port, family)  # create_server hides that a name is unknown
         listening = socket.create_server((host, port), family=family, backlog=1024)
-    except socket.gaierror:
-        raise UserError(
-            f"--host {host} is no address of this machine: give one such as 127.0.0.1."
-        ) from None
     except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"--host {host} is no address of this machine: give one such as 127.0.0.1."
+            ) from None
         why = str(error.strerror).partition(" (while")[0]
         raise UserError(
             f"Port {port} on {host} cannot be opened ({why}): choose another --port, or stop the "

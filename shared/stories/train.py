@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -355,7 +356,15 @@ def train(
     compiled: bool = False,
 ) -> dict:
     """Train and save to `out`; returns the facts of the run for the model card. `start`: go on from
-    an earlier result. `compiled`: by torch.compile, which needs a C++ compiler."""
+    an earlier result. `compiled`: by torch.compile, which needs a C++ compiler. Raises UserError
+    for a folder that cannot be written, and as `load_start`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written ({error.strerror}): name another --out."
+        ) from None
     peak, before = PEAK_LEARNING_RATE, None
     if start is None:
         model = build_model(recipe, width, layers, heads, seed)
@@ -364,7 +373,6 @@ def train(
         model, tokenizer, before = load_start(recipe, start)
         peak *= SECOND_LEARNING_RATE_SHARE
     optimizers = build_optimizers(model, peak)
-    out.mkdir(parents=True, exist_ok=True)
     recipe.save_tokenizer(tokenizer, out)
     model.train()
     forward = torch.compile(model) if compiled else model

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -330,6 +330,8 @@ def test_names_that_the_hub_refuses_and_no_network(monkeypatch, tmp_path):
     missing = Mock(side_effect=RepositoryNotFoundError("404", response=Mock()))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", missing)
     assert f"{neither}a/nothing" in refusal(lambda: load("a/nothing"))
+    missing.side_effect = GatedRepoError("403", response=Mock())
+    assert "a/gated is gated: accept its licence" in refusal(lambda: load("a/gated"))
 
 
 def test_a_cached_copy_needs_no_network(original, expected, monkeypatch, tmp_path):

@@ -235,6 +235,12 @@ def test_the_card_is_written_from_the_measurements(tmp_path, name):
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == before
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_the_training(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written .* name another --out"):
+        train(Stories, tmp_path / "file" / "out", 1, 0, 48, 2, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [Stories, Chat])
 def test_training_is_deterministic_and_continues_from_an_earlier_result(tmp_path, recipe):

@@ -101,10 +101,14 @@ def test_help_shows_every_option_and_its_variable(capsys):
 
 
 def test_what_stops_the_start(capsys, tmp_path, monkeypatch):
-    """A template or a model that is missing. The port is opened before the model is loaded, and
-    closed again: a program that catches the error and tries again must get it."""
+    """A template or a model that is missing, a host that is elsewhere or nowhere. The port is
+    opened before the model is loaded, and closed again: a program that catches the error and tries
+    again must get it."""
     status, shown = ended(capsys, "--chat-template", str(tmp_path / "absent.json"))
     assert status == 2 and shown.startswith("error: --chat-template")
+    for host in ("nowhere.invalid", "192.0.2.1"):
+        status, shown = ended(capsys, "--port", "0", "--host", host)
+        assert status == 2 and f"--host {host} is no address of this machine" in shown
     opened = stage.listen("127.0.0.1", 0)
     monkeypatch.setattr(stage, "listen", lambda *where: opened)
     status, shown = ended(capsys, "--port", "0", "--model", "./nothing-here")
