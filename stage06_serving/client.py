@@ -97,19 +97,26 @@ def main(argv: list[str] | None = None) -> int:
     body = {"prompt": prompt, **cli.sampling_fields(options)}
     started, first, finish = time.perf_counter(), 0.0, None
     usage = {"completion_tokens": 0}
-    body |= {"stream_options": {"include_usage": True}}
-    for event in stream(options.url, body, options.api_key):
-        usage = event.get("usage") or usage
-        for choice in event["choices"]:
-            if not first:  # the prompt is shown once the server has accepted it
-                first = time.perf_counter() - started
-                print(prompt, end="")
-            finish = choice["finish_reason"] or finish
-            print(choice["text"], end="", flush=True)
-    seconds, count = time.perf_counter() - started, usage["completion_tokens"]
-    print(flush=True)
-    speed = f"{count} tokens in {seconds:.2f} s, first after {first * 1000:.0f} ms"
-    print(f"[{speed}, {count / seconds:.1f} tok/s, finish reason {finish}]", file=sys.stderr)
+    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    try:
+        for event in stream(options.url, body, options.api_key):
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                if not first:  # the prompt is shown once the server has accepted it
+                    first = time.perf_counter() - started
+                    print(prompt, end="")
+                finish = choice["finish_reason"] or finish
+                print(choice["text"], end="", flush=True)
+    except KeyboardInterrupt:
+        finish = "interrupted"
+        raise
+    finally:
+        if first:  # after an error in the middle of an answer, too
+            seconds, count = time.perf_counter() - started, usage["completion_tokens"]
+            print(flush=True)
+            speed = f"{count} tokens in {seconds:.2f} s, first after {first * 1000:.0f} ms"
+            rate = f"{count / seconds:.1f} tok/s"
+            print(f"[{speed}, {rate}, finish reason {finish}]", file=sys.stderr)
     return 0
 
 
