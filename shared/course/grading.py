@@ -8,8 +8,8 @@ task is about. Every process
 - works in a fresh copy of the project, with few environment variables, its own home folder, and no
   secrets;
 - runs only a file that gate.py has read and found harmless;
-- may write only to a scratch folder, start no process, signal no process, and connect only to this
-  machine (a Python audit hook);
+- may write only to a scratch folder, start no process but a C compiler that writes there, signal no
+  process, and connect only to this machine (a Python audit hook);
 - has limits for time, memory, output and disk, and is killed with all its children at one of them;
   it also ends with the parent, however that ends;
 - must report that the tests passed and that the canary, a test that cannot pass, did not, with a
@@ -70,6 +70,9 @@ KEPT = (
     "LD_LIBRARY_PATH",
     "DYLD_LIBRARY_PATH",
 )
+COMPILERS = ("cc", "gcc", "clang")
+# What a compiler may be told; any other word must be a place in the scratch folder.
+FLAG = r"-(O\d|std=\w+|fPIC|shared|W[\w-]+|m[\w=-]+|D\w+(=\w+)?|o|lm)|--version"
 MARK = "STAIRCASE_GRADING"  # a variable that marks all processes of a task, orphans too
 
 
@@ -599,7 +602,8 @@ def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
     everything that a submission may not do."""
     # Local names: the submission may replace those of the module.
     realpath, isabs, isdir = os.path.realpath, os.path.isabs, os.path.isdir
-    fsdecode, devnull, separator = os.fsdecode, os.devnull, os.sep
+    fsdecode, devnull, separator, flag = os.fsdecode, os.devnull, os.sep, re.compile(FLAG).fullmatch
+    compilers = frozenset(filter(None, map(shutil.which, COMPILERS)))
     inside = realpath(scratch) + separator
     writing = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
     forbidden = {
@@ -645,6 +649,11 @@ def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
             return isabs(name) or ".." in name.replace("\\", "/").split("/")
         return name != devnull and not (realpath(name) + separator).startswith(inside)
 
+    def compiles(program: Any, words: Any) -> bool:
+        """Whether a C compiler is started that writes inside."""
+        own = program in compilers and isinstance(words, list) and words[0] == program
+        return own and not any(outside(word) for word in words[1:] if not flag(word))
+
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             path, mode, flags = arguments
@@ -657,6 +666,8 @@ def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
             handle = mode is None and not isinstance(path, int) and isdir(path)
             if (changing or handle) and outside(path):
                 raise PermissionError(f"a submission may not write to {path}")
+        elif event == "subprocess.Popen" and compiles(*arguments[:2]):
+            pass
         elif event in forbidden:
             raise PermissionError(f"a submission may not do this: {event}")
         elif event in changes:

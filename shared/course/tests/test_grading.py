@@ -253,6 +253,13 @@ may("- a name", lambda: socket.getaddrinfo("example.org", 80))
 may("- an address", lambda: socket.create_connection(("192.0.2.1", 80), 1))
 may("- a packet", lambda: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("192.0.2.1", 80)))
 may("- all interfaces", lambda: socket.socket().bind(("0.0.0.0", 0)))
+for cc in filter(None, [shutil.which("cc")]):
+    (inside / "a.c").write_text("int a;")
+    command = [cc, "-O3", "-fPIC", "-shared", str(inside / "a.c"), "-o"]
+    may("+ a compiler", lambda: subprocess.run([*command, str(inside / "a.so")], check=True))
+    may("- a compiler that writes", lambda: subprocess.Popen([*command, str(other / "a.so")]))
+    may("- its other flags", lambda: subprocess.Popen([*command, str(inside / "b"), "-wrapper"]))
+    may("- its files of flags", lambda: subprocess.Popen([cc, f"@{inside / 'a.c'}"]))
 if os.name == "posix":
     (inside / "c.txt").write_text("c")
     may("+ remove by handle", lambda: os.remove("c.txt", dir_fd=handle))
