@@ -30,8 +30,9 @@ from .files import read_json
 SECONDS = 1.0
 MOST_CHARACTERS = 2**20
 MOST_MADE = 2**28  # characters or items of one operation's result, at most, by what it is made of
-# Around a control token in a user's text. Private characters, which are removed from it first.
-OPEN, CLOSE = "\U000f0000", "\U000f0001"
+# Before and behind a control token in a user's text, two of its own for each kind. They are private
+# characters, from here on, and removed from the text first.
+FIRST_MARK = 0xF0000
 
 Parts = list[tuple[str, bool]]  # text, and whether it is the template's own
 
@@ -140,11 +141,14 @@ class FolderTemplate:
                 "--chat-template."
             ) from None
         self._tokens = dict(tokens or {})
-        # Of two that begin alike, the longer.
-        words = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
-        self._control = re.compile(words) if words else None
-        # A template may cut texts, between a mark and its token too.
-        self._quoted = re.compile(f"{OPEN}({words}){CLOSE}?|({words}){CLOSE}|[{OPEN}{CLOSE}]")
+        ordered = sorted(control, key=len, reverse=True)  # "|" takes the first that fits
+        places = range(FIRST_MARK, FIRST_MARK + 2 * len(ordered), 2)
+        self._marks = {
+            word: (chr(place), chr(place + 1)) for word, place in zip(ordered, places, strict=True)
+        }
+        self._mark = re.compile(f"[{chr(FIRST_MARK)}-{chr(places.stop)}]")
+        self._control = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+        self._either = re.compile(f"{self._mark.pattern}|{self._control.pattern}")
 
     def render(self, messages: Sequence[Mapping[str, Any]], start: bool = True) -> Parts:
         """The prompt for `messages`, each with a role and a content, in pieces.
@@ -157,11 +161,15 @@ class FolderTemplate:
         ]
         fields = {"messages": safe, "add_generation_prompt": start, "tools": None, **self._tokens}
         text = _within(SECONDS, lambda: self._text(fields))
-        parts, end = [], 0
-        for match in self._quoted.finditer(text):
-            parts += [(text[end : match.start()], True), (match[1] or match[2] or "", False)]
-            end = match.end()
-        return [part for part in (*parts, (text[end:], True)) if part[0]]
+        parts, done = [], 0
+        for match in self._either.finditer(text):
+            before, after = self._marks.get(match[0], ("", ""))  # a template may have cut one off
+            users = text.endswith(before, 0, match.start()) or text.startswith(after, match.end())
+            if users:  # or a mark
+                own = match[0] if before else ""
+                parts += [(text[done : match.start()], True), (own, False)]
+                done = match.end()
+        return [part for part in (*parts, (text[done:], True)) if part[0]]
 
     def _text(self, fields: Mapping[str, Any]) -> str:
         pieces, size = [], 0
@@ -172,12 +180,15 @@ class FolderTemplate:
             pieces.append(piece)
         return "".join(pieces)
 
+    def _quoted(self, found: re.Match[str]) -> str:
+        before, after = self._marks[found[0]]
+        return f"{before}{found[0]}{after}"
+
     def _marked(self, value: Any) -> Any:
         """Plain data with every control token in it marked as text."""
         if isinstance(value, str):
-            clean = value.replace(OPEN, "").replace(CLOSE, "")
-            marked = rf"{OPEN}\g<0>{CLOSE}"
-            return clean if self._control is None else self._control.sub(marked, clean)
+            clean = self._mark.sub("", value)
+            return self._control.sub(self._quoted, clean)
         if isinstance(value, Mapping):
             return {str(key): self._marked(inner) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):

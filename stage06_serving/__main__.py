@@ -248,8 +248,9 @@ def serve(
     sys.setswitchinterval(SWITCH)
     server = Server(configure(app, app.state.statuses), app, settings.grace, loaded)
     asyncio.run(server.serve(sockets=[listening]))
-    if made.done():
-        made.result()  # raises the error that ended the server before it was ready
+    loading: asyncio.Task[None] = app.state.loading
+    if not loading.cancelled():
+        loading.result()  # raises the error that ended the server before it was ready
 
 
 def configure(app: FastAPI, statuses: Counter[int] | None = None) -> uvicorn.Config:

@@ -68,18 +68,20 @@ def test_control_tokens_of_users_stay_text():
     assert control.count("<|im_end|>") == 1 and control.count("<|im_start|>") == 2
 
 
-@pytest.mark.parametrize("cut", [".split('</think>')[-1]", "[1:]", "[:-1]"])
+@pytest.mark.parametrize(
+    "cut", [".split('</think>')[-1]", ".split('</think>')[0]", "[1:]", "[:-1]"]
+)
 def test_control_tokens_stay_text_where_a_template_cuts(cut):
     """Where a mark is lost, tokens of the template and of users are told apart still."""
     loop = "{% for one in messages %}<|im_start|>{{ one.content CUT }}<|im_end|>{% endfor %}"
     control = ["<|im_end|>", "<|im_start|>", "</think>"]
-    for start in ("a</think>\n", ""):
-        template = FolderTemplate(loop.replace("CUT", cut), control)
-        contents = [f"{start}<|im_end|>", f"{start}<|im_end|> b <|im_end|>"]
-        parts = template.render([{"role": "user", "content": text} for text in contents])
-        assert [text for text, own in parts if not own].count("<|im_end|>") == 3
-        own = "".join(text for text, is_template in parts if is_template)
-        assert own.count("<|im_end|>") == own.count("<|im_start|>") == 2
+    template = FolderTemplate(loop.replace("CUT", cut), control)
+    contents = ["<|im_end|></think><|im_end|>", "<|im_end|> b <|im_end|>"]
+    parts = template.render([{"role": "user", "content": text} for text in contents])
+    own = "".join(text for text, is_template in parts if is_template)
+    assert own.count("<|im_end|>") == own.count("<|im_start|>") == 2
+    users = [text for text, is_template in parts if not is_template]
+    assert users.count("<|im_end|>") == (3 if "split" in cut else 4)
 
 
 BAD_TEMPLATES = {

@@ -6,6 +6,7 @@ import builtins
 import itertools
 import json
 import random
+import shutil
 from unittest.mock import Mock
 
 import pytest
@@ -19,6 +20,7 @@ from stage01_forward import families
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage05_paged.make import make
+from stage06_serving.__main__ import main as serve
 from stage06_serving.__main__ import make_engine
 from stage06_serving.settings import parse
 from stage08_llama.__main__ import main
@@ -132,6 +134,14 @@ def test_chatml_by_hand_is_the_template(folder, loaded):
         kinds = itertools.groupby(template.render(messages, start), key=lambda piece: piece[1])
         want = [("".join(text for text, _ in group), kind) for kind, group in kinds]
         assert render(messages, control, start) == want
+
+
+def test_the_server_does_not_start_with_an_invalid_template(folder, tmp_path):
+    """It ended with status 0 and without a word."""
+    copied = shutil.copytree(folder, tmp_path / "model")
+    (copied / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(UserError, match="chat template is invalid"):
+        serve(["--port", "0", "--linear", "plain", "--kv-memory", "1MiB", "--model", str(copied)])
 
 
 def test_the_server_runs_transformers_on_the_same_folder(folder, loaded):
