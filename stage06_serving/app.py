@@ -272,8 +272,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.loading = asyncio.create_task(load())
-        if made.done() and not made.exception():
-            await state.loading
+        if made.done():
+            await asyncio.wait([state.loading])  # `serve` raises its error
         yield
         state.loading.cancel()
         if state.engine is not None:
