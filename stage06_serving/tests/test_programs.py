@@ -56,6 +56,22 @@ def test_an_answer_is_printed_after_its_prompt(server, client, capsys):
     assert printed.err.endswith(" finish reason length]\n")
 
 
+def test_an_answer_that_ends_early_has_its_summary(capsys, monkeypatch):
+    chunk = CHUNK | {"usage": {"completion_tokens": 1}}
+    for error, reason in ((KeyboardInterrupt(), "interrupted"), (UserError("it broke"), "None")):
+
+        def ends(*asked, error=error):
+            yield chunk
+            raise error
+
+        monkeypatch.setattr(small, "stream", ends)
+        with pytest.raises(type(error)):
+            small.main([PROMPT])
+        out, err = capsys.readouterr()
+        assert out == f"{PROMPT} a\n" and err.startswith("[1 tokens in ")
+        assert err.endswith(f"finish reason {reason}]\n")
+
+
 LATE = stream('{"error": {"message": "too late"}}', status="504 Gateway Timeout")
 GATEWAY = stream("<h1>Bad gateway</h1>", status="502 Bad Gateway")
 
