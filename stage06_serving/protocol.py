@@ -24,8 +24,9 @@ DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
 # They would change the answer, or run a client's program. Each with the reason.
 TEXT_ONLY = "this model reads and writes text, and no images or sounds"
 NO_FORMAT = "this server cannot hold an answer to a format"
+NO_TOOLS = "this model cannot call functions"
 REFUSED = {
-    **dict.fromkeys(("tools", "functions"), "this model cannot call functions"),
+    **dict.fromkeys(("tools", "functions"), NO_TOOLS),
     **dict.fromkeys(("audio", "prompt_embeds"), TEXT_ONLY),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), NO_FORMAT),
     "structured_outputs": NO_FORMAT,
@@ -37,6 +38,12 @@ REFUSED = {
         ),
         "this server does not support it",
     ),
+}
+# Values that ask for no more than this server does, and why another one is refused.
+HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), NO_TOOLS)),
+    "modalities": ((["text"],), TEXT_ONLY),
+    "response_format": (({"type": "text"},), NO_FORMAT),
 }
 # pydantic's name for a text with half a surrogate pair, which JSON can hold and UTF-8 cannot.
 NOT_UNICODE = "string_unicode"
@@ -121,9 +128,9 @@ class SamplingBody(Body):
             for name, reason in REFUSED.items():
                 if data.get(name):
                     raise WrongField(name, f"{reason}: leave it out")
-            form = data.get("response_format")
-            if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-                raise WrongField("response_format", f"{NO_FORMAT}: leave it out")
+            for name, (values, reason) in HARMLESS.items():
+                if data.get(name) not in (None, *values):
+                    raise WrongField(name, f"{reason}: leave it out")
         return data
 
     @model_validator(mode="after")

@@ -205,7 +205,7 @@ EMPTY: list[Any] = ["", " \n ", [], [[]], [""], [PROMPT, ""]]  # CVE-2024-8768: 
 def test_unknown_and_empty_fields_are_ignored(client):
     plain = first(client).text
     extra = {"mirostat": 2, "store": True, "metadata": {"a": "b"}, "tools": [], "suffix": ""}
-    extra |= {"response_format": {"type": "text"}}
+    extra |= {"response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]}
     assert first(client, user="a name", best_of=10**9, n=1, extra_body=extra).text == plain
     null: dict[str, Any] = dict.fromkeys(("logprobs", "n", "seed", "top_p", "logit_bias", "echo"))
     assert first(client, **null).text == plain
@@ -250,6 +250,8 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         (CHATS, MANY | {"top_logprobs": 20, "logprobs": True, "n": 3}, "log-prob"),
         (CHATS, {"tools": [{"type": {}}]}, "cannot call functions"),  # CVE-2025-48944
         (CHATS, {"response_format": {"type": "json_object"}}, "to a format"),
+        (CHATS, {"tool_choice": "required"}, "cannot call functions"),
+        (CHATS, {"modalities": ["text", "audio"]}, "no images or sounds"),
         (CHATS, {"top_logprobs": 2}, "needs 'logprobs'"),
         (CHATS, {"max_tokens": 0}, "at least 1"),
         *((CHATS, {"messages": value}, "") for value in ([], "hello", ["hello"])),
