@@ -19,6 +19,8 @@ from shared import charts, cli
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing, faster
 from shared.bench.kit import Case, Group, Output, Subject
+from shared.bench.peers.gateways import Chats
+from shared.bench.peers.gateways import compare as compare_routers
 from shared.bench.rows import Results, Row, percentile
 from shared.roofline import forward_cost, static_costs
 from stage01_forward import families
@@ -27,8 +29,6 @@ from stage05_paged.make import make
 from .apart import APART, TOGETHER, Job, Load, compare
 from .gang import Gang, Setup
 from .gang import make as make_ranks
-from .gateways import Chats
-from .gateways import compare as compare_routers
 from .measured import deaths, ray_seconds, relay_seconds, routing_seconds
 from .measured import router as start_router
 from .passes import PassTime

@@ -1,4 +1,4 @@
-"""Our router and two of the field before the same servers, for this stage's benchmark.
+"""Our router and two of the field before the same servers, for stage 12's benchmark.
 
 The others come into an environment of their own, at the first use. All have their own defaults, but
 no log: each looks for the longest prefix that it has sent to a server.
@@ -20,14 +20,14 @@ from typing import Any
 import httpx2
 
 from shared import measure
-from shared.bench.peers.install import HOME, Engine, python
-from shared.bench.peers.process import Driver
 from shared.errors import UserError
 from shared.server import free_ports, own_server
 from stage07_loadtest.mock import MODEL
+from stage12_distributed.measured import PROMPT, before, events, relay_seconds
+from stage12_distributed.metrics import total
 
-from .measured import PROMPT, before, events, relay_seconds
-from .metrics import total
+from .install import HOME, Engine, python
+from .process import Driver
 
 OURS = "this stage"
 OTHERS = {
