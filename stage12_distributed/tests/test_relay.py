@@ -286,7 +286,7 @@ async def test_a_server_that_is_no_engine_is_an_error_in_one_sentence():
         return web.Response(text="<html>hello</html>", content_type="text/html")
 
     async def elsewhere(request: web.Request) -> web.StreamResponse:
-        raise web.HTTPFound("http://169.254.169.254/")
+        raise web.HTTPFound(NOWHERE)
 
     for answer in (page, elsewhere):
         async with plain(answer) as one, routed(one) as router:
@@ -377,6 +377,8 @@ async def test_keys_are_checked_by_the_router_too_and_used_by_its_own_requests()
         assert (await router.post(Authorization="Bearer k")).status == 200
         found = await router.get("/v1/models", Authorization="Bearer k")
         assert [model["id"] for model in found["data"]] == ["mock"]
+    async with plain(answered) as one, routed(one, keys=("k",)) as router:
+        assert (await router.post()).status == 401 and one.requests == 0
     async with mock() as one, routed(one) as router:  # and no prefix is another client's
         for key, cached in (("a", 0), ("b", 0), ("a", 64), ("b", 128)):
             await router.post(Authorization=f"Bearer {key}")
