@@ -61,18 +61,17 @@ def wide_norm(self: Any, x: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The number of extra processes: three for the default run of everything, none for a part of
-    it.
+    """The number of extra processes: two for the default run of everything, none for a part of it.
 
     Each process imports PyTorch, which takes longer than the tests of one stage; and -m slow, -m
-    micro and --mine need the machine, or the process, for themselves. Three, however many cores:
-    with two, the cores often idle while both tests wait for a server, a clock or a browser; and
-    these need cores too.
+    micro and --mine need the machine, or the process, for themselves. Two, not one a core: the
+    tests' own servers and browsers need cores too. With three on two cores the run takes a fifth
+    less, and now and then a test that waits for a server waits too long.
     """
     chosen = config.option
     marks_of_own = chosen.markexpr not in config.getini("addopts")
     part = chosen.file_or_dir or chosen.keyword or chosen.mine or marks_of_own
-    return 0 if part or (os.cpu_count() or 1) < 2 else 3
+    return 0 if part or (os.cpu_count() or 1) < 2 else 2
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -94,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        # One of three processes: with all cores each, their threads would wait for each other.
+        # One of two processes: with all cores each, their threads would wait for each other.
         threads = max(1, (os.cpu_count() or 1) // 3)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the programs that tests start

@@ -189,7 +189,7 @@ def test_failures_of_every_kind(answer, failure, detail):
         (record,), server = ask_mock(fault=answer, timeout=timeout)
         assert server.requests == (0 if answer == "refused" else 1)
     assert record.failure == failure and record.sent is not None, record
-    assert record.end >= record.sent + 0.3 * silent
+    assert record.end >= max(record.sent, 0.3 * silent)  # the clock of both begins with the ask
     assert record.detail and detail in record.detail and len(record.detail) < 400
     if answer in mock.IN_THE_MIDDLE:
         assert record.status == 200 and record.chunk_tokens == [1] * 3

@@ -93,7 +93,7 @@ async def test_a_rank_that_dies_or_hangs_ends_all_requests_and_no_later_one(gang
     async with started(Served(engine)) as running:
         assert running.health == "ok"
         assert await answer(running, asked[3]) == want.token_ids
-        tickets = [submit(running, prompt, 400) for prompt in asked]
+        tickets = [submit(running, prompt, 850) for prompt in asked]
         await until(lambda: tickets[0].generated)
         os.kill(gang.workers[0].pid, getattr(signal, how))
         assert [await error_of(running, ticket) for ticket in tickets] == [LOST] * 6
