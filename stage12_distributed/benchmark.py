@@ -300,6 +300,13 @@ def between(name: str, place: int) -> rows.Column:
     return lambda row: f"{itl(row, name, place) * 1e3:,.1f}"
 
 
+def absent(results: Results) -> str:
+    """The routers that could not be measured, with the reasons."""
+    missing = [pair for one in results.groups("gateways") for pair in one["missing"].items()]
+    lines = [f"{name} was not measured: {why}." for name, why in missing]
+    return "\n".join(lines) or "All of them could be installed and measured."
+
+
 COLUMNS: dict[str, rows.Column] = {
     "hits": "hits:.0%",
     "fleet, tok/s": lambda row: (
@@ -368,6 +375,7 @@ TABLES = rows.tables(
     scaling=fleet("always", "scaled"),
     ratios=fleet("ratio"),
     gateways=lambda results: results.rows("gateways"),
+    absent=absent,
     replays=replays,
     claims=closing(claims),
 )

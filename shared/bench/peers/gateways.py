@@ -20,6 +20,7 @@ from typing import Any
 import httpx2
 
 from shared import measure
+from shared.bench import kit
 from shared.errors import UserError
 from shared.server import free_ports, own_server
 from stage07_loadtest.mock import MODEL
@@ -85,11 +86,8 @@ def other(name: str, backends: Sequence[str]) -> Iterator[tuple[str, int]]:
     command = [str(python(engine, HOME)), "-m", module, "--policy", "cache_aware", *words]
     command += ["--worker-urls", *backends]
     with Driver(command, engine.environment(1), speaks=False) as running:
-        url, latest = f"http://127.0.0.1:{port}", time.monotonic() + STARTING
-        while not answers(url):
-            if running.process.poll() is not None or time.monotonic() > latest:
-                raise UserError(f"{name} did not start: {running.last_line()}")
-            time.sleep(0.2)
+        url = f"http://127.0.0.1:{port}"
+        running.wait(lambda: answers(url), name, STARTING)
         yield url, running.process.pid
 
 
@@ -134,10 +132,7 @@ def compare(options: Sequence[str], chats: Chats, repeats: int, relayed: int) ->
                 missing[name] = str(error)
         ways = {name: partial(once, url) for name, url in urls.items()}
         runs = measure.turns(ways, repeats, warmup=0)
-    group: dict[str, Any] = {
-        key: {name: [one[key] for one in each] for name, each in runs.items()}
-        for key in ("seconds", "found", "first")
-    }
+    group = kit.by_variant(runs)
     for place, key in enumerate(("processor", "rate", "added")):
         group[key] = {name: values[place] for name, values in own.items()}
     tokens = chats.chats * chats.questions * chats.answer

@@ -27,6 +27,7 @@ from .install import ENGINES, HOME, python
 STARTING, ANSWERING = 900.0, 300.0  # seconds: the first start converts the checkpoint
 CALM = 0.3  # seconds before a measurement: threads of the engine before it may still spin
 OTHERS, TICKS = 0.04, 0.02  # share of a core, and seconds below which the clock cannot tell
+POLL = 0.2  # seconds between two looks whether a server is ready
 LONGEST = 200  # characters of a reason
 Run = Callable[[], dict[str, Any]]
 
@@ -43,7 +44,7 @@ class Driver:
         speaks: bool = True,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        out = subprocess.PIPE if speaks else self._log  # nobody reads a server's: a pipe would fill
+        out = subprocess.PIPE if speaks else self._log  # a pipe that is not read fills
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": out, "stderr": self._log}
         self.process: subprocess.Popen[str] = subprocess.Popen(
             command, cwd=paths.ROOT, env=environment, encoding="utf-8", **pipes
@@ -64,6 +65,14 @@ class Driver:
                 child.kill()
         self.process.kill()
         self.process.wait()
+
+    def wait(self, holds: Callable[[], bool], what: str, seconds: float = STARTING) -> None:
+        """Until `holds`, which asks a server that starts; `what` names it in an error."""
+        latest = time.monotonic() + seconds
+        while not holds():
+            if self.process.poll() is not None or time.monotonic() > latest:
+                raise UserError(f"{what} did not start: {self.last_line()}")
+            time.sleep(POLL)
 
     def ready(self, seconds: float = STARTING) -> Any:
         """The versions of what it runs, once it has loaded."""

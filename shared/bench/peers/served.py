@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -22,11 +21,10 @@ from stage07_loadtest.load import load as load_once
 from stage07_loadtest.workload import Ask
 
 from .install import ENGINES, HOME, OLDER, OURS, python
-from .process import STARTING, Driver, Failures, started
+from .process import Driver, Failures, started
 
 WHERE = "served"  # for failures
 OFFLINE = f"{OURS}, without HTTP"
-POLL = 0.2  # seconds between two looks whether a server is ready
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,8 @@ def vllm(place: Path, dtype: str, threads: int, load: Load) -> Iterator[tuple[st
     runs = python(engine, HOME)
     command = [str(runs), *words, "--no-enable-prefix-caching"]
     with Driver(command, engine.environment(threads), speaks=False) as running:
-        url, latest = f"http://127.0.0.1:{port}", time.monotonic() + STARTING
-        while not answers(f"{url}/health"):
-            if running.process.poll() is not None or time.monotonic() > latest:
-                raise UserError(f"its server did not start: {running.last_line()}")
-            time.sleep(POLL)
+        url = f"http://127.0.0.1:{port}"
+        running.wait(lambda: answers(f"{url}/health"), "its server")
         yield url, running.process.pid
 
 
