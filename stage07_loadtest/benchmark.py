@@ -245,9 +245,11 @@ def waiting(records: Sequence[Record], slices: int) -> list[float]:
 
 def capacity(points: Sequence[Mapping[str, Any]]) -> float:
     """Requests per second of short prompts that paging answers of random arrivals, far more of
-    which come: the steady part of the flood, which is the first of the open loops."""
+    which come: the steady part of the flood, which is the first of the open loops. All of the
+    flood, where it is so short that no token came in that part."""
     flood = next(point for point in points if point["kind"] == "poisson")
-    return float((flood["steady"] or flood)["output_rate"]) / ANSWER
+    steady = flood["steady"] or flood
+    return float(steady["output_rate"] or flood["output_rate"]) / ANSWER
 
 
 def rows_of(plan: Any, config: Config, engine: str, name: str, users: int) -> int:

@@ -104,6 +104,13 @@ def test_a_tiny_plan_is_proved_measured_in_turn_kept_and_drawn(tmp_path, monkeyp
     assert f"0 of {len(requests)} requests failed (stories" in benchmark.headline(results)
 
 
+@pytest.mark.parametrize("steady", [None, {"output_rate": 0.0}])
+def test_a_flood_too_short_for_a_steady_part_is_counted_whole(steady):
+    flood = {"kind": "poisson", "steady": steady, "output_rate": 2.0 * benchmark.ANSWER}
+    assert benchmark.capacity([flood]) == 2
+    assert benchmark.capacity([flood | {"steady": {"output_rate": benchmark.ANSWER}}]) == 1
+
+
 def test_a_server_that_answers_otherwise_stops_the_benchmark(monkeypatch):
     async def ask_all(url, prompts, counts):
         return Run([], [[0] * WORDS for _ in prompts])
