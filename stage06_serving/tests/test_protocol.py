@@ -71,6 +71,9 @@ def test_types_are_strict(name):
     wrong += [0, 1, 1.0] if name in BOOLEANS else [True] if name in NUMBERS else [True, 1.0]
     for value in wrong:
         assert named(CompletionBody, prompt="a", **{name: value}) == name
+    if name in NUMBERS:  # or the bounds would refuse it: "less than or equal to 1"
+        errors = refused(CompletionBody, prompt="a", **{name: math.nan})
+        assert "a finite number" in validation_message(errors)[0]
 
 
 @pytest.mark.parametrize("name", REFUSED)
