@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,9 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.overrides import TorchFunctionMode
 
+from . import models
 from .config import READERS, Config, Reader, read_config
 from .errors import UserError
 from .files import read_json
+from .models import EMBEDDED, PRESETS
 from .tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
@@ -31,32 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STORIES = Path(__file__).parent / "stories" / "model"
-EMBEDDED = {"stories": STORIES, "stories-chat": STORIES.with_name("chat-model")}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
-
-
-def _gpt2(name: str, width: int, layers: int, heads: int) -> Config:
-    return Config(50257, 1024, width, layers, heads, eos_ids=(50256,), name=name)
-
-
-def _presets() -> dict[str, Config]:
-    presets = {
-        "gpt2": _gpt2("gpt2", 768, 12, 12),
-        "gpt2-medium": _gpt2("gpt2-medium", 1024, 24, 16),
-        "gpt2-large": _gpt2("gpt2-large", 1280, 36, 20),
-        "gpt2-xl": _gpt2("gpt2-xl", 1600, 48, 25),
-        "tiny": Config(vocab_size=101, n_positions=64, n_embd=24, n_layer=3, n_head=2, name="tiny"),
-    }
-    try:
-        return {"stories": read_config(STORIES, "stories"), **presets}
-    except UserError:  # an import must not fail: load("stories") says what is wrong with the folder
-        return presets
-
-
-PRESETS: dict[str, Config] = _presets()  # "tiny" is for tests: no weights of it exist
 
 
 @dataclass
@@ -150,27 +128,9 @@ def _is_known(name: str) -> bool:
     return name in PRESETS or name in EMBEDDED
 
 
-def _local_folder(name: str) -> Path | None:
-    """The existing folder of this name, or None."""
-    if name in EMBEDDED:
-        return EMBEDDED[name]
-    if not name or name in PRESETS:
-        return None
-    try:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            return path
-        is_file = path.exists()
-    except (OSError, RuntimeError, ValueError):  # too long, no such home, a NUL character
-        return None
-    if is_file:
-        raise UserError(f"{name} is a file: give the folder that holds config.json and {WEIGHTS}.")
-    return None
-
-
 def _find_folder(name: str) -> Path:
     """The folder with the checkpoint's files, downloaded first if the name is a hub name."""
-    folder = _local_folder(name)
+    folder = models.local_folder(name)
     if folder is not None:
         return folder
     if name == "tiny":
@@ -180,18 +140,7 @@ def _find_folder(name: str) -> Path:
         )
     if name in PRESETS:
         return _download(name, f"openai-community/{name}")
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
-        return _download(name, name)
-    raise _unknown(name)
-
-
-def _unknown(name: str) -> UserError:
-    known = ", ".join(dict.fromkeys([*EMBEDDED, *PRESETS]))
-    shown = repr(name if len(name) <= 100 else name[:100] + "...")
-    return UserError(
-        f"No model and no folder is called {shown}: choose {known}, a checkpoint folder, or a hub "
-        "name owner/name."
-    )
+    return _download(name, models.checked(name))
 
 
 def _download(name: str, repository: str) -> Path:
@@ -351,13 +300,13 @@ def _random_checkpoint(
     readers: Mapping[str, Reader],
     presets: Mapping[str, Config],
 ) -> Checkpoint:
-    folder = _local_folder(name)
+    folder = models.local_folder(name)
     if folder is not None:
         config = read_config(folder, name if _is_known(name) else None, readers)
     elif name in presets:
         config = presets[name]
     else:
-        raise _unknown(name)
+        raise models.unknown(name)
     if not has_tokenizer(folder):
         folder = None
     return Checkpoint(config, random_tensors(config, seed, dtype), folder)

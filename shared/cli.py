@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
+from . import models
 from .config import Config
 from .errors import UserError
 from .tokenizer import AnyTokenizer, IdTokenizer, IncrementalDecoder, has_tokenizer, load_tokenizer
@@ -201,6 +202,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and machine")
     group.add_argument(
         "--model",
+        type=models.checked,
         default="stories",
         metavar="NAME",
         help="stories or stories-chat (embedded, work offline), a folder with config.json and "

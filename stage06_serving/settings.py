@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from shared import models
 from shared.cli import Parser, with_default
 from shared.errors import UserError
 from shared.paths import ROOT, discover
@@ -140,6 +141,11 @@ class Settings(BaseSettings):
             "(chats are refused), or a JSON file"
         ),
     ] = "auto"
+
+    @field_validator("model")
+    @classmethod
+    def _may_exist(cls, name: str) -> str:
+        return models.checked(name)
 
     @field_validator("engine")
     @classmethod

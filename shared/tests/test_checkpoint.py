@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from shared import checkpoint
-from shared.checkpoint import PRESETS, STORIES, WEIGHTS, Config, check_vocabulary, load
+from shared import checkpoint, models
+from shared.checkpoint import PRESETS, WEIGHTS, Config, check_vocabulary, load
 from shared.course import stages
 from shared.course.testing import random_checkpoint
 from shared.errors import UserError
+from shared.models import STORIES
 from shared.peers import transformers_greedy, transformers_model
 from shared.tokenizer import Tokenizer, load_tokenizer
 from stage01_forward.numpy_gpt2 import gpt2
@@ -307,6 +308,8 @@ def test_an_unknown_name_raises_with_the_known_ones():
         message = refusal(lambda: load(name))  # noqa: B023
         assert all(known in message for known in ("stories", "gpt2-medium", "owner/name"))
         assert len(message) < 400
+    for name in stages.families().presets():  # of all families
+        assert models.checked(name) == name
 
 
 def test_a_preset_name_is_never_a_folder(folder, monkeypatch):

@@ -220,6 +220,7 @@ def test_bad_options(run, folder, options):
 WRONG = """
 stage01_forward hi --temperature nan
 stage02_kv_cache hi --model stories --threads 0
+stage02_kv_cache hi --model no-such-model
 stage03_batching --prompts no-such-file
 stage04_continuous hi --gantt no-such-folder/slots.svg
 stage04_continuous --slots 8 --budget 4
@@ -229,6 +230,9 @@ stage05_paged hi --preemption recompute --swap-memory 1MiB
 stage06_serving.client hi --url no-address
 stage06_serving --kv-memory 3bananas
 stage06_serving --port {port}
+stage06_serving --model README.md
+stage08_llama hi --model no/such/folder
+stage12_distributed.tp --model no-such-model
 stage07_loadtest --rates -1
 stage07_loadtest --trace no-such-file
 stage07_loadtest --out README.md

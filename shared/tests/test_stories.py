@@ -17,6 +17,7 @@ from shared import chat_template, checkpoint
 from shared.course import stages
 from shared.errors import UserError
 from shared.json_tokenizer import JsonTokenizer
+from shared.models import STORIES
 from shared.peers import transformers_greedy
 from shared.stories import conversations, grammar
 from shared.stories.conversations import KEPT, request, sequels
@@ -162,11 +163,11 @@ def test_only_answers_are_learnt_and_copied_words_weigh_more():
 
 
 def test_transformers_gives_the_same_tokens():
-    theirs = AutoModelForCausalLM.from_pretrained(checkpoint.STORIES).double().eval()
-    ours = Tokenizer.from_folder(checkpoint.STORIES)
+    theirs = AutoModelForCausalLM.from_pretrained(STORIES).double().eval()
+    ours = Tokenizer.from_folder(STORIES)
     loaded = checkpoint.load("stories")
     engine = stages.oracle(stages.load_model(loaded, dtype=torch.float64))
-    ids = AutoTokenizer.from_pretrained(checkpoint.STORIES).encode("Once upon a time")
+    ids = AutoTokenizer.from_pretrained(STORIES).encode("Once upon a time")
     assert ours.encode("Once upon a time") == ids
     (output,) = engine.generate([ids], stages.sampling_params()(max_tokens=30))
     assert output.token_ids == transformers_greedy(theirs, ids, 30)

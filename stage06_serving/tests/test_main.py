@@ -111,8 +111,8 @@ def test_what_stops_the_start(capsys, tmp_path, monkeypatch):
         assert status == 2 and f"--host {host} is no address of this machine" in shown
     opened = stage.listen("127.0.0.1", 0)
     monkeypatch.setattr(stage, "listen", lambda *where: opened)
-    status, shown = ended(capsys, "--port", "0", "--model", "./nothing-here")
-    assert status == 2 and shown.startswith("error: ") and "nothing-here" in shown
+    status, shown = ended(capsys, "--port", "0", "--model", str(tmp_path))
+    assert status == 2 and shown.startswith("error: ") and "config.json is missing" in shown
     assert "serves" not in shown and opened.fileno() == -1  # closed
 
 

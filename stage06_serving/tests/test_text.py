@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.checkpoint import STORIES
+from shared.models import STORIES
 from shared.tokenizer import Tokenizer
 from stage06_serving.service import Service
 from stage06_serving.text import TextStream, overlap

@@ -20,8 +20,9 @@ import psutil
 import pytest
 import torch
 
-from shared.checkpoint import STORIES, load
+from shared.checkpoint import load
 from shared.course import stages
+from shared.models import STORIES
 from shared.server import OwnServer, own_server
 from shared.tokenizer import Tokenizer
 from stage06_serving.settings import PREFIX

@@ -14,9 +14,10 @@ import psutil
 import pytest
 import torch
 
-from shared.checkpoint import STORIES, load
+from shared.checkpoint import load
 from shared.course import stages
 from shared.course.testing import python
+from shared.models import STORIES
 from shared.paths import ROOT
 from shared.tokenizer import Tokenizer
 from stage06_serving.tests.asking import until

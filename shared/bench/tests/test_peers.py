@@ -22,8 +22,8 @@ from shared.bench.peers.install import ENGINES, OURS, Engine, python
 from shared.bench.peers.process import Driver
 from shared.bench.peers.served import Load
 from shared.bench.tests.tools import lines, measured
-from shared.checkpoint import STORIES
 from shared.errors import UserError
+from shared.models import STORIES
 from shared.parity import random_prompt
 from stage01_forward.generation import Output
 
