@@ -306,7 +306,7 @@ static void attend_items(int64_t first, int64_t last, void *context) {
         const int64_t *item = item_of(c, number, &some.head), total = item[2] * c->group;
         const int64_t *share = some.share = c->shares + 4 * item[0];
         if (c->single) write_item(c, item, some.head);
-        int64_t following = number + 1 < last ? number + 1 : number;
+        int64_t following = number + 1 < c->count * c->heads ? number + 1 : number;
         const int64_t *next = item_of(c, following, &some.next_head);
         some.next = c->shares + 4 * next[0];
         some.next_position = some.next[1] + next[1];
@@ -343,6 +343,6 @@ static void attend_items(int64_t first, int64_t last, void *context) {
 int attend(struct attention *c, int64_t shares, int64_t items, parallel_for run) {
     c->count = items;
     c->single = items == shares; /* each is one item, which alone reads what it writes */
-    int failed = c->single ? 0 : run(0, items * c->heads, 16, write_items, c);
-    return failed ? failed : run(0, items * c->heads, 1, attend_items, c);
+    int failed = c->single ? 0 : in_parts(items * c->heads, 16, write_items, c, run);
+    return failed ? failed : in_parts(items * c->heads, 1, attend_items, c, run);
 }

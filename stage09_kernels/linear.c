@@ -120,5 +120,5 @@ static void panels(int64_t first, int64_t last, void *context) {
 int linear(struct linear *l, parallel_for run) {
     int64_t size = l->way == GATED ? PANEL / 2 : PANEL;
     l->steps = (l->inputs + EACH - 1) / EACH;
-    return run(0, (l->outputs + size - 1) / size, 1, panels, l);
+    return in_parts((l->outputs + size - 1) / size, 1, panels, l, run);
 }

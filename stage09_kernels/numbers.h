@@ -9,6 +9,7 @@
 #pragma once
 
 #include <math.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__AVX512F__)
@@ -37,6 +38,37 @@ typedef integer masks __attribute__((vector_size(BYTES), aligned(sizeof(real))))
 
 typedef void (*body)(int64_t, int64_t, void *);
 typedef int (*parallel_for)(int64_t, int64_t, int64_t, body, void *); /* PyTorch's own loop */
+
+#define PARTS 128
+
+/* A loop over items in parts, an equal number of them for each thread. A thread that is done takes
+   what is left of the others' parts: another program may hold up a thread, and all wait for it. */
+struct loop {
+    body run;
+    void *context;
+    int64_t count, size; /* items, in all and of a part */
+    _Atomic int64_t taken[PARTS];
+};
+
+static void run_parts(int64_t first, int64_t last, void *context) {
+    struct loop *l = context;
+    int64_t parts = (l->count + l->size - 1) / l->size;
+    (void)last; /* of the thread's own parts; others' follow */
+    for (int64_t i = 0; i < parts; i++) {
+        int64_t part = (first + i) % parts, start = part * l->size, end = start + l->size;
+        _Atomic int64_t *taken = l->taken + part;
+        if (!atomic_load_explicit(taken, memory_order_relaxed) && !atomic_exchange(taken, 1))
+            l->run(start, end < l->count ? end : l->count, l->context);
+    }
+}
+
+/* Run `run` over `count` items, at least `least` at a time, on the threads of PyTorch's loop. */
+static int in_parts(int64_t count, int64_t least, body run, void *context, parallel_for threads) {
+    struct loop l = {.run = run, .context = context, .count = count};
+    l.size = (count + PARTS - 1) / PARTS;
+    if (l.size < least) l.size = least;
+    return threads(0, (count + l.size - 1) / l.size, 1, run_parts, &l);
+}
 
 static inline lanes choose(masks where, lanes yes, lanes no) {
     return (lanes)((where & (masks)yes) | (~where & (masks)no));

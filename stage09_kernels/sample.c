@@ -166,4 +166,6 @@ static void draw_rows(int64_t first, int64_t last, void *context) {
     }
 }
 
-int draw(struct draw *d, int64_t rows, parallel_for run) { return run(0, rows, 1, draw_rows, d); }
+int draw(struct draw *d, int64_t rows, parallel_for run) {
+    return in_parts(rows, 1, draw_rows, d, run);
+}

@@ -93,8 +93,8 @@ int step(struct operation *operations, int64_t count, const struct attention *pa
             case NORM:
                 o->of.norm.rows = rows;
                 o->of.norm.chosen = o->wanted ? chosen : 0;
-                failed = run(0, rows * o->of.norm.heads, 1 + FEW / o->of.norm.width, norm_rows,
-                             &o->of.norm);
+                failed = in_parts(rows * o->of.norm.heads, 1 + FEW / o->of.norm.width, norm_rows,
+                             &o->of.norm, run);
                 break;
             case LINEAR:
                 o->of.linear.rows = rows;
@@ -104,8 +104,8 @@ int step(struct operation *operations, int64_t count, const struct attention *pa
                 o->of.turn.rows = rows;
                 o->of.turn.cosines = cosines;
                 o->of.turn.sines = sines;
-                failed = run(0, rows * o->of.turn.heads, 1 + FEW / o->of.turn.width, turn_rows,
-                             &o->of.turn);
+                failed = in_parts(rows * o->of.turn.heads, 1 + FEW / o->of.turn.width, turn_rows,
+                             &o->of.turn, run);
                 break;
             case ATTEND:
                 o->of.attention.shares = pass->shares;
