@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from shared.errors import UserError
 
@@ -67,16 +68,26 @@ def perplexity(
 def prompt_logprobs(model: GPT2, ids: Sequence[int], top: int) -> list[Logprobs | None]:
     """The log probability of each token of a prompt, and the `top` likeliest ones in its place.
 
-    One forward pass over all T tokens. None for the first token, which has no context.
+    None for the first token, which has no context.
     """
+    scores: list[Logprobs | None] = [None]
+    for part in prompt_logits(model, ids):
+        logits = part.float()  # (R, V)
+        logprobs = logits.log_softmax(-1).cpu()
+        for row in range(len(logits)):
+            values, indices = logprobs[row].topk(top)
+            likeliest = list(zip(indices.tolist(), values.tolist(), strict=True))
+            token = float(logprobs[row, ids[len(scores)]])
+            scores.append(Logprobs(token, likeliest, float(logits[row].max())))
+    return scores
+
+
+@torch.inference_mode()
+def prompt_logits(model: GPT2, ids: Sequence[int]) -> Iterator[Tensor]:
+    """The logits (R, V) of all T tokens of a prompt but the last, which predicts none of them: one
+    forward pass, and then up to ROWS rows at a time."""
     tokens = torch.tensor(ids, device=model.device)  # (T,)
     positions = torch.arange(len(ids), device=model.device)
     hidden = model(tokens, positions, Recompute(model.config).attend)  # (T, C)
-    logits = model.logits(hidden[:-1]).float()  # (T - 1, V): the last one predicts no prompt token
-    logprobs = logits.log_softmax(-1).cpu()
-    scores: list[Logprobs | None] = [None]
-    for row, token in enumerate(ids[1:]):
-        values, indices = logprobs[row].topk(top)
-        likeliest = list(zip(indices.tolist(), values.tolist(), strict=True))
-        scores.append(Logprobs(float(logprobs[row, token]), likeliest, float(logits[row].max())))
-    return scores
+    for rows in hidden[:-1].split(ROWS):
+        yield model.logits(rows)  # (R, C) -> (R, V)

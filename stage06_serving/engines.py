@@ -23,6 +23,7 @@ from shared.records import StepRecord
 from stage01_forward.fast_sampling import sample
 from stage01_forward.generation import NOT_FINITE, Output, Token, check_request, finish_reason
 from stage01_forward.model import GPT2
+from stage01_forward.scoring import prompt_logprobs
 from stage02_kv_cache.engine import Engine as CacheEngine
 from stage03_batching.engine import Engine as StaticEngine
 from stage04_continuous.engine import Engine
@@ -39,6 +40,7 @@ class Stepping:
     """An engine that has `add`, `abort` and `step`. `status` is its state before any step."""
 
     steps: deque[BlocksRecord]
+    score = staticmethod(prompt_logprobs)
 
     @property
     def health(self) -> str:
@@ -244,6 +246,7 @@ class Batches:
 
     health = "ok"
     variants: Mapping[str, bytes] = {}
+    score = staticmethod(prompt_logprobs)
 
     def __init__(self, engine: BatchEngine, rows: int, steps_kept: int) -> None:
         self.engine = engine

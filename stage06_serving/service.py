@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from shared.cli import Loaded
 from shared.errors import UserError
 from stage01_forward.generation import Logprobs, Token
-from stage01_forward.scoring import prompt_logprobs
 
 from .async_engine import AsyncEngine, Ticket, TooMany
 from .chat import NO_TEMPLATE, ChatTemplate, OwnTemplate
@@ -270,9 +269,8 @@ class Service:
 
     async def score(self, prompt_ids: Sequence[int], top: int) -> list[Logprobs | None]:
         """`prompt_logprobs` of the model, computed on the engine's thread. Raises EngineDead."""
-        return await self.engine.call(
-            lambda engine: prompt_logprobs(self.loaded.model, prompt_ids, top)
-        )
+        model = self.loaded.model
+        return await self.engine.call(lambda engine: engine.score(model, prompt_ids, top))
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from shared.errors import UserError
-from stage01_forward.generation import Output, Token
+from stage01_forward.generation import Logprobs, Output, Token
 from stage04_continuous.request import Request
 from stage05_paged.records import BlocksRecord
 
@@ -72,6 +72,11 @@ class AnyEngine(Protocol):
 
     def fail(self, error: UserError) -> list[Request]:
         """End with `error` the requests of a step that raised, or all if none was running."""
+        ...
+
+    def score(self, model: Any, ids: Sequence[int], top: int) -> list[Logprobs | None]:
+        """Stage 01's `prompt_logprobs` of `model`, with whatever the engine's model needs for it.
+        Raises EngineDead."""
         ...
 
     def map(self) -> Sequence[int]:

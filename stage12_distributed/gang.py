@@ -32,6 +32,8 @@ from torch import Tensor
 
 from shared import linear
 from shared.errors import UserError
+from stage01_forward.generation import Logprobs
+from stage01_forward.scoring import prompt_logits, prompt_logprobs
 from stage04_continuous.engine import Engine
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
@@ -39,7 +41,7 @@ from stage04_continuous.runner import Runner
 from stage05_paged.blocks import Move
 from stage05_paged.cache import PagedCache, Share
 from stage05_paged.engine import make as make_paged
-from stage06_serving.async_engine import LOST
+from stage06_serving.async_engine import LOST, EngineDead
 from stage06_serving.engines import Paged
 
 from .lora import Adapters, Ordered
@@ -50,7 +52,7 @@ TIMEOUT = 4.0  # seconds until a rank that does not come to a sum is given up
 RETRY = 2.0  # seconds between two attempts to start the gang again
 ROOM = 4096  # bytes of an order that are broadcast at once; few orders are longer
 LENGTH = 8  # bytes before an order, for its length
-CACHE, PASS = "cache", "pass"  # kinds of orders
+CACHE, PASS, SCORE = "cache", "pass", "score"  # kinds of orders
 
 log = logging.getLogger("staircase")
 
@@ -88,6 +90,12 @@ def take_part(setup: Setup, model: Any, rank: int) -> tuple[Peers, bytes, str]:
 def runner_of(model: Any, cache: PagedCache) -> Runner:
     """What runs the passes of one rank."""
     return Runner(model, Ordered(cache, model.adapters.batch) if model.adapters else cache)
+
+
+def take_no_adapter(model: Any) -> None:
+    """Before a pass without a cache: the rows that take an adapter are still those of the last."""
+    if model.adapters:
+        model.adapters.batch.groups = []
 
 
 # ---- orders -------------------------------------------------------------------------------------
@@ -141,6 +149,11 @@ def work(rank: int, setup: Setup, threads: int, file: str, pipe: connection.Conn
             dtype = getattr(torch, name)
             cache = PagedCache(model.config, blocks, size, swap_blocks, dtype, device)
             runner = runner_of(model, cache)
+            continue
+        if kind == SCORE:
+            take_no_adapter(model)
+            for _ in prompt_logits(model, *arguments):
+                pass  # rank 0 has them
             continue
         moves, ids, shares, rows, adapters = arguments
         if model.adapters:
@@ -335,6 +348,14 @@ class GangRunner:
             self._lose()
             raise RuntimeError("A rank died or hung: all of them start again.") from error
 
+    def score(self, ids: Sequence[int], top: int) -> list[Logprobs | None]:
+        """Stage 01's `prompt_logprobs` of the model without an adapter. Raises RuntimeError as
+        `run` does; then the next pass fails too."""
+        with self.gang.passing(self._epoch):
+            give(self.gang.peers, SCORE, list(ids))
+            take_no_adapter(self.gang.model)
+            return prompt_logprobs(self.gang.model, ids, top)
+
     def renew(self) -> None:
         """Where no request has keys and values: see that a rank that ended since the last pass
         makes no pass fail."""
@@ -383,7 +404,17 @@ class Served(Paged):
     def health(self) -> str:
         return "ok" if self._runner.gang.up else "restarting"
 
+    def score(self, model: Any, ids: Sequence[int], top: int) -> list[Logprobs | None]:
+        self._renew()
+        try:
+            return self._runner.score(ids, top)
+        except RuntimeError as error:
+            raise EngineDead(LOST) from error
+
     def add(self, request: Request) -> Request:
+        self._renew()
+        return super().add(request)
+
+    def _renew(self) -> None:
         if not self.requests:  # a rank that ended meanwhile costs no request
             self._runner.renew()
-        return super().add(request)

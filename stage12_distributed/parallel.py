@@ -109,8 +109,8 @@ class Peers:
     def _connected(self) -> Any:
         if not self.passing:
             raise UserError(
-                "This model is on several ranks, which compute in an engine's passes only: ask for "
-                "no log-probabilities of a prompt, or take one rank."
+                "This model is on several ranks, which compute in the passes of their engine only: "
+                "use the engine, or take one rank."
             )
         return self._sums
 
@@ -215,8 +215,8 @@ class Vocabulary(nn.Module):
         super().__init__()
         self.peers, self.size = peers, whole.out_features
         self.longest = -(-self.size // peers.size)
-        first = min(peers.rank * self.longest, self.size)
-        rows = whole.weight[first : first + self.longest].detach()
+        first = peers.rank * self.longest
+        rows = whole.weight[first : first + self.longest].detach()  # the last ranks may have none
         # Rows of the embedding, which stays whole for the look-up, take no memory of their own.
         self.part = linear(rows if tied else rows.clone())
         self.missing = self.longest - len(rows)

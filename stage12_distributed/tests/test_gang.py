@@ -15,11 +15,13 @@ import torch
 
 from shared.errors import UserError
 from shared.parity import random_prompt
+from stage01_forward.attention import Recompute
 from stage01_forward.params import SamplingParams
+from stage01_forward.scoring import ROWS, prompt_logprobs
 from stage04_continuous.tests.oracle import CONFIG
 from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make as make_paged
-from stage06_serving.async_engine import LOST
+from stage06_serving.async_engine import LOST, EngineDead
 from stage06_serving.tests.asking import HANG, get, post
 from stage06_serving.tests.conftest import serving
 from stage06_serving.tests.tools import error_of, said, started, submit, until, words
@@ -113,6 +115,43 @@ async def test_a_rank_that_dies_between_requests_costs_none(gang):
         assert await answer(running, prompt) == want.token_ids
 
 
+async def test_prompts_are_scored_on_all_ranks(gang):
+    """As by the whole model. A pass that fails ends the ranks: no pass begins with those that are
+    left, or with new ones before all requests have lost their keys and values."""
+    ids = random_prompt(2 * ROWS + 9, gang.model.config, 0)
+    model, tokens = parts.stored("stories"), torch.tensor(ids)
+    with torch.inference_mode():
+        hidden = model(tokens, torch.arange(len(ids)), Recompute(model.config).attend)
+        want = model.logits(hidden[:-1]).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+    def score(engine):
+        return engine.score(gang.model, ids, 1)
+
+    def dies(engine):
+        with gang._condition:  # so the death is noticed in the pass, not before
+            gang.workers[0].kill()
+            for _ in range(2):
+                with pytest.raises(EngineDead, match="send the request again"):
+                    score(engine)
+                assert not gang.up
+
+    async with started(Served(make(gang.model, pool=pool()))) as running:
+        before = await running.call(score)
+        ticket = submit(running, ids[:9], 850)
+        await until(lambda: ticket.generated)
+        await running.call(dies)
+        assert await error_of(running, ticket) == LOST
+        assert await running.call(score) == before
+        gang.workers[0].kill()
+        await until(lambda: not gang.up)
+        assert await running.call(score) == before  # nothing was lost
+    assert [one.token for one in before[1:]] == pytest.approx(want.tolist(), abs=1e-5)
+    with closing(Gang(Setup(partial(parts.another, CONFIG), ranks=1))) as alone:
+        with pytest.raises(ZeroDivisionError), alone.passing():
+            raise ZeroDivisionError
+        assert alone.up  # nothing else would start it again
+
+
 def test_ranks_must_agree_on_the_model():
     with pytest.raises(UserError, match="Rank 1 has another model than rank 0: give all ranks"):
         Gang(Setup(partial(parts.another, CONFIG)))
@@ -136,9 +175,16 @@ def test_the_server_and_its_ranks(tmp_path):
         before = both()
         assert names == ["stories", "fable"] and before[0] != before[1]
         assert post(server, json=body | {"model": "tale"}).status_code == 404
-        for model, message in (("stories", "take one rank"), ("fable", "scored by the model")):
-            scored = post(server, json=body | {"model": model, "echo": True, "logprobs": 1})
-            assert scored.status_code == 400 and message in scored.text
+        echo = body | {"echo": True, "logprobs": 1, "max_tokens": 0}
+        refused = post(server, json=echo | {"model": "fable"})
+        assert refused.status_code == 400 and "scored by the model" in refused.text
+        assert refused.json()["error"]["param"] == "logprobs"
+        assert both() == before  # the last pass had an adapter
+        ids = post(server, "/tokenize", json={"prompt": echo["prompt"]}).json()["tokens"]
+        want = prompt_logprobs(parts.stored("stories"), ids, 1)
+        (choice,) = post(server, json=echo | {"model": "stories"}).json()["choices"]
+        scores = [score and pytest.approx(score.token, abs=1e-3) for score in want]
+        assert choice["logprobs"]["token_logprobs"] == scores
         (rank,) = ranks_of(server.pid)
         long = body | {"stream": True, "max_tokens": 900, "ignore_eos": True}
         asked: Any = {"json": long, "trust_env": False, "timeout": HANG}

@@ -47,6 +47,9 @@ def test_the_logits_of_all_ranks_are_those_of_the_whole(config, ranks):
     if ranks > 1:
         sizes = [parameters(model) for model, _ in parts]
         assert max(sizes) < parameters(whole) * (0.8 if ranks == 2 else 0.7)
+        for model, _ in parts:  # a tied output layer takes no memory, another one that of its part
+            weight = model.lm_head.part.weight
+            assert (weight.untyped_storage().nbytes() > weight.nbytes) == config.tied
 
 
 @pytest.mark.parametrize("queries, kv", [(3, 3), (25, 25), (6, 2), (3, 1), (8, 2), (9, 3)])
