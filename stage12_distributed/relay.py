@@ -297,7 +297,7 @@ async def stream(
 ) -> None:
     """Pass events on as they come, each as a whole: if the replica dies within one, the error can
     follow. Raises ClientPayloadError for a stream without its end."""
-    left, done = b"", False
+    left = b""
     async for data in response.content.iter_any():
         left += data
         end = max((left.rfind(mark) + len(mark) for mark in ENDS if mark in left), default=0)
@@ -306,9 +306,8 @@ async def stream(
             if not answer.shown:
                 await answer.begin(response.status, headers)
             await answer.write(events)
-            done = events.rstrip().endswith(DONE)
+            if events.rstrip().endswith(DONE):
+                return await answer.end()  # however long the replica keeps its connection
         elif len(left) > LARGEST_EVENT:
             raise aiohttp.ClientPayloadError("an event is too long")
-    if not done:
-        raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
-    await answer.end()
+    raise aiohttp.ClientPayloadError("the stream ended without [DONE]")

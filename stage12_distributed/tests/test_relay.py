@@ -97,6 +97,20 @@ async def test_an_event_that_was_cut_in_two_is_not_shown():
         assert (first, second) == ({"first": 1}, {"second": 2}) and error["error"]["code"] == 503
 
 
+async def test_a_stream_is_over_with_its_last_event():
+    """Its replica may keep the connection, which is closed then."""
+
+    async def lingers(request: web.Request) -> web.StreamResponse:
+        response = await begun(request)
+        await response.write(b'data: {"first": 1}\n\ndata: [DONE]\n\n')
+        return await held(request)
+
+    async with plain(lingers) as one, routed(one, timeout=2.0) as router:
+        assert events((await router.post(STREAM)).body) == [{"first": 1}]
+        await until(lambda: router.idle and not one.running)
+        assert router.relay.answers == {("replica-0", 200): 1} and not router.relay.counts["left"]
+
+
 async def test_a_death_before_the_first_byte_is_not_seen():
     """An answer that is no stream is shown as a whole: it can break off and be asked for again."""
 
