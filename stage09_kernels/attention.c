@@ -33,12 +33,14 @@ struct attention {
     input *out;                       /* as q */
     cached *cache;                    /* blocks of this layer */
     const int64_t *shares;            /* 4 a share: start in tables, first position, tokens, row */
-    const int64_t *items;             /* 3 an item: share, its first token, tokens */
+    const int64_t *items; /* 4 an item: share, its first token, tokens, row of their output */
+    const int64_t *asked; /* items as well, whose output is wanted, if `asks` is 0 or more */
     const int32_t *tables;            /* blocks of all shares */
     int64_t q_stride, k_stride, v_stride, out_stride; /* numbers from a token to the next */
     int64_t block_stride;             /* numbers from a block to the next */
     int64_t heads, group, width, block; /* of keys; queries a head of keys; numbers; tokens */
     int64_t window;                   /* tokens that a token sees, itself included; 0: all */
+    int64_t asks;                     /* -1: the output of all tokens is wanted */
     int64_t single, count;            /* set by `attend`: each share is one item; items */
     double scale;
 };
@@ -287,7 +289,7 @@ attend_queries(const struct attention *c, const struct queries *given, const int
    and the parts of threads are equal, though the first tokens see few keys. */
 static inline const int64_t *item_of(const struct attention *c, int64_t number, int64_t *head) {
     *head = c->single ? number % c->heads : number / c->count;
-    return c->items + 3 * (c->single ? number / c->heads : number % c->count);
+    return c->items + 4 * (c->single ? number / c->heads : number % c->count);
 }
 
 static void write_items(int64_t first, int64_t last, void *context) {
@@ -320,10 +322,10 @@ static void attend_items(int64_t first, int64_t last, void *context) {
             int count = left == 7 ? 6 : left == 5 ? 4 : (int)left;
             for (int i = 0; i < count; i++) {
                 int64_t token = item[1] + (done + i) / c->group;
-                int64_t row = share[3] + token, which = (done + i) % c->group;
-                which += some.head * c->group;
-                some.q[i] = c->q + row * c->q_stride + which * c->width;
-                some.out[i] = c->out + row * c->out_stride + which * c->width;
+                int64_t which = some.head * c->group + (done + i) % c->group;
+                int64_t to = item[3] + (done + i) / c->group;
+                some.q[i] = c->q + (share[3] + token) * c->q_stride + which * c->width;
+                some.out[i] = c->out + to * c->out_stride + which * c->width;
                 some.positions[i] = share[1] + token;
             }
             switch (count) { /* a constant number of queries keeps their sums in registers */
@@ -339,10 +341,11 @@ static void attend_items(int64_t first, int64_t last, void *context) {
     }
 }
 
-/* Write the new keys and values, then attend. `run` is PyTorch's own parallel loop. */
+/* Write the new keys and values of all tokens, then attend. `run`: PyTorch's own parallel loop. */
 int attend(struct attention *c, int64_t shares, int64_t items, parallel_for run) {
     c->count = items;
-    c->single = items == shares; /* each is one item, which alone reads what it writes */
+    c->single = items == shares && c->asks < 0; /* each reads what it alone writes */
     int failed = c->single ? 0 : in_parts(items * c->heads, 16, write_items, c, run);
+    if (c->asks >= 0) c->items = c->asked, c->count = items = c->asks;
     return failed ? failed : in_parts(items * c->heads, 1, attend_items, c, run);
 }

@@ -164,8 +164,8 @@ def parts(runner: KernelRunner, shares: list[Any], rows: list[int]) -> dict[str,
     operations = list(runner.program.array)
     kinds = {
         "norms": [one for one in operations if one.kind == NORM],
-        "products": [one for one in operations if one.kind == LINEAR and not one.wanted],
-        "head": [one for one in operations if one.kind == LINEAR and one.wanted],
+        "products": [one for one in operations[:-1] if one.kind == LINEAR],
+        "head": operations[-1:],
         "attention": [one for one in operations if one.kind == ATTEND],
     }
     whole, wanted = runner.cache.extend(shares), torch.tensor(rows)

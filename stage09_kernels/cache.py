@@ -38,10 +38,10 @@ class Attention(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "cache")),
-        *((name, ctypes.c_void_p) for name in ("shares", "items", "tables")),
+        *((name, ctypes.c_void_p) for name in ("shares", "items", "asked", "tables")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "out_stride")),
         *((name, ctypes.c_int64) for name in ("block_stride", "heads", "group", "width", "block")),
-        *((name, ctypes.c_int64) for name in ("window", "single", "count")),
+        *((name, ctypes.c_int64) for name in ("window", "asks", "single", "count")),
         ("scale", ctypes.c_double),
     ]
 
@@ -98,6 +98,7 @@ class KernelCache:
             width=self.width,
             block=self.block_size,
             window=window if window < ALL else 0,
+            asks=-1,
             scale=self.width**-0.5,
         )
 
@@ -191,14 +192,33 @@ class KernelAttention:
         self.order = torch.arange(int(row[-1] + tokens[-1]))
         positions = (first - row).repeat(tokens) + self.order.numpy()
         self.positions = torch.from_numpy(positions)  # (N,)
-        most = max(1, QUERIES // cache.group)
-        if max(counts) <= most:  # each is an item: a decode step, mostly
-            self.items = np.zeros((count, 3), np.int64)
-            self.items[:, 0], self.items[:, 2] = np.arange(count), tokens
+        self.most = max(1, QUERIES // cache.group)
+        if max(counts) <= self.most:  # each is an item: a decode step, mostly
+            self.items = np.zeros((count, 4), np.int64)
+            self.items[:, 0], self.items[:, 2], self.items[:, 3] = np.arange(count), tokens, row
         else:
-            self.items = cut(torch.tensor(counts), most).numpy()
+            self.items = self._cut(tokens, row)
         pointers = {name: getattr(self, name).ctypes.data for name in ("shares", "items", "tables")}
-        self.call = Attention(**pointers)
+        self.call = Attention(**pointers, asks=-1)
+
+    def _cut(self, counts: np.ndarray, begin: np.ndarray) -> np.ndarray:
+        """Items of runs of `counts` tokens whose output begins in the rows `begin`."""
+        items = cut(torch.from_numpy(counts), self.most).numpy()
+        return np.column_stack((items, begin[items[:, 0]] + items[:, 1]))
+
+    def ask(self, rows: np.ndarray) -> None:
+        """Of the last layer, want the output of `rows` (R,) of the pass alone, in this order."""
+        count = len(self.order)
+        if len(rows) == count and (rows == np.arange(count)).all():
+            self.call.asks = -1
+            return
+        share = self.shares[:, 3].searchsorted(rows, "right") - 1
+        apart = (np.diff(rows, prepend=-2) != 1) | (np.diff(share, prepend=-1) != 0)
+        begin = apart.nonzero()[0]  # of each run of tokens that follow each other in a share
+        self.asked = self._cut(np.diff(begin, append=len(rows)), begin)
+        first = self.asked[:, 3]
+        self.asked[:, 0], self.asked[:, 1] = share[first], (rows - self.shares[share, 3])[first]
+        self.call.asked, self.call.asks = self.asked.ctypes.data, len(self.asked)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q of the packed tokens (N, heads, D); k and v (N, H, D) -> (N, heads, D)."""

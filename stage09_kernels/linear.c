@@ -32,10 +32,11 @@ struct linear {
     void *out;
     const weight *weights; /* (panels, inputs, 64); bfloat16: (panels, inputs / 2, 64, 2) */
     const real *bias;      /* (panels * 64), or none */
-    int64_t x_stride, out_stride, inputs, outputs, rows;
-    int64_t way, residual; /* residual: add to what is in `out` */
-    int64_t feeds;         /* `out` is the input of a product, and not real */
-    int64_t steps;         /* set by `linear` */
+    const real *residual;  /* numbers to add, or none; in rows as `out`, which it may be */
+    const int64_t *chosen; /* rows of `residual`, or none: all */
+    int64_t x_stride, out_stride, residual_stride, inputs, outputs, rows, way;
+    int64_t feeds; /* `out` is the input of a product, and not real */
+    int64_t steps; /* set by `linear` */
 };
 
 static inline lanes gelu(lanes x) { /* 0.5 x (1 + tanh(u)) = x / (1 + exp(-2 u)) */
@@ -78,6 +79,8 @@ add_rows(const struct linear *l, const weight *panel, int64_t row, int64_t begin
 static void finish(const struct linear *l, int64_t panel, int64_t row, real *sums) {
     int64_t size = l->way == GATED ? PANEL / 2 : PANEL, first = panel * size;
     lanes *y = (lanes *)sums;
+    const real *more = l->residual;
+    if (more) more += (l->chosen ? l->chosen[row] : row) * l->residual_stride + first;
     if (l->way == GELU) for (int j = 0; j < VECTORS; j++) y[j] = gelu(y[j]);
     if (l->way == GATED)
         for (int j = 0; j < VECTORS / 2; j++) y[j] = opened(y[j] * y[j + VECTORS / 2], y[j]);
@@ -85,7 +88,7 @@ static void finish(const struct linear *l, int64_t panel, int64_t row, real *sum
         int64_t place = row * l->out_stride + first + j, left = l->outputs - first - j;
         real *out = (real *)l->out + place;
         if (l->feeds) put((input *)l->out + place, y[j / LANES], left);
-        else put(out, l->residual ? some(out, left, 0) + y[j / LANES] : y[j / LANES], left);
+        else put(out, more ? some(more + j, left, 0) + y[j / LANES] : y[j / LANES], left);
     }
 }
 

@@ -28,6 +28,7 @@ from .cache import Attention, KernelAttention, KernelCache
 PANEL = 64  # as in linear.c
 LINE = 64  # bytes of a cache line
 NORM, LINEAR, TURN, ATTEND = range(4)  # as in step.c
+ALL, WANTED, PICKED = range(3)
 PLAIN, GELU, GATED = range(3)  # as in linear.c
 
 
@@ -39,14 +40,15 @@ def _fields(pointers: str, numbers: str) -> list[tuple[str, Any]]:
 
 class Norm(ctypes.Structure):
     _fields_ = [
-        *_fields("x out gain bias chosen", "x_stride out_stride width heads rows centred feeds"),
+        *_fields("x out gain bias", "x_stride out_stride width heads rows centred feeds"),
         ("epsilon", ctypes.c_double),
     ]
 
 
 class Linear(ctypes.Structure):
     _fields_ = _fields(
-        "x out weights bias", "x_stride out_stride inputs outputs rows way residual feeds steps"
+        "x out weights bias residual chosen",
+        "x_stride out_stride residual_stride inputs outputs rows way feeds steps",
     )
 
 
@@ -59,7 +61,7 @@ class _Any(ctypes.Union):
 
 
 class Operation(ctypes.Structure):
-    _fields_ = [("kind", ctypes.c_int64), ("wanted", ctypes.c_int64), ("of", _Any)]
+    _fields_ = [("kind", ctypes.c_int64), ("over", ctypes.c_int64), ("of", _Any)]
 
 
 def pack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -145,6 +147,8 @@ class Program:
         self.widths: dict[str, int] = {}
         self.inputs: set[str] = set()  # buffers that products read, in the dtype of the weights
         self.rows = 0
+        self.over = ALL  # what the next operation is over
+        self.stream = self.buffer("stream", self.config.n_embd)
         BUILDERS[type(model)](self, model)
         self.array = (Operation * len(self.operations))(*self.operations)
 
@@ -162,11 +166,9 @@ class Program:
         self.widths[name] = max(width, self.widths.get(name, 0))
         return name
 
-    def norm(
-        self, layer: Any, x: str, out: str, heads: int = 1, wanted: bool = False, **place: int
-    ) -> None:
+    def norm(self, layer: Any, x: str, out: str, heads: int = 1, **place: int) -> None:
         """`layer`: LayerNorm or RMSNorm."""
-        operation = Operation(NORM, wanted)
+        operation = Operation(NORM)
         centred = isinstance(layer, nn.LayerNorm)
         epsilon = layer.eps if isinstance(layer, nn.LayerNorm) else layer.epsilon
         operation.of.norm = Norm(
@@ -180,13 +182,7 @@ class Program:
         self._add(operation, x=x, out=out, **place)
 
     def linear(
-        self,
-        layers: Sequence[Any],
-        x: str,
-        out: str,
-        way: int = PLAIN,
-        residual: bool = False,
-        wanted: bool = False,
+        self, layers: Sequence[Any], x: str, out: str, way: int = PLAIN, **residual: str
     ) -> None:
         """`layers` side by side; for GATED the gate and what it opens."""
         weights = [layer.weight.detach() for layer in layers]
@@ -209,7 +205,7 @@ class Program:
         if bias is not None:
             padding = -len(bias) % PANEL
             bias = torch.cat((bias, bias.new_zeros(padding)))
-        operation, packed = Operation(LINEAR, wanted), self.keep(lay_out(weights, self.dtype))
+        operation, packed = Operation(LINEAR), self.keep(lay_out(weights, self.dtype))
         places = torch.arange(outputs)
         if way == GATED:
             half = PANEL // 2
@@ -226,11 +222,20 @@ class Program:
             inputs=weights[0].shape[1],
             outputs=outputs,
             way=way,
-            residual=residual,
         )
         self.buffer(out, outputs)
         self.inputs.add(x)
-        self._add(operation, x=x, out=out)
+        self._add(operation, x=x, out=out, **residual)
+
+    def add(self, layer: Any, x: str) -> None:
+        """Add a linear layer's output to the stream, which behind the last attention goes on with
+        the rows whose logits are wanted."""
+        before = self.stream
+        if self.over:
+            self.stream = "wanted"
+            self.over = PICKED if before != self.stream else WANTED
+        self.linear([layer], x, self.stream, residual=before)
+        self.over = min(self.over, WANTED)
 
     def turn(self, x: str, heads: int) -> None:
         operation = Operation(TURN)
@@ -240,9 +245,12 @@ class Program:
     def attend(self, layer: int, x: str, out: str) -> None:
         operation = Operation(ATTEND)
         operation.of.attention = self.cache.attention(layer)
+        if layer == self.config.n_layer - 1:
+            self.over = WANTED
         self._add(operation, x=x, out=out)
 
     def _add(self, operation: Operation, **places: Any) -> None:
+        operation.over = self.over
         self.operations.append(operation)
         self.places.append(places)
 
@@ -279,6 +287,9 @@ class Program:
                 one.feeds = places["out"] in self.inputs
                 one.x, one.x_stride = start, x.stride(0)
                 one.out, one.out_stride = out_start, out.stride(0)
+                if "residual" in places:
+                    residual = self.buffers[places["residual"]]
+                    one.residual, one.residual_stride = residual.data_ptr(), residual.stride(0)
 
     def run(
         self, ids: Tensor, positions: Tensor, attention: KernelAttention, rows: Tensor
@@ -307,6 +318,7 @@ class Program:
     ) -> None:
         """Run `operations`, those of the program or some of them, over what is in the buffers."""
         lists = ctypes.byref(attention.call), len(attention.shares), len(attention.items)
+        attention.ask(rows.numpy())
         given = map(library.address, (cosines, sines, rows))
         counts = len(attention.order), len(rows)
         library.call(self.library.step, operations, len(operations), *lists, *given, *counts)
@@ -314,38 +326,38 @@ class Program:
 
 def _gpt2(p: Program, model: Any) -> None:
     width = p.config.n_embd
-    stream, normed = p.buffer("stream", width), p.buffer("normed", width)
+    normed = p.buffer("normed", width)
     for layer, block in enumerate(model.h):
-        p.norm(block.ln_1, stream, normed)
+        p.norm(block.ln_1, p.stream, normed)
         p.linear([block.attn.c_attn], normed, "qkv")
         p.attend(layer, "qkv", p.buffer("mixed", width))
-        p.linear([block.attn.c_proj], "mixed", stream, residual=True)
-        p.norm(block.ln_2, stream, normed)
+        p.add(block.attn.c_proj, "mixed")
+        p.norm(block.ln_2, p.stream, normed)
         p.linear([block.mlp.c_fc], normed, "inner", way=GELU)
-        p.linear([block.mlp.c_proj], "inner", stream, residual=True)
-    p.norm(model.ln_f, stream, normed, wanted=True)
-    p.linear([model.lm_head], normed, "logits", wanted=True)
+        p.add(block.mlp.c_proj, "inner")
+    p.norm(model.ln_f, p.stream, normed)
+    p.linear([model.lm_head], normed, "logits")
 
 
 def _llama(p: Program, model: Any) -> None:
     config = p.config
-    stream, normed = p.buffer("stream", config.n_embd), p.buffer("normed", config.n_embd)
+    normed = p.buffer("normed", config.n_embd)
     heads, width = config.n_head, config.head_dim
     for number, layer in enumerate(model.layers):
         own = layer.self_attn
-        p.norm(layer.input_layernorm, stream, normed)
+        p.norm(layer.input_layernorm, p.stream, normed)
         p.linear([own.q_proj, own.k_proj, own.v_proj], normed, "qkv")
         if config.qk_norm:
             p.norm(own.q_norm, "qkv", "qkv", heads)
             p.norm(own.k_norm, "qkv", "qkv", config.n_kv_head, first=heads * width)
         p.turn("qkv", heads + config.n_kv_head)
         p.attend(number, "qkv", p.buffer("mixed", heads * width))
-        p.linear([own.o_proj], "mixed", stream, residual=True)
-        p.norm(layer.post_attention_layernorm, stream, normed)
+        p.add(own.o_proj, "mixed")
+        p.norm(layer.post_attention_layernorm, p.stream, normed)
         p.linear([layer.mlp.gate_proj, layer.mlp.up_proj], normed, "inner", way=GATED)
-        p.linear([layer.mlp.down_proj], "inner", stream, residual=True)
-    p.norm(model.norm, stream, normed, wanted=True)
-    p.linear([model.lm_head], normed, "logits", wanted=True)
+        p.add(layer.mlp.down_proj, "inner")
+    p.norm(model.norm, p.stream, normed)
+    p.linear([model.lm_head], normed, "logits")
 
 
 BUILDERS: dict[Any, Callable[[Program, Any], None]] = {GPT2: _gpt2, Llama: _llama}

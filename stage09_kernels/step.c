@@ -9,12 +9,13 @@
 #define FEW 6144 /* numbers that one thread is done with before another would have begun */
 
 enum { NORM, LINEAR, TURN, ATTEND };
+enum { ALL, WANTED, PICKED }; /* over all tokens; over the rows whose logits are wanted; over
+                                 these, and the residual has a row for each token */
 
 struct norm { /* (x - mean) / deviation * gain + bias, or x / rms * gain, in parts of a row */
     const real *x;
     void *out;
     const real *gain, *bias;
-    const int64_t *chosen; /* rows of x, or none: all */
     int64_t x_stride, out_stride, width, heads, rows, centred;
     int64_t feeds; /* as in struct linear */
     double epsilon;
@@ -27,7 +28,7 @@ struct turn { /* rotary positions, in place: pairs (i, i + width / 2) of `heads`
 };
 
 struct operation {
-    int64_t kind, wanted; /* wanted: over the rows whose logits are wanted, not over all tokens */
+    int64_t kind, over;
     union {
         struct norm norm;
         struct linear linear;
@@ -51,7 +52,7 @@ static void norm_rows(int64_t first, int64_t last, void *context) {
     const struct norm *n = context;
     for (int64_t item = first; item < last; item++) {
         int64_t row = item / n->heads, place = item % n->heads * n->width;
-        const real *x = n->x + (n->chosen ? n->chosen[row] : row) * n->x_stride + place;
+        const real *x = n->x + row * n->x_stride + place;
         int64_t to = row * n->out_stride + place;
         real mean = n->centred ? sum_of(x, n->width, 0, 0) / n->width : 0;
         real scale = 1 / sqrt(sum_of(x, n->width, mean, 1) / n->width + n->epsilon);
@@ -88,16 +89,16 @@ int step(struct operation *operations, int64_t count, const struct attention *pa
     int failed = 0;
     for (int64_t i = 0; i < count && !failed; i++) {
         struct operation *o = operations + i;
-        int64_t rows = o->wanted ? wanted : tokens;
+        int64_t rows = o->over ? wanted : tokens;
         switch (o->kind) {
             case NORM:
                 o->of.norm.rows = rows;
-                o->of.norm.chosen = o->wanted ? chosen : 0;
                 failed = in_parts(rows * o->of.norm.heads, 1 + FEW / o->of.norm.width, norm_rows,
                              &o->of.norm, run);
                 break;
             case LINEAR:
                 o->of.linear.rows = rows;
+                o->of.linear.chosen = o->over == PICKED ? chosen : 0;
                 failed = linear(&o->of.linear, run);
                 break;
             case TURN:
@@ -111,6 +112,8 @@ int step(struct operation *operations, int64_t count, const struct attention *pa
                 o->of.attention.shares = pass->shares;
                 o->of.attention.items = pass->items;
                 o->of.attention.tables = pass->tables;
+                o->of.attention.asked = pass->asked;
+                o->of.attention.asks = o->over ? pass->asks : -1;
                 failed = attend(&o->of.attention, shares, items, run);
                 break;
         }

@@ -306,10 +306,12 @@ def multiply(x, weights, bias, way, residual, level="", feeds=False):
     if residual is not None:
         out[:] = residual
     tensors = {"x": x, "out": out, "weights": packed, "bias": bias}
+    if residual is not None:
+        tensors["residual"] = out
     call = Linear(
         **{name: one.data_ptr() for name, one in tensors.items() if one is not None},
         **{"x_stride": x.stride(0), "out_stride": out.stride(0), "inputs": inputs},
-        **{"outputs": outputs, "rows": len(x), "way": way, "residual": residual is not None},
+        **{"outputs": outputs, "rows": len(x), "way": way, "residual_stride": out.stride(0)},
         feeds=feeds,
     )
     assert lib.linear(ctypes.byref(call), library.parallel_for()) == 0
