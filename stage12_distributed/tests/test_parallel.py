@@ -71,7 +71,7 @@ def test_heads_meet_their_keys(queries, kv):
 
 
 def test_what_a_part_cannot_do_is_refused():
-    """So that a prompt that is scored ends with an error, and not with a rank's partial sums."""
+    """A model outside of its engine's passes ends with an error, not with a rank's partial sums."""
     for config, ranks in ((ODD, 4), (GROUPED, 7)):
         with pytest.raises(UserError, match=f"too few for {ranks} ranks: take fewer"):
             shard(random_model(config), Peers(0, ranks))
