@@ -127,8 +127,9 @@ def test_the_steady_part_begins_when_all_users_have_sent_and_ends_with_the_last_
     assert found.output_rate == approx(12 / 1.4)  # two of the three rounds
     staggered = metrics.steady([record(i, intended=0.2 * i) for i in range(6)], users=3)
     assert staggered is not None and staggered.start == approx(0.4)
-    opened = metrics.steady([record(i, intended=0.3 * i) for i in range(5)], users=None)
+    opened = metrics.steady([record(i, intended=0.4 * i) for i in range(4)], users=None)
     assert opened is not None and (opened.start, opened.end) == (approx(0.7), approx(1.2))
+    assert opened.output_rate == approx(3 / 0.5)  # without the first answer's
     for count, users in ((2, 2), (2, None), (0, 1)):
         assert metrics.steady([record(i) for i in range(count)], users) is None
 
