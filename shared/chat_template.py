@@ -10,31 +10,43 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import re
+import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import wraps
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.exceptions import TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import EvalContext
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.visitor import NodeTransformer
 
 from .errors import UserError
 from .files import read_json
 
 SECONDS = 1.0
 MOST_CHARACTERS = 2**20
-MOST_MADE = 2**28  # characters or items of one operation's result, at most, by what it is made of
+MOST_MADE = 2**26  # bytes that one operation may make, by its operands, and all in a rendering
+ITEM = 100  # bytes of an item of a list, at most, without its text
+LINEAR = {  # methods and filters that make no more than they take
+    *("count", "d", "default", "endswith", "first", "last", "length"),
+    *("lstrip", "rstrip", "split", "startswith", "strip"),
+}
 # Before and behind a control token in a user's text, two of its own for each kind. They are private
 # characters, from here on, and removed from the text first.
 FIRST_MARK = 0xF0000
 
 Parts = list[tuple[str, bool]]  # text, and whether it is the template's own
+
+_made = threading.local()
 
 
 class _Stopped(BaseException):
@@ -53,63 +65,132 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which no single operation makes an enormous text or number: a template is
-    stopped between two operations only."""
+    """Jinja's sandbox, in which no operation makes an enormous text, list or number, nor do all of
+    one thread. A rendering has a thread of its own, which is stopped between two of them only."""
 
-    intercepted_binops = frozenset(("*", "**", "%"))
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.filters = {name: _limited(each) for name, each in self.filters.items()}
-        self.filters["format"] = self._format
+        super().__init__(finalize=_printable, **options)
+        filters: dict[str, Any] = {**self.filters, "format": self._format, "tojson": _to_json}
+        self.filters = {name: _limited(name, each) for name, each in filters.items()}
+        self.filters["counted"] = _count
+
+    def from_string(self, source: Any, *args: Any, **options: Any) -> Template:
+        return super().from_string(_Counting().visit(self.parse(source)), *args, **options)
+
+    def concat(self, pieces: Iterable[str]) -> str:
+        """The text of a block or a macro."""
+        texts = list(pieces)
+        _limit(texts)
+        return _count("".join(texts))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "%":
-            values = right if isinstance(right, tuple) else (right,)
-            _limit(_widest(left), *values)
-            return super().call_binop(context, operator, left, right)
-        sizes = [len(x) if hasattr(x, "__len__") else abs(x) for x in (left, right)]
-        if (operator == "**" and sizes[1] > 64) or sizes[0] * sizes[1] > 2**40:
-            raise SecurityError(f"{operator} makes too large a result")
-        grown = any(hasattr(x, "__len__") for x in (left, right))
-        if grown and sizes[0] * sizes[1] > MOST_CHARACTERS:
-            raise SecurityError(f"{operator} makes too long a text")
-        return super().call_binop(context, operator, left, right)
+        pair = (left, right)
+        if all(isinstance(x, (int, float)) for x in pair):
+            if (operator == "**" and right > 64) or (
+                operator in ("*", "**") and abs(left) * abs(right) > 2**40
+            ):
+                raise SecurityError(f"{operator} makes too large a result")
+        elif operator == "%":
+            _limit(left, _widest(left), *(right if isinstance(right, tuple) else (right,)))
+        elif operator == "*":
+            _limit(*pair)
+        return _count(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, called: Any, /, *args: Any, **options: Any) -> Any:
-        _limit(getattr(called, "__self__", None), *args, *options.values())
-        return super().call(context, called, *args, **options)
+        method = getattr(called, "__wrapped__", called)  # str.format is wrapped
+        owner = getattr(method, "__self__", None)
+        if owner is not None and method.__name__ not in LINEAR:  # macros are measured inside
+            _limit(owner, *args, *options.values())
+        return _count(super().call(context, called, *args, **options))
 
     def wrap_str_format(self, value: Any) -> Any:
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
-            _limit(_widest(value.__self__))
+            _limit(value.__self__, _widest(value.__self__))
         return wrapped
 
     def _format(self, text: str, *values: Any, **named: Any) -> Any:
         return self.call_binop(None, "%", text, named or values)
 
 
-def _limit(*operands: Any) -> None:
-    """Raise SecurityError if a text or list that is made of these, or as wide, may be enormous."""
-    sizes = [
-        len(x) if hasattr(x, "__len__") else abs(x) if isinstance(x, int) else 1 for x in operands
-    ]
-    if math.prod(max(1, size) for size in sizes) > MOST_MADE:
+class _Counting(NodeTransformer):
+    """Jinja makes `a ~ b` and slices without a call to the environment. Here they are filters."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return self._filter(nodes.List(node.nodes), "join")
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return self._filter(node, "counted") if isinstance(node.arg, nodes.Slice) else node
+
+    def _filter(self, node: nodes.Expr, name: str) -> nodes.Node:
+        return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _size(value: Any) -> int:
+    """The bytes of a text, or of all that a list or a mapping holds; 1 for anything else."""
+    if isinstance(value, str):
+        return sys.getsizeof(value) - sys.getsizeof("")
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return ITEM + sum(_size(key) + _size(inner) for key, inner in value.items())
+    if isinstance(value, Collection):
+        return ITEM + sum(map(_size, value))
+    return 1
+
+
+def _limit(first: Any, *others: Any) -> None:
+    """Raise SecurityError if what is made of `first`, at most once for every byte of `others`, may
+    be enormous. A number may be a width: it counts as many characters."""
+    sizes = [4 * abs(x) if isinstance(x, int) else _size(x) for x in others]
+    if max(1, _size(first)) * max(1, sum(sizes)) > MOST_MADE:
         raise SecurityError("an operation makes too much")
 
 
+def _count(result: Any) -> Any:
+    """Returns `result`, counted to what this thread has made. Raises SecurityError if that is too
+    much."""
+    size = 0
+    if isinstance(result, (str, bytes)):
+        size = _size(result)
+    elif isinstance(result, Collection) and not isinstance(result, range):
+        size = ITEM * len(result)
+    _made.size = getattr(_made, "size", 0) + size
+    if _made.size > MOST_MADE:
+        raise SecurityError("its operations make too much")
+    return result
+
+
+def _printable(value: Any) -> Any:
+    """What a template prints; lists and mappings may hold one text many times."""
+    if not isinstance(value, str):
+        _limit(value)
+    return value
+
+
 def _widest(text: Any) -> int:
-    """The largest number in a format, which may be a width."""
-    found = re.findall(r"[0-9]+", text) if isinstance(text, str) else ()
-    return max((int(number[:20]) for number in found), default=0)
+    """The largest number in a format, which may be a width. Raises SecurityError where a value may
+    be one."""
+    if not isinstance(text, (str, bytes)):
+        return 0
+    text = text.decode("latin-1") if isinstance(text, bytes) else text
+    with suppress(ValueError):  # not a format of braces
+        if any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(text)):
+            raise SecurityError("a format in a format is too much")
+    return max((int(number[:20]) for number in re.findall("[0-9]+", text)), default=0)
 
 
-def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
+def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def limited(*args: Any, **options: Any) -> Any:
-        _limit(*args, *options.values())
-        return function(*args, **options)
+        if name not in LINEAR:
+            own = (Context, EvalContext, Environment)
+            _limit(*(x for x in args if not isinstance(x, own)), *options.values())
+        return _count(function(*args, **options))
 
     return limited
 
@@ -130,7 +211,6 @@ class FolderTemplate:
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
-        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = (today or date.today()).strftime
         try:

@@ -84,10 +84,10 @@ def test_control_tokens_stay_text_where_a_template_cuts(cut):
     assert users.count("<|im_end|>") == (3 if "split" in cut else 4)
 
 
+NEST = "{% set x = [x, x, x, x, x, x, x, x] %}" * 4  # 4,096 times the same text
 BAD_TEMPLATES = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "over 1 s",
     "{% for a in range(99999) %}{{ messages | tojson }}{% endfor %}": "1,048,576 characters",
-    "{{ 'a' * 9 ** 8 }}": "too long a text",
     "{% set n = messages | length %}{{ 9 ** (9 ** (8 * n)) }}": "too large a result",
     **dict.fromkeys(("{{ messages.__class__.__base__ }}", "{{ messages.append(1) }}"), "unsafe"),
     **dict.fromkeys(
@@ -96,12 +96,37 @@ BAD_TEMPLATES = {
             *("{{ '%4000000000d' % 1 }}", "{{ '%4000000000d' | format(1) }}"),
             *("{{ '%*d' % (4000000000, 1) }}", "{{ '{:4000000000}'.format(1) }}"),
             *("{{ range(99999) | join('a' * 99999) }}", "{{ [1] | batch(10 ** 9, 0) | list }}"),
+            *("{{ '{:{}}'.format(1, 4000000000) }}", "{{ 'a' * 9 ** 8 }}"),
+            *("{{ ('{0}' * 9999).format('a' * 9999) }}", "{{ [['a' * 99999] * 99] * 99 }}"),
+            *("{{ '%4000000000d'.encode() % 1 }}", "{{ messages | tojson(10 ** 7) }}"),
+            *(f"{{% set x = 'a' * 9 ** 7 %}}{NEST}{{{{ {y} }}}}" for y in ("x", "x | tojson")),
+            *("{{ [['a' * 9999] * 9999, 1] ~ '' }}", "{{ 'aa'.translate({97: 'a' * 10**9}) }}"),
         ),
         "too",
     ),
     "{{ raise_exception('no system prompt') }}": "no system prompt",
     "{{ messages[0].content + 1 }}": "TypeError",
 }
+
+
+# Each doubles a text or makes another long one, in a loop: 1.5 GB within its second.
+GROWING = [
+    *("{% set n.x = n.x ~ n.x %}", "{% set n.x = n.x + n.x %}", "{% set n.x = n.x * 2 %}"),
+    *("{% set n.x = [n.x, n.x] | join %}", "{% set n.x = ''.join([n.x, n.x]) %}"),
+    *("{% set n.x = n.x.replace('a', 'aa') %}", "{% set n.x = n.x | list + n.x | list %}"),
+    *("{% set n.x = '%s%s' % (n.x, n.x) %}", "{% set n.x = '{0}{0}'.format(n.x) %}"),
+    "{% set x %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = x %}",
+    "{% macro m() %}{{ n.x }}{{ n.x }}{% endmacro %}{% set n.x = m() %}",
+    *(f"{{% set n.y = [n.y, {made}] %}}" for made in ("z[1:]", "z ~ 1", "z | upper", "z.lower()")),
+]
+
+
+@pytest.mark.parametrize("step", GROWING)
+def test_a_template_that_makes_more_and_more_is_stopped(step):
+    begin = "{% set n = namespace(x='a', y=[]) %}{% set z = 'a' * 99999 %}"
+    source = f"{begin}{{% for _ in range(99999) %}}{step}{{% endfor %}}"
+    with pytest.raises(UserError, match="too (much|large)"):
+        FolderTemplate(source).render(CHAT)
 
 
 @pytest.mark.parametrize("source", BAD_TEMPLATES)
