@@ -17,6 +17,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator
 
 # From dark to light in even steps of lightness; the hues stay apart under the three kinds of
@@ -168,6 +169,7 @@ def bars(
     *,
     spread: Spread | None = None,
     limits: Mapping[str, float] | None = None,
+    others: Sequence[str] = (),
     digits: int = 1,
 ) -> Figure:
     """Lying bars in `groups` from top to bottom: each bar with its value, and the first one of a
@@ -175,7 +177,8 @@ def bars(
 
     series: name -> a value for each group, at most five names; NaN leaves a bar out. spread: name
     -> (low, high) for each group, as a whisker. limits: name -> a value that nothing can pass, as
-    an upright line. ValueError if a length is wrong or there are too many series.
+    an upright line. others: groups whose bars are lighter, because they are not ours. ValueError if
+    a length is wrong or there are too many series.
     """
     _check(series, len(groups), spread)
     thick = 0.8 / len(series)
@@ -197,6 +200,9 @@ def bars(
                 edgecolor=INK if light else "white",
             )
             drawn[0].set_label(name)
+            for bar, group in zip(drawn, groups, strict=True):
+                if group in others:
+                    bar.set_facecolor(COLOURS[3])
             first = next((group for group, value in enumerate(values) if value == value), -1)
             for group, value in enumerate(values):
                 if value != value:
@@ -231,7 +237,9 @@ def bars(
                     fontsize=9,
                 )
         for name, value in (limits or {}).items():
-            axes.axvline(value, color=INK, linewidth=1.0, linestyle=(0, (8, 3)))
+            outlined = [withStroke(linewidth=3, foreground="white")]  # it crosses dark bars
+            look: dict[str, Any] = {"linestyle": (0, (8, 3)), "path_effects": outlined}
+            axes.axvline(value, color=INK, linewidth=1.0, **look)
             axes.annotate(
                 name,
                 (value, 0),
@@ -269,7 +277,7 @@ def bands(title: str, xlabel: str, ylabel: str, drawn: Mapping[str, Band]) -> Fi
             axes.fill_between([0, edges[-1]], floor, floor + room, **whole)
             look = {"step": "post", "facecolor": COLOURS[number], "linewidth": 0}
             axes.fill_between(edges, floor, [*values, values[-1]], **look)
-            axes.annotate(name, (0, floor + room), (0, 4), textcoords="offset points", fontsize=9)
+            axes.annotate(name, (0, floor + room), (4, 4), textcoords="offset points", fontsize=9)
             ticks |= {floor: "0", floor + room: f"{room:g}"}
             floor += room + gap
         axes.set_yticks(list(ticks), list(ticks.values()))
@@ -288,7 +296,7 @@ def panels(
     """A panel for each quantity, each with a scale of its own, and in it a lying bar for each name;
     names are beside the first panel of a line.
 
-    values: quantity -> name -> (value, low, high); a name without a value in a panel has no bar
+    values: quantity -> name -> (value, low, high); a name without a value in a panel has "none"
     there. ours: names whose bars are dark.
     """
     names = list(dict.fromkeys(name for each in values.values() for name in each))
@@ -301,14 +309,15 @@ def panels(
         for axes, (quantity, each) in zip(grid, values.items(), strict=False):
             axes.set_title(quantity, fontsize=9, fontweight="normal", pad=4)
             for at, name in enumerate(names):
+                text = {"textcoords": "offset points", "va": "center", "fontsize": 9}
                 if name not in each:
+                    axes.annotate("none", (0, at), (4, 0), **text)
                     continue
                 value, low, high = each[name]
                 colour = COLOURS[0] if name in ours else COLOURS[3]
                 axes.barh(at, value, 0.75, color=colour)
                 axes.plot([low, high], [at] * 2, color=COLOURS[4], linewidth=1.6)
                 place, offset = (max(value, high), at), (4, 0)
-                text = {"textcoords": "offset points", "va": "center", "fontsize": 9}
                 axes.annotate(f"{value:,.0f}", place, offset, **text)
             most = max((high for *_, high in each.values()), default=1.0)
             axes.set_xlim(0, most * 1.45)  # room for the numbers

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import LogLocator
 
 from shared import charts
@@ -334,9 +335,26 @@ def _curves(
         if marks[-1][0] < places[-1]:
             labels[name].xyann = (12, labels[name].xyann[1])
         _details(axes, number, marks)
+    if inner := [labels[name] for name, marks in series.items() if marks[-1][0] < places[-1]]:
+        _lift(axes, inner)
     if scales.get("log_y"):
         _plain_ticks(axes)
     return figure
+
+
+def _lift(axes: Any, inner: Sequence[Any]) -> None:
+    """Move the names of lines that end early up by one line of text while they cover a mark."""
+    for _ in range(3):
+        axes.figure.draw_without_rendering()
+        marks = axes.transData.transform(
+            [at for line in axes.get_lines() for at in line.get_xydata()]
+        )
+        # Text's own extent: that of an annotation includes its line.
+        boxes = [Text.get_window_extent(label).padded(6) for label in inner]
+        if not any(box.contains(*mark) for box in boxes for mark in marks):
+            return
+        for label in inner:
+            label.xyann = (12, label.xyann[1] + 13)
 
 
 def _details(axes: Any, number: int, marks: Sequence[Mark]) -> None:

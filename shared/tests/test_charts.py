@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
@@ -128,6 +129,14 @@ MISFITS: list[tuple[dict[str, list[float]], dict[str, list[tuple[float, float]]]
     *((dict.fromkeys("abcdef", [1.0, 2.0]), None), (PAIR, {"a": [(0.0, 1.0)]})),
     (PAIR, {"b": [(0.0, 1.0), (0.0, 1.0)]}),
 ]
+
+
+def test_bars_of_others_are_lighter_and_a_missing_one_is_named():
+    figure = charts.bars("t", "x", ["ours", "theirs"], {"a": [1.0, 2.0]}, others=["theirs"])
+    colours = [to_hex(bar.get_facecolor()) for bar in figure.axes[0].patches]  # type: ignore[attr-defined]
+    assert colours == [charts.COLOURS[0], charts.COLOURS[3]]
+    panel = some_panels().axes[1]
+    assert [text.get_text() for text in panel.texts] == ["9", "1,000", "none"]
 
 
 def test_data_that_do_not_fit_are_refused():

@@ -92,6 +92,17 @@ def test_a_line_of_each_server_over_its_own_load():
     assert strokes == [[approx(100), approx(400)]] * 2
 
 
+def test_the_name_of_a_line_that_ends_early_covers_no_mark_of_another():
+    name, users = "a server with quite a long name", (1, 8, 16)
+    servers = {name: [closed(count, 0.1) for count in users[:2]]}
+    figure = charts.throughput(servers | {"paged": [closed(count, 0.1) for count in users]})
+    figure.draw_without_rendering()
+    (label,) = (text for text in figure.axes[0].texts if text.get_text() == name)
+    box = Text.get_window_extent(label)  # without the line to its mark
+    marks = figure.axes[0].transData.transform(lines(figure)[1].get_xydata())
+    assert box.x0 < marks[2][0] < box.x1 and not any(box.contains(*mark) for mark in marks)
+
+
 def test_the_knee_is_marked_where_it_was_passed_and_goodput_falls_there():
     slow = [opened(rate, wait) for rate, wait in ((0.5, 0.1), (1.0, 0.3), (1.5, 3.0))]
     figure = charts.offered({"slow": slow, "paged": RISING})

@@ -58,7 +58,7 @@ def seam() -> Figure:
         cells(axes, 64, down, rows, SLOTS.__getitem__, size=(1.8, 1.6), label=lambda _: "")
     cells(axes, 31.5, 47.4, ["x      abc           ."], SLOTS.__getitem__, size=(1.8, 1.6),
           label=lambda _: "")  # fmt: skip
-    for left, name in ((34, "new tokens"), (50.5, "kept, by sequence"), (71, "unused")):
+    for left, name in ((34, "new tokens"), (50.5, "kept, by sequence"), (72, "unused")):
         words(axes, left, 48.2, name, ha="left")
     return figure
 

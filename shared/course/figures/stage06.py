@@ -30,10 +30,12 @@ def threads() -> Figure:
     )  # fmt: skip
     for top, end, name, note in steps:
         fill, hatch = WASTE if "vain" in note else (PALE, "")
-        box(axes, THREAD - 4, top, 8, end - top, name, fill=fill, hatch=hatch)
+        box(axes, THREAD - 4, top, 8, end - top, fill=fill, hatch=hatch)
+        back = {"facecolor": PALE, "edgecolor": "none", "pad": 2}  # so that no hatching crosses it
+        words(axes, THREAD, (top + end) / 2, name, bbox=back)
         words(axes, THREAD + 5.5, (top + end) / 2, note, ha="left")
         line(axes, (THREAD, end), (THREAD, min(end + 4, 60)), colour=GREY, dashed=True)
-    _send(axes, A, LOOP, 8, "POST, stream", NAVY)
+    _send(axes, A, LOOP, 8, "POST", NAVY)
     _command(axes, 9, 19, "add")
     _health(axes, 12.5)
     for y in (17, 32, 47):
