@@ -77,8 +77,8 @@ TASKS = (
         "requests go first; the rest of the budget goes to chunks of prompts, and then to waiting "
         "requests for which a slot is free. No request overtakes the first in line. Admission "
         "means: out of the line, RUNNING, the lowest free slot, a Wipe of what the slot's last "
-        "sequence used, among the running. `finish` undoes it. `_share` is how much of a request "
-        "fits into a budget, `_work` its entry in the plan.",
+        "sequence used (in a new slot 0), among the running. `finish` undoes it. `_share` is how "
+        "much of a request fits into a budget, `_work` its entry in the plan.",
         points=30,
         hints=(
             "Decodes and chunks are one list. Python's sort keeps the order of equals.",

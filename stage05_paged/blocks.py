@@ -144,8 +144,8 @@ class BlockTable:
     Behind a sliding window, blocks are NOWHERE.
 
     digests: of its full blocks, as far as computed; they survive when the blocks are taken away.
-    salt: the parent of the first digest. Sequences with different salts, such as those of different
-        tenants, never share by digest.
+    salt: its SHA-256 is the parent of the first digest. Sequences with different salts, such as
+        those of different tenants, never share by digest.
     """
 
     pool: BlockPool

@@ -50,7 +50,8 @@ TASKS = (
         hints=(
             "`chain` makes a name of the parent's and the tokens of one block. Tokens after the "
             "last full block are left out.",
-            "What is the parent of the first block? The salt decides who shares with whom.",
+            "What is the parent of the first block? The SHA-256 of the salt, so that only requests "
+            "with equal salts share.",
             "pool.found leads from a name to a block and pool.digests back: keep both in step. "
             "Looking a name up does not take the block.",
         ),

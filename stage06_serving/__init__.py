@@ -7,7 +7,7 @@ answers, `formats.py` writes them as JSON, and `app.py` has the endpoints.
 
 from shared import openmp
 
-QUESTION: str = "An engine is a loop, and clients are many, slow, and gone: how do they meet?"
+QUESTION: str = "An engine is a loop; clients are many and slow, and may leave: how do they meet?"
 FIRST_FILE: str = "async_engine.py"
 
 openmp.choose()  # before PyTorch is loaded
