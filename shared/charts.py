@@ -200,8 +200,8 @@ def bars(
                 edgecolor=INK if light else "white",
             )
             drawn[0].set_label(name)
-            for bar, group in zip(drawn, groups, strict=True):
-                if group in others:
+            for bar, whose in zip(drawn, groups, strict=True):
+                if whose in others:
                     bar.set_facecolor(COLOURS[3])
             first = next((group for group, value in enumerate(values) if value == value), -1)
             for group, value in enumerate(values):

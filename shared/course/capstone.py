@@ -81,7 +81,7 @@ def collect(submission: Path, target: Path, trust: bool = False) -> list[str]:
             except SyntaxError as error:
                 raise UserError(f"{stage}/{name} is no Python: line {error.lineno or 1}.") from None
             still_open += [f"{mine.label(stage, task)}: {task.title}" for task in found]
-    return still_open
+    return sorted(still_open)
 
 
 def judge(submission: Path, plan: Any = None, trust: bool = False, say: Say = print) -> Result:

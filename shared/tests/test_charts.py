@@ -133,7 +133,7 @@ MISFITS: list[tuple[dict[str, list[float]], dict[str, list[tuple[float, float]]]
 
 def test_bars_of_others_are_lighter_and_a_missing_one_is_named():
     figure = charts.bars("t", "x", ["ours", "theirs"], {"a": [1.0, 2.0]}, others=["theirs"])
-    colours = [to_hex(bar.get_facecolor()) for bar in figure.axes[0].patches]  # type: ignore[attr-defined]
+    colours = [to_hex(bar.get_facecolor()) for bar in figure.axes[0].patches]
     assert colours == [charts.COLOURS[0], charts.COLOURS[3]]
     panel = some_panels().axes[1]
     assert [text.get_text() for text in panel.texts] == ["9", "1,000", "none"]
