@@ -200,7 +200,7 @@ attend_queries(const struct attention *c, const struct queries *given, const int
     for (int i = 0; i < count; i++) {
         int64_t position = given->positions[i], from = first_of(c, position);
         for (int64_t d = 0; d < row; d += LANES)
-            put(query[i] + d, some(given->q[i] + d, c->width - d, 0) * (real)c->scale, LANES);
+            feed(query[i] + d, some(given->q[i] + d, c->width - d, 0) * (real)c->scale, LANES);
         memset(result[i], 0, sizeof(real) * row);
         most[i] = -INFINITY;
         sum[i] = 0;
@@ -247,7 +247,7 @@ attend_queries(const struct attention *c, const struct queries *given, const int
             lanes top = (lanes){0} - INFINITY, total = {0};
             for (int64_t t = 0; t < size; t += LANES) {
                 lanes s = *(lanes *)(own + t);
-                top = choose(s > top, s, top);
+                top = larger(s, top);
             }
             real now = most[i];
             for (int t = 0; t < LANES; t++) now = top[t] > now ? top[t] : now;
@@ -258,7 +258,7 @@ attend_queries(const struct attention *c, const struct queries *given, const int
             if (PAIR == 2) weight[-1] = weight[size] = 0; /* beside `nothing` */
             for (int64_t t = 0; t < size; t += LANES) {
                 lanes each = exponential(*(lanes *)(own + t) - shift);
-                put(weight + t, each, LANES);
+                feed(weight + t, each, LANES);
                 total += each;
             }
             real part = 0;
@@ -281,7 +281,7 @@ attend_queries(const struct attention *c, const struct queries *given, const int
     }
     for (int i = 0; i < count; i++)
         for (int64_t d = 0; d < c->width; d += LANES)
-            put(given->out[i] + d, *(lanes *)(result[i] + d) / sum[i], c->width - d);
+            feed(given->out[i] + d, *(lanes *)(result[i] + d) / sum[i], c->width - d);
 }
 
 /* The item and head of a number. Of one item, the heads follow each other as in memory. But those

@@ -87,7 +87,7 @@ static void finish(const struct linear *l, int64_t panel, int64_t row, real *sum
     for (int64_t j = 0; j < size && first + j < l->outputs; j += LANES) {
         int64_t place = row * l->out_stride + first + j, left = l->outputs - first - j;
         real *out = (real *)l->out + place;
-        if (l->feeds) put((input *)l->out + place, y[j / LANES], left);
+        if (l->feeds) feed((input *)l->out + place, y[j / LANES], left);
         else put(out, more ? some(more + j, left, 0) + y[j / LANES] : y[j / LANES], left);
     }
 }

@@ -74,6 +74,21 @@ static inline lanes choose(masks where, lanes yes, lanes no) {
     return (lanes)((where & (masks)yes) | (~where & (masks)no));
 }
 
+/* a > b ? a : b, and a < b ? a : b, number by number. In AVX-512 gcc makes of
+   `choose` four instructions where one does. */
+static inline lanes larger(lanes a, lanes b) {
+#if BYTES == 64 && REAL == 4
+    return (lanes)_mm512_max_ps((__m512)a, (__m512)b);
+#endif
+    return choose(a > b, a, b);
+}
+static inline lanes smaller(lanes a, lanes b) {
+#if BYTES == 64 && REAL == 4
+    return (lanes)_mm512_min_ps((__m512)a, (__m512)b);
+#endif
+    return choose(a < b, a, b);
+}
+
 static inline int64_t padded(int64_t count) { return (count + ROUND - 1) / ROUND * ROUND; }
 
 /* A vector at p, of which `left` numbers count; `rest` in place of others. */
@@ -106,6 +121,17 @@ static inline void put_halves(uint16_t *p, lanes x, int64_t left) {
     else memcpy(p, &y, left * sizeof(uint16_t));
 }
 
+/* The same for what `add_pairs` reads: subnormal numbers may become 0. */
+static inline void put_factors(uint16_t *p, lanes x, int64_t left) {
+#if defined(__AVX512BF16__)
+    halves y = (halves)_mm512_cvtneps_pbh((__m512)x);
+    if (left >= LANES) *(halves *)p = y;
+    else memcpy(p, &y, left * sizeof(uint16_t));
+#else
+    put_halves(p, x, left);
+#endif
+}
+
 /* LANES numbers at p in the lower halves of a vector. */
 static inline pairs lower(const uint16_t *p) {
 #if BYTES == 64 /* what the next line means, which gcc 12 takes for two halves */
@@ -126,9 +152,11 @@ static inline lanes add_pairs(lanes sum, pairs a, uint32_t b) {
 
 /* By what is stored, and what is multiplied: bfloat16, or numbers. */
 #define put(p, x, left) _Generic((p), real *: put_reals, uint16_t *: put_halves)(p, x, left)
+#define feed(p, x, left) _Generic((p), real *: put_reals, uint16_t *: put_factors)(p, x, left)
 #define add(sum, a, b) _Generic((b), real: add_reals, uint32_t: add_pairs)(sum, a, b)
 #else
 #define put put_reals
+#define feed put_reals
 #define add add_reals
 #endif
 
@@ -168,6 +196,10 @@ static inline lanes exponential(lanes x) {
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
     y *= (lanes)(((masks)turns + 127) << 23); /* 2^n */
+#if BYTES == 64
+    __mmask16 low = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87), _CMP_LT_OQ);
+    return (lanes)_mm512_maskz_mov_ps(~low, (__m512)y);
+#endif
     return (lanes)((masks)y & ~(x < -87.0f));
 #endif
 }
@@ -175,5 +207,5 @@ static inline lanes exponential(lanes x) {
 /* x / (1 + exp(-y)), number by number. */
 static inline lanes opened(lanes x, lanes y) {
     const lanes most = (lanes){0} + 87;
-    return x / (1 + exponential(choose(-y > most, most, -y)));
+    return x / (1 + exponential(smaller(most, -y)));
 }

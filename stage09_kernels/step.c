@@ -60,7 +60,7 @@ static void norm_rows(int64_t first, int64_t last, void *context) {
             int64_t left = n->width - i;
             lanes y = (some(x + i, left, 0) - mean) * scale * some(n->gain + i, left, 0);
             if (n->bias) y += some(n->bias + i, left, 0);
-            if (n->feeds) put((input *)n->out + to + i, y, left);
+            if (n->feeds) feed((input *)n->out + to + i, y, left);
             else put((real *)n->out + to + i, y, left);
         }
     }
