@@ -176,8 +176,9 @@ def router(subject: Subject, plan: Any) -> Iterator[Group]:
     """A choice among replicas, and what passing an event on takes of the processor."""
     relay, rate, _ = relay_seconds(count=plan.events)
     for replicas in plan.routed:
-        seconds = [percentile(routing_seconds(replicas), share) for share in SHARES]
-        yield {"replicas": replicas, "decision": seconds, "relay": relay, "events": rate}
+        seconds = routing_seconds(replicas)
+        decision = [percentile(seconds, share) for share in SHARES]
+        yield {"replicas": replicas, "decision": decision, "relay": relay, "events": rate}
 
 
 def gateways(subject: Subject, plan: Any) -> Iterator[Group]:
