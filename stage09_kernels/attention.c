@@ -288,27 +288,28 @@ attend_queries(const struct attention *c, const struct queries *given, const int
    of a prompt's items that have one head do: they read the same keys, which are in the cache then,
    and the parts of threads are equal, though the first tokens see few keys. */
 static inline const int64_t *item_of(const struct attention *c, int64_t number, int64_t *head) {
-    *head = c->single ? number % c->heads : number / c->count;
-    return c->items + 4 * (c->single ? number / c->heads : number % c->count);
+    int64_t count = c->asks < 0 ? c->count : c->asks;
+    *head = c->single ? number % c->heads : number / count;
+    return (c->asks < 0 ? c->items : c->asked) +
+           4 * (c->single ? number / c->heads : number % count);
 }
 
 static void write_items(int64_t first, int64_t last, void *context) {
     const struct attention *c = context;
-    for (int64_t number = first, head; number < last; number++) {
-        const int64_t *item = item_of(c, number, &head);
-        write_item(c, item, head);
-    }
+    for (int64_t number = first; number < last; number++)
+        write_item(c, c->items + 4 * (number % c->count), number / c->count);
 }
 
 /* Items `first` to `last`, each of some tokens of a share and one head of keys. */
 static void attend_items(int64_t first, int64_t last, void *context) {
     const struct attention *c = context;
+    int64_t end = (c->asks < 0 ? c->count : c->asks) * c->heads;
     for (int64_t number = first; number < last; number++) {
         struct queries some;
         const int64_t *item = item_of(c, number, &some.head), total = item[2] * c->group;
         const int64_t *share = some.share = c->shares + 4 * item[0];
         if (c->single) write_item(c, item, some.head);
-        int64_t following = number + 1 < c->count * c->heads ? number + 1 : number;
+        int64_t following = number + 1 < end ? number + 1 : number;
         const int64_t *next = item_of(c, following, &some.next_head);
         some.next = c->shares + 4 * next[0];
         some.next_position = some.next[1] + next[1];
@@ -341,11 +342,18 @@ static void attend_items(int64_t first, int64_t last, void *context) {
     }
 }
 
-/* Write the new keys and values of all tokens, then attend. `run`: PyTorch's own parallel loop. */
-int attend(struct attention *c, int64_t shares, int64_t items, parallel_for run) {
+/* Write the new keys and values of all tokens, then attend. */
+static void add_attention(struct loops *list, struct attention *c, int64_t shares, int64_t items) {
     c->count = items;
     c->single = items == shares && c->asks < 0; /* each reads what it alone writes */
-    int failed = c->single ? 0 : in_parts(items * c->heads, 16, write_items, c, run);
-    if (c->asks >= 0) c->items = c->asked, c->count = items = c->asks;
-    return failed ? failed : in_parts(items * c->heads, 1, attend_items, c, run);
+    if (!c->single) add_loop(list, items * c->heads, 16, write_items, c);
+    add_loop(list, (c->asks < 0 ? items : c->asks) * c->heads, 1, attend_items, c);
+}
+
+/* `run`: PyTorch's own parallel loop. */
+int attend(struct attention *c, int64_t shares, int64_t items, parallel_for run) {
+    struct loop two[2];
+    struct loops list = {two, 0};
+    add_attention(&list, c, shares, items);
+    return run_all(&list, run);
 }

@@ -120,8 +120,15 @@ static void panels(int64_t first, int64_t last, void *context) {
         }
 }
 
-int linear(struct linear *l, parallel_for run) {
+static void add_linear(struct loops *list, struct linear *l) {
     int64_t size = l->way == GATED ? PANEL / 2 : PANEL;
     l->steps = (l->inputs + EACH - 1) / EACH;
-    return in_parts((l->outputs + size - 1) / size, 1, panels, l, run);
+    add_loop(list, (l->outputs + size - 1) / size, 1, panels, l);
+}
+
+int linear(struct linear *l, parallel_for run) {
+    struct loop one;
+    struct loops list = {&one, 0};
+    add_linear(&list, l);
+    return run_all(&list, run);
 }

@@ -167,5 +167,8 @@ static void draw_rows(int64_t first, int64_t last, void *context) {
 }
 
 int draw(struct draw *d, int64_t rows, parallel_for run) {
-    return in_parts(rows, 1, draw_rows, d, run);
+    struct loop one;
+    struct loops list = {&one, 0};
+    add_loop(&list, rows, 1, draw_rows, d);
+    return run_all(&list, run);
 }

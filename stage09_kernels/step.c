@@ -1,7 +1,9 @@
-/* A forward pass as one call: a list of operations, each a loop over PyTorch's threads.
+/* A forward pass as one call: a list of operations, for PyTorch's threads.
 
-   The list is made once for a model (program.py). Between two operations all threads meet, because
-   the next one reads what all of them wrote. */
+   The list is made once for a model (program.py). An operation begins when the one before is done,
+   because it reads what all threads wrote. */
+
+#include <stdlib.h>
 
 #include "attention.c"
 #include "linear.c"
@@ -82,41 +84,47 @@ static void turn_rows(int64_t first, int64_t last, void *context) {
 }
 
 /* Run `count` operations over `tokens` tokens, of which `wanted` rows get logits. `pass` has what
-   all layers share of attention. Returns 0, or what the parallel loop returned. */
+   all layers share of attention. Returns 0, what the parallel loop returned, or -1: no memory. */
 int step(struct operation *operations, int64_t count, const struct attention *pass, int64_t shares,
          int64_t items, const real *cosines, const real *sines, const int64_t *chosen,
          int64_t tokens, int64_t wanted, parallel_for run) {
-    int failed = 0;
-    for (int64_t i = 0; i < count && !failed; i++) {
-        struct operation *o = operations + i;
+    struct loops list = {malloc(2 * count * sizeof(struct loop)), 0};
+    if (!list.all) return -1;
+    for (struct operation *o = operations; o < operations + count; o++) {
         int64_t rows = o->over ? wanted : tokens;
         switch (o->kind) {
-            case NORM:
-                o->of.norm.rows = rows;
-                failed = in_parts(rows * o->of.norm.heads, 1 + FEW / o->of.norm.width, norm_rows,
-                             &o->of.norm, run);
+            case NORM: {
+                struct norm *n = &o->of.norm;
+                n->rows = rows;
+                add_loop(&list, rows * n->heads, 1 + FEW / n->width, norm_rows, n);
                 break;
+            }
             case LINEAR:
                 o->of.linear.rows = rows;
                 o->of.linear.chosen = o->over == PICKED ? chosen : 0;
-                failed = linear(&o->of.linear, run);
+                add_linear(&list, &o->of.linear);
                 break;
-            case TURN:
-                o->of.turn.rows = rows;
-                o->of.turn.cosines = cosines;
-                o->of.turn.sines = sines;
-                failed = in_parts(rows * o->of.turn.heads, 1 + FEW / o->of.turn.width, turn_rows,
-                             &o->of.turn, run);
+            case TURN: {
+                struct turn *t = &o->of.turn;
+                t->rows = rows;
+                t->cosines = cosines;
+                t->sines = sines;
+                add_loop(&list, rows * t->heads, 1 + FEW / t->width, turn_rows, t);
                 break;
-            case ATTEND:
-                o->of.attention.shares = pass->shares;
-                o->of.attention.items = pass->items;
-                o->of.attention.tables = pass->tables;
-                o->of.attention.asked = pass->asked;
-                o->of.attention.asks = o->over ? pass->asks : -1;
-                failed = attend(&o->of.attention, shares, items, run);
+            }
+            case ATTEND: {
+                struct attention *a = &o->of.attention;
+                a->shares = pass->shares;
+                a->items = pass->items;
+                a->tables = pass->tables;
+                a->asked = pass->asked;
+                a->asks = o->over ? pass->asks : -1;
+                add_attention(&list, a, shares, items);
                 break;
+            }
         }
     }
+    int failed = run_all(&list, run);
+    free(list.all);
     return failed;
 }
