@@ -336,7 +336,7 @@ WHY = {
     "products": "the first rows of a piece wait for memory; sums are put away after each piece",
     "head": "as for the other products",
     "attention": "memory rests while a softmax runs, and where a block begins on another page",
-    "norms": "they stay in the processor's cache; threads must meet",
+    "norms": "so short that it counts how long the threads take to meet",
 }
 
 
