@@ -100,7 +100,7 @@ def naive(row: Row) -> float:
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts, for GPT-2 in float32."""
     one, few, some, *_, last = (row.of(OURS) for row in first("forward")(results))
-    why = "a product of one row reads at about half of the bandwidth"
+    why = "a product of one row does not reach the bandwidth"
     yield takes("a pass over one token", one, limit, why)
     why = "norms, GELU and softmax are not counted; no product reaches the peak"
     yield takes(f"a pass over {last['context']:,} tokens", last, limit, why)
