@@ -131,7 +131,7 @@ def claims(results: Results) -> Iterator[Claim]:
     most = max(results.groups("scaling", dtype="float32"), key=lambda row: row.requests)
     what, why = f"decoding {most.requests} rows", "the products reach half of the peak"
     yield Claim(what, limit(most), decode(most), "tok/s", why)
-    both = "one row reaches about half of the bandwidth, and a batch less than half of the peak"
+    both = "one row stays below the bandwidth, and a batch further below the peak"
     for row in results.groups("single", dtype="float32"):
         why = both if row.requests > 1 else "the control: the same work"
         what = f"gain of a batch of {row.requests}"

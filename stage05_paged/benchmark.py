@@ -347,8 +347,8 @@ def claims(results: Results) -> Iterator[Claim]:
     yield Claim(what, fit, crowd.of(OURS)["crowded"], "", why)
     yield faster(
         "seconds of the crowd, slots over blocks", crowd, pair, least,
-        "a step over four rows reads the weights, at half of its bound; one over many rows "
-        "computes, and products of so few rows reach less of the best rate",
+        "a step over four rows reads the weights, one over many rows computes; both reach similar "
+        "shares of their bounds",
     )  # fmt: skip
     (null,) = results.groups("capacity", case=NULL)
     what, why = "the same where every request fills a slot", "no more fit, and the gather is paid"
