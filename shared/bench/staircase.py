@@ -225,7 +225,9 @@ TABLES = tables(
 
 def steps_chart(results: Results) -> Figure:
     """Ours from top to bottom, and transformers below them."""
-    found = sorted(results.rows("steps"), key=lambda row: row.variant in TITLES)
+    ours = sorted(row.variant for row in results.rows("steps") if row.variant not in TITLES)
+    order = [*ours, *TITLES]
+    found = sorted(results.rows("steps"), key=lambda row: order.index(row.variant))
     best = min(row.median for row in found if row.variant in stages.engines())
     gain = found[0].of(FIRST).median / best
     rates = [row.rate for row in found]
