@@ -15,6 +15,7 @@
    The groups of a model whose heads share keys (GQA) are queries of one item, so keys are read once
    for all of them. */
 
+#include "loops.h"
 #include "numbers.h"
 
 #define CHUNK 256 /* keys of one softmax */

@@ -181,7 +181,8 @@ def call(kernel: Any, *arguments: Any) -> None:
     fails."""
     words = (ctypes.c_int64(a) if isinstance(a, int) else a for a in arguments)
     if failed := kernel(*words, parallel_for()):
-        raise RuntimeError(f"torch_parallel_for failed with {failed}")
+        reason = "no memory" if failed < 0 else f"torch_parallel_for returned {failed}"
+        raise RuntimeError(f"a kernel failed: {reason}")
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -8,6 +8,7 @@
    Beside weights in bfloat16, x is bfloat16 too, and two inputs are a step: their weights lie in
    pairs. */
 
+#include "loops.h"
 #include "numbers.h"
 
 #define EACH (WEIGHT == 2 ? 2 : 1) /* inputs of a step */

@@ -4,6 +4,7 @@
    nothing is sorted: the limit between what is left and what is dropped is searched by halves. The
    scores of a row that is drawn become weights, in place. */
 
+#include "loops.h"
 #include "numbers.h"
 
 #define BLOCK 256 /* weights that are added up in `real`; sums of more are in double */
