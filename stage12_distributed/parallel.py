@@ -58,12 +58,14 @@ class Peers:
 
     def connect(self, file: str, timeout: float, device: torch.device) -> None:
         """Meet the other ranks in `file`, which all can reach. Later a sum that waits `timeout`
-        seconds for another rank raises RuntimeError; one whose peer has died raises at once."""
+        seconds for another rank raises RuntimeError, and so does an order that rank 0 gives; one
+        whose peer has died raises at once."""
         store = dist.FileStore(file, self.size)
-        # Orders are a group of their own: a rank may wait for one for hours, but never for a sum.
-        self._orders = self._gloo(dist.PrefixStore("orders", store))
-        self._orders._set_default_timeout(IDLE)
         sums, seconds = dist.PrefixStore("sums", store), timedelta(seconds=timeout)
+        # Orders are a group of their own: a rank may wait for one for hours, but never for a sum.
+        # Nor may rank 0 wait for a rank to take one: it may hang between two passes.
+        self._orders = self._gloo(dist.PrefixStore("orders", store))
+        self._orders._set_default_timeout(IDLE if self.rank else seconds)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = seconds

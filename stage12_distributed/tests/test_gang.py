@@ -115,6 +115,19 @@ async def test_a_rank_that_dies_between_requests_costs_none(gang):
         assert await answer(running, prompt) == want.token_ids
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system has no SIGSTOP")
+async def test_a_rank_that_hangs_between_two_orders_is_noticed(gang):
+    """If it asked for the first one before, that one is sent. No pass is under way, with a sum that
+    would be waited for."""
+    runner: Any = make(gang.model, pool=pool()).runner
+    os.kill(gang.workers[0].pid, signal.SIGSTOP)
+    with pytest.raises(RuntimeError, match="(?i)timed out"):
+        for _ in range(2):
+            gang.hold(runner.cache)
+    async with started(Served(make(gang.model, pool=pool()))) as running:
+        assert len(await answer(running, prompts(gang.model.config)[3])) == 8
+
+
 async def test_prompts_are_scored_on_all_ranks(gang):
     """As by the whole model. A pass that fails ends the ranks: no pass begins with those that are
     left, or with new ones before all requests have lost their keys and values."""

@@ -220,8 +220,10 @@ def test_an_update_fails_no_request(router, client):
 
     with ThreadPoolExecutor(3) as pool:
         asking = [pool.submit(ask, number) for number in range(3)]
-        answer = update(router)
-        over.set()
+        try:
+            answer = update(router)
+        finally:
+            over.set()
         for each in asking:
             each.result()
     assert answer.json() == {"updated": 2}
