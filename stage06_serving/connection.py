@@ -169,7 +169,8 @@ class Connection(H11Protocol):
         self._unset_keepalive_if_required()
         if not self.transport.is_closing():
             self.flow.resume_reading()
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has just reset it
+                self.transport.write_eof()
             self.loop.call_later(LINGER, self.transport.abort)
 
     def _expect_headers(self) -> None:

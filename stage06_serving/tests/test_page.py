@@ -399,7 +399,7 @@ def test_the_page_reports_a_lost_server_and_finds_it_again(browser, house, recit
 
 def test_a_conversation_goes_on_until_a_new_one_begins(browser, house):
     """With the model that --chat serves. Each message is asked with all that was said before."""
-    page = Page(browser, house("--chat").url)
+    page = Page(browser, house("--chat", "--kv-memory", "2MiB").url)
     page.until(page["new-chat"].is_displayed)  # the form is for messages
     assert not page["samples"].is_displayed() and "Pim" in page["prompt"].get_attribute("value")
 

@@ -12,6 +12,9 @@ import logging
 import re
 import secrets
 import shutil
+import socket
+import struct
+import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -49,6 +52,7 @@ from .conftest import FILE_KEY
 
 LARGEST_ERROR = 2048  # bytes
 WORD = "a-word-of-the-client"
+LINGER = "hh" if sys.platform == "win32" else "ii"
 BODY = b'{"prompt": "a", "max_tokens": 1}'
 CHUNKED, CLOSE = "Transfer-Encoding: chunked", "Connection: close"
 CHUNK = b"20\r\n" + BODY + b"\r\n"
@@ -405,6 +409,25 @@ async def test_the_connection_that_waits_longest_makes_room(monkeypatch, caplog)
         assert status_of(answer) == 503 and b"too many connections" in answer
         assert "data_received" not in caplog.text  # its request: h11 would fail, and reset it
         assert not busy.at_eof() and not third.at_eof()
+
+
+async def test_a_client_that_resets_as_it_is_refused_is_no_error(monkeypatch, caplog):
+    """After the last byte of the answer and before the server ends its side of the connection."""
+    complete, reset = connection.Connection.on_response_complete, asyncio.Event()
+
+    def after_reset(self):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack(LINGER, 1, 0))
+        client.close()
+        complete(self)
+        reset.set()
+
+    monkeypatch.setattr(connection.Connection, "on_response_complete", after_reset)
+    async with beside() as (connect, _):
+        _, writer = await connect()
+        client = socket.create_connection(writer.get_extra_info("peername"))
+        client.sendall(written("/", "Content-Length: 9", method="POST"))  # not JSON: refused
+        await reset.wait()
+    assert not caplog.text
 
 
 # ---- the log and the counters -------------------------------------------------------------------
