@@ -1,4 +1,4 @@
-"""Stage 09: kernels of our own, in C, which read keys and values where they are.
+"""Stage 09: our own kernels, in C, which read keys and values in place.
 
 `attention.c` is attention over blocks; `library.py` compiles it at first use and loads it;
 `cache.py` is stage 05's cache in the layout that the kernel reads.

@@ -1,28 +1,27 @@
-/* Attention over keys and values in blocks, read where they are.
+/* Attention over keys and values in blocks, read in place.
 
-   A block has B tokens of one layer. For each head it holds the keys as D rows of B numbers and the
-   values as B rows of D numbers, so that both are read forwards, a vector at a time: with AVX-512
-   16 keys are 16 scores of one query, and 16 numbers of a value are a part of its output. In
-   bfloat16 two numbers are multiplied at a time (numbers.h): two rows of keys lie in each other,
-   number by number, and the values of two tokens are put so as they are read. Queries and the
-   weights of a softmax are rounded to bfloat16, too.
+   A block holds B tokens of one layer. For each head it stores the keys as D rows of B numbers and
+   the values as B rows of D numbers, so both are read forwards, a vector at a time: with AVX-512,
+   16 keys give 16 scores of one query, and 16 numbers of a value give a part of its output. In
+   bfloat16, numbers are multiplied in pairs (numbers.h): two rows of keys are interleaved in
+   memory, and the values of two tokens are interleaved as they are read. Queries and softmax
+   weights are rounded to bfloat16, too.
 
-   The sums of a query are made in an order that depends on its position alone: over the width of a
-   key, over keys in chunks of 256 counted from position 0, and over chunks in order. So its bits do
-   not depend on the number of threads, on its neighbours in the pass, or on how its prompt was cut
-   into chunks.
+   The order of a query's sums depends on its position alone: over the width of a key, over keys in
+   chunks of 256 counted from position 0, and over chunks in order. So its bits do not depend on the
+   number of threads, on its neighbours in the pass, or on how its prompt was cut into chunks.
 
-   The groups of a model whose heads share keys (GQA) are queries of one item, so keys are read once
-   for all of them. */
+   In a model whose query heads share KV heads (GQA), the queries of a group are one item, so keys
+   are read once for all of them. */
 
 #include "loops.h"
 #include "numbers.h"
 
-#define CHUNK 256 /* keys of one softmax */
-#define QUERIES 8 /* that share the keys and values which an item reads */
+#define CHUNK 256 /* keys in one round of the softmax */
+#define QUERIES 8 /* at most, that share one read of keys and values */
 #define WIDEST 512
 #define BESIDE 4 /* vectors of keys at a time, at most: an addition takes 4 cycles or more */
-#define PAIR (CACHE == 2 ? 2 : 1) /* rows of keys that lie in each other */
+#define PAIR (CACHE == 2 ? 2 : 1) /* rows of keys that are interleaved */
 #if BYTES == 64
 #define ROOM 16 /* sums to keep in registers */
 #else
@@ -30,19 +29,19 @@
 #endif
 
 struct attention {
-    const real *q, *k, *v;            /* rows of packed tokens: heads of width numbers */
-    input *out;                       /* as q */
+    const real *q, *k, *v;            /* a row per packed token: heads of width numbers */
+    input *out;                       /* laid out like q */
     cached *cache;                    /* blocks of this layer */
-    const int64_t *shares;            /* 4 a share: start in tables, first position, tokens, row */
-    const int64_t *items; /* 4 an item: share, its first token, tokens, row of their output */
-    const int64_t *asked; /* items as well, whose output is wanted, if `asks` is 0 or more */
+    const int64_t *shares;            /* 4 each: start in tables, first position, tokens, row */
+    const int64_t *items; /* 4 each: share, its first token, tokens, row of their output */
+    const int64_t *asked; /* the items whose output is wanted, if `asks` is 0 or more */
     const int32_t *tables;            /* blocks of all shares */
-    int64_t q_stride, k_stride, v_stride, out_stride; /* numbers from a token to the next */
-    int64_t block_stride;             /* numbers from a block to the next */
-    int64_t heads, group, width, block; /* of keys; queries a head of keys; numbers; tokens */
+    int64_t q_stride, k_stride, v_stride, out_stride; /* numbers from one token to the next */
+    int64_t block_stride;             /* numbers from one block to the next */
+    int64_t heads, group, width, block; /* KV heads; queries per KV head; numbers; tokens */
     int64_t window;                   /* tokens that a token sees, itself included; 0: all */
-    int64_t asks;                     /* -1: the output of all tokens is wanted */
-    int64_t single, count;            /* set by `attend`: each share is one item; items */
+    int64_t asks;                     /* items in `asked`; -1: the output of all is wanted */
+    int64_t single, count;            /* set by `add_attention`: is each share one item; items */
     double scale;
 };
 
@@ -60,7 +59,7 @@ static inline int64_t first_of(const struct attention *c, int64_t position) {
     return c->window && position >= c->window ? position - c->window + 1 : 0;
 }
 
-/* Write the keys and values of an item's tokens and one head. */
+/* Write the keys and values of an item's tokens for one head. */
 static void write_item(const struct attention *c, const int64_t *item, int64_t head) {
     const int64_t *share = c->shares + 4 * item[0];
     int64_t line = padded(c->block), row = padded(c->width), even = c->width + c->width % 2;
@@ -78,20 +77,20 @@ static void write_item(const struct attention *c, const int64_t *item, int64_t h
     }
 }
 
-/* Ask for the cache line at p, which will be read soon: a processor's own guesses end with each
-   block. Reading keys asks for the values of their block; reading values, for the next keys.
-   (No function: gcc drops calls of one that computes nothing.) One query of float32 reads
-   faster without. */
+/* Prefetch the cache line at p: the processor's own guesses end with each block. The loop over keys
+   prefetches the values of their block; the loop over values, the next keys. (A macro, because gcc
+   drops calls to a function that computes nothing.) A single query in float32 reads faster
+   without. */
 #define fetch(p) __builtin_prefetch(p)
 #define ASKS(count) (PAIR == 2 || (count) > 1)
 
 /* Keys `start` to `end` of a chunk that begins with key `first`. */
 struct part {
     int64_t first, start, end;
-    cached *blocks[CHUNK + 1], *ahead[CHUNK + 1]; /* of these keys; read after them */
+    cached *blocks[CHUNK + 1], *ahead[CHUNK + 1]; /* with these keys; to be read after them */
 };
 
-/* The blocks with keys `start` to `end` of a share and head; returns how many. */
+/* Put in `blocks` those with keys `start` to `end` of a share and head; returns how many. */
 static inline int64_t blocks_of(const struct attention *c, const int64_t *share, int64_t head,
                                 int64_t start, int64_t end, cached **blocks) {
     int64_t count = 0;
@@ -106,7 +105,7 @@ struct place {
     int64_t at;
 };
 
-/* What an item knows of its queries: tokens of one share, heads of one group. */
+/* The queries of an item: tokens of one share, heads of one group. */
 struct queries {
     const int64_t *share, *next; /* next: the share of the item that follows */
     int64_t head, next_head, next_position;
@@ -115,17 +114,17 @@ struct queries {
     int64_t positions[QUERIES];
 };
 
-/* Of one query; the vector of the first key may begin before the chunk does. */
+/* For one query. The vector with the first key may begin before the chunk does. */
 typedef real scores_of[CHUNK + 2 * ROUND];
 typedef cached weights_of[CHUNK + 2 * ROUND];
 
-static inline cached_factor factor_at(const cached *p) { /* of a query, or a weight */
+static inline cached_factor factor_at(const cached *p) { /* from a query, or a weight */
     cached_factor factor;
     memcpy(&factor, p, sizeof factor);
     return factor;
 }
 
-/* The scores of `count` queries and the keys of `beside` places. */
+/* The scores of `count` queries with the keys at `beside` places. */
 static inline __attribute__((always_inline)) void
 score(const struct attention *c, const struct place *places, const cached (*query)[WIDEST],
       scores_of *scores, const int count, const int beside) {
@@ -146,7 +145,7 @@ score(const struct attention *c, const struct place *places, const cached (*quer
             *(lanes *)(scores[i] + ROUND + places[p].at) = sums[i][p];
 }
 
-/* A vector of the values of a token; in bfloat16 of two, of which one may be `nothing`. */
+/* A vector of one token's values; in bfloat16 of two tokens, one of which may be `nothing`. */
 static const cached nothing[WIDEST];
 static inline cached_lanes values_of(const cached *one, const cached *other) {
 #if CACHE == 2
@@ -157,7 +156,7 @@ static inline cached_lanes values_of(const cached *one, const cached *other) {
 #endif
 }
 
-/* `wide` vectors of values from `d` on, each times its weight. */
+/* Sum `wide` vectors of values from number `d` on, each token's times its weight. */
 static inline __attribute__((always_inline)) void
 mix(const struct attention *c, const struct part *p, int64_t d, const weights_of *weights,
     real (*mixed)[WIDEST], const int count, const int wide) {
@@ -224,7 +223,7 @@ attend_queries(const struct attention *c, const struct queries *given, const int
             if (after > last) after = last;
             soon += blocks_of(c, given->next, given->next_head, from, after, p.ahead + soon);
         }
-        for (; soon < used; soon++) p.ahead[soon] = p.blocks[soon]; /* nothing more to ask for */
+        for (; soon < used; soon++) p.ahead[soon] = p.blocks[soon]; /* nothing more to prefetch */
         struct place places[CHUNK + 1];
         int vectors = 0;
         for (int64_t b = 0; b < used; b++)
@@ -237,7 +236,7 @@ attend_queries(const struct attention *c, const struct queries *given, const int
         for (; v + beside <= vectors; v += beside)
             score(c, places + v, query, scores, count, beside);
         for (; v < vectors; v++) score(c, places + v, query, scores, count, 1);
-        /* Softmax of this chunk. What a query does not see weighs nothing. */
+        /* Softmax of this chunk. Keys that a query does not see get weight 0. */
         real factor[QUERIES];
         for (int i = 0; i < count; i++) {
             real *own = scores[i] + ROUND;
@@ -266,7 +265,7 @@ attend_queries(const struct attention *c, const struct queries *given, const int
             for (int t = 0; t < LANES; t++) part += total[t];
             sum[i] = sum[i] * factor[i] + part;
         }
-        /* Values. Those before `start` or behind `end` may be anything, NaN included: not read. */
+        /* Values. Those before `start` or past `end` may be anything, even NaN: not read. */
         for (int64_t d = 0, wide; d < row; d += wide * LANES) {
             wide = (row - d) / LANES < ROOM / count ? (row - d) / LANES : ROOM / count;
             if (wide >= 8) mix(c, &p, d, weights, mixed, count, wide = 8);
@@ -285,9 +284,9 @@ attend_queries(const struct attention *c, const struct queries *given, const int
             feed(given->out[i] + d, *(lanes *)(result[i] + d) / sum[i], c->width - d);
 }
 
-/* The item and head of a number. Of one item, the heads follow each other as in memory. But those
-   of a prompt's items that have one head do: they read the same keys, which are in the cache then,
-   and the parts of threads are equal, though the first tokens see few keys. */
+/* The item and head with a number. If each share is one item (`single`), the heads of an item
+   follow each other, as in memory. Otherwise the items of a head do: they read the same keys, which
+   are then in the cache, and threads get equal work, although a prompt's first tokens see few. */
 static inline const int64_t *item_of(const struct attention *c, int64_t number, int64_t *head) {
     int64_t count = c->asks < 0 ? c->count : c->asks;
     *head = c->single ? number % c->heads : number / count;
@@ -301,7 +300,7 @@ static void write_items(int64_t first, int64_t last, void *context) {
         write_item(c, c->items + 4 * (number % c->count), number / c->count);
 }
 
-/* Items `first` to `last`, each of some tokens of a share and one head of keys. */
+/* Attend for items `first` to `last`: each is some tokens of a share, with one KV head. */
 static void attend_items(int64_t first, int64_t last, void *context) {
     const struct attention *c = context;
     int64_t end = (c->asks < 0 ? c->count : c->asks) * c->heads;
@@ -314,7 +313,7 @@ static void attend_items(int64_t first, int64_t last, void *context) {
         const int64_t *next = item_of(c, following, &some.next_head);
         some.next = c->shares + 4 * next[0];
         some.next_position = some.next[1] + next[1];
-        for (int64_t i = 0; i < next[2]; i++) { /* its queries, too, are anywhere */
+        for (int64_t i = 0; i < next[2]; i++) { /* its queries are scattered, too */
             const real *q = c->q + (some.next[3] + next[1] + i) * c->q_stride;
             q += some.next_head * c->group * c->width;
             for (int64_t d = 0; d < c->group * c->width; d += ROUND) __builtin_prefetch(q + d);
@@ -346,7 +345,7 @@ static void attend_items(int64_t first, int64_t last, void *context) {
 /* Write the new keys and values of all tokens, then attend. */
 static void add_attention(struct loops *list, struct attention *c, int64_t shares, int64_t items) {
     c->count = items;
-    c->single = items == shares && c->asks < 0; /* each reads what it alone writes */
+    c->single = items == shares && c->asks < 0; /* none reads what another writes */
     if (!c->single) add_loop(list, items * c->heads, 16, write_items, c);
     add_loop(list, (c->asks < 0 ? items : c->asks) * c->heads, 1, attend_items, c);
 }

@@ -1,8 +1,8 @@
-"""What the kernels buy, one after the other: `python -m stage09_kernels.benchmark`.
+"""Measures what each kernel buys: `python -m stage09_kernels.benchmark`.
 
-Products of one layer, attention over blocks, a decode step, a prompt, and whole answers; each
-beside stage 05 with the fastest layers that PyTorch has. Every step is proved by stage 05's logits,
-and every answer by stage 01.
+Products of one layer, attention over blocks, a decode step, a prompt, and whole answers, each
+beside stage 05 with PyTorch's fastest layers. Every step is checked against stage 05's logits, and
+every answer against stage 01.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def filled(subject: Subject, plan: Any) -> tuple[PagedCache, KernelCache]:
     paged = PagedCache(config, blocks, BLOCK, dtype=dtype)
     kernel = KernelCache(config, blocks, BLOCK, dtype=dtype)
     paged.kv.normal_(generator=torch.Generator().manual_seed(0))
-    pairs = 2 if dtype == torch.bfloat16 else 1  # rows of keys that lie in each other
+    pairs = 2 if dtype == torch.bfloat16 else 1  # rows of keys that are interleaved
     for layer in range(config.n_layer):  # the same in the kernels' layout, a layer at a time
         keys, values = paged.kv[layer]  # each (H, blocks, block, D)
         turned = keys.transpose(2, 3).unflatten(2, (-1, pairs)).transpose(3, 4)
@@ -122,7 +122,7 @@ def decode(paged: PagedCache, count: int, context: int, anywhere: bool = True) -
 
 
 def judge_of(subject: Subject, paged: PagedCache) -> Runner:
-    """Rounds less than all that it judges: the same weights and cache in float32."""
+    """A judge that rounds less than all it judges: the same weights and cache in float32."""
     model = families.load_model(subject.shape, dtype=subject.dtype).float()
     exact = PagedCache(subject.config, paged.blocks, BLOCK)
     exact.kv.copy_(paged.kv)
@@ -148,7 +148,7 @@ def steps(subject: Subject, plan: Any) -> Iterator[Group]:
             name: kit.prove(logits, way().argmax(-1), subject.dtype) for name, way in ways.items()
         }
         shares = decode(paged, count, context, anywhere=False)
-        written = [table[-1] for table, _, _ in shares]  # which others read in the next group
+        written = [table[-1] for table, _, _ in shares]  # which other sequences read next
         kept = kernel.kv[:, written]
         if count == max(plan.rows):
             ways[IN_ORDER] = partial(runners[KERNELS].run, given[0], shares, given[2])
@@ -160,7 +160,7 @@ def steps(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def parts(runner: KernelRunner, shares: list[Any], rows: list[int]) -> dict[str, Any]:
-    """The operations of each kind in a step, and what Python makes ready for them."""
+    """The operations of each kind in a step, and what Python prepares for them."""
     operations = list(runner.program.array)
     kinds = {
         "norms": [one for one in operations if one.kind == NORM],
@@ -236,7 +236,7 @@ def answers(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def drawn(subject: Subject, plan: Any) -> Iterator[Group]:
-    """The next tokens of a step of many rows, from scores spread as those of a trained model."""
+    """The next tokens of a step of many rows, from scores spread like those of a trained model."""
     count = max(plan.rows)
     scores = 3 * torch.randn(count, subject.config.vocab_size)
     for name, options in DRAWN.items():
@@ -255,14 +255,14 @@ def drawn(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def bound(row: Row) -> float:
-    """Seconds that a pass takes at least, by bytes and operations and the machine's limits."""
+    """The least seconds that a pass can take, by bytes, operations and the machine's limits."""
     new = 1 if row["context"] else row["count"]
     count = row["count"] if row["context"] else 1
     return row.least([forward_cost(row.config, row.kind, new, row["context"], rows=count)])
 
 
 def gathering(row: Row) -> float:
-    """The same, with what stage 05 copies and the start of its operators, where it runs a step."""
+    """The same, plus what stage 05 copies and the start of its operators, for its own steps."""
     if row.variant != PAGED:
         return bound(row)
     copied = 2 * row["count"] * row["context"] * row.config.kv_bytes_per_token(row.kind)
@@ -341,7 +341,7 @@ WHY = {
 
 
 def widest(results: Results) -> Row:
-    """The step of the most rows in float32, of 256 tokens each if there is one."""
+    """The float32 step with the most rows, of 256 tokens each if there is one."""
     return max(first("steps")(results), key=lambda row: (row["count"], row["context"] == 256))
 
 

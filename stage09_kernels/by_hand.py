@@ -1,6 +1,6 @@
-"""Attention of one query and one head over blocks, in C as one would first write it.
+"""Attention of one query and one head over blocks, written in C the obvious way.
 
-attention.c is this with 16 numbers at a time, several queries, a running maximum, and threads.
+attention.c does the same with 16 numbers at a time, several queries, a running maximum and threads.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def one_head() -> str:
 
     cache: blocks of one head; each has `block` keys of `width` numbers, then as many values.
     table: the blocks of a sequence of `tokens` tokens. out: `width` numbers.
-    What is behind the last token may be anything, NaN included. <math.h>, <stdint.h> and
-    <stdlib.h> are included.
+    Slots after the last token may hold anything, even NaN. <math.h>, <stdint.h> and <stdlib.h>
+    are included.
     """
     return r"""
     void attend(const float *q, const float *cache, const int32_t *table, int64_t tokens,
@@ -53,8 +53,8 @@ def one_head() -> str:
 
 
 def attend(q: Tensor, cache: Tensor, table: Sequence[int], tokens: int) -> Tensor:
-    """q (D,) over the first `tokens` tokens of `table`, in a cache (blocks, 2, block, D) of
-    float32. Compiles `one_head`. Raises NoKernels if that fails."""
+    """Attention of q (D,) over the first `tokens` tokens of `table`, in a float32 cache (blocks, 2,
+    block, D). Compiles `one_head`; raises NoKernels if that fails."""
     out, blocks = torch.empty_like(q), torch.tensor(table, dtype=torch.int32)
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "by_hand.c"

@@ -1,7 +1,7 @@
-"""Stage 05's cache in the layout that the kernel reads: a block of one head lies together.
+"""Stage 05's cache in the layout that the kernel reads: each head of a block is contiguous.
 
-The addresses are stage 05's. What is new is that nothing is gathered: `attend` hands the tables to
-a kernel, which writes the new keys and values and then reads each block where it is.
+The addresses are stage 05's, but nothing is gathered: `attend` hands the tables to a kernel, which
+writes the new keys and values and then reads each block in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stage05_paged.cache import Share, check_places, do_moves
 from . import library
 from .library import NoKernels
 
-# With attention.c and linear.c in it. Students' copies of this file have no C beside them.
+# Includes attention.c and linear.c. Students' copies of this file have no C files beside them.
 SOURCE = ROOT / "stage09_kernels" / "step.c"
 ROUND, QUERIES = 16, 8  # as in numbers.h and attention.c
 WIDEST = 512
@@ -29,7 +29,7 @@ SIZES = {torch.float32: 4, torch.bfloat16: 2, torch.float64: 8}
 
 
 def padded(count: int) -> int:
-    """`count`, rounded up to what rows are padded to."""
+    """`count`, rounded up to a multiple of ROUND, as rows are padded."""
     return -(-count // ROUND) * ROUND
 
 
@@ -47,13 +47,13 @@ class Attention(ctypes.Structure):
 
 
 class KernelCache:
-    """Keys and values in `blocks` blocks: `kv` is (layers, blocks, H, numbers), with the H heads of
-    keys and values. The numbers of a block and head are its keys, (D even, B padded), in bfloat16
-    (D even / 2, B padded, 2), then its values, (B, D padded). `swapped` is the same for
+    """Keys and values in `blocks` blocks: `kv` is (layers, blocks, H, numbers), with H KV heads.
+    The numbers of a block and head are its keys, (D even, B padded), in bfloat16 (D even / 2,
+    B padded, 2), and then its values, (B, D padded). `swapped` has the same layout for
     `swap_blocks` blocks.
 
     level: of instructions, one of `library.levels()`; the best if empty. Raises NoKernels for a
-    dtype, a head size or a device that the kernel has not, or without a compiler.
+    dtype, head size or device that the kernels do not support, or without a compiler.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class KernelCache:
         self.library(dtype)  # compiled now, not during the first request
 
     def library(self, weights: torch.dtype) -> ctypes.CDLL:
-        """The kernels for this cache and weights of a dtype."""
+        """The kernels for this cache and for weights of this dtype."""
         sizes = {"REAL": self.real, "WEIGHT": weights, "CACHE": self.kv.dtype}
         defines = tuple(f"{name}={SIZES[dtype]}" for name, dtype in sizes.items())
         return library.load(SOURCE, defines, self.level)
 
     def attention(self, layer: int) -> Attention:
-        """What attention in `layer` needs of the cache."""
+        """The fields of `Attention` that depend on `layer` and the cache."""
         kv = self.kv[layer]  # (blocks, H, numbers)
         window = self.windows[layer] if self.windows else ALL
         return Attention(
@@ -108,16 +108,16 @@ class KernelCache:
         return self.kv.nbytes
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Do `moves`, one after the other. No block needs a wipe: `attend` reads what was written
-        for a sequence, and nothing else."""
+        """Do `moves` in order. No block needs a wipe, because `attend` reads only what was written
+        for a sequence."""
         do_moves(self.kv, self.swapped, 1, [move for move in moves if move.kind != "wipe"])
 
     def read(self, blocks: Sequence[int]) -> Tensor:
-        """A copy of the content of `blocks`, (blocks, numbers of each): for checks."""
+        """A copy of the contents of `blocks`, (blocks, numbers in each), for checks."""
         return self.kv.index_select(1, torch.tensor(blocks)).movedim(1, 0).flatten(1)
 
     def fill(self, blocks: Sequence[int], value: float) -> None:
-        """Overwrite `blocks` with one value: for checks."""
+        """Overwrite `blocks` with one value, for checks."""
         self.kv.index_fill_(1, torch.tensor(blocks), value)
 
     def extend(self, shares: Sequence[Share]) -> KernelAttention:
@@ -130,7 +130,7 @@ class KernelCache:
 
 
 def check(config: Config, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-    """Raise NoKernels for what the kernel has not."""
+    """Raise NoKernels for a device, dtype or head size that the kernels do not support."""
     if torch.device(device).type != "cpu":
         raise NoKernels(f"The kernels run on the CPU, not on {device}.")
     if dtype not in SIZES:
@@ -145,8 +145,8 @@ def check(config: Config, dtype: torch.dtype, device: torch.device | str = "cpu"
 
 
 class Tables:
-    """The tables of a pass as one array, which lives from pass to pass: most rows of a decode step
-    are those of the step before."""
+    """The block tables of a pass as one array. It is kept from pass to pass, because most rows of a
+    decode step equal those of the step before."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
@@ -154,7 +154,7 @@ class Tables:
         self.array = np.empty((0, 0), np.int32)
 
     def of(self, tables: Sequence[Sequence[int]]) -> np.ndarray:
-        """The array (rows, blocks), whose first rows begin with `tables`.
+        """An array (rows, blocks) whose first rows begin with `tables`.
 
         Raises ValueError for a block outside the cache.
         """
@@ -176,8 +176,8 @@ class Tables:
 class KernelAttention:
     """Attention of one pass over N packed tokens, in the caller's order.
 
-    What is the same in every layer (tables, and the items that threads take) is worked out once.
-    Valid until the cache's next `extend`, whose tables take the place of these.
+    What all layers share (tables, and the items that threads take) is computed once. Valid until
+    the cache's next `extend`, which overwrites the tables.
     """
 
     def __init__(self, cache: KernelCache, shares: Sequence[Share]) -> None:
@@ -193,7 +193,7 @@ class KernelAttention:
         positions = (first - row).repeat(tokens) + self.order.numpy()
         self.positions = torch.from_numpy(positions)  # (N,)
         self.most = max(1, QUERIES // cache.group)
-        if max(counts) <= self.most:  # each is an item: a decode step, mostly
+        if max(counts) <= self.most:  # each share is one item: mostly a decode step
             self.items = np.zeros((count, 4), np.int64)
             self.items[:, 0], self.items[:, 2], self.items[:, 3] = np.arange(count), tokens, row
         else:
@@ -202,19 +202,19 @@ class KernelAttention:
         self.call = Attention(**pointers, asks=-1)
 
     def _cut(self, counts: np.ndarray, begin: np.ndarray) -> np.ndarray:
-        """Items of runs of `counts` tokens whose output begins in the rows `begin`."""
+        """Items for runs of `counts` tokens, whose outputs begin at the rows `begin`."""
         items = cut(torch.from_numpy(counts), self.most).numpy()
         return np.column_stack((items, begin[items[:, 0]] + items[:, 1]))
 
     def ask(self, rows: np.ndarray) -> None:
-        """Of the last layer, want the output of `rows` (R,) of the pass alone, in this order."""
+        """In the last layer, compute only the output of `rows` (R,) of the pass, in this order."""
         count = len(self.order)
         if len(rows) == count and (rows == np.arange(count)).all():
             self.call.asks = -1
             return
         share = self.shares[:, 3].searchsorted(rows, "right") - 1
         apart = (np.diff(rows, prepend=-2) != 1) | (np.diff(share, prepend=-1) != 0)
-        begin = apart.nonzero()[0]  # of each run of tokens that follow each other in a share
+        begin = apart.nonzero()[0]  # of each run of adjacent tokens in a share
         self.asked = self._cut(np.diff(begin, append=len(rows)), begin)
         first = self.asked[:, 3]
         self.asked[:, 0], self.asked[:, 1] = share[first], (rows - self.shares[share, 3])[first]
@@ -239,14 +239,14 @@ class KernelAttention:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x with the numbers of a token together."""
+    """x with the numbers of each token contiguous."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def cut(counts: Tensor, most: int) -> Tensor:
-    """Cut shares of `counts` (S,) tokens into items of at most `most` tokens, which threads take.
+    """Cut shares of `counts` (S,) tokens into items of at most `most` tokens, for threads to take.
 
-    Returns (I, 3): the share, its first token in the item, and the item's tokens, in order.
+    Returns (I, 3), in order: an item's share, its first token in the share, how many tokens it has.
     """
     pieces = -(-counts // most)  # of each share
     owner = torch.arange(len(counts)).repeat_interleave(pieces)  # (I,)

@@ -1,14 +1,13 @@
 """C files, compiled once by the machine's compiler and loaded with ctypes.
 
-A library is kept in the cache folder under a name that has everything in it on which its bytes
-depend: source, flags, compiler, and the instructions of this processor. So a library made for
-another processor is never loaded. It is written under a temporary name and renamed: two processes
-that compile at once do the work twice and nothing else, and a compiler that is killed leaves
-nothing behind.
+The name of a library in the cache folder contains a hash of everything that its bytes depend on:
+source, flags, compiler, and the instructions of this processor. So a library made for another
+processor is never loaded. It is written under a temporary name and then renamed: two processes that
+compile at once merely do the work twice, and a compiler that is killed leaves nothing behind.
 
-Nothing of PyTorch's is compiled in. Its thread pool is used through one exported C function,
-`torch_parallel_for`, whose address a kernel takes as an argument: one pool, and
-`torch.set_num_threads` counts for kernels too.
+Nothing of PyTorch is compiled in. Kernels use its thread pool through one exported C function,
+`torch_parallel_for`, whose address they take as an argument. So there is one pool, and
+`torch.set_num_threads` applies to kernels too.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from shared.measure import cache_folder
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi")
 WIDE = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512"
 WIDE_NEEDS = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx2", "fma3")
-LEVELS = {  # instructions, by the flags that turn them on and what the processor must have
+LEVELS = {  # by level: flags that turn its instructions on, and what the processor must have
     "avx512_bf16": (f"{WIDE} -mavx512bf16", (*WIDE_NEEDS, "avx512_bf16")),
     "avx512": (WIDE, WIDE_NEEDS),
     "avx2": ("-mavx2 -mfma", ("avx2", "fma3")),
@@ -46,7 +45,7 @@ LEVELS = {  # instructions, by the flags that turn them on and what the processo
 }
 SECONDS = 120  # to compile one file
 
-if sys.platform != "win32":  # a forked child has no threads, and would wait for them
+if sys.platform != "win32":  # a forked child lacks the pool's threads, and would wait
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
@@ -55,12 +54,12 @@ class NoKernels(UserError):
 
 
 def capabilities() -> dict[str, Any]:
-    """What PyTorch knows about this processor; nothing in versions before it could tell."""
+    """What PyTorch reports about this processor; empty in versions that cannot tell."""
     return getattr(torch.cpu, "get_capabilities", dict)()
 
 
 def levels() -> list[str]:
-    """The levels of instructions that this processor has, the best first."""
+    """The levels of instructions that this processor supports, the best first."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ["plain"]  # on ARM that includes NEON
     can = capabilities()
@@ -68,7 +67,7 @@ def levels() -> list[str]:
 
 
 def compilers() -> list[list[str]]:
-    """The commands of the compilers to try: $CC alone if it is set."""
+    """The compiler commands to try: only $CC if it is set."""
     if os.environ.get("CC"):
         return [shlex.split(os.environ["CC"], posix=os.name == "posix")]
     found = [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
@@ -81,7 +80,7 @@ def compilers() -> list[list[str]]:
 def load(source: Path, defines: tuple[str, ...] = (), level: str = "") -> ctypes.CDLL:
     """The library of a C file. level: one of `levels()`, the best if empty.
 
-    Raises NoKernels if no compiler makes it.
+    Raises NoKernels if no compiler can build it, or this processor lacks the level.
     """
     level = level or levels()[0]
     if level not in levels():
@@ -101,7 +100,7 @@ def load(source: Path, defines: tuple[str, ...] = (), level: str = "") -> ctypes
 
 
 def _reason(error: Exception) -> str:
-    """Why a compiler failed, in one line: its own first error if it has one."""
+    """Why a compiler failed, in one line: the first error that it printed, if any."""
     lines = (getattr(error, "stderr", None) or "").strip().splitlines()
     if lines:
         return next((line for line in lines if "error" in line.lower()), lines[0])
@@ -113,7 +112,7 @@ def _reason(error: Exception) -> str:
 
 
 def _loaded(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> ctypes.CDLL:
-    """The library, compiled anew if the file that is kept is damaged. Raises OSError or
+    """The library, compiled anew if the cached file is damaged. Raises OSError or
     SubprocessError."""
     path = _built(source, flags, compiler)
     try:
@@ -126,7 +125,7 @@ def _loaded(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> ctyp
 def _built(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> Path:
     """The compiled file. Raises OSError or SubprocessError."""
     can = sorted(name for name, has in capabilities().items() if has is True)
-    included = sorted(source.parent.glob("*.[ch]"))  # a file may include all of its folder
+    included = sorted(source.parent.glob("*.[ch]"))  # a file may include any other in its folder
     texts = [file.read_text(encoding="utf-8") for file in included]
     parts = [source.name, *texts, *flags, *compiler, _version(tuple(compiler)), *can]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
@@ -147,7 +146,7 @@ def _built(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> Path:
 
 
 def _writable(folder: Path) -> Path:
-    """`folder`, or one of this process alone where that cannot be written to."""
+    """`folder`, or a temporary one for this process if `folder` is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -165,8 +164,8 @@ def _version(compiler: tuple[str, ...]) -> str:
 
 
 def large_pages(tensor: Tensor) -> Tensor:
-    """A copy of `tensor`, contiguous, in pages of 2 MiB where Linux has them: a processor looks up
-    the place of each page that it reads, and most pages have 4 KiB."""
+    """A contiguous copy of `tensor`, in pages of 2 MiB where Linux has them: a processor looks up
+    the address of each page that it reads, and most pages have only 4 KiB."""
     copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     start = -(-copy.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = copy.data_ptr() + copy.nbytes - start
@@ -177,7 +176,7 @@ def large_pages(tensor: Tensor) -> Tensor:
 
 
 def call(kernel: Any, *arguments: Any) -> None:
-    """Run a kernel on PyTorch's threads; integers are passed in 64 bits. Raises RuntimeError if it
+    """Run a kernel on PyTorch's threads; integers are passed as 64 bits. Raises RuntimeError if it
     fails."""
     words = (ctypes.c_int64(a) if isinstance(a, int) else a for a in arguments)
     if failed := kernel(*words, parallel_for()):

@@ -1,43 +1,43 @@
 /* Linear layers over weights that were laid out once, when the model was loaded.
 
-   The outputs are cut into panels of 64. A panel has its weights input by input, 64 numbers each,
-   so that a product reads memory forwards, a piece of a panel at a time: all rows take it from the
-   first cache, up to 6 of them by one reading, and meanwhile the next piece comes from memory. The
-   sums of a row are made input by input, in order: its bits do not depend on the rows beside it.
+   The outputs are cut into panels of 64. A panel stores its weights input by input, 64 numbers
+   each, so a product reads memory forwards, one piece of a panel at a time. All rows take the piece
+   from the L1 cache, up to 6 rows per read, while the next piece comes from memory. A row's sums
+   add its inputs in order, so its bits do not depend on the rows beside it.
 
-   Beside weights in bfloat16, x is bfloat16 too, and two inputs are a step: their weights lie in
+   With weights in bfloat16, x is bfloat16 too, and a step takes two inputs, whose weights lie in
    pairs. */
 
 #include "loops.h"
 #include "numbers.h"
 
-#define EACH (WEIGHT == 2 ? 2 : 1) /* inputs of a step */
+#define EACH (WEIGHT == 2 ? 2 : 1) /* inputs per step */
 #define PANEL 64
-#define STEP (EACH * PANEL) /* weights of a step */
+#define STEP (EACH * PANEL) /* weights per step */
 #define LINE (64 / WEIGHT)  /* numbers in a cache line */
-#define PIECE 128 /* steps at a time: 32 KiB of weights, which stay in the first cache */
-#define MOST 96   /* rows at a time: their x stays in the second */
+#define PIECE 128 /* steps at a time: 32 KiB of weights, which stay in the L1 cache */
+#define MOST 96   /* rows at a time: their x stays in L2 */
 #define ROWS 6    /* rows at a time in registers */
-#define AHEAD 16384 /* bytes, for fewer rows: they compute less than they read */
+#define AHEAD 16384 /* bytes to prefetch ahead with fewer rows, which read more than they compute */
 #define VECTORS (PANEL / LANES)
 #if BYTES == 32 || defined(__SSE2__) && BYTES == 16
-#define WIDE 2 /* vectors of outputs at a time: the sums of ROWS rows fill 16 registers */
+#define WIDE 2 /* vectors of outputs at a time: the sums of ROWS rows fit in 16 registers */
 #else
-#define WIDE 4 /* or 32 registers */
+#define WIDE 4 /* or in 32 registers */
 #endif
 
 enum { PLAIN, GELU, GATED }; /* GATED: a panel has 32 gates and the 32 numbers they open */
 
 struct linear {
-    const input *x; /* bfloat16: (rows, inputs even), the last number 0 if inputs are odd */
+    const input *x; /* (rows, inputs); in bfloat16, an odd row ends with one more 0 */
     void *out;
     const weight *weights; /* (panels, inputs, 64); bfloat16: (panels, inputs / 2, 64, 2) */
     const real *bias;      /* (panels * 64), or none */
-    const real *residual;  /* numbers to add, or none; in rows as `out`, which it may be */
-    const int64_t *chosen; /* rows of `residual`, or none: all */
+    const real *residual;  /* rows to add, or none; may be `out` itself */
+    const int64_t *chosen; /* which rows of `residual` to add, or none: all */
     int64_t x_stride, out_stride, residual_stride, inputs, outputs, rows, way;
-    int64_t feeds; /* `out` is the input of a product, and not real */
-    int64_t steps; /* set by `linear` */
+    int64_t feeds; /* whether `out` is stored as a product's input instead of real */
+    int64_t steps; /* set by `add_linear` */
 };
 
 static inline lanes gelu(lanes x) { /* 0.5 x (1 + tanh(u)) = x / (1 + exp(-2 u)) */
@@ -46,9 +46,9 @@ static inline lanes gelu(lanes x) { /* 0.5 x (1 + tanh(u)) = x / (1 + exp(-2 u))
 
 typedef real sums_of[PANEL]; /* of one row */
 
-/* Add to the sums of `rows` rows what the steps `begin` to `end` of a panel give. In memory the
-   next steps follow these: each step asks for a line of them, where `ahead` is, or for as many as it
-   reads. */
+/* Add steps `begin` to `end` of a panel to the sums of `rows` rows. The next steps follow in
+   memory: each step prefetches one line of them, `ahead` numbers on, or with fewer rows than ROWS
+   as many lines as it reads. */
 static inline __attribute__((always_inline)) void
 add_rows(const struct linear *l, const weight *panel, int64_t row, int64_t begin, int64_t end,
          int64_t ahead, sums_of *sums, const int rows) {
@@ -76,7 +76,7 @@ add_rows(const struct linear *l, const weight *panel, int64_t row, int64_t begin
     }
 }
 
-/* What a row of a panel becomes once its sums are complete. */
+/* Store a row of a panel whose sums are complete, with GELU, gate or residual applied. */
 static void finish(const struct linear *l, int64_t panel, int64_t row, real *sums) {
     int64_t size = l->way == GATED ? PANEL / 2 : PANEL, first = panel * size;
     lanes *y = (lanes *)sums;

@@ -1,4 +1,4 @@
-/* Operations one after the other, each shared out among PyTorch's threads. */
+/* Operations that run one after the other, each divided among PyTorch's threads. */
 
 #pragma once
 
@@ -9,7 +9,7 @@
 typedef void (*body)(int64_t, int64_t, void *);
 typedef int (*parallel_for)(int64_t, int64_t, int64_t, body, void *); /* PyTorch's own loop */
 
-/* Wait for another thread: it is most likely done in a moment, or else needs a processor. */
+/* Wait for another thread. Most likely it is done in a moment; if not, it needs a processor. */
 static inline void rest(int turns) {
 #if defined(__x86_64__)
     if (turns < 2000) {
@@ -22,16 +22,16 @@ static inline void rest(int turns) {
 
 #define PARTS 128
 
-/* An operation on items, for PyTorch's threads. */
+/* An operation on items, which PyTorch's threads run. */
 struct loop {
     body run;
     void *context;
-    int64_t count, size;  /* items, in all and of a part */
-    _Atomic int64_t done; /* items */
+    int64_t count, size;  /* items: in all, and in a part */
+    _Atomic int64_t done; /* items finished */
     _Atomic char taken[PARTS];
 };
 
-struct loops { /* one after the other */
+struct loops { /* to run one after the other */
     struct loop *all;
     int64_t count;
 };
@@ -43,12 +43,12 @@ static void add_loop(struct loops *l, int64_t count, int64_t least, body run, vo
     l->all[l->count++] = (struct loop){run, context, count, size, 0, {0}};
 }
 
-/* One thread's work. Each has an equal number of a loop's parts; when it is done with them, it
-   takes what is left of the others'. A loop begins when all parts of the one before are done: no
-   thread waits for one that another program holds up, unless it is in the middle of a part. */
+/* One thread's work. Each thread gets an equal number of a loop's parts; when done, it takes parts
+   that others have not started. A loop begins when all parts of the one before are done. So no
+   thread waits for one that another program holds up, unless that is in the middle of a part. */
 static void run_loops(int64_t first, int64_t last, void *context) {
     const struct loops *list = context;
-    (void)last; /* `first` of PARTS: where this thread's parts begin */
+    (void)last; /* `first`, out of PARTS, is where this thread's parts begin */
     for (struct loop *l = list->all; l < list->all + list->count; l++) {
         int64_t parts = (l->count + l->size - 1) / l->size, own = 0;
         if (atomic_load(&l->done) == l->count) continue;

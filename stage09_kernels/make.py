@@ -19,7 +19,7 @@ from .trial import why_not as why_not
 
 log = logging.getLogger(__name__)
 LINEAR = "plain"  # for --linear: this stage lays the weights out itself
-ALONE = {"release": True}  # for `make`, in a program that computes with this engine alone
+ALONE = {"release": True}  # for `make`, in a program that runs only this engine
 
 
 def make(
@@ -30,11 +30,11 @@ def make(
     release: bool = False,
     **options: Any,
 ) -> Engine:
-    """Stage 05's engine with the kernels; without them, and with a warning, where there are none
-    for this machine or model.
+    """Stage 05's engine with the kernels; or without them, after a warning, if they do not support
+    this machine or model.
 
-    insist: raise NoKernels instead. release: the model is for this engine alone, which then keeps
-        its weights once.
+    insist: raise NoKernels instead. release: only this engine uses the model, so its weights are
+        kept once.
     """
     try:
         runner = partial(KernelRunner, release=release)

@@ -1,10 +1,10 @@
-/* Numbers of the kernels: one type to compute with, and what weights and caches are stored as.
+/* Number types of the kernels: one to compute with, and those of stored weights and caches.
 
-   REAL, WEIGHT and CACHE are bytes: REAL 4 or 8, WEIGHT and CACHE as REAL or, if that is 4, 2 for
-   bfloat16. A vector is one register of the processor: 64 bytes with AVX-512, 32 with AVX2, else
-   16. In memory rows are padded to 16 numbers, so that the layout is the same for all. Sums are
-   made in the order that the source says: no -ffast-math, and the same bits for any number of
-   threads. */
+   REAL, WEIGHT and CACHE are sizes in bytes. REAL is 4 or 8; WEIGHT and CACHE equal REAL, or are 2
+   for bfloat16 if REAL is 4. A vector is one processor register: 64 bytes with AVX-512, 32 with
+   AVX2, otherwise 16. In memory, rows are padded to 16 numbers, so the layout is the same for all
+   of them. Sums are added in the order that the source gives (no -ffast-math), so any number of
+   threads produces the same bits. */
 
 #pragma once
 
@@ -15,7 +15,7 @@
 #include <immintrin.h>
 #endif
 
-#define ROUND 16 /* numbers that a row in memory is padded to */
+#define ROUND 16 /* rows in memory are padded to a multiple of it */
 #if defined(__AVX512F__)
 #define BYTES 64
 #elif defined(__AVX2__)
@@ -39,8 +39,8 @@ static inline lanes choose(masks where, lanes yes, lanes no) {
     return (lanes)((where & (masks)yes) | (~where & (masks)no));
 }
 
-/* a > b ? a : b, and a < b ? a : b, number by number. In AVX-512 gcc makes of
-   `choose` four instructions where one does. */
+/* a > b ? a : b, and a < b ? a : b, number by number. For AVX-512, gcc compiles
+   `choose` to four instructions where one is enough. */
 static inline lanes larger(lanes a, lanes b) {
 #if BYTES == 64 && REAL == 4
     return (lanes)_mm512_max_ps((__m512)a, (__m512)b);
@@ -56,7 +56,7 @@ static inline lanes smaller(lanes a, lanes b) {
 
 static inline int64_t padded(int64_t count) { return (count + ROUND - 1) / ROUND * ROUND; }
 
-/* A vector at p, of which `left` numbers count; `rest` in place of others. */
+/* The vector at p: its first `left` numbers, and `rest` in place of the others. */
 static inline lanes some(const real *p, int64_t left, real rest) {
     if (left >= LANES) return *(const lanes *)p;
     lanes x = (lanes){0} + rest;
@@ -72,12 +72,12 @@ static inline void put_reals(real *p, lanes x, int64_t left) {
 static inline lanes add_reals(lanes sum, lanes a, real b) { return sum + a * b; }
 
 #if REAL == 4
-/* bfloat16 is the upper half of a float32. What is multiplied in bfloat16 lies in pairs: a vector
-   of them has two numbers in each place, as the instruction for bfloat16 products takes them. */
+/* bfloat16 is the upper half of a float32. Numbers to multiply in bfloat16 lie in pairs: each place
+   of a vector holds two of them, as the instruction for bfloat16 products expects. */
 typedef uint32_t pairs __attribute__((vector_size(BYTES), aligned(2)));
 typedef uint16_t halves __attribute__((vector_size(BYTES / 2), aligned(2)));
 
-/* Rounded to nearest, ties to even; a NaN stays one. */
+/* Store x rounded to nearest, ties to even; NaN stays NaN. */
 static inline void put_halves(uint16_t *p, lanes x, int64_t left) {
     pairs bits = (pairs)x, wrong = (pairs)(x != x);
     bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -86,7 +86,7 @@ static inline void put_halves(uint16_t *p, lanes x, int64_t left) {
     else memcpy(p, &y, left * sizeof(uint16_t));
 }
 
-/* The same for what `add_pairs` reads: subnormal numbers may become 0. */
+/* The same for numbers that `add_pairs` will read: subnormal ones may become 0. */
 static inline void put_factors(uint16_t *p, lanes x, int64_t left) {
 #if defined(__AVX512BF16__)
     halves y = (halves)_mm512_cvtneps_pbh((__m512)x);
@@ -97,15 +97,15 @@ static inline void put_factors(uint16_t *p, lanes x, int64_t left) {
 #endif
 }
 
-/* LANES numbers at p in the lower halves of a vector. */
+/* The LANES numbers at p, in the lower halves of a vector's places. */
 static inline pairs lower(const uint16_t *p) {
-#if BYTES == 64 /* what the next line means, which gcc 12 takes for two halves */
+#if BYTES == 64 /* as the return below, which gcc 12 splits into two halves */
     return (pairs)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p));
 #endif
     return __builtin_convertvector(*(const halves *)p, pairs);
 }
 
-/* The sum and both products of each pair. The instruction takes subnormal numbers for 0. */
+/* `sum` plus both products of each pair. The instruction treats subnormal numbers as 0. */
 static inline lanes add_pairs(lanes sum, pairs a, uint32_t b) {
     pairs both = (pairs){0} + b;
 #if defined(__AVX512BF16__)
@@ -115,7 +115,7 @@ static inline lanes add_pairs(lanes sum, pairs a, uint32_t b) {
     return sum + (lanes)(a & 0xffff0000u) * (lanes)(both & 0xffff0000u);
 }
 
-/* By what is stored, and what is multiplied: bfloat16, or numbers. */
+/* Chosen by the type that is stored or multiplied: bfloat16 or real. */
 #define put(p, x, left) _Generic((p), real *: put_reals, uint16_t *: put_halves)(p, x, left)
 #define feed(p, x, left) _Generic((p), real *: put_reals, uint16_t *: put_factors)(p, x, left)
 #define add(sum, a, b) _Generic((b), real: add_reals, uint32_t: add_pairs)(sum, a, b)
@@ -125,8 +125,8 @@ static inline lanes add_pairs(lanes sum, pairs a, uint32_t b) {
 #define add add_reals
 #endif
 
-/* Weights, the input of a product, and what a cache holds; a vector of them, as it is multiplied,
-   and what it is multiplied by. */
+/* Types of weights, of a product's input and of cached numbers; of the vectors of them that are
+   multiplied, and of the factors that multiply these. */
 #if WEIGHT == 2
 typedef uint16_t weight, input;
 typedef pairs weight_lanes;
@@ -144,13 +144,13 @@ typedef real cached, cached_factor;
 typedef lanes cached_lanes;
 #endif
 
-/* exp(x) for x <= 87, number by number; a NaN stays one. In float32 it is 0 below -87. */
+/* exp(x) for x <= 87, number by number; NaN stays NaN. In float32 the result is 0 below -87. */
 static inline lanes exponential(lanes x) {
 #if REAL == 8
     for (int i = 0; i < LANES; i++) x[i] = exp(x[i]);
     return x;
 #else
-    const float magic = 12582912.0f; /* 1.5 * 2^23: its last bits hold a rounded integer */
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds, into the last bits */
     lanes turns = x * 1.44269504f + magic, n = turns - magic;
     lanes r = x - n * 0.693359375f + n * 2.12194440e-4f; /* x - n * ln 2 */
     lanes y = (lanes){0} + 1.9875691500e-4f; /* the polynomial of Cephes' expf */

@@ -1,7 +1,7 @@
 """A model as a list of operations that one C call runs.
 
-The list is made once, when the model is loaded: the weights are laid out for linear.c, beside the
-model's own or in their place. A pass fills in what changes, which is the number of rows and a few
+The list is built once, when the model is loaded, and the weights are laid out for linear.c, beside
+the model's own or in their place. A pass fills in only what changes: the number of rows and a few
 pointers.
 
     GPT-2, a layer: norm, q k v, attend, projection + residual, norm, up + GELU, down + residual
@@ -81,7 +81,7 @@ def pack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def lay_out(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """`pack`, in bfloat16 with two inputs beside each other: (panels, inputs / 2, 64, 2)."""
+    """`pack`, in bfloat16 with inputs interleaved in pairs: (panels, inputs / 2, 64, 2)."""
     panels = pack(weights, dtype)
     if dtype != torch.bfloat16:
         return panels
@@ -90,7 +90,7 @@ def lay_out(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """Rows of `gate` and `up` (F, ...), 32 of the one and 32 of the other in turn, padded."""
+    """32 rows of `gate` and 32 of `up` (F, ...) in turn, padded with zeros."""
     half = PANEL // 2
     count = -(-len(gate) // half) * half
     parts = []
@@ -102,7 +102,7 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Laid(nn.Module):
-    """A linear layer whose weight is kept as `lay_out` made it: its outputs are `places` there."""
+    """A linear layer whose weight is kept as `lay_out` made it, with its outputs at `places`."""
 
     def __init__(self, layer: Any, laid: Tensor, places: Tensor) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Laid(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight (outputs, inputs) again: a copy."""
+        """The weight (outputs, inputs), put together again: a copy."""
         panels = self.laid if self.laid.ndim == 3 else self.laid.transpose(2, 3).flatten(1, 2)
         panel, place = self.places // PANEL, self.places % PANEL
         return panels[panel, : self.in_features, place]
@@ -123,8 +123,8 @@ class Laid(nn.Module):
 class Program:
     """The operations of a model over the keys and values in `cache`.
 
-    release: the model keeps no copy of the weights that are laid out. It computes as before, and
-    slowly, because it must put each weight together.
+    release: the model drops its own copy of the weights that are laid out. It still computes, but
+    slowly, because it must put each weight together again.
     """
 
     def __init__(self, model: Any, cache: KernelCache, release: bool = False) -> None:
@@ -138,16 +138,16 @@ class Program:
                 f"The kernels have no {self.dtype} weights beside a cache of {cache.kv.dtype}."
             )
         self.library = cache.library(self.dtype)
-        self.kept: list[Tensor] = []  # what operations point to
+        self.kept: list[Tensor] = []  # tensors that operations point to
         named = model.named_modules() if release else ()
         self.names = {layer: name for name, layer in named if type(layer) is nn.Linear}
         self.operations: list[Operation] = []
-        self.places: list[dict[str, Any]] = []  # the buffers of each, by name, and where in them
+        self.places: list[dict[str, Any]] = []  # of each: its buffers, by name, and where in them
         self.buffers: dict[str, Tensor] = {}
         self.widths: dict[str, int] = {}
         self.inputs: set[str] = set()  # buffers that products read, in the dtype of the weights
         self.rows = 0
-        self.over = ALL  # what the next operation is over
+        self.over = ALL  # the rows that the next operation covers
         self.stream = self.buffer("stream", self.config.n_embd)
         BUILDERS[type(model)](self, model)
         self.array = (Operation * len(self.operations))(*self.operations)
@@ -162,12 +162,12 @@ class Program:
         return None if tensor is None else self.keep(tensor.detach().to(self.real))
 
     def buffer(self, name: str, width: int) -> str:
-        """A matrix of `width` numbers for each row of a pass."""
+        """Reserve a matrix with `width` numbers for each row of a pass."""
         self.widths[name] = max(width, self.widths.get(name, 0))
         return name
 
     def norm(self, layer: Any, x: str, out: str, heads: int = 1, **place: int) -> None:
-        """`layer`: LayerNorm or RMSNorm."""
+        """Add a norm. `layer`: LayerNorm or RMSNorm."""
         operation = Operation(NORM)
         centred = isinstance(layer, nn.LayerNorm)
         epsilon = layer.eps if isinstance(layer, nn.LayerNorm) else layer.epsilon
@@ -184,7 +184,7 @@ class Program:
     def linear(
         self, layers: Sequence[Any], x: str, out: str, way: int = PLAIN, **residual: str
     ) -> None:
-        """`layers` side by side; for GATED the gate and what it opens."""
+        """Add a product with `layers` side by side; for GATED, the gate and what it opens."""
         weights = [layer.weight.detach() for layer in layers]
         biases = [layer.bias for layer in layers]
         outputs = sum(map(len, weights))
@@ -228,8 +228,8 @@ class Program:
         self._add(operation, x=x, out=out, **residual)
 
     def add(self, layer: Any, x: str) -> None:
-        """Add a linear layer's output to the stream, which behind the last attention goes on with
-        the rows whose logits are wanted."""
+        """Add a linear layer's output to the stream, which after the last attention has only the
+        rows whose logits are wanted."""
         before = self.stream
         if self.over:
             self.stream = "wanted"
@@ -257,7 +257,7 @@ class Program:
     # ---- running
 
     def _make_room(self, rows: int) -> None:
-        """Buffers for `rows` rows; pointers to them in the operations."""
+        """Allocate buffers for `rows` rows, and point the operations to them."""
         if rows <= self.rows:
             return
         self.rows = max(rows, 2 * self.rows)
@@ -316,7 +316,7 @@ class Program:
         cosines: Tensor | None = None,
         sines: Tensor | None = None,
     ) -> None:
-        """Run `operations`, those of the program or some of them, over what is in the buffers."""
+        """Run `operations`, all or some of the program's, on what is in the buffers."""
         lists = ctypes.byref(attention.call), len(attention.shares), len(attention.items)
         attention.ask(rows.numpy())
         given = map(library.address, (cosines, sines, rows))

@@ -1,4 +1,4 @@
-"""The runner whose passes are one C call each."""
+"""A runner whose passes are one C call each."""
 
 from __future__ import annotations
 

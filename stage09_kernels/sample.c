@@ -1,28 +1,28 @@
-/* The next token of each row of scores: the best one, or one that is drawn.
+/* The next token of each row of scores: the best one, or one drawn at random.
 
-   Temperature, top_k and top_p do what they do in stage 01's sampling.py, and in that order. But
-   nothing is sorted: the limit between what is left and what is dropped is searched by halves. The
-   scores of a row that is drawn become weights, in place. */
+   Temperature, top_k and top_p work as in stage 01's sampling.py, and in that order. But nothing is
+   sorted: a binary search finds the limit between the tokens kept and those dropped. A row that is
+   drawn has its scores overwritten with weights. */
 
 #include "loops.h"
 #include "numbers.h"
 
-#define BLOCK 256 /* weights that are added up in `real`; sums of more are in double */
-#define ROOM 2048 /* weights that are worth a copy */
-#define BESIDE 4  /* sums at a time: an addition takes some cycles before the next */
+#define BLOCK 256 /* weights to add up in `real`; longer sums are in double */
+#define ROOM 2048 /* weights: when no more are left, they are copied */
+#define BESIDE 4  /* sums at a time, because an addition takes several cycles */
 
 typedef double doubles __attribute__((vector_size(LANES * 8)));
 
 struct draw {
     real *scores;                         /* (rows, count) */
-    const double *temperatures, *top_ps;  /* temperature 0: the best */
-    const double *darts;                  /* where, between 0 and 1, the drawn token lies */
+    const double *temperatures, *top_ps;  /* temperature 0: the best token */
+    const double *darts;                  /* between 0 and 1: where the drawn token lies */
     const int64_t *top_ks;                /* 0: all */
-    int64_t *ids;                         /* of the tokens; -1 where scores are NaN or infinite */
-    int64_t count, stride;                /* of a row; from one to the next */
+    int64_t *ids;                         /* the tokens; -1 where scores are NaN or infinite */
+    int64_t count, stride;                /* numbers in a row; from one row to the next */
 };
 
-/* The first place of the largest score; -1 where there is none. */
+/* The first index of the largest score; -1 if there is none. */
 static int64_t best(const real *x, int64_t count, real *most) {
     lanes top = (lanes){0} - INFINITY;
     masks at = {0}, number, broken = {0};
@@ -43,7 +43,7 @@ static int64_t best(const real *x, int64_t count, real *most) {
     return bad || isinf(*most) ? -1 : found;
 }
 
-/* What the weights above `limit` weigh together, and their number. */
+/* The sum of the weights above `limit`; their number in `number`. */
 static double above(const real *w, int64_t count, real limit, int64_t *number) {
     const lanes least = (lanes){0} + limit;
     doubles weight = {0};
@@ -71,15 +71,15 @@ static double above(const real *w, int64_t count, real limit, int64_t *number) {
     return sum;
 }
 
-/* The weights that may be drawn: those of a row, and once few are left a copy of these. */
+/* The weights that may be drawn: all of a row, or a copy of them once few are left. */
 struct left {
     const real *weights;
     int64_t count, copied;
     real copies[ROOM];
-    int32_t places[ROOM]; /* of the copies in the row */
+    int32_t places[ROOM]; /* where in the row the copies come from */
 };
 
-/* Leave those above `limit`, which are ROOM or less. */
+/* Keep only the weights above `limit`, which are at most ROOM. */
 static void leave(struct left *l, real limit) {
     int64_t many = 0;
     for (int64_t t = 0; t < l->count; t += BESIDE * LANES) {
@@ -102,13 +102,13 @@ static void leave(struct left *l, real limit) {
     l->copied = 1;
 }
 
-/* The largest limit, from `limit` on, above which there are `fewest` weights or more that weigh
-   `lightest` or more. Numbers of one sign are in the order of their bits, so halves of the range of
-   bits are searched until one weight is left in it. */
+/* The largest limit, from `limit` up, with at least `fewest` weights above it whose sum is at least
+   `lightest`. Numbers of one sign sort like their bits, so the binary search runs over bits, until
+   one weight is left between its ends. */
 static real limit_of(struct left *l, int64_t fewest, double lightest, real limit) {
     real one = 1, middle;
     integer low, high, bits;
-    int64_t many = l->count, few = 0, number; /* above low and above high */
+    int64_t many = l->count, few = 0, number; /* weights above low and above high */
     memcpy(&low, &limit, sizeof(real));
     memcpy(&high, &one, sizeof(real));
     while (high - low > 1 && many - few > 1) {
@@ -124,7 +124,7 @@ static real limit_of(struct left *l, int64_t fewest, double lightest, real limit
     return limit;
 }
 
-/* With the weights above `limit` end to end: the one at a distance from the start. */
+/* Of the weights above `limit`, laid end to end: the one at `distance` from the start. */
 static int64_t hit(const real *w, int64_t count, real limit, double distance) {
     int64_t last = 0, number;
     double before = 0;
@@ -139,7 +139,7 @@ static int64_t hit(const real *w, int64_t count, real limit, double distance) {
                 if ((sum += w[t]) > distance) return t;
             }
     }
-    return last; /* by rounding */
+    return last; /* past the end, by rounding */
 }
 
 static void draw_rows(int64_t first, int64_t last, void *context) {

@@ -1,4 +1,4 @@
-"""The next tokens of a step in one call, for the usual options: see sample.c."""
+"""Samples the next tokens of a step in one call, for the usual options (see sample.c)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def usual(request: Request) -> bool:
 
 
 def draw(requests: Sequence[Request], logits: Tensor, eos_ids: Sequence[int]) -> list[Sampled]:
-    """As stage 04's `draw`, which answers for requests that are not `usual`. Overwrites logits."""
+    """Like stage 04's `draw`, which still samples for requests that are not `usual`. Overwrites
+    logits."""
     rows = [row for row, request in enumerate(requests) if usual(request)]
     ids = np.full(len(requests), -1)
     if rows:
@@ -54,8 +55,8 @@ def draw(requests: Sequence[Request], logits: Tensor, eos_ids: Sequence[int]) ->
 
 
 def tokens(scores: Tensor, requests: Sequence[Request]) -> np.ndarray:
-    """The tokens (R,) of `usual` requests by their scores (R, V), which become weights; -1 where
-    these are NaN or infinite."""
+    """The tokens (R,) of `usual` requests from their scores (R, V), which are overwritten with
+    weights; -1 where scores are NaN or infinite."""
     options = [request.sampling for request in requests]
     drawn = [row for row, p in enumerate(options) if not p.greedy]
     given = np.zeros((3, len(requests)))

@@ -1,6 +1,6 @@
-/* A forward pass as one call: a list of operations, for PyTorch's threads.
+/* A forward pass as one call: a list of operations, run by PyTorch's threads.
 
-   The list is made once for a model (program.py). An operation begins when the one before is done,
+   The list is built once per model (program.py). An operation begins when the one before is done,
    because it reads what all threads wrote. */
 
 #include <stdlib.h>
@@ -8,13 +8,13 @@
 #include "attention.c"
 #include "linear.c"
 
-#define FEW 6144 /* numbers that one thread is done with before another would have begun */
+#define FEW 6144 /* numbers that one thread finishes before another could begin */
 
 enum { NORM, LINEAR, TURN, ATTEND };
 enum { ALL, WANTED, PICKED }; /* over all tokens; over the rows whose logits are wanted; over
-                                 these, and the residual has a row for each token */
+                                 these, while the residual has a row for each token */
 
-struct norm { /* (x - mean) / deviation * gain + bias, or x / rms * gain, in parts of a row */
+struct norm { /* (x - mean) / deviation * gain + bias, or x / rms * gain, for each head of a row */
     const real *x;
     void *out;
     const real *gain, *bias;
@@ -83,8 +83,9 @@ static void turn_rows(int64_t first, int64_t last, void *context) {
     }
 }
 
-/* Run `count` operations over `tokens` tokens, of which `wanted` rows get logits. `pass` has what
-   all layers share of attention. Returns 0, what the parallel loop returned, or -1: no memory. */
+/* Run `count` operations over `tokens` tokens, of which `wanted` rows get logits. `pass` holds the
+   fields of attention that all layers share. Returns 0, the parallel loop's error, or -1 for no
+   memory. */
 int step(struct operation *operations, int64_t count, const struct attention *pass, int64_t shares,
          int64_t items, const real *cosines, const real *sines, const int64_t *chosen,
          int64_t tokens, int64_t wanted, parallel_for run) {

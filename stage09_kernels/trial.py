@@ -1,9 +1,9 @@
-"""Whether the kernels are right on this machine: tried once, and noted beside the library.
+"""Checks once whether the kernels are right here, and keeps the answer beside the library.
 
-Two small models with random weights, a GPT-2 and a Llama, run a prompt and a decode step by stage
-05 in float64, by stage 05 in the dtype that is asked for, and by the kernels. The kernels may be as
-far from float64 as stage 05 is, within a factor. A processor, compiler or PyTorch that was never
-tested is so tested by its user, before the server picks the kernels by itself.
+Two small models with random weights, a GPT-2 and a Llama, run a prompt and a decode step on stage
+05 in float64, on stage 05 in the requested dtype, and on the kernels. Up to a factor, the kernels
+may be as far from float64 as stage 05 is. So even a processor, compiler or PyTorch that is new to
+the project gets tested before the server picks the kernels by itself.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PASSES = (  # two prompts in blocks of 16, and the next token of each
     (list(range(3, 45)), [([4, 1, 5], 0, 37), ([2], 0, 5)], [36, 41]),
     ([7, 8], [([4, 1, 5], 37, 1), ([2], 5, 1)], [0, 1]),
 )
-# How far from float64: in distances of stage 05, and the float32 in which it computes a Llama's
-# norms whatever the dtype.
+# Allowed distance from float64: FACTOR times stage 05's, plus LEAST, because stage 05 computes a
+# Llama's norms in float32 whatever the dtype.
 FACTOR, LEAST = 4, 1e-5
 
 
 def why_not(dtype: torch.dtype, device: torch.device | str = "cpu") -> str:
-    """Why there are no kernels for models in `dtype` here, in a sentence; "" if they are right."""
+    """Why not to run models in `dtype` on the kernels here, in a sentence; "" if they are right."""
     try:
         cache = KernelCache(SHAPES[0], 1, dtype=dtype, device=device)
         name = Path(cache.library(dtype)._name)
@@ -67,13 +67,13 @@ def _right(config: Any, dtype: torch.dtype) -> bool:
         for kind in ((Runner, PagedCache), (KernelRunner, KernelCache))
     )
     allowed = FACTOR * (theirs - exact).abs().max() + LEAST
-    return bool((ours - exact).abs().max() <= allowed)  # a NaN is not
+    return bool((ours - exact).abs().max() <= allowed)  # False for NaN
 
 
 def _logits(
     config: Any, dtype: torch.dtype, make_runner: Callable[..., Any], make_cache: Callable[..., Any]
 ) -> Tensor:
-    """Of all passes, (4, V)."""
+    """The logits of all passes, (4, V)."""
     tensors = random_tensors(config)
     for tensor in tensors.values():
         if tensor.ndim > 1:
