@@ -1,7 +1,7 @@
 """Stage 12: when one machine is not enough.
 
 `routing.py` is what this stage teaches: which replica gets a request. `router.py` is an HTTP server
-with that policy before servers of stage 06, and `serve.py` runs them on Ray.
+that applies this policy in front of stage 06's servers, and `serve.py` runs those servers on Ray.
 """
 
 from shared import openmp

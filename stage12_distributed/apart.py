@@ -1,7 +1,7 @@
 """Prefill and decode in two processes: `python -m stage12_distributed apart`.
 
-leases.py has the mechanism. Here are the two processes, and the experiment: some streams decode
-while long prompts arrive, by one engine with all threads, and by two with half of them each.
+leases.py has the mechanism. This file has the two processes and the experiment: some streams decode
+while long prompts arrive, on one engine with all threads, and on two with half the threads each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ EXAMPLE = "  python -m stage12_distributed apart --model gpt2 --random-weights"
 
 @dataclass(frozen=True)
 class Job:
-    """What both processes build their engine from. The memory is in whole contexts for each."""
+    """What both processes build their engines from.
+
+    prefill, decode: memory of each process, in whole contexts.
+    """
 
     model: str = "stories"
     random_weights: bool = False
@@ -55,7 +58,7 @@ class Job:
 
 
 def build(job: Job, decode: bool) -> Any:
-    """Stage 05's engine over the memory of a job; its process keeps to the job's threads."""
+    """Stage 05's engine over a job's memory. Its process uses only the job's threads."""
     torch.set_num_threads(job.threads)
     dtype = getattr(torch, job.dtype)
     weights = families.load(job.model, random_weights=job.random_weights)
@@ -69,7 +72,7 @@ def build(job: Job, decode: bool) -> Any:
 
 
 def prefill(job: Job, connection: Connection) -> None:
-    """The prefill process, until the other one closes the connection."""
+    """Run the prefill process until the other one closes the connection."""
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         side = Prefill(build(job, decode=False), connection)
         connection.send(None)  # ready
@@ -79,9 +82,9 @@ def prefill(job: Job, connection: Connection) -> None:
 
 @contextlib.contextmanager
 def apart(job: Job) -> Iterator[Any]:
-    """An engine that decodes here, and has its prompts computed by a process of its own.
+    """An engine that decodes here, and has its prompts computed in a process of their own.
 
-    Raises UserError if that one does not start.
+    Raises UserError if that process does not start.
     """
     spawn = multiprocessing.get_context("spawn")
     with TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as folder:
@@ -109,7 +112,8 @@ def apart(job: Job) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Load:
-    """`streams` requests that decode, and `long` prompts, one after the other. In tokens."""
+    """`streams` requests that decode, and `long` prompts that arrive one after the other. All other
+    fields are numbers of tokens."""
 
     streams: int = 4
     prompt: int = 32
@@ -120,14 +124,15 @@ class Load:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Of the streams, then the long ones."""
+        """The prompts of the streams, then the long ones."""
         chance, lengths = random.Random(0), [self.prompt] * self.streams
         lengths += [self.long_prompt] * self.long
         return [chance.choices(range(VOCABULARY), k=length) for length in lengths]
 
 
 def run(engine: Any, load: Load) -> dict[str, Any]:
-    """Seconds of the whole load; between two tokens of a stream ("itl"); tokens of each request."""
+    """Run a load. Returns its seconds, the seconds between two tokens of a stream ("itl"), and the
+    tokens of each request ("ids")."""
     prompts = load.prompts
     long = iter(prompts[load.streams :])
     engine.generate([[1] * 40], greedy(2))  # warms up
@@ -156,7 +161,7 @@ def run(engine: Any, load: Load) -> dict[str, Any]:
 
 
 def compare(job: Job, load: Load, threads: int) -> dict[str, dict[str, Any]]:
-    """The load by one engine with all `threads`, and apart with half of them each."""
+    """Run the load on one engine with all `threads`, and apart with half of them on each side."""
     half = replace(job, threads=max(1, threads // 2))
     with apart(half) as engine:
         model = engine.engine.runner.model

@@ -86,8 +86,8 @@ def cell_of(subject: Subject, plan: Any, replicas: int = 1) -> Cell:
 
 
 def replay(subject: Subject, plan: Any) -> Iterator[Group]:
-    """Each load as it was measured, and simulated with pass times of other loads. What HTTP adds to
-    the first token is that of the load at which the passes were fitted."""
+    """Each load as measured, and as simulated with pass times of other loads. What HTTP adds to the
+    first token is taken from the load at which the passes were fitted."""
     runs, times = measured(subject, plan)
     cell, http = cell_of(subject, plan), 0.0
     for share in (plan.fitted, *plan.replayed):
@@ -103,7 +103,7 @@ def replay(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def fleets(subject: Subject, plan: Any) -> Iterator[Group]:
-    """What the pass times of this machine make of a cell, in simulated time."""
+    """A cell with the pass times of this machine, in simulated time."""
     times, kv = measured(subject, plan)[1], subject.config.kv_bytes_per_token(subject.dtype)
     settings: dict[str, Any] = {"load": plan.load, "deaths": plan.deaths, "handover": kv / COPYING}
     cell = cell_of(subject, plan, plan.cell)
@@ -114,8 +114,8 @@ def fleets(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def apart(subject: Subject, plan: Any) -> Iterator[Group]:
-    """Streams alone, and beside long prompts: one engine, and two processes with half the threads
-    each."""
+    """Streams alone and beside long prompts, on one engine, and on two processes with half the
+    threads each."""
     about, threads = subject.about, torch.get_num_threads()
     job = Job(about["model"], about["model"] != "stories", about["dtype"], about["linear"], 2, 4)
     for long in (0, plan.long):
@@ -159,7 +159,7 @@ class Threads:
 def ranks(subject: Subject, plan: Any) -> Iterator[Group]:
     """One process with all threads, and two ranks with half of them each."""
     about, threads = subject.about, torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // 2))  # as many has each rank
+    torch.set_num_threads(max(1, threads // 2))  # as many as each rank has
     load = partial(whole, about["model"], about["dtype"])
     gang = Gang(Setup(load, 2, linear=about["linear"]))
     two = Threads(make_ranks(gang.model, plan.contexts), max(1, threads // 2))
@@ -173,7 +173,7 @@ def ranks(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def router(subject: Subject, plan: Any) -> Iterator[Group]:
-    """A choice among replicas, and what passing an event on takes of the processor."""
+    """The time of a choice among replicas, and the processor time of passing an event on."""
     relay, rate, _ = relay_seconds(count=plan.events)
     for replicas in plan.routed:
         seconds = routing_seconds(replicas)
@@ -258,7 +258,7 @@ def itl(row: Row, name: str, place: int) -> float:
 
 
 def whole_seconds(row: Row) -> float:
-    """Least seconds of a load by one process; two ranks of one machine add their sums."""
+    """Least seconds of a load on one process; two ranks on one machine add their sums."""
     least = row.least(static_costs(row.config, row.kind, row.lengths))
     sums = row.of(ONE)["passes"] * (2 * row.config.n_layer + 1) if row.variant == TWO else 0
     return least + sums * SUM

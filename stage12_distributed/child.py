@@ -1,7 +1,7 @@
-"""A server of stage 06 that ends with the process that started it, however that one ends.
+"""A server of stage 06 that ends with the process that started it, however its parent ends.
 
-Its standard input is a pipe from there. The pipe closes when that process stops the server, and
-when it dies; a signal would need its help. Windows has no such signal anyway.
+Its standard input is a pipe from the parent. The pipe closes when the parent stops the server, and
+also when the parent dies and can send no signal. Windows has no such signal anyway.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from stage06_serving import __main__ as server
 
 
 def watch() -> None:
-    """Stop the server in order once the pipe is closed. Not through `sys.stdin`, whose lock a
-    thread must not hold when Python ends."""
+    """Stop the server in order once the pipe is closed. `sys.stdin` is not used: no thread may hold
+    its lock when Python ends."""
     while os.read(0, 4096):
         pass
     signal.raise_signal(signal.SIGTERM)

@@ -1,12 +1,12 @@
 """A gang: processes that compute one model together, and the runner that leads them.
 
 Rank 0 is the engine's own process. It alone schedules and samples, so no decision can differ
-between ranks: before each pass it broadcasts one tensor with all that changes the pass (moves,
-ids, shares, rows, adapters: integers, as JSON), and every rank runs stage 04's runner on its own
-part of the model and of the cache. Nothing is pickled after the start.
+between ranks. Before each pass it broadcasts one tensor with everything that determines the pass
+(moves, ids, shares, rows, adapters: integers, as JSON), and every rank runs stage 04's runner on
+its own part of the model and of the cache. Nothing is pickled after the start.
 
-A rank may die, or hang. Then the pass fails, the keys and values are lost with it, all requests
-end with an error, and the gang is started again; `up` is false until then.
+A rank may die or hang. Then the pass fails, all keys and values are lost, all requests end with an
+error, and the gang is started again; `up` is false until it runs.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from .lora import Adapters, Ordered
 from .parallel import Peers, digest, shard
 
 START = 180.0  # seconds for a rank to import PyTorch and load its model
-TIMEOUT = 4.0  # seconds until a rank that does not come to a sum is given up
+TIMEOUT = 4.0  # seconds that a sum waits for a rank before the gang gives it up
 RETRY = 2.0  # seconds between two attempts to start the gang again
 ROOM = 4096  # bytes of an order that are broadcast at once; few orders are longer
-LENGTH = 8  # bytes before an order, for its length
+LENGTH = 8  # bytes of the length that precedes an order
 CACHE, PASS, SCORE = "cache", "pass", "score"  # kinds of orders
 
 log = logging.getLogger("staircase")
@@ -61,11 +61,11 @@ log = logging.getLogger("staircase")
 class Setup:
     """How every rank makes its part of the model.
 
-    load: returns the whole model with plain layers. It is sent to new processes: a function of a
-        module, or a `partial` of one.
+    load: returns the whole model with plain layers. New processes receive it, so it must be a
+        module's function, or a `partial` of one.
     timeout: seconds that a rank waits for the others within a pass.
     linear: as for `shared.linear.optimize`, which sees the parts.
-    adapters: the folder with a subfolder for each adapter; empty: there are none.
+    adapters: the folder with a subfolder for each adapter; empty for none.
     """
 
     load: Callable[[], Any]
@@ -76,8 +76,8 @@ class Setup:
 
 
 def take_part(setup: Setup, model: Any, rank: int) -> tuple[Peers, bytes, str]:
-    """Leave in the whole `model` the part of `rank`; returns its peers, what all ranks must agree
-    on, and the kind of linear layers."""
+    """Reduce the whole `model` to the part of `rank`. Returns its peers, the bytes that must be
+    equal on all ranks, and the kind of linear layers."""
     peers, whole, config = Peers(rank, setup.ranks), digest(model), model.config
     cuts, model.adapters = shard(model, peers), None
     if setup.adapters:
@@ -88,12 +88,13 @@ def take_part(setup: Setup, model: Any, rank: int) -> tuple[Peers, bytes, str]:
 
 
 def runner_of(model: Any, cache: PagedCache) -> Runner:
-    """What runs the passes of one rank."""
+    """The runner of one rank's passes."""
     return Runner(model, Ordered(cache, model.adapters.batch) if model.adapters else cache)
 
 
 def take_no_adapter(model: Any) -> None:
-    """Before a pass without a cache: the rows that take an adapter are still those of the last."""
+    """Clear the adapters' rows, which are still those of the last pass, before one without a
+    cache."""
     if model.adapters:
         model.adapters.batch.groups = []
 
@@ -112,7 +113,7 @@ def give(peers: Peers, kind: str, *arguments: Any) -> None:
 
 
 def receive(peers: Peers) -> list[Any]:
-    """The next order, on the other ranks: its kind, and its arguments."""
+    """Receive the next order, on another rank: its kind and its arguments."""
     order = peers.order(torch.empty(ROOM, dtype=torch.uint8)).numpy().tobytes()
     end = LENGTH + int.from_bytes(order[:LENGTH], "big")
     if end > ROOM:
@@ -122,7 +123,7 @@ def receive(peers: Peers) -> list[Any]:
 
 
 def work(rank: int, setup: Setup, threads: int, file: str, pipe: connection.Connection) -> None:
-    """The life of a rank other than 0, in a process of its own."""
+    """Run a rank other than 0, in a process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: rank 0 decides
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
@@ -166,10 +167,10 @@ def work(rank: int, setup: Setup, threads: int, file: str, pipe: connection.Conn
 
 
 class Gang:
-    """Rank 0's part of a model, as `model`, and the processes with the other parts. They are
-    started at once, and again whenever one ends.
+    """Rank 0's part of a model, as `model`, and the processes with the other parts. The gang starts
+    them at once, and starts all of them again whenever one ends.
 
-    model: that `setup.load` would return; None: it is called. The gang takes it over.
+    model: what `setup.load` would return; None calls it. The gang takes the model over.
     Raises UserError if a rank cannot start, or has another model than rank 0.
     """
 
@@ -183,7 +184,8 @@ class Gang:
         self.cache: Any = None  # rank 0's
         self._folder: Any = None
         self.peers, self.digest, self.linear = take_part(setup, self.model, 0)
-        # Measured once, and not by all ranks beside each other.
+        # Only rank 0 measures which kind is fastest: ranks that measured together would slow each
+        # other.
         self.setup = replace(setup, linear=self.linear.split()[0])
         self.model.gang = self
         self._watcher = threading.Thread(target=self._watch, name="gang", daemon=True)
@@ -194,9 +196,9 @@ class Gang:
 
     @contextmanager
     def passing(self, epoch: int | None = None) -> Iterator[None]:
-        """Wait until all ranks are up, and let none be started again within the block. An error in
-        it ends the other ranks, which may wait for each other in vain. Raises RuntimeError at once
-        if those of `epoch` have ended."""
+        """Wait until all ranks are up, and prevent restarts within the block. An error in the block
+        ends the other ranks, which may wait for each other in vain. Raises RuntimeError at once if
+        the ranks of `epoch` have ended."""
         with self._condition:
             if epoch is None:
                 self._condition.wait_for(lambda: self.up or self._closed)
@@ -213,7 +215,7 @@ class Gang:
                 self.peers.passing = False
 
     def hold(self, cache: PagedCache) -> None:
-        """Give every rank a cache like rank 0's `cache`, in place of the one before."""
+        """Give every rank a cache like rank 0's `cache`, in place of its previous one."""
         self.cache = cache
         with self.passing():
             self._order_cache()
@@ -316,7 +318,7 @@ class Gang:
 class GangRunner:
     """Runs passes on all ranks, with rank 0's part of the model and of the cache.
 
-    `on_loss` is called when all keys and values were lost; then the pass raises RuntimeError.
+    When all keys and values are lost, `on_loss` is called, and the pass raises RuntimeError.
     """
 
     def __init__(self, model: Any, cache: PagedCache) -> None:
@@ -324,7 +326,7 @@ class GangRunner:
         self.on_loss: Callable[[], object] = lambda: None
         self._runner = runner_of(model, cache)
         self._moves: list[Move] = []  # not done by the other ranks yet
-        self._epoch: int | None = None  # of the ranks that have keys and values; None: none have
+        self._epoch: int | None = None  # of the ranks with keys and values; None: no rank has any
         self.gang.hold(cache)
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -357,8 +359,8 @@ class GangRunner:
             return prompt_logprobs(self.gang.model, ids, top)
 
     def renew(self) -> None:
-        """Where no request has keys and values: see that a rank that ended since the last pass
-        makes no pass fail."""
+        """Accept the loss of a rank since the last pass, so that no pass fails because of it. Only
+        while no request has keys and values."""
         if not self.gang.up or self._epoch != self.gang.epoch:
             self._lose()
 
@@ -378,8 +380,8 @@ def forget(engine: Engine) -> None:
 
 
 def make(model: Any, contexts: int | None = None, **options: Any) -> Engine:
-    """Stage 05's engine on the ranks of `model`, which is rank 0's part of a gang's. options: those
-    of stage 05."""
+    """Stage 05's engine on all ranks of a gang. model: rank 0's part; options: those of stage
+    05."""
     engine = make_paged(model, contexts, make_runner=GangRunner, **options)
     if model.adapters:
         engine.observers.append(model.adapters)

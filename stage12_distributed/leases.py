@@ -1,14 +1,14 @@
 """Blocks that go from one process to another: leases over one memory.
 
-Two processes map one file as the memory of their blocks, and can read all of it; each writes the
-blocks of its own pool only. The prefill process computes a prompt, and sends the numbers of its
-blocks. They are leased: until it learns that they were copied, or the lease expires, they stay as
-they are.
+Two processes map one file as the memory of their blocks. Each can read all of it, but writes only
+the blocks of its own pool. The prefill process computes a prompt and sends the numbers of its
+blocks. They are leased: it leaves them unchanged until it learns that they were copied, or until
+the lease expires.
 
 A lease may expire while the other process copies. So each block has a generation, in a second file:
-the number of times that it was taken for something new. A reader that has copied a block reads its
-generation afterwards. Where it differs from that of the lease, the copy is worthless, and the
-request fails.
+the number of times that it was taken for new contents. The reader copies a block first and reads
+its generation afterwards. If the generation differs from the lease's, the copy is worthless, and
+the request fails.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from stage05_paged.cache import PagedAttention, PagedCache, Share
 EXPIRED = "The lease on the prompt's blocks expired before they were copied: send it again."
 ENDED = "The prefill process has ended: start both again."
 LEASE = 10.0  # seconds
-PATIENCE = 0.01  # seconds to wait for a message with nothing to compute
+PATIENCE = 0.01  # seconds to wait for a message when there is nothing to compute
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Blocks in two files that both processes map: the first `prefill` are those of one, the next
-    `decode` those of the other."""
+    """Blocks in two files that both processes map: the first `prefill` blocks belong to one
+    process, the next `decode` blocks to the other."""
 
     folder: Path
     prefill: int
@@ -52,11 +52,11 @@ class Memory:
         return self.prefill + self.decode
 
     def mapped(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
-        """(count,) numbers in a file of this name: zeros at first."""
+        """(count,) numbers in the file `name`, zero at first."""
         return torch.from_file(str(self.folder / name), shared=True, size=count, dtype=dtype)
 
     def pool(self, decode: bool, block_size: int) -> BlockPool:
-        """The pool of one process. Blocks of the other are owned from the start."""
+        """The pool of one process, in which the other's blocks are owned from the start."""
         pool = BlockPool(self.blocks if decode else self.prefill, block_size)
         for _ in range(self.prefill if decode else 0):
             pool.take()
@@ -64,7 +64,7 @@ class Memory:
 
 
 class MappedCache:
-    """Stage 05's cache in `memory`. It counts a block's generation before the block is written."""
+    """Stage 05's cache in `memory`. A block's generation goes up before the block is written."""
 
     def __init__(
         self, memory: Memory, config: Config, blocks: int, block_size: int, swap_blocks: int,
@@ -87,7 +87,7 @@ class MappedCache:
 
 @dataclass(frozen=True)
 class Lease:
-    """The full blocks of a computed prompt, and its first token. error: why there are none."""
+    """A computed prompt's full blocks, and the answer's first token. error: why there are none."""
 
     id: str
     first: int = 0
@@ -98,7 +98,7 @@ class Lease:
 
 
 class Prefill:
-    """Computes prompts that come through `connection`, and leases their blocks for `seconds`."""
+    """Computes prompts that arrive on `connection`, and leases their blocks for `seconds`."""
 
     def __init__(self, engine: Any, connection: Connection, seconds: float = LEASE) -> None:
         self.engine, self.connection, self.seconds = engine, connection, seconds
@@ -107,7 +107,7 @@ class Prefill:
         self.leases: dict[str, Lease] = {}
 
     def turn(self) -> None:
-        """Read messages, release what has expired, and make a step. Raises EOFError if the other
+        """Read messages, release expired leases, and run a step. Raises EOFError if the other
         process has ended."""
         while self.connection.poll(0 if self.engine.requests and self.engine.plan else PATIENCE):
             name, prompt, sampling = self.connection.recv()
@@ -135,17 +135,17 @@ class Prefill:
         self.connection.send(lease)
 
     def _release(self, name: str) -> None:
-        """Blocks that no other lease or request holds may be taken from now on."""
+        """End a lease: blocks that no other lease or request holds may be taken from now on."""
         if name in self.leases:
             for block in reversed(self.leases.pop(name).blocks):
                 self.pool.give_back(block)
 
 
 class Apart:
-    """An engine that has its prompts computed at the other end of `connection`, and decodes.
+    """An engine that decodes, and has its prompts computed at the other end of `connection`.
 
-    It offers what stage 05's engine does. Greedy only: a generator of random numbers would have to
-    travel along.
+    It offers what stage 05's engine does, but greedy only: to sample, the random generator's state
+    would have to travel with the blocks.
     """
 
     generate, stream, run = drive.generate, drive.stream, drive.run
@@ -160,11 +160,11 @@ class Apart:
 
     @property
     def requests(self) -> dict[str, Request]:
-        """Those that have not ended."""
+        """The requests that have not ended."""
         return self.asked | self.engine.requests
 
     def add(self, request: Request) -> Request:
-        """Have its prompt computed. Raises UserError if the request is invalid."""
+        """Have a request's prompt computed. Raises UserError if the request is invalid."""
         self.engine.check(request)
         most = len(request.prompt_ids) + request.sampling.max_tokens
         if request.sampling.temperature > 0:
@@ -186,12 +186,12 @@ class Apart:
     def abort(self, name: str) -> Any:
         if name not in self.asked:
             return self.engine.abort(name)
-        request = self.asked.pop(name)  # its lease is given back when it comes
+        request = self.asked.pop(name)  # its lease is given back on arrival
         request.output.finish_reason = "abort"
         return request.output
 
     def step(self) -> list[tuple[str, Token]]:
-        """Take what was computed elsewhere, then make a pass. Returns new tokens."""
+        """Take the prompts that were computed elsewhere, then run a pass. Returns new tokens."""
         tokens = []
         try:
             while self.connection.poll(0 if self.engine.requests else PATIENCE):
@@ -203,7 +203,8 @@ class Apart:
         return tokens + (self.engine.step() if self.engine.requests else [])
 
     def _take(self, lease: Lease) -> list[tuple[str, Token]]:
-        """The first token of an answer, whose other tokens are left to the engine."""
+        """Copy a prompt's blocks. Returns its answer's first token; the engine computes the
+        others."""
         request = self.asked.pop(lease.id, None)
         copied = request is not None and lease.error is None and self._copy(request, lease)
         self.connection.send((lease.id, None, None))
@@ -221,8 +222,9 @@ class Apart:
         return [(request.id, Token(lease.first, None, reason))]
 
     def _copy(self, request: Request, lease: Lease) -> bool:
-        """Copy leased blocks into the prefix cache of this engine, where the request will find
-        them. Returns whether they are what was leased. Without room, it will compute them."""
+        """Copy leased blocks into this engine's prefix cache, where the request will find them.
+        Returns whether the copies are what was leased. The request will compute blocks for which
+        the cache has no room."""
         digests = BlockTable(self.pool).digest(request.output.prompt_ids)[: len(lease.blocks)]
         held = self.pool.match(digests)
         for block in held:

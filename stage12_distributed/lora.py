@@ -1,17 +1,17 @@
-"""LoRA: many fine-tuned models that are one model and small differences, in one batch.
+"""LoRA: many fine-tuned models in one batch, as one model plus small differences.
 
-An adapter adds to a layer y = W x the product of two thin matrices: y += s * B (A x), where A is
-(r, in) and B is (out, r). W is read once for all rows of a pass; then the rows of each adapter take
-its A and its B. Hu et al., "LoRA" (2021); Chen et al., "Punica" (2023).
+To a layer y = W x, an adapter adds the product of two thin matrices: y += s * B (A x), where A is
+(r, in) and B is (out, r). W is read once for all rows of a pass; then each adapter's A and B are
+applied to its own rows. Hu et al., "LoRA" (2021); Chen et al., "Punica" (2023).
 
-Which adapter a request takes is a part of its salt: keys and values depend on the adapter, so what
-may not share blocks with others must be marked there anyway, and samples and forks inherit it. The
-salt ends with the digest of the adapter's bytes: one that is loaded again under its old name, with
-other bytes, finds no blocks of its predecessor. The runner gets a number for each share, which
-`Adapters` sets as an observer before the pass; the cache's `extend` knows the order of the rows.
+A request's salt says which adapter it uses. Keys and values depend on the adapter, the salt already
+separates requests that must not share blocks, and samples and forks inherit it. It ends with the
+digest of the adapter's bytes: an adapter that is loaded again under its old name, with other bytes,
+finds no blocks of its predecessor. Before each pass `Adapters`, an observer of the engine, sets the
+number of each share's adapter; the cache's `extend` knows the order of the rows.
 
-An adapter is read from a folder as PEFT writes it, and only from subfolders of the one folder that
-the server's administrator names. What is not implemented is refused by name.
+Adapters are read from folders as PEFT writes them, and only from subfolders of the one folder that
+the server's administrator names. An option that is not implemented is refused by name.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK, MOST_ADAPTERS = 64, 32
 BASE = -1  # in place of an adapter's number: none
 SIZE = hashlib.sha256().digest_size
-# Options of PEFT that do not change the arithmetic: how it was trained, and where its layers are,
-# which the names of the tensors repeat. A, B and their shapes are the same for Conv1D layers, so
+# PEFT options that do not change the arithmetic: how the adapter was trained, and where its layers
+# are, which the tensors' names repeat. A, B and their shapes are the same for Conv1D layers, so
 # fan_in_fan_out is among them. Any other option that is set is refused.
 HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules"),
@@ -71,7 +71,7 @@ def _scale(fields: Mapping[str, Any], source: Path) -> tuple[int, float]:
         raise refuse("peft_type", "LORA")
     if fields.get("bias", "none") != "none":
         raise refuse("bias", "none")
-    # Other kinds of a start change the model's own weights, too.
+    # Other initializations change the model's own weights, too.
     if fields.get("init_lora_weights", True) not in (True, False, None, "gaussian", "eva"):
         raise refuse("init_lora_weights", "true")
     for name, value in fields.items():
@@ -88,7 +88,7 @@ def _scale(fields: Mapping[str, Any], source: Path) -> tuple[int, float]:
 
 def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) -> Adapter:
     """The adapter in `folder`, for a model whose layers have these `shapes` (out, in). Raises
-    UserError for one of another model, for damaged files, and for what is not implemented."""
+    UserError for another model's adapter, damaged files, and options that are not implemented."""
     fields, path = read_json(folder / CONFIG), folder / WEIGHTS
     rank, scale = _scale(fields, folder / CONFIG)
     if not path.is_file():
@@ -121,8 +121,8 @@ def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) ->
 
 
 class Batch:
-    """Which rows of a pass take which adapter. adapters: of the next pass, the number of each
-    share's; empty: none."""
+    """Which rows of a pass take which adapter. adapters: the number of each share's adapter in the
+    next pass; empty for none."""
 
     def __init__(self) -> None:
         self.adapters: Sequence[int] = ()
@@ -139,7 +139,7 @@ class Batch:
 
 
 class LoraLinear(nn.Module):
-    """A linear layer, or a rank's part of one, with the adapters' products for it."""
+    """A linear layer, or a rank's part of one, plus the adapters' products."""
 
     def __init__(self, base: nn.Module, batch: Batch) -> None:
         super().__init__()
@@ -169,11 +169,10 @@ class Ordered:
 
 
 class Adapters:
-    """The adapters of `model`, of which `found` are the layers, cut for a rank or whole. An
-    observer of the model's engine.
+    """The adapters of `model`, whose layers `found` are whole or cut for a rank. An observer of the
+    model's engine.
 
-    names: the digest of each adapter by its name. A request that takes one has a salt with this
-        digest at its end.
+    names: the digest of each adapter by its name. A request's salt ends with its adapter's digest.
     """
 
     def __init__(self, model: Any, config: Config, found: Mapping[str, Cut]) -> None:
@@ -181,7 +180,7 @@ class Adapters:
         self.device, self.dtype = model.device, model.dtype
         self.layers: dict[str, LoraLinear] = {}
         self.names: dict[str, bytes] = {}
-        self.numbers: dict[bytes, int] = {}  # also of adapters that were replaced since
+        self.numbers: dict[bytes, int] = {}  # replaced adapters too
         for name in found:
             layer = model.get_submodule(name)
             if isinstance(layer, RowParallel):  # its part: the products are summed with it

@@ -1,8 +1,8 @@
 """What the router costs and what a death costs, measured: for this stage's benchmark.
 
 routing_seconds()   of each choice: digests, choose, start, finish
-relay_seconds()     of processor for each event that is passed on, events a second, and what the
-                    router adds to the first one
+relay_seconds()     of processor for each event that is passed on, events a second, and the
+                    delay of the first event
 deaths()            how each stream beside a death ended, and how long after it
 """
 
@@ -37,8 +37,8 @@ FIRSTS = 40  # streams whose first events are timed
 def routing_seconds(
     replicas: int = 4, tokens: int = 1024, requests: int = 4000, seed: int = 0
 ) -> list[float]:
-    """Seconds of each of `requests` choices among `replicas`, for prompts of `tokens` tokens, half
-    of which some earlier prompt had; a few requests are always in flight."""
+    """Seconds of each of `requests` choices among `replicas`. Prompts have `tokens` tokens and
+    share half of them with other prompts; up to 8 requests a replica are in flight."""
     generator, routing = random.Random(seed), Routing(seed=seed)
     for number in range(replicas):
         routing.add(f"replica-{number}")
@@ -89,7 +89,7 @@ def events(
 
 @contextmanager
 def before(backends: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """The router before these servers: its URL and process."""
+    """The router in front of these servers: its URL and process."""
     with router(*(word for url in backends for word in ("--backend", url))) as server:
         yield server.url, server.pid
 
@@ -99,9 +99,9 @@ def relay_seconds(
     count: int = 2000,
     itl: float = 0.002,
 ) -> tuple[float, float, float]:
-    """Processor seconds of a router for an event of one stream, events a second, and the seconds by
-    which the first event comes later. The replica has no model: it sends an event every `itl`
-    seconds."""
+    """Processor seconds that a router takes for an event of one stream, events a second, and the
+    seconds by which it delays the first event. The replica has no model: it sends an event every
+    `itl` seconds."""
     with (
         mock.process("--ttft", "0.01", "--itl", str(itl)) as backend,
         front([backend]) as (url, pid),
@@ -141,16 +141,16 @@ class Ended:
 
 
 def prompt(number: int) -> str:
-    """Of a stream beside a death."""
+    """The prompt of a stream beside a death."""
     return f"{number} {PROMPT}"
 
 
 def deaths(
     server: OwnServer, kills: int, streams: int = 8, tokens: int = TOKENS
 ) -> Iterator[list[Ended]]:
-    """As often as there are `kills`: when `streams` streams have begun, kill the oldest of the
-    router's replicas that have one; how each of them ended. Others start meanwhile: at any time two
-    must be ready."""
+    """Repeat `kills` times: when `streams` streams have begun, kill the oldest of the router's
+    replicas that serve one. Yields how each stream ended. Killed replicas start again meanwhile:
+    each round waits until two are ready."""
     for _ in range(kills):
         wait_for(f"{server.url}/health", two_ready)
         found, names = processes(server), SimpleQueue[str]()
@@ -187,7 +187,7 @@ def two_ready(answer: httpx2.Response) -> bool:
 
 
 def processes(server: OwnServer) -> dict[str, psutil.Process]:
-    """Those of a router's replicas by name, the oldest first: each listens where the log has it."""
+    """The processes of a router's replicas by name, the oldest first. The log has their ports."""
     found = {}
     lines = [line for line in server.stderr().splitlines() if f"] {READY}" in line]
     ports = {line.rpartition(":")[2]: line[1:].partition("]")[0] for line in lines}
@@ -202,8 +202,8 @@ def processes(server: OwnServer) -> dict[str, psutil.Process]:
 def ray_seconds(
     rounds: int = 5, streams: int = 4, tokens: int = 100
 ) -> dict[str, list[tuple[float, float]]]:
-    """For both ways to the replicas on Ray, and each of their `streams` streams at a time: seconds
-    to the first event, and for each event after it. Raises UserError without Ray."""
+    """Seconds to the first event and for each event after it, for both ways to the replicas on Ray,
+    with `streams` streams at a time. Raises UserError without Ray."""
     from . import serve
 
     direct, proxy = free_ports(2)
@@ -231,8 +231,8 @@ def ray_seconds(
 
 
 def wait_for(url: str, good: Callable[[httpx2.Response], bool] = bool) -> None:
-    """Until it answers with status 200, and `good` holds for the answer; by default the status is
-    enough. Raises TimeoutError after LIMIT seconds."""
+    """Wait until `url` answers with status 200 and `good` holds for the answer; by default the
+    status is enough. Raises TimeoutError after LIMIT seconds."""
     end = time.monotonic() + LIMIT
     while time.monotonic() < end:
         with suppress(httpx2.TransportError):

@@ -1,4 +1,4 @@
-"""One page of metrics for all: the replicas' with their names as labels, and the router's own."""
+"""One page of metrics: the router's own, and the replicas' with their names as labels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GAUGES = {
 
 
 class Page(Collector):
-    """What one look at all of them has found."""
+    """The metrics of the router, and of all replicas' `pages` at one time."""
 
     def __init__(self, relay: Relay, pages: dict[str, str]) -> None:
         self.relay, self.pages = relay, pages
@@ -84,7 +84,7 @@ async def render(relay: Relay) -> bytes:
 
 
 async def _fetch(pool: Pool, backend: Backend) -> str:
-    """A replica's page, or nothing."""
+    """A replica's page; empty if it cannot be read."""
     try:
         async with asyncio.timeout(PATIENCE), pool.get(backend, "/metrics") as response:
             text = (await whole(response, LARGEST)).decode() if response.status == 200 else ""

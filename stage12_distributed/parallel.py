@@ -1,5 +1,5 @@
-"""Tensor parallelism: every rank holds a part of every matrix, and the parts of a result are put
-together by collective calls.
+"""Tensor parallelism: every rank holds a part of every matrix, and collective calls combine the
+parts of a result.
 
 A layer that reads what all ranks have is cut by its outputs ("column parallel", after the math's
 x W), and needs no call. The next layer, which reads what only this rank has, is cut by its inputs
@@ -27,8 +27,8 @@ from shared.checkpoint import without_weights
 from shared.config import Config
 from shared.errors import UserError
 
-# What the outputs and the inputs of a layer count: channels of query heads, of the heads of keys
-# and values, or of the MLP; "" is the residual stream, which every rank has as a whole.
+# What a layer's outputs and inputs are: channels of query heads, of the heads of keys and values,
+# or of the MLP; "" is the residual stream, which every rank holds whole.
 LAYERS = {
     "attn.c_attn": ("qkv", ""),
     "attn.c_proj": ("", "q"),
@@ -42,13 +42,13 @@ LAYERS = {
     "mlp.up_proj": ("inner", ""),
     "mlp.down_proj": ("", "inner"),
 }
-MEETING = timedelta(seconds=30)  # for ranks to connect: each of them is ready before
+MEETING = timedelta(seconds=30)  # for ranks to connect; all of them are ready by then
 IDLE = timedelta(days=365)  # ranks wait for orders while the server has no work
 
 
 class Peers:
-    """Rank `rank` of `size`, and the collective calls of its layers. `connect` makes them
-    possible; outside of a pass of all ranks they raise UserError."""
+    """Rank `rank` of `size`, and the collective calls of its layers. They need `connect` first;
+    outside a pass of all ranks they raise UserError."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -57,13 +57,13 @@ class Peers:
         self._sums: Any = None
 
     def connect(self, file: str, timeout: float, device: torch.device) -> None:
-        """Meet the other ranks in `file`, which all can reach. Later a sum that waits `timeout`
-        seconds for another rank raises RuntimeError, and so does an order that rank 0 gives; one
-        whose peer has died raises at once."""
+        """Meet the other ranks at `file`, which all can reach. Afterwards a sum, or an order of
+        rank 0, that waits `timeout` seconds for another rank raises RuntimeError; if that rank has
+        died, it raises at once."""
         store = dist.FileStore(file, self.size)
         sums, seconds = dist.PrefixStore("sums", store), timedelta(seconds=timeout)
-        # Orders are a group of their own: a rank may wait for one for hours, but never for a sum.
-        # Nor may rank 0 wait for a rank to take one: it may hang between two passes.
+        # Orders have a group of their own: a rank may wait for hours for an order, never for a sum.
+        # Nor may rank 0 wait for a rank to take an order: that rank may hang between two passes.
         self._orders = self._gloo(dist.PrefixStore("orders", store))
         self._orders._set_default_timeout(IDLE if self.rank else seconds)
         if device.type == "cuda":
@@ -99,7 +99,7 @@ class Peers:
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """On rank 0 the x of each rank, which have one shape; on the others nothing."""
+        """On rank 0, the x of every rank, all of one shape; on the other ranks, nothing."""
         if self.size == 1 or not x.numel():
             return [x] * self.size
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
@@ -118,7 +118,7 @@ class Peers:
 
 
 def split(count: int, parts: int, index: int) -> range:
-    """Part `index` of range(count) in `parts` parts, of which the first are longer by one."""
+    """Part `index` of range(count) cut into `parts` parts; any longer ones come first."""
     small, longer = divmod(count, parts)
     start = index * small + min(index, longer)
     return range(start, start + small + (index < longer))
@@ -127,9 +127,9 @@ def split(count: int, parts: int, index: int) -> range:
 def heads_of(config: Config, rank: int, ranks: int) -> tuple[range, range]:
     """The query heads of a rank, and the heads of keys and values that they read.
 
-    Every rank gets whole groups of query heads while there are enough heads of keys and values.
-    Where there are fewer than ranks, several ranks keep a copy of one head and share its queries.
-    Raises UserError if a rank would have no head.
+    With a head of keys and values for every rank, each rank gets whole groups of query heads. With
+    fewer, several ranks keep a copy of the same head and share its queries. Raises UserError if a
+    rank would have no head.
     """
     queries, kv = config.n_head, config.n_kv_head
     group = queries // kv
@@ -149,8 +149,8 @@ def heads_of(config: Config, rank: int, ranks: int) -> tuple[range, range]:
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a weight of this `shape` (out, in) that a rank holds: places of its rows and
-    columns; None is all of them. Either is None."""
+    """The part of a weight of this `shape` (out, in) that a rank holds: the indices of its rows and
+    columns; None means all. One of the two is None."""
 
     shape: tuple[int, int]
     rows: Tensor | None = None
@@ -195,8 +195,8 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 class RowParallel(nn.Module):
-    """A linear layer whose inputs are divided among the ranks. The bias is added once, to the sum;
-    each rank would add it, were it in `part`."""
+    """A linear layer whose inputs are divided among the ranks. The bias is added once, to the sum:
+    in `part`, every rank would add it."""
 
     def __init__(self, part: nn.Module, bias: Tensor | None, peers: Peers) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class RowParallel(nn.Module):
 
 class Vocabulary(nn.Module):
     """The output layer, its rows divided among the ranks. All parts are padded to the longest one,
-    as the vocabulary need not be a multiple of the ranks."""
+    because the rows need not divide evenly."""
 
     def __init__(self, whole: nn.Linear, tied: bool, peers: Peers) -> None:
         super().__init__()
@@ -219,7 +219,8 @@ class Vocabulary(nn.Module):
         self.longest = -(-self.size // peers.size)
         first = peers.rank * self.longest
         rows = whole.weight[first : first + self.longest].detach()  # the last ranks may have none
-        # Rows of the embedding, which stays whole for the look-up, take no memory of their own.
+        # These are rows of the embedding, which stays whole for the look-up: they take no more
+        # memory.
         self.part = linear(rows if tied else rows.clone())
         self.missing = self.longest - len(rows)
 
@@ -231,8 +232,8 @@ class Vocabulary(nn.Module):
 
 
 def shard(model: Any, peers: Peers) -> dict[str, Cut]:
-    """Leave in `model` the part of rank `peers.rank`; returns where each layer was cut. Raises
-    UserError if there are too few heads."""
+    """Reduce `model` to the part of rank `peers.rank`. Returns where each layer was cut. Raises
+    UserError if the model has too few heads."""
     config: Config = model.config
     found = cuts(model, peers.rank, peers.size)
     queries, kv = heads_of(config, peers.rank, peers.size)

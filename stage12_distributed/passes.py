@@ -1,6 +1,6 @@
 """How long a pass takes, fitted to passes of the real engine. The simulator replaces only this.
 
-Vidur learned the time of each operator and rewrote the scheduler; when vLLM's scheduler changed, it
+Vidur learned the time of each operator, but with a scheduler of its own: when vLLM's changed, Vidur
 was off by multiples. Here the scheduler is the real one, and five costs are fitted.
 """
 
@@ -27,8 +27,8 @@ VOCABULARY = 256  # every tokenizer has these ids
 
 
 def amounts(plan: Plan) -> tuple[int, ...]:
-    """What a pass does, by what it costs (AMOUNTS): itself; tokens beyond one a row; rows; tokens
-    whose keys and values are read; pairs of a query and a key."""
+    """The amounts of a pass that have a cost (AMOUNTS): the pass itself; tokens beyond one a row;
+    rows; tokens whose keys and values are read; pairs of a query and a key."""
     work = plan.work
     ends = [one.start + one.count for one in work]
     pairs = sum(w.count * (w.start + end + 1) for w, end in zip(work, ends, strict=True)) // 2
@@ -37,7 +37,7 @@ def amounts(plan: Plan) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of a pass: a cost for each of its `amounts`, times one of `ratios` at random. These
+    """Seconds of a pass: a cost for each of its `amounts`, times a random one of `ratios`, which
     are measured over fitted seconds."""
 
     costs: tuple[float, ...]
@@ -50,8 +50,8 @@ class PassTime:
     def fit(cls, steps: Sequence[Sequence[float]]) -> PassTime:
         """Non-negative least squares of the relative error. steps: amounts and seconds of passes.
 
-        Its solution is that of plain least squares over the costs that are not zero; there are 31
-        choices of these, and all are tried.
+        The solution is that of plain least squares over the nonzero costs; all 31 choices of
+        nonzero costs are tried.
         """
         table = np.array(steps, dtype=float)
         done, seconds = table[:, :-1], table[:, -1]
@@ -71,8 +71,8 @@ class PassTime:
 class Meter:
     """Observes an engine: `steps` has the amounts and seconds of its passes, for `PassTime.fit`.
 
-    The time between two steps of a busy engine counts as the second's: there a server takes
-    commands and hands tokens out.
+    While the engine is busy, the time between two steps counts towards the second one: in it, a
+    server takes commands and hands out tokens.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -97,8 +97,8 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def calibrate(engine: Any, tokens: int = 6, seed: int = 0) -> list[tuple[float, ...]]:
-    """Steps of a short run of a real engine of stage 05: prompts of many lengths in CROWDS, and
-    answers of `tokens`. It warms up first."""
+    """Steps of a short run of stage 05's real engine: prompts of many lengths in CROWDS, and
+    answers of `tokens`. The engine warms up first."""
     chance, config = random.Random(f"calibration {seed}"), engine.config
     longest, ids = config.n_positions - tokens - 1, range(min(VOCABULARY, config.vocab_size))
     engine.generate([[0] * 32] * 4, greedy(tokens))

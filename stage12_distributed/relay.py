@@ -1,10 +1,10 @@
 """One request through the router: to a replica, perhaps to another one, and the answer back.
 
-What may be repeated is decided by what was shown. Until the client has been sent a byte, another
-replica may answer instead: after a failed connection, a death, or status 503; once, within the
-request's one deadline and a budget that all requests share. Afterwards an answer that breaks off
-ends with an error. An error that the request itself caused (4xx) is the answer, and so is a replica
-that was too slow (504): a repeat would only double the work.
+Whether a request may be repeated depends on what the client was shown. Until its first byte,
+another replica may answer instead, after a failed connection, a death, or status 503: once, within
+the request's one deadline and a budget that all requests share. Afterwards an answer that breaks
+off ends with an error. The client gets an error that the request itself caused (4xx), and the
+timeout of a slow replica (504): a repeat would only double the work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stage06_serving.errors import ApiError, error_body
 from .replicas import POLL, Pool, whole
 from .routing import Replica, Route, Routing
 
-BYTES = 4  # of text, for a token: what GPT-2's have on average
+BYTES = 4  # of text that count as a token: GPT-2's average
 MOST_BLOCKS = 1024  # of a prompt that are hashed: 16,384 tokens
 MOST_TOKENS = 4096  # that an answer is expected to have, whatever the client asks for
 DEFAULT_TOKENS = 16  # of an answer, if the client does not ask
@@ -86,10 +86,10 @@ def read(scope: Scope, body: bytes, routing: Routing) -> Asked:
 
 
 def size(fields: Any) -> tuple[Sequence[int], int, int]:
-    """The tokens of the first prompt, the number of those of all prompts, and of the answers.
+    """The first prompt's tokens, the number of tokens in all prompts, and that in the answers.
 
-    Text counts as a token for each BYTES bytes, which serves every model without its tokenizer. It
-    finds the same beginnings: texts that begin alike have tokens that begin alike.
+    Each BYTES bytes of text count as one token, which needs no model's tokenizer and finds the same
+    prefixes: texts that begin alike have tokens that begin alike.
     """
     if "messages" in fields:
         prompts: Any = [json.dumps(fields["messages"])]
@@ -159,7 +159,7 @@ def busy(message: str) -> Failed:
 
 
 class Relay:
-    """All requests. It is the `engine` of stage 06's server: what is drained at its end.
+    """All requests. Stage 06's server takes this as its `engine`, and drains it at its end.
 
     timeout: seconds for a request, with all its tries.
     """
@@ -261,7 +261,7 @@ class Relay:
     async def _pass_on(
         self, response: aiohttp.ClientResponse, replica: Replica, answer: Answer
     ) -> None:
-        """Raises ClientError if the answer breaks off, and Failed for status 503."""
+        """Pass an answer on. Raises ClientError if it breaks off, and Failed for status 503."""
         given, status = response.headers, response.status
         headers = {name: given[name] for name in SHOWN if name in given} | {REPLICA: replica.name}
         kind = headers.get("content-type", "").partition(";")[0]
@@ -295,8 +295,8 @@ class Relay:
 async def stream(
     response: aiohttp.ClientResponse, headers: Mapping[str, str], answer: Answer
 ) -> None:
-    """Pass events on as they come, each as a whole: if the replica dies within one, the error can
-    follow. Raises ClientPayloadError for a stream without its end."""
+    """Pass events on as they arrive, each as a whole: an error can follow even if the replica dies
+    within an event. Raises ClientPayloadError for a stream without its end."""
     left = b""
     async for data in response.content.iter_any():
         left += data

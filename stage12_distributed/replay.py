@@ -21,13 +21,13 @@ from stage07_loadtest.load import load
 from .passes import VOCABULARY, Meter, PassTime
 from .simulator import Ask, Cell, Fleet
 
-TURNS = 3  # of each load, in turn: a machine gets slower and faster in the course of minutes
+TURNS = 3  # of each load, in turn: a machine speeds up and slows down from minute to minute
 Times = tuple[float, Sequence[float]]  # a request's arrival, and those of its tokens
 
 
 @dataclass(frozen=True)
 class Run:
-    """A load as stage 07 measured it, and the passes of the engine in the meantime."""
+    """A load as stage 07 measured it, and the engine's passes during the load."""
 
     share: float  # of the capacity; 0: the closed loop that found it
     rate: float  # requests a second
@@ -62,8 +62,8 @@ async def serve(
 
 
 def measure(options: list[str], shares: Sequence[float], users: int, count: int) -> list[Run]:
-    """A closed loop of `users`, whose throughput is the capacity; then `count` random arrivals at
-    each of `shares` of it, in TURNS parts that alternate. The client is a process of its own.
+    """Run a closed loop of `users`, whose throughput is the capacity, then `count` random arrivals
+    at each of `shares` of it, in TURNS alternating parts. The client is a process of its own.
 
     options: of `python -m stage06_serving`. Raises AssertionError if a request fails.
     """
@@ -77,7 +77,8 @@ def times_of(records: Iterable[Record]) -> list[Times]:
 
 def stored(folder: Path) -> Iterator[tuple[str, list[Ask], list[Times]]]:
     """The points of a run that stage 07 has kept: the load, its requests, and their times. Prompts
-    have their lengths, and nothing in common. Raises UserError for a folder without a run."""
+    keep only their lengths, and have nothing in common. Raises UserError for a folder without a
+    run."""
     run, chance = results.load(folder), random.Random("replay")
     for point, records in zip(run.points, results.load_requests(folder), strict=True):
         good = [one for one in records if one.failure is None]
@@ -88,8 +89,8 @@ def stored(folder: Path) -> Iterator[tuple[str, list[Ask], list[Times]]]:
 
 
 def lines(folder: Path, pass_time: PassTime, cell: Cell) -> Iterator[str]:
-    """For each point and latency of a stored run: p50 and p99 in ms as measured and as simulated.
-    What HTTP adds to the first token is that of the first point."""
+    """For each point and latency of a stored run: p50 and p99 in ms, measured and simulated. What
+    HTTP adds to the first token is taken from the first point."""
     yield f"{'load':<18}latency{'p50':>10}{'simulated':>19}{'p99':>10}{'simulated':>19}"
     http = None
     for name, asks, times in stored(folder):

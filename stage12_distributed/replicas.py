@@ -1,8 +1,8 @@
 """The servers behind the router: processes of its own, or addresses that it was given.
 
-Which of them may be chosen is decided here, and nowhere else. A server is in the policy from its
-first good health check to its death. A health check never touches the load: what is in flight at a
-server that answers slowly is still in flight.
+Only this file decides which of them may be chosen. A server is in the policy from its first good
+health check to its death. A health check never touches the load: requests at a server that answers
+slowly are still in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .routing import BLOCK_SIZE, Replica, Routing
 log = logging.getLogger(__name__)
 CHECK = 1.0  # seconds between two health checks
 PATIENCE = 5.0  # seconds that a health check may take
-MISSES = 3  # checks without an answer, after which a process is started again
+MISSES = 3  # unanswered checks, after which a process is started again
 BACKOFF = 0.5  # seconds until a server gets another chance, doubled each time
 LONGEST_BACKOFF = 30.0
 STEADY = 10.0  # seconds that a process must have lived to be started again at once
@@ -44,10 +44,10 @@ Find = Callable[[], Awaitable[Collection[str]]]  # the addresses of all servers
 class Options:
     """What the command line says.
 
-    backends: addresses of servers that run already; find: returns the addresses now, if they
-        change. Without both, `replicas` servers of stage 06 with `arguments` are started here, and
-        started again when they end.
-    keys: that clients must send; the servers want the first one, if there is one.
+    backends: addresses of servers that run already; find: returns the current addresses, if they
+        change. Without both, the router starts `replicas` servers of stage 06 with `arguments`, and
+        restarts any that end.
+    keys: that clients must send; the servers require the first one, if any.
     """
 
     backends: tuple[str, ...] = ()
@@ -66,9 +66,9 @@ class Options:
 class Backend:
     """A server behind the router.
 
-    replica: in the policy; None if it is not there: it starts, it is dead, it has another model.
-    why: it gets no requests, for people.
-    failures: in a row, each of which doubled the time `until` which it gets no other chance. They
+    replica: in the policy; None while the server starts, is dead, or has another model.
+    why: the reason that it gets no requests, for people.
+    failures: in a row. Each doubles the time `until` which the server gets no other chance. They
         outlive the request that met them.
     """
 
@@ -99,7 +99,7 @@ class Backend:
 class Pool:
     """All backends, and the policy that chooses among them.
 
-    session: of all requests to servers; to be set before `start`.
+    session: for all requests to servers; set it before `start`.
     """
 
     session: aiohttp.ClientSession
@@ -120,8 +120,8 @@ class Pool:
             self._add(own=True)
 
     async def start(self) -> None:
-        """Start the processes, and look at all servers. Raises UserError if a process of our own
-        does not start; a given address may be dead now and alive later."""
+        """Start the processes, and check all servers. Raises UserError if a process of our own does
+        not start; a given address may be dead now and alive later."""
         await asyncio.gather(*(self._start(one) for one in self._all() if one.own))
         await self._look()
         self._checking = asyncio.create_task(self._check_all())
@@ -135,13 +135,13 @@ class Pool:
     # ---- who may be chosen ----------------------------------------------------------------------
 
     def served(self, replica: Replica) -> None:
-        """It has answered: earlier failures are forgiven."""
+        """Forgive earlier failures, because the replica has answered."""
         if backend := self._backend(replica):
             backend.failures = 0
 
     def failed(self, replica: Replica, error: Exception) -> None:
-        """A request found it dead. No other request must find that out again, so it leaves the
-        policy at once, with all that was remembered of its cache."""
+        """Remove a replica that a request found dead. No other request must find that out again, so
+        it leaves the policy at once, with everything remembered of its cache."""
         if backend := self._backend(replica):
             log.warning("%s: %s", backend.name, str(error)[:200])
             self._lose(backend, f"a request lost it ({type(error).__name__})")
@@ -165,19 +165,19 @@ class Pool:
             await self._look()
 
     async def _look(self) -> None:
-        """Find the servers that there are now, and check them all."""
+        """Find the current servers, and check them all."""
         if self.options.find:
             try:
                 await self._follow(await self.options.find())
-            except Exception as error:  # of whatever finds them; those that are known stay
+            except Exception as error:  # of whatever finds them; the known servers stay
                 log.warning("the servers cannot be listed: %s", str(error)[:200])
         checks = [self.check(one) for one in self._all() if one.url]
         for failed in await asyncio.gather(*checks, return_exceptions=True):
-            if failed:  # a defect: the next checks must still come
+            if failed:  # a defect: the next checks must still run
                 log.error("a health check failed", exc_info=failed)
 
     async def _follow(self, urls: Collection[str]) -> None:
-        """Have these servers in place of those before. What is in flight goes on."""
+        """Replace the servers by these. Requests in flight continue."""
         for backend in self._all():
             if backend.url not in urls:
                 await self._remove(backend)
@@ -188,7 +188,7 @@ class Pool:
         return list(self.backends.values())
 
     async def check(self, backend: Backend) -> None:
-        """Look at a server's health, and let it in or shut it out."""
+        """Check a server's health, and let it in or shut it out."""
         url = backend.url
         try:
             async with asyncio.timeout(PATIENCE):
@@ -225,7 +225,7 @@ class Pool:
             return int(response.status)
 
     async def _let_in(self, backend: Backend) -> None:
-        """Add it to the policy, if it has the model of the others."""
+        """Add it to the policy, if it has the same model as the others."""
         async with self.get(backend, "/v1/models") as response:
             try:
                 found = json.loads(await whole(response, LARGEST_LIST))
@@ -246,7 +246,8 @@ class Pool:
     # ---- drain and update -----------------------------------------------------------------------
 
     async def drain(self, backend: Backend, grace: float) -> bool:
-        """Send it nothing more, and wait for what is in flight; whether that has ended in time."""
+        """Send it no more requests, and wait for those in flight. Returns whether they ended in
+        time."""
         backend.draining = True
         replica, end = backend.replica, asyncio.get_running_loop().time() + grace
         if replica is not None:
@@ -258,7 +259,7 @@ class Pool:
     async def update(self, grace: float) -> int:
         """Replace the processes one by one, the new one first; returns their number.
 
-        Raises UserError if a new one does not start: the old ones go on.
+        Raises UserError if a new one does not start; the old ones keep running.
         """
         if not all(backend.own for backend in self._all()):
             raise UserError(
@@ -291,7 +292,7 @@ class Pool:
         del self.backends[backend.name]
 
     async def _start(self, backend: Backend) -> None:
-        """Start its process and wait for it, and keep it alive from then on. Raises UserError."""
+        """Start its process and wait for it; restart it whenever it ends. Raises UserError."""
         try:
             await self._launch(backend)
         except BaseException:
@@ -304,7 +305,7 @@ class Pool:
             raise UserError(f"{backend.name} started and is not ready: {backend.why}.")
 
     async def _launch(self, backend: Backend) -> None:
-        """Raises UserError with the server's last line if it does not start."""
+        """Launch the process. Raises UserError with the server's last line if it does not start."""
         backend.process, backend.showing, url = await launch(backend.name, self.options.arguments)
         try:
             async with asyncio.timeout(STARTING):
@@ -345,8 +346,9 @@ class Pool:
 async def launch(
     name: str, arguments: Sequence[str], host: str = "127.0.0.1"
 ) -> tuple[Process, asyncio.Task[None], asyncio.Future[str]]:
-    """Start a server of stage 06 on a free port: its process, the task that shows its log, and its
-    address to be, which raises UserError with the server's last line if it does not start."""
+    """Start a server of stage 06 on a free port. Returns its process, the task that shows its log,
+    and its address to be, which raises UserError with the server's last line if it does not
+    start."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", f"{__package__}.child", *arguments, "--host", host, "--port", "0"),
         cwd=ROOT,
@@ -373,7 +375,7 @@ async def close(process: Process, patience: float = STOPPING) -> None:
 
 
 async def _show(name: str, process: Process, url: asyncio.Future[str]) -> None:
-    """Copy a server's log to standard error, each line behind its name; `url` is set from it."""
+    """Copy a server's log to standard error, each line after its name, and set `url` from it."""
     assert process.stderr is not None
     last = "try python -m stage06_serving to see why."
     while True:

@@ -1,5 +1,5 @@
 """The router: an OpenAI-compatible server that sends each request to the replica that `routing.py`
-chooses. `relay.py` has the way of a request, and `replicas.py` the servers behind it.
+chooses. `relay.py` takes a request there and its answer back; `replicas.py` has the servers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ OWN |= {"request_timeout", "grace"}  # options of stage 06 that the router has t
 
 
 def session() -> aiohttp.ClientSession:
-    """For all requests to replicas. Each has a connection of its own: one that is kept may have
-    been closed by the other side, which looks like a death."""
+    """The session for all requests to replicas. Each request opens its own connection: the other
+    side may have closed one that was kept, which would look like a death."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
@@ -51,8 +51,8 @@ def session() -> aiohttp.ClientSession:
 
 
 def create_app(options: Options) -> FastAPI:
-    """The application. `state.engine` is its Relay once the replicas are started, and None before:
-    the names are those that stage 06's server expects."""
+    """The application. `state.engine` is its Relay once the replicas are started, and None before;
+    stage 06's server expects these names."""
     pool = Pool(options)
     relay = Relay(pool, options.timeout)
 
@@ -113,7 +113,7 @@ def create_app(options: Options) -> FastAPI:
     async def admin(action: str, request: Request) -> dict[str, Any]:
         """`update` replaces all processes one by one; `drain` and `resume` take {"replica": NAME}.
 
-        Requests and not signals: they work on every system, and their answer tells how it ended.
+        Requests, not signals: they work on every system, and the answer tells how the action ended.
         """
         if not options.admin_key:
             raise ApiError(403, f"Start the router with {PREFIX}ADMIN_KEY in its environment.")

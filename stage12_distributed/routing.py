@@ -3,8 +3,8 @@ simulator. Plain Python: no HTTP, no tensors, no clock.
 
 A replica that has computed the beginning of a prompt can skip it (stage 05's prefix cache). So a
 request costs a replica the tokens of its prompt that are not in that replica's cache, and waits
-behind the tokens that are in flight there: the cheapest replica gets it. What a replica has cached
-is not asked but remembered: the digests of the blocks that were sent there.
+behind the tokens in flight there: the cheapest replica gets it. The policy does not ask what a
+replica has cached; it remembers the digests of the blocks that were sent there.
 
     routing = Routing(block_size=16)
     routing.add("http://127.0.0.1:8001")
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from stage05_paged.blocks import chain
 
-BLOCK_SIZE = 16  # tokens, as the servers have it by default
+BLOCK_SIZE = 16  # tokens: the servers' default
 BLOCKS = 2048  # remembered for each replica, unless the caller knows its pool
 BOUND = 1.5  # a replica's share of the requests in flight, in shares of the mean
 
@@ -36,11 +36,10 @@ BOUND = 1.5  # a replica's share of the requests in flight, in shares of the mea
 class Replica:
     """A server as the policy knows it. A server that is started again is a new replica.
 
-    blocks: digests to remember, at least 1; no more than its pool has blocks, or hits are expected
-        where there are none.
-    tree: the digests, the longest unused first.
-    ready: whether it may be chosen. One that drains or fails its health checks keeps its load and
-        its tree: what is in flight there is still in flight.
+    blocks: digests to remember, at least 1. More than its pool has blocks would predict false hits.
+    tree: the digests, the least recently used first.
+    ready: whether it may be chosen. A replica that drains or fails its health checks keeps its load
+        and its tree: its requests are still in flight.
     requests, tokens: in flight, sent by this policy's user. Only `Routing` writes them.
     """
 
@@ -54,15 +53,15 @@ class Replica:
     def match(self, digests: Sequence[bytes]) -> int:
         """Number of blocks of the longest prefix that was sent here.
 
-        No digest is in the tree without those before it, so the end can be searched by halves.
+        No digest is in the tree without those before it, so a binary search finds the end.
         """
         if not digests or digests[0] not in self.tree:
             return 0
         return bisect_left(digests, True, key=lambda digest: digest not in self.tree)
 
     def remember(self, digests: Sequence[bytes]) -> None:
-        """Add a chain, or renew it. Of all chains the ends are older than the beginnings, so that
-        they are forgotten first."""
+        """Add a chain, or renew it. A chain's end counts as older than its beginning, so that it is
+        forgotten first."""
         for digest in reversed(digests):
             self.tree[digest] = None
             self.tree.move_to_end(digest)

@@ -1,9 +1,8 @@
 """The same replicas on Ray: `python -m stage12_distributed serve`, or on a cluster of yours
 `serve deploy stage12_distributed/serve.yaml`.
 
-Ray places the servers, starts them again, replaces them at an update, and runs more of them under
-load. Which server gets a request is decided by `routing.py`, as in the router, and what a server
-answers comes by plain HTTP.
+Ray places the servers, restarts them, replaces them in an update, and runs more of them under load.
+As in the router, `routing.py` decides which server gets a request, and answers come by plain HTTP.
 `Front` is that router as an application of Ray Serve: behind Ray's own proxy, and on a port of its
 own, where tokens do not pass through Ray at all.
 """
@@ -27,7 +26,7 @@ from .metrics import LARGEST, total
 from .replicas import Options, close, launch, whole
 from .router import create_app, session
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is there: it reports by default
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is loaded: it reports by default
 try:
     import ray
     from ray import serve
@@ -40,7 +39,7 @@ NAME = "staircase"
 HOST = "STAIRCASE_NODE"  # variable: the address of every node; by default Ray knows it
 MEMORY = 100_000_000  # bytes for Ray's objects: there are none; its default is 30 % of the memory
 LISTED = 2.0  # seconds in which all engines must name their addresses
-GRACE = 45.0  # seconds for answers in flight when a server is replaced or not needed any more
+GRACE = 45.0  # seconds for answers in flight when a server is replaced or no longer needed
 IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 DEFAULTS: dict[str, Any] = {
     "max_ongoing_requests": 4096,  # the servers have queues; Ray's 5 would leave batches empty
@@ -56,8 +55,8 @@ SCALING: dict[str, Any] = {  # of Ray's autoscaling; "scaling" of `build` comes 
 
 
 def scale(context: Any) -> tuple[float, dict[str, Any]]:
-    """Ray's autoscaling policy: how many servers for what they report to be in flight. By default
-    Ray counts the requests that pass through it, and here there are none."""
+    """Ray's autoscaling policy: how many servers to run for the requests that they report in
+    flight. By default Ray counts the requests that pass through it, and here none do."""
     flights = context.aggregated_metrics.get("in_flight")
     if not flights:  # none has reported yet
         return context.target_num_replicas, {}
@@ -66,8 +65,8 @@ def scale(context: Any) -> tuple[float, dict[str, Any]]:
 
 @serve.deployment(max_surge_percent=100, ray_actor_options={"num_cpus": 1}, **DEFAULTS)
 class Engine:
-    """A server of stage 06, in a process that ends with this one. At an update a new one comes
-    first: without a surge, one replica less is Ray's default."""
+    """A server of stage 06, in a process that ends with this one. An update starts the new server
+    first; without the surge, Ray would first remove an old one."""
 
     async def __init__(self, arguments: list[str]) -> None:  # type: ignore[misc]
         own = ["--grace", str(GRACE), *arguments]
@@ -78,7 +77,7 @@ class Engine:
         return self.url
 
     async def check_health(self) -> None:
-        """Ray calls this, and replaces what raises."""
+        """Ray calls this, and replaces a replica in which it raises."""
         if self.process.returncode is not None:
             raise RuntimeError(f"the server ended with status {self.process.returncode}")
 
@@ -96,7 +95,7 @@ class Engine:
 @serve.deployment(ray_actor_options={"num_cpus": 0}, **DEFAULTS)
 @serve.ingress()
 class Front:
-    """The router before all engines. port: of its own, on its node; 0 for none."""
+    """The router in front of all engines. port: of its own, on its node; 0 for none."""
 
     def __init__(self, engines: Any, hosts: list[str], port: int) -> None:
         self.engines, self.port = engines, port
@@ -109,8 +108,8 @@ class Front:
         return self.router
 
     async def find(self) -> Collection[str]:
-        """The addresses of all engines. Its first call, in the lifespan that Ray runs, is when our
-        own port can be opened."""
+        """The addresses of all engines. The first call, in the lifespan that Ray runs, also opens
+        our own port."""
         if self.port:
             self.serving = asyncio.create_task(self.serve(self.port))
             self.port = 0
@@ -126,13 +125,13 @@ class Front:
 
 
 def address() -> str:
-    """Of this node, for the others; of this machine, if there are no others."""
+    """The address of this node for the others; HOST has it where there are no others."""
     return os.environ.get(HOST) or str(ray.util.get_node_ip_address())
 
 
 def build(arguments: dict[str, Any]) -> Any:
     """The application, for `serve.yaml` too. replicas: servers; scaling: Ray's autoscaling_config,
-    in which "max_replicas" is more than those; engine: their options; hosts: names that a Host
+    with a "max_replicas" above `replicas`; engine: the servers' options; hosts: names that a Host
     header may have; port: of the front, past Ray's proxy."""
     count = arguments.get("replicas", 2)
     scaling = {"min_replicas": count, "max_replicas": count, **SCALING}
@@ -186,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(replicas: int, port: int, ray_port: int, arguments: list[str], **scaling: Any) -> None:
-    """A Ray of our own on this machine, for it alone, with the application. scaling: as for
+    """Start a Ray of our own, for this machine alone, and the application on it. scaling: as for
     `build`."""
     os.environ[HOST] = "127.0.0.1"  # Ray's processes inherit it
     cpus = scaling.get("max_replicas", replicas)

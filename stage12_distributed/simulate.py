@@ -1,7 +1,7 @@
 """What a fleet would do: `python -m stage12_distributed simulate`.
 
-A router serves a cell of some replicas, and a fleet is many cells that know nothing of each other:
-one of them is simulated. Its pass times come from a short run of the real engine on this machine.
+A router serves a cell of several replicas, and a fleet is many cells that know nothing of each
+other. One cell is simulated, with pass times from a short run of the real engine on this machine.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ COLUMNS = {
 
 
 def arrivals(rate: float, count: int, swing: float = 0.0) -> list[float]:
-    """Poisson arrivals, on average `rate` a second for the time that `count` take: from 1 - swing
-    times as many up to 1 + swing times in the middle and back, as in a day."""
+    """Poisson arrivals at a mean `rate` a second, for the time that `count` of them take. As in a
+    day, the rate rises from 1 - swing times the mean to 1 + swing times in the middle, and falls
+    back."""
     chance, now, end = random.Random("arrivals 0"), 0.0, count / rate
     found = []
     while (now := now + chance.expovariate(rate * (1 + swing))) < end:
@@ -91,7 +92,7 @@ def capacity(cell: Cell, pass_time: PassTime) -> float:
 
 @dataclass(frozen=True)
 class Scenarios:
-    """Questions to a cell of replicas: `count` requests at a share `load` of what it answers."""
+    """Questions to a cell of replicas: `count` requests at a share `load` of its capacity."""
 
     cell: Cell
     pass_time: PassTime
@@ -102,7 +103,7 @@ class Scenarios:
 
     def run(self, ratios: Sequence[int]) -> Iterator[dict[str, Any]]:
         """All traffic by all policies; deaths; a day's load with and without autoscaling; then some
-        `ratios`: replicas of the cell that only prefill."""
+        `ratios`: numbers of replicas that only prefill."""
         cell = self.cell
         rate = self.load * cell.replicas * capacity(cell, self.pass_time)
         starts = arrivals(rate, self.count)

@@ -1,10 +1,10 @@
 """A cell of replicas in simulated time.
 
-Stage 05's scheduler and blocks and this stage's routing run as they are. Only a pass is not
-computed: it takes the time that was fitted to passes of the real engine (passes.py). So what twenty
-machines do in a minute takes one of them some seconds, and is the same each time.
+Stage 05's scheduler and blocks and this stage's routing run unchanged. Only the passes are not
+computed: each takes a time fitted to passes of the real engine (passes.py). So one machine
+simulates a minute of twenty in a few seconds, with the same result each time.
 
-What is not there: the network, HTTP, tokenizing, and machines that differ.
+Not simulated: the network, HTTP, tokenizing, and differences between machines.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Server:
         env.process(self._run())
 
     def submit(self, request: Request, times: list[float]) -> Any:
-        """The event of its end, or of the replica's; `times` gets those of its tokens."""
+        """The event that the request, or its replica, ends; `times` collects the times of its
+        tokens."""
         self.scheduler.add(request)
         if not self._work.triggered:
             self._work.succeed()
@@ -68,7 +69,7 @@ class Server:
         return self._ends[request][0]
 
     def receive(self, digests: Sequence[bytes]) -> None:
-        """Blocks with these digests were copied here, as many as there is room for."""
+        """Take copied blocks with these digests into the cache, as many as there is room for."""
         missing = digests[len(self.pool.match(digests)) :][: self.pool.available]
         blocks = [self.pool.take() for _ in missing]
         for block, digest in reversed(list(zip(blocks, missing, strict=True))):
@@ -114,11 +115,11 @@ class Ask:
 
 @dataclass(frozen=True)
 class Cell:
-    """Replicas behind one router. Times are in seconds; `failures` are those at which one dies.
+    """Replicas behind one router. Times are in seconds; a replica dies at each of `failures`.
 
     prefill: replicas that only compute prompts, beside the `replicas`, which then only decode.
-    handover: seconds to copy a token's keys and values from the one to the other.
-    target: requests in flight for which there is a replica, from `least` up to `replicas`; one is
+    handover: seconds to copy a token's keys and values from one kind to the other.
+    target: requests in flight for each running replica, from `least` to `replicas` of them; one is
         removed after `calm` seconds with too many. 0: all run always.
     starting: until a new replica is ready.
     """
@@ -173,8 +174,8 @@ class Fleet:
     def choose(
         self, routing: Routing, digests: Sequence[bytes], ask: Ask, without: Collection[Replica]
     ) -> Route | None:
-        """By the cell's policy. A replica that decodes only gets its blocks sent, so it is chosen
-        by its load."""
+        """Choose by the cell's policy. A decode-only replica is chosen by its load, because its
+        blocks are sent to it."""
         policy = "load" if routing is self.back else self.cell.policy
         if policy == "prefix":
             return routing.choose(digests, len(ask.prompt), ask.max_tokens, without)
@@ -211,8 +212,8 @@ class Fleet:
             self.over.succeed()
 
     def _leg(self, life: Life, routing: Routing, tokens: int) -> Iterator[Any]:
-        """An answer of `tokens`, or the rest of one, by one replica; by a second one if that dies
-        before the first token."""
+        """Run an answer of `tokens`, or the rest of one, on one replica; on a second one if the
+        first dies before the first token."""
         ask, tried = life.ask, list[Replica]()
         digests = routing.digests(ask.prompt)
         while route := self.choose(routing, digests, ask, tried):
@@ -271,8 +272,8 @@ class Fleet:
 
     def summary(self) -> dict[str, float]:
         """Latencies in seconds, without lost requests. hits: share of the prompts' tokens that were
-        found. balance: the busiest replica over the mean. tokens: a second. paid: seconds of all
-        replicas."""
+        found. balance: time that the busiest replica was busy, over the mean. tokens: per second.
+        paid: seconds of all replicas."""
         ended, now = [life for life in self.lives if not life.error], self.env.now
         counts = [server.scheduler.counts for server in self.servers.values()]
         busy = [server.busy for server in self.servers.values()]

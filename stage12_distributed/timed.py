@@ -24,7 +24,7 @@ EXAMPLES = """\
 
 
 class Maker:
-    """What stage 06's server makes its engine with: the usual, and a Meter."""
+    """What stage 06's server makes its engine with: the usual engine, and a Meter."""
 
     meter: Meter | None = None
     load = staticmethod(cli.load_model_from)
