@@ -36,17 +36,17 @@ if TYPE_CHECKING:  # the settings are checked, and the port is taken, before the
 log = logging.getLogger(__name__)
 BUDGET = 256  # tokens in a step, by default
 RECORDS = 1_000  # steps whose records the engine keeps: 100,000 take half a gigabyte
-SWITCH = 0.0002  # seconds until the engine's thread, which needs Python for little, gets the lock
+SWITCH = 0.0002  # seconds until the engine's thread, which runs little Python, gets the lock
 CLOSE = 2  # seconds for connections to close once their answers have ended
 
 
 class Server(uvicorn.Server):
-    """uvicorn that at shutdown lets requests in flight end, and ends the rest with an error."""
+    """uvicorn with a drain: at shutdown, requests in flight may end, and the rest get an error."""
 
     def __init__(
         self, config: uvicorn.Config, app: FastAPI, grace: float, loaded: Callable[[], None]
     ) -> None:
-        """loaded: called when the model is there; the server has answered /health before."""
+        """loaded: called once the model is loaded; the server answers /health before."""
         super().__init__(config)
         self.app, self.grace, self.loaded = app, grace, loaded
 
@@ -72,14 +72,15 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _hang_up(self) -> None:
-        """End what clients do not read to its end: uvicorn would log it as an error of ours."""
+        """End streams that clients do not read to the end: uvicorn would log them as our errors."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
 def choose(settings: Settings) -> str:
-    """The name of the engine for these settings. For an engine that not every machine can run, its
-    stage's make.py has a function `why_not`. Raises UserError if that one is asked for in vain."""
+    """The name of the engine for these settings. If not every machine can run an engine, its
+    stage's make.py has a function `why_not`. Raises UserError if the settings name an engine that
+    cannot run here."""
     device = cli.choose_device(settings.device)
     dtype = cli.choose_dtype(settings.dtype, device)
     for name, stage in reversed(engines().items()):
@@ -95,7 +96,7 @@ def choose(settings: Settings) -> str:
 
 
 def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.Loaded]:
-    """The model and its engine, whose name `settings` has then.
+    """The model and its engine; `settings` then has the engine's name.
 
     maker: `load`, `make` and `serve` in place of `cli.load_model_from`, of the stage's `make` and
         of Paged, for an engine that a later stage sets up by options of its own.

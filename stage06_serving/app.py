@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody}
     for status in (400, 401, 403, 404, 405, 408, 413, 431, 500, 503, 504)
-}  # as /openapi.json has them
+}  # as in /openapi.json
 
 
 def failure(error: BaseException) -> ApiError:
@@ -224,7 +224,7 @@ class Api:
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Have all errors answered as OpenAI's clients expect it."""
+    """Have all errors answered in the form that OpenAI's clients expect."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -253,8 +253,8 @@ def create_app(
     template: ChatTemplate | None,
     thread: EngineThread,
 ) -> FastAPI:
-    """The server's application. It owns the engine that is `made`, and runs it on `thread`, where
-    it is made. Until then there is no `state.engine`, and only /health and the like answer."""
+    """The server's application. It owns the engine that `made` will hold, and runs it on `thread`,
+    which makes it. Until then `state.engine` is missing, and only paths such as /health answer."""
     created, statuses = int(time.time()), Counter[int]()
 
     async def load() -> None:

@@ -1,9 +1,10 @@
 """The engine on a thread of its own, and asyncio on the other side of the fence.
 
-A forward pass takes tens of milliseconds, and an event loop that waits for one serves no client in
-the meantime. So only the thread touches the engine. The loop's commands reach it through a queue,
-which it empties before every step; the tokens come back in one call a step. Nothing else is shared
-but settings that never change and the engine's status, which is frozen: each step replaces it.
+A forward pass takes tens of milliseconds, and an event loop that waits for it serves no client in
+the meantime. So only the thread touches the engine. The loop sends commands through a queue, which
+the thread empties before every step; tokens come back in one call a step. Apart from that the two
+share only settings that never change and the engine's status, which is frozen: each step replaces
+it.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ LOST = "The engine lost the memory of this request, and starts again: send the r
 FAILURES = 3  # failed steps in a row before the engine is given up
 STUCK = 5.0  # seconds: a step that takes longer ends with the process
 DRAIN = 0.05  # seconds between two checks of what is in flight, while the server shuts down
-PROBE = "probe"  # our own request: after a failure it shows whether steps work again
+PROBE = "probe"  # our own request, which shows after a failure whether steps work again
 
 log = logging.getLogger("staircase")
 
 
 class Overloaded(Exception):
-    """The queue has no place for a request now."""
+    """The queue has no room for a request now."""
 
 
 class TooMany(UserError):
@@ -49,11 +50,11 @@ class TooMany(UserError):
 
 
 class EngineDead(Exception):
-    """The engine has stopped for good, is about to, or must start again."""
+    """The engine has stopped for good, is about to stop, or must start again."""
 
 
 class Broken(Exception):
-    """A failure that is not its own ended a sequence."""
+    """A sequence ended through a failure that was not its own."""
 
 
 @dataclass(eq=False)
@@ -61,8 +62,8 @@ class Ticket:
     """One sequence on its way through the engine, as the event loop sees it. Times are
     `time.perf_counter()`.
 
-    `fresh` holds the tokens that are not read yet. A slow reader finds more of them at a time and
-    delays no other request; there are never more than the `max_tokens` of the answer.
+    `fresh` holds the unread tokens. A slow reader gets more of them at a time and delays no other
+    request; they never exceed the answer's `max_tokens`.
     """
 
     id: str
@@ -103,11 +104,11 @@ def _ignore(result: Any, error: Exception | None) -> None:
 
 
 class EngineThread:
-    """The one thread that computes, and that has loaded the model too.
+    """The only thread that computes; it also loads the model.
 
-    PyTorch keeps a team of threads for each thread that calls it. With two teams there are more
-    threads than processors: all of them sleep between operators and must be woken, and a step took
-    40 % longer. So no other thread may compute.
+    PyTorch keeps a team of threads for each thread that calls it. Two teams have more threads than
+    there are processors: all sleep between operators and must be woken, and a step took 40 %
+    longer. So no other thread may compute.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,8 @@ class EngineThread:
         threading.Thread(target=self._work, name="engine", daemon=True).start()
 
     def run(self, do: Callable[[], Any]) -> Future[Any]:
-        """Run `do` on the thread, after all earlier jobs; its result or error."""
+        """Run `do` on the thread, after all earlier jobs. Returns a future of its result or
+        error."""
         future: Future[Any] = Future()
         self._jobs.put((do, future))
         return future
@@ -154,7 +156,7 @@ class AsyncEngine:
         self._held = 0  # places taken by `place`
         self._calls: set[asyncio.Future[Any]] = set()  # of `call`, not answered yet
         self._named = 0
-        self._requests: dict[str, Request] = {}  # the thread's own: all whose end is not reported
+        self._requests: dict[str, Request] = {}  # the thread's: all with an unreported end
 
     # ---- on the event loop ----------------------------------------------------------------------
 
@@ -170,11 +172,11 @@ class AsyncEngine:
 
     @property
     def variants(self) -> Mapping[str, bytes]:
-        """Names that the engine answers for beside the model's, each with a part of a salt."""
+        """Names that the engine answers to beside the model's, each with its part of a salt."""
         return self._engine.variants
 
     def start(self) -> None:
-        """Let the thread make steps."""
+        """Let the thread run steps."""
         self.alive = True
         self._running = self._thread.run(self._run)
         self._running.add_done_callback(self._over)
@@ -185,10 +187,11 @@ class AsyncEngine:
         sampling: Sequence[SamplingParams],
         salt: bytes = b"",
     ) -> list[list[Ticket]]:
-        """Accept `prompts`, one sample of each for each of `sampling`; tickets, a list a prompt.
+        """Accept `prompts`, each with one sample per `sampling`. Returns a list of tickets per
+        prompt.
 
-        All or none: raises UserError for a request that can never be answered, Overloaded if there
-        is no place for all of them, EngineDead.
+        All or none are accepted. Raises UserError for a request that can never be answered,
+        Overloaded without room for all of them, EngineDead.
         """
         self._need_life()
         for prompt in prompts:
@@ -205,7 +208,7 @@ class AsyncEngine:
 
     @contextlib.contextmanager
     def place(self, count: int) -> Iterator[None]:
-        """Hold the places of `count` sequences, for a `call` that is as much work.
+        """Hold the places of `count` sequences, for a `call` that takes as much work.
 
         Raises as `submit` does.
         """
@@ -267,7 +270,7 @@ class AsyncEngine:
             self._command(partial(self._abort, ticket.id))
 
     async def call(self, do: Callable[[AnyEngine], Any]) -> Any:
-        """Run `do` with the engine on its thread, between two steps; returns or raises what it
+        """Run `do` with the engine on its thread, between two steps. Returns or raises what `do`
         does. Raises EngineDead."""
         if not self.alive:
             raise EngineDead(DEAD)
@@ -337,7 +340,7 @@ class AsyncEngine:
         for name, reason, error in step.ended:
             if ticket := self.in_flight.get(name):
                 self._end(ticket, reason, error)
-        for listener in self.listeners:  # before the times of these tokens replace the last ones
+        for listener in self.listeners:  # before these tokens' times replace the last ones
             listener(step, list(spoke), ended)
         for ticket in spoke:
             ticket.first_token = ticket.first_token or now
@@ -361,7 +364,7 @@ class AsyncEngine:
     # ---- on the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Obey and step until the loop wants an end, or steps fail FAILURES times in a row."""
+        """Obey and step until the loop asks for an end, or FAILURES steps in a row fail."""
         failures = 0
         while failures < FAILURES and self._obey():
             try:
@@ -377,13 +380,13 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(self._deliver, step)
 
     def _over(self, _: object) -> None:
-        """Have the event loop answer what waits, however `_run` has ended."""
+        """Have the event loop answer everything that waits, however `_run` has ended."""
         with contextlib.suppress(RuntimeError):  # the loop may be closed
             self._loop.call_soon_threadsafe(self._die)
 
     def _obey(self) -> bool:
-        """Run the loop's commands; wait for one while there is nothing to compute. False: the
-        thread must end."""
+        """Run the loop's commands; wait for one while there is nothing to compute. Returns False if
+        the thread must end."""
         while True:
             try:
                 command = self._commands.get(block=self._idle())

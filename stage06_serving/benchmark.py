@@ -1,11 +1,11 @@
 """What HTTP costs, where it costs nothing, and where it costs most:
 `python -m stage06_serving.benchmark`.
 
-The engine of stage 05, in a process of its own with nothing around it, and a server process
-(`python -m stage06_serving`) with clients in another one run in turn: the same weights, dtype,
-threads, memory and requests, and the same number of requests in flight. The engine's process can
-serve too, and is then watched: its passes, and the processor time of the event loop, which Python's
-profiler divides among the parts of a token's way.
+Two ways run in turn: stage 05's engine alone in a process, and a server process (`python -m
+stage06_serving`) with clients in another one. Both have the same weights, dtype, threads, memory
+and requests, and the same number of requests in flight. The engine's process can also serve, and is
+then watched: its passes, and the processor time of the event loop, which Python's profiler divides
+among the parts of a token's way.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ Way = Callable[["Load", Sequence[list[int]]], "Run"]  # to run a load
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that `streams` send, each its next one when its last one has ended. Prompts and
-    answers are in tokens."""
+    """Requests from `streams`, each of which sends its next one when its last one has ended.
+    Prompts and answers are in tokens."""
 
     case: str  # HTTP, NULL or LOSE
     streams: int
@@ -69,12 +69,13 @@ class Load:
 
 
 FULL = kit.plan(
-    # The first has all loads, the others that with the most streams, and in float32 the losing one.
+    # The first has all loads; the others only the one with the most streams, and in float32 the
+    # losing one.
     subjects=(("gpt2", "float32"), ("gpt2", "bfloat16"), ("stories", "float32")),
     loads=(  # see Load
         (HTTP, 1, 2, 64, 64), (HTTP, 8, 8, 64, 64), (HTTP, 32, 64, 64, 64),
         (NULL, 1, 1, 64, 256),  # one long request
-        (LOSE, 32, 200, 8, 1),  # the least that can be asked for
+        (LOSE, 32, 200, 8, 1),  # the shortest answers possible
     ),
     repeats=2, max_sequences=32, kv_memory="512MiB",
     options=(),  # more of them, for engine and server
@@ -96,8 +97,8 @@ def turns(plan: Any, subject: tuple[str, str]) -> Iterator[tuple[Load, dict[str,
 
 
 def options(plan: Any, model: str, dtype: str, linear: str) -> list[str]:
-    """The command line of the server; the engine alone is made by the same. Prefixes are not
-    cached: the second run would find what the first has computed."""
+    """The command line of the server, which also configures the engine alone. Prefixes are not
+    cached: the second run would find what the first computed."""
     more = {"kv_memory": plan.kv_memory, "max_sequences": plan.max_sequences, "device": "cpu"}
     given = kit.server_options(model, dtype, 1, **more, linear=linear)
     return [*given, "--no-prefix-caching", *plan.options]
@@ -112,7 +113,7 @@ class Run:
 
     seconds: float
     sent: list[float]
-    times: list[list[float]]  # when there was something new of each answer
+    times: list[list[float]]  # of each answer: when something new arrived
     ids: list[list[int]]
     cpu: dict[str, float]  # seconds of processor time of the "engine", the "loop", the "client"
     passes: int | None = None  # of the engine; None: unknown
@@ -131,8 +132,7 @@ class Run:
 
 
 def run_offline(engine: Any, load: Load, prompts: Sequence[list[int]]) -> Run:
-    """The engine with nothing around it: a loop that steps, and adds a request when one has
-    ended."""
+    """The engine alone: a loop that steps, and adds a request when another has ended."""
     engine.steps.clear()
     waiting, sent, times = iter(prompts), list[float](), dict[str, list[float]]()
     ids: list[list[int]] = []
@@ -168,8 +168,8 @@ def message(host: str, prompt: list[int], answer: int) -> bytes:
 async def run_client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
     """All requests of a load to the server at `url`, each stream over one connection.
 
-    It is written on bare sockets: a library's client takes as long for an event as the server does,
-    and would count as the server's time where both share two cores. Events are read when all have
+    It uses bare sockets: a library's client takes as long for an event as the server does, and
+    would count as the server's time where both share two cores. Events are parsed once all have
     arrived. Raises RuntimeError for an invalid answer.
     """
     place = urlsplit(url)
@@ -236,8 +236,8 @@ def watched(load: Load, prompts: Sequence[list[int]], profile: bool = False) -> 
 
 
 async def run_watched(load: Load, prompts: Sequence[list[int]], profile: bool) -> Run:
-    """Serve a load to a client in another process; the loop's time is divided into PARTS if it is
-    to `profile`."""
+    """Serve a load to a client in another process. With `profile`, the loop's time is divided into
+    PARTS."""
     profiler = cProfile.Profile(time.thread_time)
     with measure.process() as clients:
         async with made.serving() as url:
@@ -270,7 +270,7 @@ def shares(profiler: cProfile.Profile) -> dict[str, float]:
 
 def clocks(pid: int) -> dict[str, float]:
     """Seconds of processor time so far: of the loop, which runs on the main thread, and of all
-    other threads. Where the system does not number threads as Linux does, the loop's count as the
+    other threads. Where the system does not number threads as Linux does, all of it counts as the
     engine's."""
     server = psutil.Process(pid)
     times, threads = server.cpu_times(), [one for one in server.threads() if one.id == pid]
@@ -287,7 +287,7 @@ def ways_to_run(subject: Subject, plan: Any, clients: Executor) -> Iterator[dict
     about = subject.about
     arguments = options(plan, about["model"], about["dtype"], about["linear"])
     with measure.process(begin, arguments) as engine:
-        # Both try out their linear layers, and must not do so at the same time.
+        # Both time their linear layers at the start, and must not do so at once.
         engine.submit(int).result()
         with own_server(arguments, quiet=True) as server:
 
@@ -350,34 +350,32 @@ def run(plan: Any) -> dict[str, Any]:
 
 
 def python_seconds(row: Row, who: str) -> float:
-    """Processor time of the "loop" or the "client" for the whole load, as it was watched; of the
-    server itself where it was not."""
+    """Processor time of the "loop" or the "client" for the whole load: of the watched run, or of
+    the server's own where none was watched."""
     own = row.of(WATCHED if WATCHED in row.group["seconds"] else SERVER)
     return median(used[who] for used in own["cpu"])
 
 
 def left(engine: float, python: float, cpus: float) -> tuple[float, float]:
-    """Percent of the throughput that are left of an engine's time where loop and client take this
-    time in `python`: the engine stands still for all of it, or it loses its share of every
-    processor."""
+    """Percent of an engine's throughput that remain when loop and client take this time in
+    `python`: the engine stands still for all of it, or loses only its share of the processors."""
     return 100 * engine / (engine + python), 100 * engine / (engine + python / cpus)
 
 
 def predicted(row: Row) -> tuple[float, float]:
-    """The least and the most by what loop and client compute on this machine."""
+    """The least and the most percent, from the time of loop and client on this machine."""
     python = python_seconds(row, "loop") + python_seconds(row, "client")
     return left(row.of(OFFLINE).median, python, row.results.content["machine"]["cpus"])
 
 
 def share(row: Row) -> Summary:
-    """Percent of the throughput of the engine alone that the server has, of the pairs that ran in
-    turn."""
+    """The server's throughput in percent of the engine's alone, over the pairs that ran in turn."""
     pairs = zip(row.of(OFFLINE)["seconds"], row.of(SERVER)["seconds"], strict=True)
     return summarize([100 * alone / server for alone, server in pairs])
 
 
-# The lesson's predictions: ms of engine and of Python in a step, or in a request of one token, on
-# its machine of two cores, if it has one; and why the measured share is another one.
+# The lesson's predictions, if any: ms of engine and of Python in a step, or in a request of one
+# token, on its machine of two cores; and why the measured share differs.
 BY_HAND: dict[tuple[str, str, str, int], tuple[tuple[float, float] | None, str]] = {
     (HTTP, "gpt2", "float32", 8): ((15, 0.8), "likely the GIL: it changes hands at each operator"),
     (HTTP, "gpt2", "float32", 32): ((60, 3.2), "long operators hide the loop; the runs differ"),
@@ -394,7 +392,7 @@ def predictions(results: Results) -> Iterator[dict[str, str]]:
     what = {HTTP: "{streams} streams", NULL: "one long request", LOSE: "answers of one token"}
     for row in (row for case in what for row in results.groups(case)):
         if row["case"] == HTTP and row["streams"] == 1:
-            continue  # as the long request
+            continue  # like the long request
         key = (row["case"], row["model"], row["dtype"], row["streams"])
         hand, why = BY_HAND.get(key, (None, ""))
         found, (least, most) = share(row).median, predicted(row)
@@ -419,7 +417,7 @@ def percents(least: float, most: float) -> str:
 
 
 def latency(key: str, place: int) -> rows.Column:
-    """Median of the runs, in ms, of the percentile at `place` in "ttft" or "itl"."""
+    """The runs' median, in ms, of the percentile at `place` in "ttft" or "itl"."""
 
     def cell(row: Row) -> str:
         known = [run[place] for run in row[key] if run]

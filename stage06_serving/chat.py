@@ -1,8 +1,8 @@
 """From a chat to a prompt.
 
-A model that was trained to chat brings its own template. GPT-2 was not: a line for each message
-only shows where a template goes. Templates come from the command line or the model's folder and
-never from a client: a template language in a request is a program that a stranger writes.
+A model that was trained to chat brings its own template. GPT-2 was not: its line for each message
+only shows where a template goes. Templates come from the command line or the model's folder, never
+from a client: a template in a request is a program that a stranger wrote.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ChatTemplate:
 
 
 class OwnTemplate:
-    """The template in the model's folder. Its control tokens become tokens; those in a message
-    stay text."""
+    """The template in the model's folder. Control tokens of the template become tokens; in a
+    message they stay text."""
 
     stops: tuple[str, ...] = ()  # control tokens end the answer
 

@@ -1,8 +1,8 @@
-"""Limits of a connection, before there is a request: its bytes, its time, and how many there are.
+"""Limits on connections, before there is a request: their bytes, their time, and their number.
 
-uvicorn has none of them. h11 limits only headers that are incomplete when it looks: 54 KB passed,
-because they arrived at once. And each chunk of a body takes up to 50 µs of Python, whatever its
-size: two megabytes in chunks of one byte kept the event loop busy for 18 seconds.
+uvicorn has none of them. h11 limits headers only while they are incomplete: 54 KB passed, because
+they arrived at once. And each chunk of a body takes up to 50 µs of Python, whatever its size: two
+megabytes in chunks of one byte kept the event loop busy for 18 seconds.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ log = logging.getLogger("staircase.requests")
 
 
 class Door:
-    """Lets in at most `most` connections. When all are taken, the one that has waited longest for
-    its request makes room for a new one."""
+    """Lets in at most `most` connections. When all are taken, a new one replaces the connection
+    that has waited longest for its request."""
 
     def __init__(self, most: int = MOST_CONNECTIONS, statuses: Counter[int] | None = None) -> None:
         self.most = most
@@ -49,7 +49,7 @@ class Door:
 
 
 class Reader(h11.Connection):
-    """h11's parser, which gives up a body of too many chunks."""
+    """h11's parser, which gives up on a body of too many chunks."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, LARGEST_HEADERS)
@@ -67,7 +67,7 @@ class Reader(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, with limits. It answers what never becomes a whole request."""
+    """uvicorn's connection, with limits. It also answers requests that never become whole."""
 
     conn: Reader
 
@@ -75,7 +75,7 @@ class Connection(H11Protocol):
         super().__init__(**options)
         self.door = door
         self.conn = Reader()
-        self.deaf = False  # refused: what still arrives is dropped
+        self.deaf = False  # refused: further bytes are dropped
         self._late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -135,7 +135,7 @@ class Connection(H11Protocol):
         """Answer with an error, unless an answer has begun, and close."""
         began = self.cycle is not None and not self.cycle.response_complete
         if began:
-            self.cycle.disconnected = True  # the application has nothing more to say
+            self.cycle.disconnected = True  # the application may send nothing more
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if began:
@@ -208,7 +208,8 @@ class Listening(socket.socket):
 
 
 def most_connections() -> int:
-    """Raise the limit of open files as far as is needed and allowed; the connections that fit."""
+    """Raise the limit on open files as far as needed and allowed. Returns how many connections
+    fit."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -217,7 +218,7 @@ def most_connections() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = wanted if hard == unlimited else min(wanted, hard)
     if soft != unlimited and soft < more:
-        with contextlib.suppress(OSError, ValueError):  # a system may allow less than it says
+        with contextlib.suppress(OSError, ValueError):  # a system may allow less than it claims
             resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
             soft = more
     return MOST_CONNECTIONS if soft == unlimited else max(1, min(wanted, soft) - RESERVED)

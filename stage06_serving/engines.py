@@ -1,9 +1,9 @@
 """The engines behind `--engine`: stage 05's and earlier ones, so that a load test can show what
 each stage gained.
 
-Which requests run when, and together with which others, is decided where it was: `Stepping` wraps
-an engine that admits and releases requests at every step (stage 04 and later), `Batches` feeds one
-that takes some requests and runs them to the end.
+Each engine still decides which requests run together, and when: `Stepping` wraps an engine that
+admits and releases requests at every step (stage 04 and later), `Batches` feeds an engine that
+takes some requests and runs them to the end.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Stepping:
 
 
 class Paged(Stepping):
-    """Stage 05's engine, or a later one with a scheduler of that kind."""
+    """Stage 05's engine, or a later one with the same kind of scheduler."""
 
     def __init__(self, engine: Engine) -> None:
         scheduler, pool = engine.scheduler, engine.scheduler.pool
@@ -167,12 +167,12 @@ def in_blocks(record: SlotsRecord) -> BlocksRecord:
 
 
 class BatchEngine(Protocol):
-    """An engine that answers all requests of a batch before it takes others."""
+    """An engine that finishes all requests of a batch before it takes others."""
 
     config: Config
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
-        """The tokens of each step, each with the index of its request. A request with no token in
+        """The tokens of each step, each with the index of its request. A request without a token in
         a step has failed."""
         ...
 
@@ -205,7 +205,7 @@ class Static:
         self.engine, self.config = StaticEngine(model, max_batch=rows), model.config
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
-        # Outputs of its own: an aborted request's row still runs to its end.
+        # The engine gets outputs of its own: an aborted request's row still runs to its end.
         outputs = [Output(list(request.output.prompt_ids)) for request in requests]
         return self.engine.run(outputs, [request.sampling for request in requests])
 
@@ -253,7 +253,7 @@ class Batches:
         self.status = Status(rows, rows, engine.config.n_positions)
         self.steps: deque[BlocksRecord] = deque(maxlen=steps_kept)
         self.requests: dict[str, Request] = {}  # those that wait or run
-        self._batch: list[Request] = []  # as it was started, ended requests included
+        self._batch: list[Request] = []  # as started, ended requests included
         self._tokens: Iterator[tuple[int, Token]] = iter(())
         self._arrivals = 0
 
@@ -335,7 +335,7 @@ class Batches:
         self.status = replace(self.status, owned=len(running), running=running, waiting=waiting)
 
     def _record(self, running: list[Request], started: float, before: dict[str, int]) -> None:
-        """Note the step: prompts if it is the first of its batch, else one token for each row."""
+        """Record the step: the prompts if it is its batch's first, else one token for each row."""
         sequences = []
         for request in running:
             output = request.output

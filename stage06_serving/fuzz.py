@@ -1,8 +1,8 @@
 """Bad requests by the thousand: `python -m stage06_serving.fuzz`.
 
-None may be answered with 500 or more, hang, or get an error in another form than all errors. There
-are two sources: schemathesis makes requests from /openapi.json, valid and invalid ones; and raw
-bodies are mutated from good ones. Answers are kept short: the time is for requests, not tokens.
+None may be answered with 500 or more, hang, or get an error in a form of its own. Requests have two
+sources: schemathesis makes valid and invalid ones from /openapi.json, and raw bodies are mutated
+from good ones. Answers are kept short: the time is for requests, not tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def ask(
 
 
 def short(body: Any) -> Any:
-    """The same body with a short answer. Invalid fields stay invalid."""
+    """The same body, but asking for a short answer. Invalid fields stay invalid."""
     if not isinstance(body, dict):
         return body
     body = dict(body)
@@ -123,8 +123,8 @@ def fuzz_schema(client: httpx2.Client, examples: int, findings: Findings) -> Non
 def fuzz_operation(
     client: httpx2.Client, operation: Any, examples: int, findings: Findings
 ) -> None:
-    """At least `examples` requests, half of them valid by the schema and half, if there is a body,
-    invalid."""
+    """At least `examples` requests, half of them valid by the schema; the others, if there is a
+    body, invalid."""
     import hypothesis
     from schemathesis import GenerationMode
 

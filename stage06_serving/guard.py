@@ -1,5 +1,5 @@
-"""What every request passes first: its host, its key, its size, its content type; and the count of
-what was answered."""
+"""The checks that every request passes first (host, key, size, content type), and the count of
+answers by status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .connection import SAFE, log
 from .errors import ApiError
 
 LARGEST_BODY = 2**20  # bytes
-SLOWEST_BODY = 30  # seconds: one byte now and then would hold a connection without end
+SLOWEST_BODY = 30  # seconds: a byte now and then could hold a connection forever
 OPEN = ("/health", "/ready", "/")  # paths that need no key: the page asks for it
 EARLY = (*OPEN, "/version")  # paths that are answered while the model is loaded
 GONE = 499  # the status of a client that left before its answer
@@ -93,7 +93,7 @@ class Guard:
                 )
 
     def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-        """Raise ApiError for a request that goes no further; its body is not read for it."""
+        """Raise ApiError for a request that must go no further, before its body is read."""
         path = scope["path"]
         host = headers.get(b"host")  # a browser always sends it
         if host is not None and not self._serves(host.decode("latin-1").lower()):
@@ -115,15 +115,15 @@ class Guard:
             raise ApiError(503, message, headers={"Retry-After": "1"})
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if scope["method"] == "POST" and kind != b"application/json":
-            # A page of another site may send other types to us without asking first.
+            # Another site's page may send us other types without a preflight request.
             message = "The body must be JSON: send the header 'Content-Type: application/json'."
             raise ApiError(400, message)
         if int(headers.get(b"content-length", b"0")) > LARGEST_BODY:
             raise too_large()
 
     def _serves(self, host: str) -> bool:
-        """Whether `host` is this server. Any address may be: what a page of another site can bend
-        is what its own name stands for."""
+        """Whether `host` is this server. Any address may be: another site's page can only change
+        the address behind its own name (DNS rebinding)."""
         match = HOST.fullmatch(host)
         if match is None:
             return False
@@ -136,7 +136,7 @@ class Guard:
     def _known(self, key: bytes) -> bool:
         digest = hashlib.sha256(key).digest()
         same = [secrets.compare_digest(digest, known) for known in self.digests]
-        return any(same)  # after all comparisons: the time taken shows nothing of the keys
+        return any(same)  # after all comparisons: the time taken reveals nothing of the keys
 
     async def _body(self, receive: Receive) -> bytes | None:
         """The whole body; None if the client left meanwhile. Raises ApiError if it is too large."""
@@ -157,7 +157,7 @@ def too_large() -> ApiError:
 
 
 def request_id(sent: bytes) -> str:
-    """The name of a request, for its answer and the log: the client's own if it is a plain one."""
+    """The name of a request in its answer and the log: the client's own if it is plain enough."""
     name = sent.decode("latin-1")
     return name if REQUEST_ID.fullmatch(name) else uuid.uuid4().hex
 
@@ -172,7 +172,7 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns the body, which has been read, and then acts as the real one."""
+    """A `receive` that returns the body, which was read already, and then acts as the real one."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

@@ -1,4 +1,4 @@
-"""The server inside of this process, for programs that look at its engine while it serves."""
+"""The server inside this process, for programs that look at its engine while it serves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Inside:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Serves it at the address that this yields, with the server's switch interval."""
+        """Serve the engine, with the server's switch interval. Yields the address."""
         usual = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH)
         try:
@@ -39,7 +39,8 @@ class Inside:
 
 @asynccontextmanager
 async def listening(app: Any) -> AsyncIterator[str]:
-    """The address at which this process serves `app`, as `python -m stage06_serving` serves its."""
+    """Serve `app` in this process, as `python -m stage06_serving` serves its own. Yields the
+    address."""
     place = listen("127.0.0.1", 0)
     server = uvicorn.Server(configure(app))
     serving = asyncio.create_task(server.serve(sockets=[place]))

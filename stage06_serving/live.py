@@ -16,7 +16,7 @@ from .sse import event
 from .status import AnyEngine, Status
 
 FRAMES = 8  # a second, at most
-PULSE = 1.0  # most seconds between two frames: they tell an idle server from one that is gone
+PULSE = 1.0  # most seconds between two frames: a page can tell an idle server from a dead one
 STEPS = 256  # most steps in a frame, the newest
 MOST_BLOCKS = 2**16  # on the map
 MOST_WATCHERS = 16  # pages: each costs the loop a frame FRAMES times a second
@@ -39,7 +39,7 @@ class Frame(TypedDict):
     waiting: int  # sequences
     hit_rate: float  # of the prefix cache, 0 to 1
     preemptions: int
-    alive: bool  # the engine; if it is not, the status is the last one
+    alive: bool  # the engine; if not, the status is the last one
     blocks: int
     block_size: int  # tokens
     step: int  # number of the newest step
@@ -50,7 +50,7 @@ class Frame(TypedDict):
 
 
 def look(engine: AnyEngine) -> tuple[Status, list[tuple[int, int]]]:
-    """The status, and the map of the blocks that goes with it. Runs on the engine's thread."""
+    """The status and the block map that goes with it. Runs on the engine's thread."""
     runs = groupby(engine.map()[:MOST_BLOCKS])
     return engine.status, [(state, len(list(run))) for state, run in runs]
 
@@ -63,7 +63,7 @@ class Watcher:
 
 
 class Live:
-    """Keeps the last seconds of the engine for the pages that watch; cheap while none does."""
+    """Keeps the engine's last seconds for the pages that watch; cheap while no page does."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine

@@ -1,4 +1,5 @@
-"""The log on standard error: troubles, one line a second of each kind, and requests if wanted."""
+"""The log on standard error: problems, at most one line a second of each kind, and requests if
+wanted."""
 
 from __future__ import annotations
 

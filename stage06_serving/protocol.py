@@ -21,7 +21,7 @@ MOST_BIASES = 300
 MOST_LOGPROBS = 20
 MOST_MESSAGES = 1000
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
-# They would change the answer, or run a client's program. Each with the reason.
+# Each would change the answer, or run a client's program. The values are the reasons.
 TEXT_ONLY = "this model reads and writes text, and no images or sounds"
 NO_FORMAT = "this server cannot hold an answer to a format"
 NO_TOOLS = "this model cannot call functions"
@@ -39,7 +39,7 @@ REFUSED = {
         "this server does not support it",
     ),
 }
-# Values that ask for no more than this server does, and why another one is refused.
+# The values that ask for nothing more than this server does, and why any other is refused.
 HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), NO_TOOLS)),
     "modalities": ((["text"],), TEXT_ONLY),
@@ -51,7 +51,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class WrongField(ValueError):
-    """What is wrong with one field of a body whose fields are valid by themselves."""
+    """An error in one field of a body whose fields are all valid by themselves."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)

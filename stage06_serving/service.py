@@ -85,8 +85,8 @@ class Service:
         return [self.name, *self.engine.variants]
 
     def check_model(self, name: str | None) -> bytes:
-        """What the salt of a request for the model of this name ends with. Raises ApiError 404 for
-        an unknown one."""
+        """The end of the salt of a request for the model `name`. Raises ApiError 404 for an unknown
+        name."""
         if name is None or name == self.name:
             return b""
         if name not in self.engine.variants:
@@ -98,8 +98,8 @@ class Service:
     async def encode(
         self, text: str, field: str = "prompt", characters: int | None = None
     ) -> list[int]:
-        """The ids of a text, which came in `field`, in a body with so many `characters` of such
-        texts. Raises ApiError."""
+        """The ids of a text from `field` of a body. characters: length of all such texts in the
+        body. Raises ApiError."""
         try:
             if (characters or len(text)) > LONG_TEXT:
                 return await asyncio.to_thread(self.loaded.tokenizer.encode, text)
@@ -143,7 +143,7 @@ class Service:
 
     def check_scores(self, tokens: int, top: int) -> None:
         """Raise ApiError if `tokens` tokens with `top` alternatives each are too many for one body:
-        while it is written, no other client is served."""
+        while the server writes it, no other client is served."""
         count = tokens * (1 + top)
         if count > MOST_SCORES:
             message = (
@@ -194,7 +194,7 @@ class Service:
         return min(asked or default, self.context)
 
     def note(self, asked: int | None, choices: Sequence[Choice]) -> dict[str, str]:
-        """The field `warning` of an answer that cannot have the tokens it was `asked` for."""
+        """The field `warning` of an answer that cannot have as many tokens as `asked` for."""
         room = self.context - max((len(choice.prompt_ids) for choice in choices), default=0)
         if asked is None or asked <= room:
             return {}
@@ -210,7 +210,7 @@ class Service:
         stops: Sequence[str],
         salt: bytes,
     ) -> list[Choice]:
-        """Submit `n` choices for each prompt to the engine; those of one prompt are neighbours."""
+        """Submit `n` choices for each prompt to the engine. Choices of one prompt are adjacent."""
         if logprobs is not None and not body.stream:
             self.check_scores(len(prompts) * n * limit, logprobs)
         try:

@@ -22,7 +22,7 @@ from shared.server import own_server
 
 WINDOWS = 10  # of the load; the rate of the last one is compared with that of the first
 LEAVING = 0.2  # share of the requests whose client leaves before the end
-MOST_GROWTH = 0.02, 20 * 2**20  # of the memory, as a share or in bytes: the larger counts
+MOST_GROWTH = 0.02, 20 * 2**20  # of the memory, as a share and in bytes: the larger limit counts
 SLOWEST = 0.95  # of the first window's rate
 LONG_ENOUGH = 30.0  # seconds of a window: the rates of shorter ones vary too much
 PROMPTS = (
@@ -112,7 +112,7 @@ def body_of(chance: random.Random) -> tuple[str, dict[str, Any]]:
 async def client_loop(
     client: httpx2.AsyncClient, chance: random.Random, until: float, counts: dict[str, int]
 ) -> None:
-    """One client: sends a request after the other, and leaves some of them."""
+    """One client: it sends one request after the other, and leaves before some of them end."""
     while time.monotonic() < until:
         path, body = body_of(chance)
         patience = chance.random() * 0.3 if chance.random() < LEAVING else 60.0
@@ -168,7 +168,7 @@ async def soak(url: str, pid: int, seconds: float, clients: int, seed: int) -> l
                     group.create_task(client_loop(client, chance, until, counts))
 
         counts = {"answered": 0, "left": 0, "refused": 0}
-        # First let caches, connections and libraries take the memory that they keep.
+        # First let caches, connections and libraries take the memory that they will keep.
         await load(max(5.0, window), counts, seed + 1)
         before = await settled(client, pid)
         counts = dict.fromkeys(counts, 0)

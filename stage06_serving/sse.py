@@ -1,4 +1,4 @@
-"""Server-sent events: the lines that a stream is made of."""
+"""Server-sent events: the lines that make up a stream."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def event(data: dict[str, Any]) -> str:
 
 
 class EventStream(StreamingResponse):
-    """An answer made of events. However it ends, even before it has begun, `release` is called.
+    """An answer made of events. However it ends, even before its first event, `release` is called.
 
     deadline: event-loop time by which the events are made. A client that has not read them STALLED
-        seconds later is cut off: nothing can be sent to it, and its stream would never end.
+        seconds later is cut off: no more can be sent to it, and its stream would never end.
     """
 
     media_type = "text/event-stream"

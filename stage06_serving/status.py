@@ -1,4 +1,4 @@
-"""What the server needs of an engine, and what the engine reports to the rest of the server."""
+"""What the server needs from an engine, and what the engine reports to the rest of the server."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Status:
 
 
 class AnyEngine(Protocol):
-    """An engine that the server can run. Only `check` and the properties are for all threads; the
-    rest is for the engine's own."""
+    """An engine that the server can run. Any thread may use `check` and the properties; only the
+    engine's own may use the rest."""
 
     steps: deque[BlocksRecord]  # one a forward pass, the newest last
 
@@ -50,8 +50,8 @@ class AnyEngine(Protocol):
 
     @property
     def variants(self) -> Mapping[str, bytes]:
-        """What the engine answers for beside the model, such as its adapters: the names, and what
-        the salt of a request for one ends with."""
+        """The names that the engine answers to beside the model's, such as its adapters', each with
+        the end of the salt of its requests."""
         ...
 
     def check(self, request: Request) -> None:
@@ -75,10 +75,10 @@ class AnyEngine(Protocol):
         ...
 
     def score(self, model: Any, ids: Sequence[int], top: int) -> list[Logprobs | None]:
-        """Stage 01's `prompt_logprobs` of `model`, with whatever the engine's model needs for it.
-        Raises EngineDead."""
+        """Stage 01's `prompt_logprobs` of `model`, with any preparation that the engine's model
+        needs. Raises EngineDead."""
         ...
 
     def map(self) -> Sequence[int]:
-        """For each block its state, as stage 05's `blockmap` has it."""
+        """The state of each block, as in stage 05's `blockmap`."""
         ...

@@ -15,8 +15,7 @@ class TextStream:
     the final `flush` return is the same text however the tokens arrive.
 
     eos_ids: end-of-text tokens, which have no text. keep_stop: the stop string itself belongs to
-        the text. min_tokens: the text of the tokens before this one cannot be, or begin, a stop
-        string.
+        the text. min_tokens: no stop string can begin in the text of the tokens before this one.
     """
 
     def __init__(
@@ -29,12 +28,12 @@ class TextStream:
     ) -> None:
         self._decoder = IncrementalDecoder(tokenizer)
         self._eos_ids, self._stops, self._keep_stop = eos_ids, list(stops), keep_stop
-        self._early = min_tokens - 1  # further tokens in which no stop string is searched
+        self._early = min_tokens - 1  # further tokens in which no stop string is sought
         self._held = ""
         self.stop: str | None = None  # the stop string that ended the text
 
     def push(self, token_id: int) -> str:
-        """The text that may be shown once this token has arrived. Not to be called after `stop`."""
+        """The text that may be shown once this token has arrived. Do not call it after `stop`."""
         new = "" if token_id in self._eos_ids else self._decoder.push(token_id)
         self._early -= 1
         return new if self._early >= 0 else self._release(new)
@@ -54,7 +53,7 @@ class TextStream:
             (text.index(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text
         ]
         if matches:
-            end, _, self.stop = min(matches)  # the first to be complete; of several, the longest
+            end, _, self.stop = min(matches)  # the first to be complete; among equals, the longest
             self._held = ""
             return text[: end if self._keep_stop else end - len(self.stop)]
         keep = max(overlap(text, stop) for stop in self._stops)
@@ -63,7 +62,7 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that may be the beginning of `stop`."""
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

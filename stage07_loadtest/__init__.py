@@ -1,4 +1,4 @@
-"""Stage 07: the load test of any OpenAI-style server, with checks of its own measurements.
+"""Stage 07: a load test for any OpenAI-style server, with checks of its own measurements.
 
 It speaks HTTP and imports no stage.
 """

@@ -87,7 +87,8 @@ class Plan:
 
     @property
     def content(self) -> str:
-        """What is requested, as recorded: the workload's name, and the lengths in their place."""
+        """What is requested, as recorded: the workload's name, or the lengths that replace its
+        own."""
         asked = {"prompts": self.prompt_tokens, "answers": self.answer_tokens}
         texts = [f"{name} {lengths}" for name, lengths in asked.items() if lengths]
         return ", ".join(texts if len(texts) == 2 else [self.workload, *texts])
@@ -101,7 +102,7 @@ class Plan:
 
     def check(self) -> None:
         """Raises UserError for an unreadable trace, for more than MOST_REQUESTS in a point, and for
-        lengths beside a trace alone, which has its own."""
+        lengths given with only a trace, which has its own."""
         lengths = self.prompt_tokens or self.answer_tokens
         if lengths and self.trace and not (self.users or self.rates or self.bursts):
             raise UserError(
@@ -116,8 +117,8 @@ class Plan:
             workload.load_trace(self.trace)
 
     def schedules(self, points: Sequence[Point]) -> Iterator[tuple[Schedule, int]]:
-        """The schedules in order, closed loops first. Every round of repeats begins with another
-        point. `points`: those measured so far, from which `auto` takes its rates."""
+        """The schedules in order, closed loops first. Every round of repeats begins with a
+        different point. `points`: those measured so far, from which `auto` takes its rates."""
         yield from self._rounds([self.closed(users) for users in self.users])
         rates = [share * capacity(points) for share in SHARES] if self.auto else self.rates
         opened = [self.poisson(rate) for rate in rates]
@@ -158,8 +159,8 @@ def capacity(points: Sequence[Point]) -> float:
 
 
 async def measure(target: Target, plan: Plan, report: Callable[[Point], object]) -> bool:
-    """Measure all points of the plan and pass each to `report`. When cancelled, it reports what the
-    current point has and stops. Returns whether the plan was completed.
+    """Measure all points of the plan and pass each to `report`. When cancelled, report what the
+    current point has and stop. Returns whether the plan was completed.
 
     Raises UserError if the server cannot be measured at all.
     """
@@ -201,7 +202,7 @@ def note(text: str) -> None:
 
 
 def check(target: Target, record: Record) -> None:
-    """Raise UserError if the first request failed in a way in which all others would."""
+    """Raise UserError if the first request failed in a way that all others would."""
     if record.failure == REFUSED:
         raise UserError(
             f"{target.url} cannot be reached ({record.detail}): "

@@ -2,9 +2,9 @@
 `python -m stage07_loadtest.benchmark`.
 
 The servers are `python -m stage06_serving --engine ...`, all started at the beginning and loaded in
-turn, with the same weights, dtype, threads, memory and tokens. Before a server is measured, its
-answers to prompts of the workloads, many at a time, are proved. Every request of a full run is kept
-in stage07_loadtest.requests.jsonl.gz.
+turn, with the same weights, dtype, threads, memory and tokens. Before a server is measured, it
+answers many prompts of the workloads at a time, and the answers are proved. Every request of a full
+run is kept in stage07_loadtest.requests.jsonl.gz.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def options(plan: Any, engine: str, dtype: str) -> list[str]:
 
 
 def prove(subject: Subject, url: str, count: int) -> dict[str, Any]:
-    """That a server answers `count` prompts of each length at once as stage 01 would. Raises
+    """Prove that a server answers `count` prompts of each length at once as stage 01 would. Raises
     AssertionError for a wrong token, UserError for a wrong number of them."""
     prompts = subject.prompts(length for length in LENGTHS.values() for _ in range(count))
     answers = asyncio.run(ask_all(url, prompts, [ANSWER] * len(prompts))).tokens
@@ -124,7 +124,7 @@ def prove(subject: Subject, url: str, count: int) -> dict[str, Any]:
 
 
 def check_ruler(ttft: float = 0.2, itl: float = 0.05) -> dict[str, Any]:
-    """What the load test measures of a server whose latencies are known, in seconds."""
+    """What the load test measures at a server of known latencies, in seconds."""
     known = {metrics.TTFT: ttft, metrics.ITL: itl, metrics.E2E: ttft + (ANSWER - 1) * itl}
     asks, when = workload.make("short", 24, "ruler"), schedule.closed(8, 16)
     with mock.process("--ttft", str(ttft), "--itl", str(itl)) as url:
@@ -144,7 +144,7 @@ def alone(server: str) -> bool:
 
 @dataclass
 class Bench:
-    """The servers that run, and the points measured of them."""
+    """The running servers, and the points measured at them."""
 
     plan: Any
     stack: ExitStack
@@ -156,7 +156,7 @@ class Bench:
     urls: dict[str, str] = field(default_factory=dict)
 
     def begin(self, text: str) -> None:
-        """The next step of the run."""
+        """Begin the next step of the run."""
         self.bar.set_postfix_str(text)
         self.bar.update()
 
@@ -184,7 +184,7 @@ class Bench:
             self.waits.append(waiting(point.records, self.plan.slices))
 
     def closed(self, server: str, name: str, users: int) -> None:
-        """`users` who each send their next request when the last one has ended."""
+        """A load of `users`, each of whom sends the next request when the last one has ended."""
         plan, seconds = self.plan, None
         if users >= plan.main_users:  # one at a time is as fast with any number waiting
             a_user = plan.a_user_mixed if name == "mixed" else plan.a_user
@@ -194,7 +194,7 @@ class Bench:
         self.measure(server, name, schedule.closed(users, count), count, seconds)
 
     def opened(self, when: schedule.Schedule) -> None:
-        """Requests that come when they come, to the paged server."""
+        """An open loop to the paged server: requests arrive whether or not others have ended."""
         self.measure(PAGED, "short", when, len(when.starts or ()), None)
 
 
@@ -235,8 +235,8 @@ def run(plan: Any) -> dict[str, Any]:
 
 
 def waiting(records: Sequence[Record], slices: int) -> list[float]:
-    """Median TTFT in seconds of each of `slices` parts of the requests that were answered, in the
-    order in which they were due."""
+    """Median TTFT in seconds of each of `slices` equal parts of the answered requests, in the order
+    in which they were due."""
     ordered = sorted(records, key=lambda record: record.intended)
     found = [wait for wait in map(metrics.ttft_intended, ordered) if wait is not None]
     edges = [len(found) * part // slices for part in range(slices + 1)]
@@ -244,16 +244,16 @@ def waiting(records: Sequence[Record], slices: int) -> list[float]:
 
 
 def capacity(points: Sequence[Mapping[str, Any]]) -> float:
-    """Requests per second of short prompts that paging answers of random arrivals, far more of
-    which come: the steady part of the flood, which is the first of the open loops. All of the
-    flood, where it is so short that no token came in that part."""
+    """Requests per second with short prompts that paging answers when far more arrive at random:
+    the rate in the steady part of the flood, which is the first of the open loops. If that part is
+    too short for a token, the rate of the whole flood."""
     flood = next(point for point in points if point["kind"] == "poisson")
     steady = flood["steady"] or flood
     return float(steady["output_rate"] or flood["output_rate"]) / ANSWER
 
 
 def rows_of(plan: Any, config: Config, engine: str, name: str, users: int) -> int:
-    """Sequences that a step can have: by the memory, the settings, and the users."""
+    """Sequences that a step can have, limited by the memory, the settings, and the users."""
     if alone(engine):
         return 1
     blocks = -(-(LENGTHS[name] + ANSWER) // BLOCK)
@@ -263,8 +263,8 @@ def rows_of(plan: Any, config: Config, engine: str, name: str, users: int) -> in
 
 
 def predicted(results: Results, engine: str, name: str, users: int, dtype: str) -> float | None:
-    """Output tok/s if steps took what operations and bytes need, and nothing else took time. None
-    for lengths that vary."""
+    """Output tok/s if steps took only the time that their operations and bytes need, and nothing
+    else took any. None for lengths that vary."""
     if name not in LENGTHS:
         return None
     config, kind = PRESETS[results.plan["models"][0]], getattr(torch, dtype)
@@ -315,7 +315,7 @@ def loads(results: Results) -> list[dict[str, Any]]:
     kinds = list(workload.WORKLOADS)
     order = sorted(found, key=lambda key: (names.index(key[0]), kinds.index(key[1]), *key[2:]))
     rows = [cells(results, key[0], found[key]) for key in order]
-    # With the most users who were tried: waiting does not make one request at a time slower.
+    # With the most users tried: waiting does not slow down a server of one request at a time.
     base = {row["workload"]: row["rate"] for row in rows if row["server"] == SEQUENTIAL}
     for row in rows:
         known = row["workload"] in base
@@ -329,7 +329,7 @@ def closed(results: Results) -> list[dict[str, Any]]:
 
 
 def split(results: Results, name: str) -> dict[str, float]:
-    """tok/s by engine with the main number of users; of those that work alone, with the most."""
+    """tok/s by engine with the main number of users; with the most for one request at a time."""
     main, found = results.plan["main_users"], dict[str, float]()
     for row in closed(results):
         wanted = row["workload"] == name and row["server"] in ENGINES
@@ -339,7 +339,7 @@ def split(results: Results, name: str) -> dict[str, float]:
 
 
 def steps(results: Results, name: str) -> Iterator[dict[str, str]]:
-    """What each step brings. transformers is the cache's peer, and no step."""
+    """What each step gains. transformers is the cache's peer, not a step."""
     found, before = split(results, name), 0.0
     base = found.get(SEQUENTIAL)
     naive = {"none: stage 01, offline": results["naive"]} if name == "short" and base else {}
@@ -356,7 +356,7 @@ def steps(results: Results, name: str) -> Iterator[dict[str, str]]:
 
 
 def trust(results: Results) -> list[dict[str, str]]:
-    """How far the measuring can be trusted, over all points."""
+    """How far the measurements can be trusted, over all points."""
     rows, proofs, ruler = loads(results), results["proof"].values(), results["ruler"]
     points = [(f"{r['server']}, {r['workload']}, {p.load}", p) for r in rows for p in r["points"]]
     tokens, ties = (sum(proof[key] for proof in proofs) for key in ("tokens", "near_ties"))
@@ -371,7 +371,7 @@ def trust(results: Results) -> list[dict[str, str]]:
 
 
 def rate(results: Results, engine: str, users: int = 0) -> float:
-    """tok/s of short prompts by the limits, with the main number of users or another."""
+    """tok/s of short prompts by the machine's limits, with `users` or the main number of them."""
     many, dtype = users or results.plan["main_users"], results.plan["dtypes"][0]
     return predicted(results, engine, "short", many, dtype) or 0.0
 
@@ -434,8 +434,8 @@ def split_chart(results: Results) -> Figure:
 
 
 def short(results: Results, least: int = 1) -> dict[str, list[Summary]]:
-    """Points of short prompts by server, for charts.py: of those that were loaded by at least so
-    many numbers of users."""
+    """Points of short prompts by server, for charts.py: only servers loaded with at least `least`
+    different numbers of users."""
     found: dict[str, list[Summary]] = {}
     for row in loads(results):
         if row["workload"] == "short" and row["server"] in ENGINES:

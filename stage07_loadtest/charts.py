@@ -1,9 +1,9 @@
 """Charts of a load test, drawn from summaries alone: of one server, or of several by name.
 
-Latencies count from the intended start unless named otherwise and are adjusted: a failed request
-took infinitely long. A line therefore ends where a percentile is infinite, and marks are hollow
-where some requests failed. Points with the same load are repeats: the line connects their medians,
-and a stroke shows their range.
+Unless named otherwise, latencies count from the intended start and are adjusted: a failed request
+took infinitely long. So a line ends where a percentile is infinite, and marks are hollow where some
+requests failed. Points with the same load are repeats: the line connects their medians, and a
+stroke shows their range.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def offered(
 
 
 def _knee_line(axes: Any, at: float, least: float, most: float) -> None:
-    """A vertical line at the knee; only a note if the loads do not reach to both sides of it."""
+    """Draw a vertical line at the knee; only a note if the loads do not reach both sides of it."""
     text, place, offset, align = f"knee, {at:.3g}/s", at, 4, "left"
     if least < at < most:
         axes.axvline(at, color=charts.INK, linewidth=1.0, linestyle=(0, (8, 3)), zorder=1)
@@ -166,8 +166,8 @@ def distribution(points: Mapping[str, Summary], name: str, title: str = "") -> F
 
 
 def goodput(servers: Servers, title: str = "") -> Figure:
-    """Requests/s within the limits against the offered load: of one server beside all that
-    succeeded, or of several."""
+    """Requests/s within the limits against the offered load: of one server, beside all its
+    successful requests, or of several."""
     opened = {name: _opened(points) for name, points in servers.items()}
     limits = next(str(point.slo) for points in opened.values() for point in points)
     marks = {name: _marks(points, lambda point: point.goodput) for name, points in opened.items()}
@@ -191,7 +191,7 @@ def goodput(servers: Servers, title: str = "") -> Figure:
 
 
 def figures(points: Sequence[Summary]) -> dict[str, Callable[[], Figure]]:
-    """Every chart that the points of a run suffice for, by the stem of its file."""
+    """Every chart for which a run has enough points, by the stem of its file."""
     by_stem: dict[str, Callable[[], Figure]] = {}
     closed, opened = _closed(points), _opened(points)
     servers = {" and ".join(sorted({point.workload for point in points})): points}
@@ -253,7 +253,7 @@ def _spread(points: Sequence[Summary]) -> list[Summary]:
 
 
 def _load(point: Summary) -> float:
-    """The place on the x axis."""
+    """A point's place on the x axis."""
     return float(point.users if point.users is not None else point.rate or 0.0)
 
 
@@ -330,7 +330,8 @@ def _curves(
     axes: Any = figure.axes[0]
     lines, labels = list(axes.get_lines()), {text.get_text(): text for text in axes.texts}
     for number, (line, (name, marks)) in enumerate(zip(lines, series.items(), strict=True)):
-        # Without gaps at loads that only another server was measured at; its name stays at its end.
+        # A load that only another server has leaves no gap in a line; a name stays at its line's
+        # end.
         line.set_data([at for at, _, _ in marks], [median(values) for _, values, _ in marks])
         if marks[-1][0] < places[-1]:
             labels[name].xyann = (12, labels[name].xyann[1])
@@ -343,7 +344,8 @@ def _curves(
 
 
 def _lift(axes: Any, inner: Sequence[Any]) -> None:
-    """Move the names of lines that end early up by one line of text while they cover a mark."""
+    """Move up the names of lines that end early, one line of text at a time, until they cover no
+    mark."""
     for _ in range(3):
         axes.figure.draw_without_rendering()
         marks = axes.transData.transform(
@@ -377,7 +379,8 @@ def _details(axes: Any, number: int, marks: Sequence[Mark]) -> None:
 
 
 def _plain_ticks(axes: Any) -> None:
-    """Label a logarithmic axis of times, less than one decade or many, without exponents."""
+    """Label a logarithmic axis of times without exponents, whether it has many decades or part of
+    one."""
     low, high = axes.get_ylim()
     steps: tuple[float, ...] = (1,)
     if high / low < 10:

@@ -38,7 +38,7 @@ class Target:
     """The server to load."""
 
     url: str  # without a path: http://127.0.0.1:8000
-    model: str | None = None  # the server's name for it; None: the server chooses
+    model: str | None = None  # as the server names it; None: the server chooses
     key: str = ""
     timeout: float = 600.0  # seconds from sending to the end of the answer
 
@@ -69,8 +69,8 @@ class Record:
 def open_session(target: Target) -> aiohttp.ClientSession:
     """An unlimited pool of connections for all requests. Open and close it on the event loop.
 
-    A connection that the server closes just when it is used again would look like a reset, and
-    nothing is retried: idle connections are therefore dropped before a server would do it.
+    A connection that the server closes just as it is used again would look like a reset, and
+    nothing is retried. So idle connections are dropped before a server would drop them.
     """
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if target.key:
@@ -116,8 +116,8 @@ async def send(
     cancelled.
 
     `clock` gives seconds since the start. While the answer arrives, only the time of each piece is
-    taken. The content is parsed once the answer is complete: otherwise the time stamps of a
-    hundred streams would wait for each other's JSON.
+    taken. The content is parsed once the answer is complete: otherwise the time stamps of a hundred
+    streams would wait for JSON to be parsed.
     """
     record = Record(index, intended, ask.max_tokens)
     body = body_of(target, ask)
@@ -150,7 +150,7 @@ async def send(
 
 
 def no_connection(error: OSError) -> str:
-    """Why, in plain words: asyncio's own name the call and the address."""
+    """The reason in plain words: asyncio's own text names the call and the address."""
     number = error.errno or 0
     plain = os.strerror(number) if number > 0 else error.strerror or str(error)
     return plain.lower()
@@ -159,8 +159,8 @@ def no_connection(error: OSError) -> str:
 def read(record: Record, pieces: Sequence[tuple[float, bytes]]) -> None:
     """Fill in the record from its stream and judge it; `pieces`: (time of arrival, bytes).
 
-    The content of the stream counts before the way the connection ended: a server that reports an
-    error and hangs up has reported an error.
+    The stream's content takes precedence over the way the connection ended: a server that reports
+    an error and hangs up has reported an error.
     """
     any_event = False
     for at, data in events(pieces):

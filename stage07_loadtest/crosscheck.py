@@ -2,16 +2,17 @@
 our server by this stage, by guidellm and by vLLM's `bench serve` in turn, the same load each, in
 several rounds.
 
-The two are installed into an environment of their own in the cache folder, at pinned versions; what
-this project has installed already, such as PyTorch, is used from there. vLLM's wheel is built for
-another PyTorch and for GPUs, so it comes without its dependencies but for those that its client
-imports. They send texts as prompts, so our server has the embedded tokenizer, with random weights
-in the shape of GPT-2 124M.
+The two are installed into an environment of their own in the cache folder, at pinned versions; they
+share packages that this project has installed already, such as PyTorch. vLLM's wheel is built for
+another PyTorch and for GPUs, so of its dependencies only those that its client imports are
+installed. Both tools send texts as prompts, so our server has the embedded tokenizer, with random
+weights in the shape of GPT-2 124M.
 
-Two things would make tools differ that measure alike. A load test takes processors from a server
-beside it: so the servers have one processor and the load tests the others, where the system can do
-that (not on macOS). And a client reads a stream only as fast as it can: with the embedded model,
-which makes over 1,500 tok/s, guidellm and vLLM needed over 1 ms for each chunk, and measured that.
+Two things would make tools differ even if they measured alike. A load test takes processors from a
+server beside it: so the servers have one processor and the load tests the others, where the system
+allows it (not on macOS). And a client reads a stream only as fast as it can: with the embedded
+model, which makes over 1,500 tok/s, guidellm and vLLM needed over 1 ms for each chunk, and measured
+that.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ OPTIONS = ("--random-weights", "--device", "cpu", "--threads", "1")  # of our se
 TOKENIZER = paths.ROOT / "shared" / "stories" / "model"
 PERCENTILES = (50, 90, 99)
 CLOSE = {50: 0.05, 90: 0.1, 99: 0.1}  # agreement: relative difference, or NEAR
-NEAR = 0.005  # seconds, but of TPOT
+NEAR = 0.005  # seconds, except for TPOT
 # Its inter-token latency is our TPOT: (last - first) / (tokens - 1). See GLOSSARY.
 LATENCIES: Mapping[str, tuple[Callable[[Any], float | None], str, float]] = {
     "TTFT": (metrics.ttft, "time_to_first_token_ms", 1e-3),
@@ -78,7 +79,7 @@ Figures = dict[str, Any]  # latency -> percentile -> seconds; "rate": output tok
 
 
 def python() -> str:
-    """The Python that has both, installed at the first call. Raises UserError."""
+    """The Python that has both tools; the first call installs them. Raises UserError."""
     return str(environment(measure.cache_folder() / "crosscheck" / "tools", INSTALLED))
 
 
@@ -150,7 +151,7 @@ def vllm(url: str, plan: Any, seed: int) -> Figures:
 
 
 def read_vllm(found: Mapping[str, Any], plan: Any) -> Figures:
-    """The figures of a result of vLLM's. Raises UserError if requests failed."""
+    """The figures of one result from vLLM. Raises UserError if requests failed."""
     if missing := plan.requests - found["completed"]:
         raise UserError(f"{missing} requests of vLLM failed: run it again.")
     names = {"TTFT": "ttft", "TPOT": "tpot", "E2E": "e2el"}
@@ -184,7 +185,7 @@ def read(benchmark: Mapping[str, Any], plan: Any) -> Figures:
 
 
 def shape(folder: Path) -> str:
-    """Make `folder` a model of GPT-2's shape with the embedded vocabulary, without weights."""
+    """Write a model of GPT-2's shape into `folder`: the embedded vocabulary, and no weights."""
     shutil.copytree(TOKENIZER, folder, ignore=lambda *_: ["model.safetensors"], dirs_exist_ok=True)
     config = folder / "config.json"
     sizes = {"n_layer": 12, "n_embd": 768, "n_head": 12}
@@ -194,8 +195,9 @@ def shape(folder: Path) -> str:
 
 @contextmanager
 def processors() -> Iterator[Callable[[], None]]:
-    """What is started inside runs on the first processor, and on the others after a call of what
-    this yields. Does nothing with one processor, or where a process cannot choose."""
+    """Processes started inside run on the first processor; after a call of the function that this
+    yields, new ones run on the others. Does nothing with one processor, or where a process cannot
+    choose."""
     own = psutil.Process()
     every = own.cpu_affinity() if hasattr(own, "cpu_affinity") else []
     if len(every) < 2:
@@ -209,7 +211,7 @@ def processors() -> Iterator[Callable[[], None]]:
 
 
 def run(plan: Any) -> dict[str, Any]:
-    """Every round loads both servers by all tools, another one first."""
+    """Every round loads both servers with all tools, each time a different tool first."""
     python()
     tools: dict[str, Callable[[str, Any, int], Figures]]
     tools = {OURS: ours, GUIDELLM: guidellm, VLLM: vllm}

@@ -21,8 +21,8 @@ SAMPLING = 0.01  # seconds between two samples of the requests in flight
 
 @dataclass(frozen=True)
 class ServerDelta(Counters):
-    """The server's counters over the measured part, warm-up excluded: totals as differences,
-    states as at the end."""
+    """The server's counters over the measured part, without the warm-up: totals are differences,
+    states are those at the end."""
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Run:
         return time.perf_counter() - self._origin
 
     async def through(self, schedule: Schedule) -> None:
-        """Send all requests and wait for their ends. When cancelled it keeps what there is."""
+        """Send all requests and wait for their ends. When cancelled, keep the records so far."""
         sampling = asyncio.create_task(self._sample())
         self.started_unix, cpu, self._origin = time.time(), time.process_time(), time.perf_counter()
         try:

@@ -97,7 +97,7 @@ def itl(record: Record) -> list[float]:
 
 
 def client_queue(record: Record) -> float | None:
-    """How late the client sent the request: none of it is caused by the server."""
+    """How late the client sent the request, which the server cannot have caused."""
     return record.sent - record.intended if record.sent is not None else None
 
 
@@ -115,10 +115,10 @@ PER_REQUEST: Mapping[str, Callable[[Record], float | None]] = {
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest rank: the least of the values that at least `percent` % do not exceed.
+    """The nearest rank: the least value that at least `percent` % of the values do not exceed.
 
-    It was measured: an interpolation between a latency and infinity would mean nothing. Raises
-    ValueError without values, and for a percent outside 0 to 100.
+    It is a measured value: an interpolation between a latency and infinity would mean nothing.
+    Raises ValueError without values, and for a percent outside 0 to 100.
     """
     if not values or not 0 <= percent <= 100:
         raise ValueError(f"percentile {percent:g} of {len(values)} values is undefined")
@@ -140,8 +140,8 @@ class Distribution:
 def distribution(
     values: Sequence[float], failures: int | None, drawn: bool = False
 ) -> Distribution | None:
-    """Summarize `values`; None if there are none. `failures`: how many count as infinity in the
-    adjusted percentiles, None for a latency without them. `drawn`: with the curve."""
+    """Summarize `values`; None if there are none. `failures`: the number that count as infinity in
+    the adjusted percentiles; None for a latency without those. `drawn`: with the curve."""
     if not values:
         return None
     ordered = sorted(values)
@@ -430,7 +430,7 @@ def _flags(point: Summary, interrupted: bool) -> Iterator[str]:
 
 
 def trust(named: Sequence[tuple[str, Summary]]) -> dict[str, str]:
-    """What there is to be said for and against the measurement of some points, by name."""
+    """The evidence for and against the measurement of some points, by name."""
     points = [point for _, point in named]
     short = sum(flag.startswith(SHORT) for point in points for flag in point.flags)
     marks = [str(sum(bool(point.flags) for point in points))]
@@ -462,7 +462,7 @@ def trust(named: Sequence[tuple[str, Summary]]) -> dict[str, str]:
 
 
 def _span(values: Sequence[float], form: str) -> str:
-    """From the least to the most, and of how many points."""
+    """The range of the values, and the number of points."""
     ends = f"{min(values):{form}} to {max(values):{form}}, " if values else ""
     return f"{ends}{len(values)} points"
 

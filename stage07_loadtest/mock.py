@@ -3,9 +3,9 @@
     python -m stage07_loadtest.mock --ttft 0.1 --itl 0.02
 
 It implements as much of OpenAI's API as a load test needs and has no model: the text is noise, and
-each token is sent at a moment that was fixed when its request got a slot. It can fail in every way
-in which servers do, and freeze periodically. Its counters at /metrics are exact. It does not
-replace a model in tests of engines.
+each token's time is fixed when its request gets a slot. It can fail in every way that servers do,
+and freeze periodically. Its counters at /metrics are exact. It does not replace a model in tests of
+engines.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Behaviour:
 
 @dataclass
 class Answer:
-    """One request while it is answered."""
+    """One request while it is being answered."""
 
     id: str
     prompt_tokens: int
@@ -242,7 +242,7 @@ class Mock:
     async def _answer(
         self, request: web.Request, body: dict[str, Any], answer: Answer
     ) -> web.StreamResponse:
-        """Answer in a slot; the counts stay right however it ends."""
+        """Answer in a slot; the counts stay right however the answer ends."""
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         held = answer.prompt_tokens + answer.count
@@ -308,7 +308,7 @@ class Mock:
         return response
 
     async def _paced(self, answer: Answer) -> AsyncIterator[int]:
-        """Yield the number of tokens of each chunk at the moment when it is due.
+        """Yield the number of tokens of each chunk when it is due.
 
         All moments are computed from the start: a late chunk does not delay the next ones.
         """

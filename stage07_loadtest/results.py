@@ -1,8 +1,8 @@
 """A run on disk: FOLDER/requests.jsonl holds every request, FOLDER/summary.json the results.
 
-Both are written point by point, so that an interrupted run keeps what it had measured. Times are
+Both are written point by point, so that an interrupted run keeps what it has measured. Times are
 kept to the microsecond. Reading is strict: content that this version would not have written is
-rejected with its place.
+rejected, and the error says where it is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DIGITS = 6  # after the point of a second
 
 
 class Writer:
-    """Writes one run into a folder that holds none."""
+    """Writes one run into a folder that has none yet."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class Writer:
         }
 
     def add(self, point: Point) -> Summary:
-        """Write one more point. Returns its summary as written, so that charts of it equal charts
-        of the file. Raises UserError if it cannot be written; earlier points stay."""
+        """Write one more point. Returns its summary as written, so that its charts equal those
+        drawn from the file. Raises UserError if it cannot be written; earlier points stay."""
         summary, number = from_json(to_json(summarize(point, self.slo))), len(self.summaries)
         points = [*self.summaries, summary]
         content = self.about | {"results": [to_json(point) for point in points]}
@@ -248,7 +248,7 @@ def decode(kind: Any, value: Any, where: str) -> Any:
 
 @cache
 def types_of(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, evaluated once: that takes longer than the decoding."""
+    """The types of a dataclass's fields, evaluated once: evaluating takes longer than decoding."""
     return get_type_hints(kind)
 
 

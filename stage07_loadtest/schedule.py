@@ -1,4 +1,5 @@
-"""When requests are sent: fixed before the first, so that a slow server cannot delay the rest."""
+"""When requests are sent: fixed before the first one, so that a slow server cannot delay the
+rest."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def parse(text: str) -> Counters | None:
 
 
 async def scrape(session: aiohttp.ClientSession, target: Target) -> Counters | None:
-    """The server's counters now; None if it has none that we know or does not answer."""
+    """The server's counters now; None if it has no known ones, or does not answer."""
     try:
         async with asyncio.timeout(ANSWERING), session.get(f"{target.url}/metrics") as response:
             return parse(await response.text()) if response.status == 200 else None

@@ -1,4 +1,5 @@
-"""What is requested: prompts as token ids, exact in length for any tokenizer, and lengths."""
+"""What is requested: prompts as token ids, exact in length for any tokenizer, and answer
+lengths."""
 
 from __future__ import annotations
 
@@ -39,12 +40,12 @@ class Ask:
 @dataclass(frozen=True)
 class Lengths:
     """How many tokens prompts or answers have, as the command line spells it: "128" is always 128,
-    "16:256" any number between the two with equal chances, and "lognormal:64:0.8" a lognormal
-    length with a median of 64 and a standard deviation of its logarithm of 0.8, as in real
-    conversations: most are short, a few very long."""
+    "16:256" any number between the two with equal probability, and "lognormal:64:0.8" a lognormal
+    length with a median of 64 and a standard deviation of 0.8 in its logarithm. Real conversations
+    look like that: most are short, a few very long."""
 
     least: int
-    most: int | None  # None, only of lognormal lengths: what the context has room for
+    most: int | None  # None, only for lognormal lengths: whatever the context has room for
     median: float | None = None  # of lognormal lengths
     spread: float = 0.0
 
@@ -91,8 +92,8 @@ def make(
     prompts: Lengths | None = None,
     answers: Lengths | None = None,
 ) -> list[Ask]:
-    """`count` requests of a workload, with other lengths of `prompts` (after the common beginning
-    of "shared") or `answers` if they are given; the same seed gives the same requests.
+    """`count` requests of a workload; the same seed gives the same requests. If given, `prompts`
+    and `answers` replace its lengths (of prompts in "shared": after the common beginning).
 
     No two prompts are equal, so that no cache answers for the model; those of "shared" have a
     common beginning, for a prefix cache. Ids are from 0 to `vocab` - 1, and prompt and answer
@@ -130,7 +131,7 @@ def make(
 
 
 def _lengths(name: str) -> tuple[int, Lengths, Lengths]:
-    """Tokens of a workload: of the common beginning, of prompts after it, and of answers."""
+    """A workload's tokens: in the common beginning, in prompts after it, and in answers."""
     if name == "mixed":
         prompt, answer = (
             Lengths(least, most, median, spread)

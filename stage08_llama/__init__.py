@@ -1,9 +1,9 @@
 """Stage 08: the Llama family, through the same seam.
 
-`numpy_llama.py` is the forward pass on one page, `model.py` the same in PyTorch with attention as
-an argument, `rope.py` the rotary positions, `config.py` the readers of config.json. `family.py`
-offers them to the engines of stages 01 to 05, the server and the load test, which run them
-unchanged.
+`numpy_llama.py` has the forward pass on one page, `model.py` the same in PyTorch with attention as
+an argument, `rope.py` the rotary positions, and `config.py` the readers of config.json. `family.py`
+offers these models to the engines of stages 01 to 05, the server and the load test, all of which
+stay unchanged.
 """
 
 from shared import openmp

@@ -1,8 +1,8 @@
 """What the Llama family's architecture buys and costs: `python -m stage08_llama.benchmark`.
 
-Grouped heads against the same weights with keys and values repeated, side by side; the pieces that
-are new in eager PyTorch; whole models against the machine's limits. Every pass is proved by the
-repeated heads, and every answer by stage 01's engine.
+Grouped heads beside the same weights with repeated keys and values; the new pieces of a layer in
+eager PyTorch; whole models against the machine's limits. Every pass is proved by the repeated
+heads, and every answer by stage 01's engine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FULL = kit.plan(
 
 
 def heads(subject: Subject, plan: Any) -> Iterator[Group]:
-    """A decode step over equal sequences: keys and values repeated, and grouped."""
+    """A decode step over equal sequences, with repeated and with grouped keys and values."""
     config, dtype, model = subject.config, subject.dtype, subject.model
     assert isinstance(model, Llama)
     before = RepeatedHeads(model)
@@ -77,7 +77,7 @@ def heads(subject: Subject, plan: Any) -> Iterator[Group]:
 
 @torch.inference_mode()
 def pieces(subject: Subject, plan: Any) -> Iterator[Group]:
-    """What is new in a layer, in eager PyTorch, beside GPT-2's LayerNorm and beside the layer's
+    """The new pieces of a layer, in eager PyTorch, beside GPT-2's LayerNorm and the layer's
     matrices."""
     config = subject.config
     assert isinstance(config, LlamaConfig)
@@ -106,8 +106,8 @@ def whole(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def real(subject: Subject, plan: Any) -> Iterator[Group]:
-    """Models of today's sizes, loaded from a folder with random bfloat16 weights: peak memory of a
-    process that answers with one, and the speed of one request."""
+    """Models of today's sizes, loaded from a folder with random bfloat16 weights: peak memory of
+    the process that answers, and the speed of one request."""
     options = ["--dtype", "bfloat16", "--linear", "plain", "--max-tokens", "8"]
     options += ["--prompt-ids", "1,2,3", "--model"]
     empty = 0
@@ -124,8 +124,8 @@ def real(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def twin(subject: Subject, plan: Any) -> Iterator[Group]:
-    """The embedded models: of one size, trained on one grammar, a GPT-2 and a Llama. What was
-    counted when they were judged is kept beside their speed."""
+    """The embedded GPT-2 and Llama, of the same size and trained on the same grammar. Their scores
+    are kept beside their speed."""
     for name, folder in checkpoint.EMBEDDED.items():
         judged = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
         own = Subject(families.load(name), subject.dtype)
@@ -158,7 +158,7 @@ def least(row: Row) -> float:
 
 
 def sizes(row: Row) -> tuple[float, float]:
-    """Gigabytes in bfloat16: of the weights, and of the keys and values of a whole context."""
+    """Gigabytes in bfloat16: the weights, and a whole context's keys and values."""
     cache = row.config.n_positions * row.config.kv_bytes_per_token(torch.bfloat16)
     return 2 * row.config.parameter_count / 1e9, cache / 1e9
 

@@ -19,8 +19,8 @@ HELP = (
 class Chat:
     """A conversation with a model whose folder has a chat template.
 
-    The whole conversation is the prompt of every answer; an engine with a prefix cache computes
-    only what is new in it. `ask` raises UserError where the template or the engine refuses.
+    Every answer's prompt is the whole conversation; an engine with a prefix cache computes only the
+    new part. `ask` raises UserError if the template or the engine refuses.
     """
 
     def __init__(
@@ -32,7 +32,8 @@ class Chat:
         self.messages: list[dict[str, str]] = []
 
     def ask(self, text: str) -> Iterator[str]:
-        """The answer to `text`, piece by piece. A stopped answer stays as far as it came."""
+        """The answer to `text`, piece by piece. A stopped answer stays in the history as far as it
+        came."""
         before = len(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:

@@ -1,9 +1,9 @@
-"""A chat template by hand: ChatML, the layout of Qwen's and SmolLM2's.
+"""A chat template by hand: ChatML, the layout that Qwen and SmolLM2 use.
 
 A model reads a conversation as one text in which control tokens mark where a turn begins and ends.
-A folder's template is a program that writes that text (shared/chat_template.py runs it). This is
-what the shortest of them does, in Python. One thing must not be lost on the way: which part is the
-template's. A user who writes <|im_end|> has written ten characters and ended no turn.
+A folder's template is a program that writes that text (shared/chat_template.py runs it). This file
+does in Python what the shortest template does. It must keep track of which parts are the
+template's: a user who writes <|im_end|> has written ten characters and ended no turn.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ START, END = "<|im_start|>", "<|im_end|>"
 def render(
     messages: Sequence[Mapping[str, str]], control: Collection[str], start: bool = True
 ) -> list[tuple[str, bool]]:
-    """The prompt for `messages`, each with a role and a content, in pieces: a text, and whether
-    words of `control` in it are tokens, as `JsonTokenizer.encode_chat` takes them.
+    """The prompt for `messages`, each with a role and a content, as pieces for
+    `JsonTokenizer.encode_chat`: a text, and whether words of `control` in it are tokens.
 
-    start: the beginning of the assistant's answer is added.
+    start: whether to add the beginning of the assistant's answer.
     """
     words = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
     pieces: list[tuple[str, bool]] = []
@@ -39,6 +39,6 @@ def render(
         pieces.append((f"{END}\n", True))
     if start:
         pieces.append((f"{START}assistant\n", True))
-    # Neighbours of one kind are one piece: a tokenizer may merge across the seam.
+    # Adjacent pieces of one kind are joined: a tokenizer may merge across their border.
     kinds = groupby(filter(lambda piece: piece[0], pieces), key=lambda piece: piece[1])
     return [("".join(text for text, _ in group), kind) for kind, group in kinds]

@@ -1,4 +1,4 @@
-"""config.json of the Llama family: one reader for each `model_type`, and nothing is guessed.
+"""config.json of the Llama family: one reader for each `model_type`, and no guesses.
 
 A reader knows every option of its models. An option that it does not know, or whose value the model
 does not implement, is refused by name: a silent default would give a model that runs and is wrong.
@@ -114,7 +114,7 @@ class LlamaConfig(Config):
 
     @staticmethod
     def tensor_name(name: str) -> str | None:
-        """A tensor's name in `shapes`, from that in a file; None for the angles that old files
+        """A tensor's name in `shapes`, from its name in a file; None for the angles that old files
         keep."""
         return None if name.endswith("rotary_emb.inv_freq") else name.removeprefix("model.")
 
@@ -274,7 +274,7 @@ def _rope(fields: Fields, context: int) -> Rope:
 
 
 def _windowed(config: LlamaConfig, fields: Fields, layers: Sequence[bool]) -> LlamaConfig:
-    """The config with sliding_window in `layers`, unless it hides nothing there."""
+    """The config with sliding_window in `layers`, unless the window hides nothing there."""
     window = fields.size("sliding_window")
     if not any(layers) or window >= config.n_positions:
         return config
@@ -292,7 +292,7 @@ def llama(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
 
 
 def mistral(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
-    """Mistral: every layer has the window, if there is one."""
+    """Mistral: a window, if any, is in every layer."""
     fields, config = _read(values, name, source, {"sliding_window"}, 8)
     if fields.get("sliding_window") is None:
         return config
@@ -314,7 +314,7 @@ def qwen3(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
 
 
 def _qwen_window(fields: Fields, config: LlamaConfig) -> LlamaConfig:
-    """The window of Qwen, which counts only if it is switched on, and in some layers."""
+    """Qwen's window, which counts only if it is switched on, and only in some layers."""
     if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
         return config
     kinds = fields.get("layer_types")

@@ -1,5 +1,5 @@
-"""A checkpoint folder of any shape with random weights, as transformers writes it: to measure what
-loading a real model takes, without a network."""
+"""A checkpoint folder of any shape with random weights, as transformers writes it. It serves to
+measure, without a network, what loading a real model takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .config import SIZES, LlamaConfig
 
 
 def to_fields(config: LlamaConfig) -> dict[str, Any]:
-    """The config.json that a reader makes `config` of; for shapes without a window."""
+    """The config.json from which a reader makes `config`; for shapes without a window."""
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias > config.o_bias else "llama"
     rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
     if config.rope.kind == "llama3":

@@ -1,10 +1,10 @@
 """The Llama family in PyTorch, through stage 01's seam: `attend(layer, q, k, v)`.
 
-Five things differ from GPT-2. Positions turn queries and keys instead of being added to the
+Five things differ from GPT-2. Positions rotate queries and keys instead of being added to the
 embedding (rope.py). Several query heads share a head of keys and values. Norms divide by the root
-mean square and subtract nothing. The MLP has a gate. There are no biases, but where a config says
-so. One model serves all: its switches are settled when it is made, from the config, and no model is
-named here.
+mean square and subtract nothing. The MLP has a gate. Layers have no biases unless the config says
+so. One class serves the whole family: the config sets its switches when a model is made, and no
+model is named here.
 
 Shapes: H query heads and K heads of keys and values, of D channels; C channels in the residual
 stream, F in the MLP, V tokens. Module names are those of the checkpoint, without "model.".
@@ -29,7 +29,7 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines of the positions of a pass
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight. The division is in float32 for every dtype, as these models were
-    trained; the weight multiplies what was cast back."""
+    trained; the weight multiplies the result in the dtype of x."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """A model of the family, as engines take it: called, then asked for logits."""
+    """A model of the family, as engines use it: they call it, then its `logits`."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -105,7 +105,8 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.layer_norm_epsilon)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        # Computed, never read from a file: made on "meta" with the weights, they would stay empty.
+        # Computed, never read from a file: on "meta", where the weights are made, they would stay
+        # empty.
         self.frequencies = frequencies(config.rope, config.head_dim)
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -133,8 +134,8 @@ class Llama(nn.Module):
 def load_model(
     checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Llama:
-    """The model with the weights of `checkpoint`, ready for inference, without a second copy of
-    them where `dtype` is the checkpoint's (None: it is). A tied head is the embedding itself."""
+    """The model with the weights of `checkpoint`, ready for inference. If `dtype` is the
+    checkpoint's, or None, there is no second copy of them. A tied head is the embedding itself."""
     config = checkpoint.config
     assert isinstance(config, LlamaConfig)
     with without_weights():

@@ -1,8 +1,9 @@
-"""The way before grouped attention: copy keys and values for every query head, then attend as ever.
+"""The way before grouped attention: copy keys and values for every query head, then attend as
+usual.
 
-It needs no change of any cache, because the caches see a model with as many heads of keys as of
-queries. It is right on every engine, so it is an oracle; and its cache is H / K times as large, and
-is read H / K times as long.
+It works with every cache, because caches see a model with as many heads of keys as of queries. So
+it is right on every engine and serves as an oracle. But its cache is H / K times as large, and
+takes H / K times as long to read.
 """
 
 from __future__ import annotations

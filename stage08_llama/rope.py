@@ -1,9 +1,9 @@
-"""Rotary positions: each pair of channels of a query or a key is turned by an angle that grows with
-the position.
+"""Rotary positions: each pair of channels of a query or a key is rotated by an angle that grows
+with the position.
 
-A dot product of two vectors that are turned by angles a and b depends on a - b alone, so attention
-sees distances and not places. Slow pairs reach far and fast pairs tell neighbours apart. Models
-that were stretched to longer contexts slow some pairs down: `frequencies` has the four ways.
+The dot product of two vectors that are rotated by angles a and b depends on a - b alone, so
+attention sees distances and not places. Slow pairs reach far, and fast pairs tell neighbours apart.
+Models that were stretched to longer contexts slow some pairs down: `frequencies` has the four ways.
 
 Channel i is paired with channel i + D / 2, as in checkpoints of Hugging Face. Meta's own files pair
 2i with 2i + 1; the wrong pairing agrees at position 0 only.
@@ -40,15 +40,15 @@ class Rope:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's correction of the attention's temperature for a context `factor` times as long."""
+    """YaRN's correction of the attention temperature for a context `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Angle by which one position turns each pair, (D / 2,) float32.
+    """The angle by which one position rotates each pair, (D / 2,) float32.
 
-    "dynamic" has the default's: it stretches only past the trained context, which our
-    configurations end at, because the keys in a cache could not follow.
+    "dynamic" uses the default's. It stretches only past the trained context, where our
+    configurations end, because cached keys could not be rotated again.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / rope.theta**exponents
@@ -63,7 +63,7 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
     else:
 
         def pair(turns: float) -> float:
-            """The pair, as a real number, that turns so often within the trained context."""
+            """The pair, as a real number, that turns this often within the trained context."""
             length = rope.trained / (turns * 2 * math.pi)
             return head_dim * math.log(length) / (2 * math.log(rope.theta))
 
@@ -80,14 +80,14 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
 def rotation(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `positions` (...,), each (..., 1, D / 2) float32.
 
-    Always in float32: bfloat16 cannot count past 256. Once a pass, and equal in all layers.
+    Always in float32: bfloat16 cannot count past 256. Computed once a pass: all layers share them.
     """
     angles = positions[..., None, None].float() * frequencies  # (..., 1, D / 2)
     return angles.cos() * scale, angles.sin() * scale
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs of x (..., H, D); in float32 at least, then in the dtype of x again."""
+    """Rotate the pairs of x (..., H, D), in float32 at least; the result has the dtype of x."""
     first, second = x.chunk(2, dim=-1)  # each (..., H, D / 2)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat(turned, dim=-1).to(x.dtype)
