@@ -93,8 +93,8 @@ def runner_of(model: Any, cache: PagedCache) -> Runner:
 
 
 def take_no_adapter(model: Any) -> None:
-    """Clear the adapters' rows, which are still those of the last pass, before one without a
-    cache."""
+    """Before a pass without a cache, clear the rows that take an adapter: they are the last
+    pass's."""
     if model.adapters:
         model.adapters.batch.groups = []
 

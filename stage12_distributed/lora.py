@@ -5,10 +5,10 @@ To a layer y = W x, an adapter adds the product of two thin matrices: y += s * B
 applied to its own rows. Hu et al., "LoRA" (2021); Chen et al., "Punica" (2023).
 
 A request's salt says which adapter it uses. Keys and values depend on the adapter, the salt already
-separates requests that must not share blocks, and samples and forks inherit it. It ends with the
-digest of the adapter's bytes: an adapter that is loaded again under its old name, with other bytes,
-finds no blocks of its predecessor. Before each pass `Adapters`, an observer of the engine, sets the
-number of each share's adapter; the cache's `extend` knows the order of the rows.
+separates requests that must not share blocks, and samples and forks inherit it. The salt ends with
+the digest of the adapter's bytes: an adapter that is loaded again under its old name, with other
+bytes, finds no blocks of its predecessor. Before each pass `Adapters`, an observer of the engine,
+sets the number of each share's adapter; the cache's `extend` knows the order of the rows.
 
 Adapters are read from folders as PEFT writes them, and only from subfolders of the one folder that
 the server's administrator names. An option that is not implemented is refused by name.
