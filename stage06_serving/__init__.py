@@ -7,7 +7,7 @@ answers, `formats.py` writes them as JSON, and `app.py` has the endpoints.
 
 from shared import openmp
 
-QUESTION: str = "An engine is a loop; clients are many and slow, and may leave: how do they meet?"
+QUESTION: str = "How does one engine loop serve many clients that are slow and may leave?"
 FIRST_FILE: str = "async_engine.py"
 
 openmp.choose()  # before PyTorch is loaded

@@ -32,7 +32,7 @@ from .status import AnyEngine, Status
 BROKEN = "The engine failed in this step, and the request with it: send the request again."
 DEAD = "The engine has stopped after repeated failures: restart the server, and read its log."
 CLOSING = "The server is shutting down: send the request again later, or to another server."
-LOST = "The engine lost the memory of this request, and starts again: send the request again."
+LOST = "The engine lost this request's keys and values and is restarting: send the request again."
 FAILURES = 3  # failed steps in a row before the engine is given up
 STUCK = 5.0  # seconds: a step that takes longer ends with the process
 DRAIN = 0.05  # seconds between two checks of what is in flight, while the server shuts down

@@ -105,7 +105,7 @@ class Connection(H11Protocol):
             if first:
                 super().data_received(first)
             if data and self.conn.their_state is h11.IDLE:
-                self.refuse(431, f"The headers have over {LARGEST_HEADERS} bytes: send fewer.")
+                self.refuse(431, f"The headers exceed {LARGEST_HEADERS} bytes: send fewer.")
         if data and not self.deaf:
             super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
@@ -118,7 +118,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls this when `next_event` has failed."""
         if self.conn.chunks > MOST_CHUNKS:
-            self.refuse(413, f"The body has over {MOST_CHUNKS} chunks: send larger ones.")
+            self.refuse(413, f"The body exceeds {MOST_CHUNKS} chunks: send larger ones.")
         else:
             self.refuse(400, msg)
 

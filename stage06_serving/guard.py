@@ -153,7 +153,7 @@ class Guard:
 
 
 def too_large() -> ApiError:
-    return ApiError(413, f"The body has over {LARGEST_BODY} bytes: send a shorter one.")
+    return ApiError(413, f"The body exceeds {LARGEST_BODY} bytes: send a shorter one.")
 
 
 def request_id(sent: bytes) -> str:

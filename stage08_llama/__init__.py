@@ -8,7 +8,7 @@ stay unchanged.
 
 from shared import openmp
 
-QUESTION: str = "What do the models of today have that GPT-2 lacks, and what does it buy?"
+QUESTION: str = "What do today's models have that GPT-2 lacks, and what does it buy?"
 FIRST_FILE: str = "numpy_llama.py"
 
 openmp.choose()  # before PyTorch is loaded

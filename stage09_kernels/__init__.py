@@ -6,7 +6,7 @@
 
 from shared import openmp
 
-QUESTION: str = "What is left on the table when every operator is a library's?"
+QUESTION: str = "What is left on the table when every operator comes from a library?"
 FIRST_FILE: str = "attention.c"
 
 openmp.choose()  # before PyTorch is loaded

@@ -203,7 +203,7 @@ class Gang:
             if epoch is None:
                 self._condition.wait_for(lambda: self.up or self._closed)
             if not self.up or epoch not in (None, self.epoch):
-                raise RuntimeError("A rank has ended, and keys and values with it.")
+                raise RuntimeError("A rank has ended: its keys and values are lost.")
             self.peers.passing = True
             try:
                 yield

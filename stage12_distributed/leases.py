@@ -168,7 +168,7 @@ class Apart:
         self.engine.check(request)
         most = len(request.prompt_ids) + request.sampling.max_tokens
         if request.sampling.temperature > 0:
-            raise UserError("Prefill and decode apart are greedy only: set the temperature to 0.")
+            raise UserError("Apart, prefill and decode are greedy: set the temperature to 0.")
         if self.pool.blocks_for(most) > self.room:
             raise UserError(
                 f"Prompt and answer of up to {most} tokens need more than the {self.room} blocks "

@@ -194,7 +194,9 @@ class Adapters:
         if there is none."""
         names = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
         if not (names := [name for name in names if (folder / name).is_dir()]):
-            raise UserError(f"{folder} has no subfolder with an adapter: give one that has.")
+            raise UserError(
+                f"{folder} has no subfolder with an adapter: give a folder of adapters."
+            )
         for name in names:
             self.load(folder / name)
 
@@ -202,7 +204,7 @@ class Adapters:
         """Load the adapter in `folder` under the folder's name, in place of an older one, which
         stays for requests in flight. Returns its digest; raises UserError as `read` does."""
         if folder.name == self.config.name:
-            raise UserError(f"{folder} is called like the model: give the adapter another name.")
+            raise UserError(f"{folder} has the name of the model: give the adapter another one.")
         shapes = {name: cut.shape for name, cut in self.found.items()}
         adapter = read(folder, self.config, shapes)
         if adapter.digest not in self.numbers:

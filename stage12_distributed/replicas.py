@@ -302,7 +302,7 @@ class Pool:
         await self.check(backend)
         if not backend.ready:
             await self._end(backend)
-            raise UserError(f"{backend.name} started and is not ready: {backend.why}.")
+            raise UserError(f"{backend.name} started but is not ready: {backend.why}.")
 
     async def _launch(self, backend: Backend) -> None:
         """Launch the process. Raises UserError with the server's last line if it does not start."""

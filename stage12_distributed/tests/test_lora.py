@@ -265,7 +265,7 @@ def test_a_folder_of_adapters_has_some_and_not_too_many(tmp_path, monkeypatch):
 
     refused("has no subfolder with an adapter")
     odd = write(tmp_path / "odd")
-    refused("is called like the model")
+    refused("has the name of the model")
     odd.rename(tmp_path / "one")
     write(tmp_path / "two", seed=1)
     monkeypatch.setattr(lora, "MOST_ADAPTERS", 1)
