@@ -6,7 +6,7 @@ It speaks HTTP and imports no stage.
 from shared import openmp
 
 QUESTION = (
-    "How long do users wait when there are many of them, and how do we know that the figure is true?"
+    "How long do users wait when there are many of them, and how do we know the figure is true?"
 )
 FIRST_FILE = "metrics.py"
 
