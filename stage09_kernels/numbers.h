@@ -69,6 +69,18 @@ static inline void put_reals(real *p, lanes x, int64_t left) {
     else memcpy(p, &x, left * sizeof(real));
 }
 
+/* Store the numbers of x where `which` is set, without gaps; returns how many. All of x must fit. */
+static inline int64_t compress(real *p, lanes x, masks which) {
+#if BYTES == 64 && REAL == 4
+    __mmask16 bits = _mm512_test_epi32_mask((__m512i)which, (__m512i)which);
+    _mm512_storeu_ps(p, _mm512_maskz_compress_ps(bits, (__m512)x));
+    return __builtin_popcount(bits);
+#endif
+    int64_t put = 0;
+    for (int t = 0; t < LANES; t++) p[put] = x[t], put -= which[t];
+    return put;
+}
+
 static inline lanes add_reals(lanes sum, lanes a, real b) { return sum + a * b; }
 
 #if REAL == 4

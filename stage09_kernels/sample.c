@@ -71,57 +71,61 @@ static double above(const real *w, int64_t count, real limit, int64_t *number) {
     return sum;
 }
 
-/* The weights that may be drawn: all of a row, or a copy of them once few are left. */
-struct left {
-    const real *weights;
-    int64_t count, copied;
-    real copies[ROOM];
-    int32_t places[ROOM]; /* where in the row the copies come from */
+/* The weights of a row that may be drawn: those above `limit`, their number, and their sum. */
+struct kept {
+    real limit;
+    int64_t number;
+    double sum;
 };
 
-/* Keep only the weights above `limit`, which are at most ROOM. */
-static void leave(struct left *l, real limit) {
-    int64_t many = 0;
-    for (int64_t t = 0; t < l->count; t += BESIDE * LANES) {
-        masks more = {0};
-        for (int i = 0; i < BESIDE; i++) {
-            int64_t at = t + i * LANES;
-            more |= some(l->weights + at, l->count - at, 0) > limit;
-        }
-        int64_t any[BYTES / 8], found = 0;
-        memcpy(any, &more, BYTES);
-        for (int i = 0; i < BYTES / 8; i++) found |= any[i];
-        for (int64_t i = t; found && i < t + BESIDE * LANES && i < l->count; i++)
-            if (l->weights[i] > limit) {
-                l->copies[many] = l->weights[i];
-                l->places[many++] = i;
-            }
-    }
-    l->weights = l->copies;
-    l->count = many;
-    l->copied = 1;
+/* The next number below the smallest of x, which are not negative; 0 stays 0. */
+static real below(lanes x) {
+    integer bits = ((masks)x)[0];
+    for (int t = 1; t < LANES; t++)
+        if (((masks)x)[t] < bits) bits = ((masks)x)[t];
+    bits -= bits > 0;
+    real limit;
+    memcpy(&limit, &bits, sizeof(real));
+    return limit;
 }
 
-/* The largest limit, from `limit` up, with at least `fewest` weights above it whose sum is at least
-   `lightest`. Numbers of one sign sort like their bits, so the binary search runs over bits, until
-   one weight is left between its ends. */
-static real limit_of(struct left *l, int64_t fewest, double lightest, real limit) {
-    real one = 1, middle;
-    integer low, high, bits;
-    int64_t many = l->count, few = 0, number; /* weights above low and above high */
-    memcpy(&low, &limit, sizeof(real));
-    memcpy(&high, &one, sizeof(real));
-    while (high - low > 1 && many - few > 1) {
-        bits = low + (high - low) / 2;
-        memcpy(&middle, &bits, sizeof(real));
-        double weight = above(l->weights, l->count, middle, &number);
-        if (number >= fewest && weight >= lightest) {
-            low = bits, many = number;
-            if (!l->copied && many <= ROOM) leave(l, middle);
-        } else high = bits, few = number;
+/* Copy the weights above `low` and up to `high`; returns their number. */
+static int64_t between(const real *w, int64_t count, real low, real high, real *copies) {
+    int64_t found = 0;
+    for (int64_t t = 0; t < count; t += LANES) {
+        lanes y = some(w + t, count - t, 0);
+        found += compress(copies + found, y, (y > low) & ~(y > high));
     }
-    memcpy(&limit, &low, sizeof(real));
-    return limit;
+    return found;
+}
+
+/* Keep the largest weights: as few as make at least `fewest` and sum to at least `lightest`. Numbers
+   of one sign sort like their bits, so the binary search runs over bits, until one weight is left
+   between its ends. Once at most ROOM are, it goes on with a copy of them. */
+static struct kept keep(
+    const real *w, int64_t count, struct kept now, int64_t fewest, double lightest
+) {
+    real copies[ROOM + LANES];
+    struct kept over = {1, 0, 0}, beside = {0, 0, 0}; /* above the upper end; above all copies */
+    const real *from = w;
+    integer low, high, bits;
+    memcpy(&low, &now.limit, sizeof(real));
+    memcpy(&high, &over.limit, sizeof(real));
+    while (high - low > 1 && now.number - over.number > 1) {
+        if (from == w && now.number - over.number <= ROOM) {
+            count = between(w, count, now.limit, over.limit, copies);
+            from = copies;
+            beside = over;
+        }
+        struct kept tried;
+        bits = low + (high - low) / 2;
+        memcpy(&tried.limit, &bits, sizeof(real));
+        tried.sum = beside.sum + above(from, count, tried.limit, &tried.number);
+        tried.number += beside.number;
+        if (tried.number >= fewest && tried.sum >= lightest) low = bits, now = tried;
+        else high = bits, over = tried;
+    }
+    return now;
 }
 
 /* Of the weights above `limit`, laid end to end: the one at `distance` from the start. */
@@ -145,25 +149,22 @@ static int64_t hit(const real *w, int64_t count, real limit, double distance) {
 static void draw_rows(int64_t first, int64_t last, void *context) {
     const struct draw *d = context;
     for (int64_t row = first; row < last; row++) {
-        real *w = d->scores + row * d->stride, most, limit = 0;
-        int64_t id = best(w, d->count, &most), number;
+        real *w = d->scores + row * d->stride, most;
+        int64_t id = best(w, d->count, &most);
         d->ids[row] = id;
         if (id < 0 || d->temperatures[row] == 0) continue;
         const real cold = (real)(1 / d->temperatures[row]);
+        lanes least = (lanes){0} + 1;
         for (int64_t t = 0; t < d->count; t += LANES) {
             lanes y = exponential((some(w + t, d->count - t, most) - most) * cold);
             put_reals(w + t, y, d->count - t);
+            least = smaller(least, y);
         }
-        struct left l;
-        l.weights = w, l.count = d->count, l.copied = 0;
-        if (d->top_ks[row] > 0) limit = limit_of(&l, d->top_ks[row], 0, limit);
-        double weight = above(l.weights, l.count, limit, &number);
-        if (d->top_ps[row] < 1) {
-            limit = limit_of(&l, 1, d->top_ps[row] * weight, limit);
-            weight = above(l.weights, l.count, limit, &number);
-        }
-        id = hit(l.weights, l.count, limit, d->darts[row] * weight);
-        d->ids[row] = l.copied ? l.places[id] : id;
+        struct kept now = {below(least), 0, 0};
+        now.sum = above(w, d->count, now.limit, &now.number);
+        if (d->top_ks[row] > 0) now = keep(w, d->count, now, d->top_ks[row], 0);
+        if (d->top_ps[row] < 1) now = keep(w, d->count, now, 1, d->top_ps[row] * now.sum);
+        d->ids[row] = hit(w, d->count, now.limit, d->darts[row] * now.sum);
     }
 }
 

@@ -33,14 +33,14 @@ def requests(count: int) -> list[Request]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocabulary", [1, 15, 16, 211, 3000])
 def test_the_same_tokens_as_the_plain_sampler(vocabulary, dtype):
-    """Scores spread or coarse, so that many are equal; a part of them -inf."""
+    """Scores spread, coarse or all equal; in every second row a part of them is -inf."""
     torch.manual_seed(vocabulary)
-    for spread, step in ((3.0, 0.0), (0.1, 0.0), (8.0, 0.5)):
+    for spread, step in ((3.0, 0.0), (0.1, 0.0), (8.0, 0.5), (0.0, 0.0)):
         many = requests(24)
         logits = spread * torch.randn(24, vocabulary, dtype=dtype)
         logits = (logits / step).round() * step if step else logits
         if vocabulary > 1:
-            logits[:, 1::7] = -math.inf
+            logits[::2, 1::7] = -math.inf
         params = [request.sampling for request in many]
         own = [p.generator() for p in params]
         expected, _ = sampling.sample(logits, params, [([], [])] * 24, own)
