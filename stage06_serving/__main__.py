@@ -90,8 +90,8 @@ def choose(settings: Settings) -> str:
             if not why:
                 return name
             if settings.engine == name:
-                raise UserError(f"{why} Use --engine {AUTO} for one that can run here.")
-            log.warning("%s The engine is another one.", why)
+                raise UserError(f"{why} Use --engine {AUTO} to get one that runs here.")
+            log.warning("%s Using another engine instead.", why)
     return "paged" if settings.engine == AUTO else settings.engine
 
 
@@ -173,7 +173,7 @@ def make_earlier(
             model = transformers_model(weights, loaded.dtype)
         elif weights.folder is None or settings.random_weights:
             raise UserError(
-                "--engine transformers takes random weights for GPT-2 alone: give a folder with "
+                "--engine transformers supports random weights only for GPT-2: give a folder with "
                 "weights."
             )
         else:
@@ -234,7 +234,7 @@ def serve(
     if settings.open_to_all:
         print(
             f"WARNING: --host {settings.host} opens the server to every machine that can reach "
-            "this one, and there is no --api-key: set one, or listen on 127.0.0.1.",
+            "this one, without an API key: set one with --api-key-file, or listen on 127.0.0.1.",
             file=sys.stderr,
         )
 
@@ -278,7 +278,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             raise UserError(
-                f"--host {host} is no address of this machine: give one such as 127.0.0.1."
+                f"--host {host} is not an address of this machine: give one such as 127.0.0.1."
             ) from None
         why = str(error.strerror).partition(" (while")[0]
         raise UserError(

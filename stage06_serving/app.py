@@ -72,7 +72,7 @@ def failure(error: BaseException) -> ApiError:
     if isinstance(error, TimeoutError):  # a retry would double the work
         return ApiError(504, LATE, headers={"x-should-retry": "false"})
     log.error("a request failed", exc_info=error)
-    return ApiError(500, "The server failed to answer this request: its log has the reason.")
+    return ApiError(500, "The server failed to answer this request: see its log for the reason.")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
@@ -86,7 +86,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ApiError(499, "The client has left.")
+            raise ApiError(499, "The client has disconnected.")
         return working.result()
     finally:
         for task in (working, leaving):
@@ -194,7 +194,7 @@ class Api:
             return [(text, None) for text in texts]
         if service.check_model(body.model):
             message = (
-                "Prompts are scored by the model itself: leave 'echo' or 'logprobs' out, or ask "
+                "Only the model itself scores prompts: leave 'echo' or 'logprobs' out, or ask "
                 f"for '{service.name}'."
             )
             raise ApiError(400, message, "logprobs")
@@ -233,7 +233,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        messages = {404: "This path does not exist.", 405: "This path has no such method."}
+        messages = {404: "This path does not exist.", 405: "This path does not allow this method."}
         message = messages.get(error.status_code, "The request cannot be read.")
         # The headers of 405 list the methods.
         body = error_body(error.status_code, message)

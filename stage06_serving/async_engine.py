@@ -29,7 +29,7 @@ from stage05_paged.records import BlocksRecord
 
 from .status import AnyEngine, Status
 
-BROKEN = "The engine failed in this step, and the request with it: send the request again."
+BROKEN = "The engine failed in a step of this request: send the request again."
 DEAD = "The engine has stopped after repeated failures: restart the server, and read its log."
 CLOSING = "The server is shutting down: send the request again later, or to another server."
 LOST = "The engine lost this request's keys and values and is restarting: send the request again."
@@ -234,7 +234,7 @@ class AsyncEngine:
         if taken + count > self.capacity:
             self.rejected += 1
             raise Overloaded(
-                f"The server has {taken} sequences in flight, of at most {self.capacity}, and this "
+                f"The server has {taken} of at most {self.capacity} sequences in flight, and this "
                 f"request needs {count} more: try again in a moment."
             )
 

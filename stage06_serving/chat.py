@@ -93,11 +93,11 @@ def load_template(name: str) -> ChatTemplate | None:
         data = json.loads(Path(name).read_text(encoding="utf-8"))
         roles, start, stops = data["roles"], data["start"], data["stops"]
         if not all(isinstance(line, str) and "{content}" in line for line in roles.values()):
-            raise ValueError("a role is not a text with {content} in it")
+            raise ValueError("a role is not a text that contains {content}")
         if not isinstance(start, str):
             raise ValueError("'start' is not a text")
         if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
-            raise ValueError("'stops' is not a list of texts, none of them empty")
+            raise ValueError("'stops' is not a list of non-empty texts")
         return ChatTemplate(dict(roles), start, tuple(stops))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(

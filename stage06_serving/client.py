@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         "--api-key",
         default=os.environ.get("STAIRCASE_API_KEY", ""),
         metavar="KEY",
-        help="default: the variable STAIRCASE_API_KEY",
+        help="default: the environment variable STAIRCASE_API_KEY",
     )
     options = parser.parse_args(argv)
     prompt = cli.read_prompt(options)

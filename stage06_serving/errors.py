@@ -30,9 +30,9 @@ TYPES = {
 }
 # Where several kinds of value are valid, pydantic only explains why a value is not the first kind.
 KINDS = {
-    "prompt": f"send a text, token ids, or a list of at most {MOST_PROMPTS} of either, none empty",
-    "stop": f"send a text, or a list of at most {MOST_STOPS}, "
-    f"each of 1 to {LONGEST_STOP} characters",
+    "prompt": f"send text or token ids, or a list of at most {MOST_PROMPTS} of either, none empty",
+    "stop": f"send a text, or a list of at most {MOST_STOPS} texts, "
+    f"each 1 to {LONGEST_STOP} characters long",
 }
 
 
@@ -73,8 +73,8 @@ def validation_message(errors: list[Any]) -> tuple[str, str | None]:
         return "The body is not a JSON object: send one, as application/json.", None
     what = f"'{field[:64]}'" if field else "The body"
     if any(error.get("type") == NOT_UNICODE for error in errors):
-        return f"{what}: it has half of a surrogate pair: send whole characters.", field
+        return f"{what} contains half of a surrogate pair: send whole characters.", field
     # After the field, "loc" names the kind of value that was tried.
     kinds = KINDS.get(field or "") if len(first["loc"]) > 2 else None
     reason = kinds or str(first["msg"]).removeprefix("Value error, ")
-    return (f"{what}: {reason}." if field else f"The body is invalid here: {reason}."), field
+    return (f"{what}: {reason}." if field else f"The body is invalid: {reason}."), field

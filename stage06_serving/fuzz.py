@@ -271,14 +271,14 @@ def fuzz_bodies(client: httpx2.Client, count: int, seed: int, findings: Findings
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "stage06_serving.fuzz",
-        "Stage 06, bad requests by the thousand: no answer of 500 or more, no hang, and one form "
+        "Stage 06, bad requests by the thousand: no status of 500 or above, no hang, and one form "
         "for all errors.",
         "  python -m stage06_serving.fuzz\n"
         "  python -m stage06_serving --max-queue 1000  # and in another terminal:\n"
         "  python -m stage06_serving.fuzz --url http://127.0.0.1:8000 --examples 1000",
     )
     parser.add_argument(
-        "--url", metavar="URL", help="address of a server with a long queue; default: its own"
+        "--url", metavar="URL", help="address of a server with a long queue; default: start one"
     )
     for option, most, default, about in (
         ("--examples", 10**6, 200, "requests for each operation, from the schema"),

@@ -98,12 +98,12 @@ class Guard:
         host = headers.get(b"host")  # a browser always sends it
         if host is not None and not self._serves(host.decode("latin-1").lower()):
             message = (
-                "The Host header names no host of this server: use its address, or start it with "
+                "The Host header does not name this server: use its address, or start it with "
                 "--allowed-host NAME."
             )
             raise ApiError(403, message)
         if headers.get(b"sec-fetch-site") == b"cross-site" and path != "/":
-            raise ApiError(403, "A page of another site sent this: use this server's own page.")
+            raise ApiError(403, "A page on another site sent this: use this server's own page.")
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         key = key if scheme.lower() == b"bearer" else b""
         scope["tenant"] = tenant(key.decode("latin-1")) if self.digests else b""
@@ -111,7 +111,7 @@ class Guard:
             message = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
             raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
         if self.state is not None and self.state.engine is None and path not in EARLY:
-            message = "The model is being loaded: try again in a moment."
+            message = "The model is still loading: try again in a moment."
             raise ApiError(503, message, headers={"Retry-After": "1"})
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if scope["method"] == "POST" and kind != b"application/json":

@@ -84,7 +84,7 @@ class Live:
         """Raises Overloaded if too many pages are open."""
         if len(self.watchers) >= MOST_WATCHERS:
             raise Overloaded(
-                f"{MOST_WATCHERS} pages watch the engine already: close one, or try again later."
+                f"{MOST_WATCHERS} pages already watch the engine: close one, or try again later."
             )
         watcher = Watcher(asyncio.Event())
         self.watchers.add(watcher)

@@ -45,7 +45,7 @@ class Metrics:
             return made.labels(model)
 
         self.running = gauge("num_requests_running", "Sequences in the newest step.")
-        self.waiting = gauge("num_requests_waiting", "Accepted sequences that do not run.")
+        self.waiting = gauge("num_requests_waiting", "Sequences accepted but not running.")
         self.cache = gauge("kv_cache_usage_perc", "Share of the blocks that are owned, 0 to 1.")
         self.tasks = Gauge(
             "staircase:asyncio_tasks",

@@ -22,8 +22,8 @@ MOST_LOGPROBS = 20
 MOST_MESSAGES = 1000
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
 # Each would change the answer, or run a client's program. The values are the reasons.
-TEXT_ONLY = "this model reads and writes text, and no images or sounds"
-NO_FORMAT = "this server cannot hold an answer to a format"
+TEXT_ONLY = "this model reads and writes text, not images or audio"
+NO_FORMAT = "this server cannot constrain an answer to a format"
 NO_TOOLS = "this model cannot call functions"
 REFUSED = {
     **dict.fromkeys(("tools", "functions"), NO_TOOLS),

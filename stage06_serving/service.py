@@ -121,14 +121,14 @@ class Service:
                 raise ApiError(400, "The prompt is empty: send some text.", field)
             if len(prompt) > most * LONGEST_TOKEN:
                 message = (
-                    f"The prompt has {len(prompt)} characters, which must be more than the {most} "
+                    f"The prompt has {len(prompt)} characters, certainly more than the {most} "
                     "tokens allowed: shorten it."
                 )
                 raise ApiError(400, message, field)
             prompt = await self.encode(prompt, field, characters)
         if len(prompt) > most:
             message = (
-                f"This model's maximum context length is {self.context} tokens, with the answer, "
+                f"This model's maximum context length is {self.context} tokens, answer included, "
                 f"and the prompt has {len(prompt)}: shorten it to at most {most}."
             )
             raise ApiError(400, message, field)

@@ -44,10 +44,10 @@ class Settings(BaseSettings):
     ] = "stories"
     chat: Annotated[
         bool,
-        Field(description="a page to chat on, and 'stories-chat' unless --model names another"),
+        Field(description="chat on the page, with 'stories-chat' unless --model names another"),
     ] = False
     served_model_name: Annotated[
-        str, Field(description="name of the model for clients; by default its own")
+        str, Field(description="name of the model for clients; default: its own")
     ] = ""
     random_weights: Annotated[
         bool, Field(description="seeded random weights instead of the model's, for speed tests")
@@ -70,12 +70,12 @@ class Settings(BaseSettings):
         str,
         Field(
             description=f"engine of a stage: {', '.join(engines())}; {AUTO} is the newest one that "
-            "is found right on this machine"
+            "runs correctly on this machine"
         ),
     ] = "paged"
 
     host: Annotated[
-        str, Field(description="address to listen on; 0.0.0.0 is open to other machines")
+        str, Field(description="address to listen on; 0.0.0.0 lets other machines in")
     ] = "127.0.0.1"
     port: Annotated[
         int, Field(ge=0, le=65535, description="port to listen on; 0 takes a free one")
@@ -83,28 +83,29 @@ class Settings(BaseSettings):
     allowed_host: Annotated[
         str,
         Field(
-            description="more names for the Host header, commas between; * is any; default: none"
+            description="more names to accept in the Host header, with commas between; * is any; "
+            "default: none"
         ),
     ] = ""
     api_key: Annotated[
         str,
         Field(
-            description="keys that clients must send, with commas between; give it in the "
-            "environment: all users of the machine can read a command line; default: none"
+            description="keys, with commas between; clients must send one of them; set them in the "
+            "environment: every user of the machine can read a command line; default: none"
         ),
     ] = ""
     api_key_file: Annotated[
-        str, Field(description="file with such keys, one a line; default: none")
+        str, Field(description="file with API keys, one per line; default: none")
     ] = ""
     log_requests: Annotated[
-        bool, Field(description="a line on standard error for each request")
+        bool, Field(description="log each request in a line on standard error")
     ] = False
 
     max_sequences: Annotated[
-        int, Field(ge=1, le=4096, description="most sequences that run at a time")
+        int, Field(ge=1, le=4096, description="maximum number of sequences running at a time")
     ] = 32
     token_budget: Annotated[
-        int, Field(ge=0, le=1_000_000, description="most tokens computed in a step; 0 is automatic")
+        int, Field(ge=0, le=1_000_000, description="maximum tokens computed per step; 0: automatic")
     ] = 0
     kv_memory: Annotated[
         str,
@@ -118,21 +119,21 @@ class Settings(BaseSettings):
     ] = ""
     preemption: Annotated[
         Literal["auto", "recompute", "swap"],
-        Field(description="how a sequence gives up its memory"),
+        Field(description="how a preempted sequence gives up its memory"),
     ] = "auto"
     prefix_caching: Annotated[
-        bool, Field(description="reuse the blocks of prompts that begin alike")
+        bool, Field(description="reuse the blocks of common prompt prefixes")
     ] = True
     sanitize: Annotated[bool, Field(description="check the memory after every step; slow")] = False
 
     max_queue: Annotated[
-        int, Field(ge=0, le=100_000, description="most sequences that wait; more get 503")
+        int, Field(ge=0, le=100_000, description="maximum waiting sequences; more get 503")
     ] = 1024
     request_timeout: Annotated[
-        float, Field(gt=0, le=86400, description="seconds until a request gets 504")
+        float, Field(gt=0, le=86400, description="seconds after which a request gets 504")
     ] = 300.0
     grace: Annotated[
-        float, Field(ge=0, le=3600, description="seconds for requests in flight to end at shutdown")
+        float, Field(ge=0, le=3600, description="seconds for requests to finish at shutdown")
     ] = 10.0
     chat_template: Annotated[
         str,
@@ -159,7 +160,7 @@ class Settings(BaseSettings):
     @classmethod
     def _for_chats(cls, name: str, others: ValidationInfo) -> str:
         if name == "none" and others.data.get("chat"):
-            raise ValueError("--chat needs a template: leave one of the two out")
+            raise ValueError("--chat needs a template: leave one of the two options out")
         return name
 
     @model_validator(mode="after")
@@ -235,8 +236,8 @@ def parse(argv: list[str] | None) -> Settings:
     options: dict[str, Any] = vars(parser.parse_args(argv))
     if options.get("api_key", "").strip(" ,"):
         print(
-            "WARNING: every user of this machine can read --api-key in the list of its processes: "
-            f"use --api-key-file, or {PREFIX}API_KEY.",
+            "WARNING: every user of this machine can read --api-key in the process list: use "
+            f"--api-key-file or {PREFIX}API_KEY.",
             file=sys.stderr,
         )
     try:

@@ -347,19 +347,19 @@ def _server_arguments(group: Any) -> None:
     group.add_argument(
         "--url",
         type=cli.address,
-        help="address of the server; default: start ours, and stop it at the end",
+        help="address of the server; default: start our own, and stop it at the end",
     )
     group.add_argument(
         "--model",
         metavar="NAME",
-        help="the server's name for the model, or the model that ours loads; default: its first",
+        help="model name on the server, or model that ours loads; default: the server's first",
     )
     group.add_argument(
         "--api-key",
         type=key,
         default=os.environ.get("STAIRCASE_API_KEY", ""),
         metavar="KEY",
-        help="default: the variable STAIRCASE_API_KEY",
+        help="default: the environment variable STAIRCASE_API_KEY",
     )
     group.add_argument(
         "--timeout",
@@ -399,13 +399,13 @@ def _load_arguments(group: Any) -> None:
         type=Path,
         metavar="FILE",
         help="an open loop with the requests of a JSONL file at their times; "
-        "repeats send its prompts again",
+        "with --repeats, its prompts are sent again",
     )
     group.add_argument(
         "--requests",
         type=cli.whole_number(1, 1_000_000),
         metavar="N",
-        help=f"requests per point; default: {REQUESTS_A_USER} a user but at least "
+        help=f"requests per point; default: {REQUESTS_A_USER} per user but at least "
         f"{LEAST_REQUESTS}, {OPEN_REQUESTS} in open loops",
     )
     group.add_argument(
@@ -418,14 +418,14 @@ def _load_arguments(group: Any) -> None:
         "--warmup",
         type=cli.whole_number(0, 10_000),
         metavar="N",
-        help=f"uncounted requests before each point; default: one a user, {WARMUP} in open loops",
+        help=f"warm-up requests before each point; default: one per user, {WARMUP} in open loops",
     )
     group.add_argument(
         "--repeats",
         type=cli.whole_number(1, 1000),
         default=1,
         metavar="N",
-        help="measure every point N times, in rounds that begin with another point each",
+        help="measure every point N times, in rounds that each begin with a different point",
     )
 
 
@@ -436,7 +436,7 @@ def _request_arguments(group: Any) -> None:
             f"--{what}-tokens",
             type=lengths,
             metavar="N",
-            help=f"tokens of each {what}, in place of the workload's: 128 for all; 16:256 for any "
+            help=f"tokens of each {what}, instead of the workload's: 128 for all; 16:256 for any "
             "number between the two; lognormal:64:0.8 for a median of 64 and a standard deviation "
             "of the logarithm of 0.8, cut to the context",
         )
@@ -445,7 +445,7 @@ def _request_arguments(group: Any) -> None:
         type=cli.whole_number(0, 2**31),
         default=0,
         metavar="N",
-        help="of prompts and times",
+        help="seed of prompts and times",
     )
     group.add_argument(
         "--slo",
@@ -458,7 +458,7 @@ def _request_arguments(group: Any) -> None:
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="folder for every request, the summary and the charts",
+        help="folder to write all requests, the summary and the charts to",
     )
 
 
@@ -495,7 +495,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     plan = plan_of(options)
     if plan.trace and plan.repeats > 1:
-        note("prompts of a trace are sent again in each repeat, when a prefix cache may hold them")
+        note("each repeat sends the trace's prompts again, and a prefix cache may hold them")
     own_options = None if options.url else server_options(options, plan, given)
     writer = None
     if options.out:

@@ -438,7 +438,7 @@ def process(*arguments: str) -> Iterator[str]:
 def parser() -> cli.Parser:
     parser = cli.Parser(
         "stage07_loadtest.mock",
-        "A server without a model whose latencies are known, to check a load test with.",
+        "A server without a model, with known latencies, to check a load test against.",
         "  python -m stage07_loadtest.mock --ttft 0.1 --itl 0.02\n"
         "  python -m stage07_loadtest.mock --slots 4                     "
         "four requests at a time, the rest queue\n"
@@ -453,7 +453,7 @@ def parser() -> cli.Parser:
         "--port",
         type=cli.whole_number(0, 65_535),
         default=8000,
-        help="port to listen on, 0 for a free one",
+        help="port to listen on; 0 takes a free one",
     )
     parser.add_argument(
         "--api-key", metavar="KEY", help="key that clients must send; default: none"

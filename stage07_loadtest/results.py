@@ -55,7 +55,7 @@ class Writer:
             taken = any((folder / name).exists() for name in (REQUESTS, SUMMARY))
         except OSError as error:
             raise UserError(
-                f"The folder {folder} cannot be made or read ({error.strerror}): "
+                f"The folder {folder} cannot be created or read ({error.strerror}): "
                 "name another one with --out."
             ) from None
         if taken:
@@ -95,7 +95,7 @@ class Writer:
         except OSError as error:
             raise UserError(
                 f"The run cannot be written to {self.folder} ({error.strerror}): "
-                "make room, and run again."
+                "free some space, and run again."
             ) from None
         finally:
             part.unlink(missing_ok=True)
@@ -166,7 +166,7 @@ def load(folder: Path) -> Run:
     points = about.pop("results", None)
     if about.get("kind") != KIND or not isinstance(points, list):
         raise UserError(
-            f"{path} is not of a load test: name a folder written by python -m {KIND} --out."
+            f"{path} is not from a load test: name a folder written by python -m {KIND} --out."
         )
     try:
         return Run(

@@ -71,5 +71,5 @@ def bursts(size: int, every: float, count: int) -> Schedule:
 def trace(asks: Sequence[Ask]) -> Schedule:
     """The recorded times. Raises UserError if there is no request, or one without a time."""
     if not asks or any(ask.at is None for ask in asks):
-        raise UserError("Every request of a trace needs a time: add 'at', in seconds, to a line.")
+        raise UserError("Every request of a trace needs a time: add 'at', in seconds, to each.")
     return Schedule("trace", None, sorted(ask.at for ask in asks if ask.at is not None))

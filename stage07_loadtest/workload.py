@@ -114,7 +114,8 @@ def make(
         raise UserError(f"{what} {need} tokens, but the model's context is {longest}: {instead}.")
     if vocab**prompt.need < count:
         raise UserError(
-            f"There are no {count:,} different prompts of {prompt} tokens: ask for longer ones."
+            f"There are fewer than {count:,} different prompts of {prompt} tokens: ask for longer "
+            "ones."
         )
     chance = random.Random(f"{name} {seed}")
     system = [chance.randrange(vocab) for _ in range(begin)]

@@ -143,7 +143,7 @@ async def test_capacity_is_counted_in_sequences(gated):
     async with gated(max_sequences=2, max_queue=3) as (running, made, gate):
         assert running.capacity == 5
         groups = running.submit([prompt], two) + running.submit([prompt, prompt], [words(4)])
-        with pytest.raises(Overloaded, match="4 sequences in flight, of at most 5"):
+        with pytest.raises(Overloaded, match="4 of at most 5 sequences in flight"):
             running.submit([prompt], two)
         assert len(running.in_flight) == 4  # all or none
         groups += running.submit([prompt], [words(4)])
@@ -178,7 +178,7 @@ async def test_other_work_takes_places_and_gives_them_back(engine):
     async with started(engine(max_sequences=2), max_queue=3) as running:
         with running.place(2), running.place(2):
             submitted = submit(running, prompt, 50)
-            with pytest.raises(Overloaded, match="5 sequences in flight, of at most 5"):
+            with pytest.raises(Overloaded, match="5 of at most 5 sequences in flight"):
                 submit(running, prompt, 4)
             with pytest.raises(Overloaded), running.place(1):
                 raise AssertionError("there is no place")

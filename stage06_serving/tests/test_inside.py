@@ -116,7 +116,7 @@ async def test_work_is_cancelled_when_its_client_leaves_and_not_before():
         await asyncio.sleep(0.01)
         assert not waiting.done() and ended == ["work"] * 2
         gone.set()
-        with pytest.raises(ApiError, match="has left"):
+        with pytest.raises(ApiError, match="has disconnected"):
             await waiting
         assert ended == ["work"] * 3  # it has ended by now, and nothing else is left
         assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -108,7 +108,7 @@ def test_what_stops_the_start(capsys, tmp_path, monkeypatch):
     assert status == 2 and shown.startswith("error: --chat-template")
     for host in ("nowhere.invalid", "192.0.2.1"):
         status, shown = ended(capsys, "--port", "0", "--host", host)
-        assert status == 2 and f"--host {host} is no address of this machine" in shown
+        assert status == 2 and f"--host {host} is not an address of this machine" in shown
     opened = stage.listen("127.0.0.1", 0)
     monkeypatch.setattr(stage, "listen", lambda *where: opened)
     status, shown = ended(capsys, "--port", "0", "--model", str(tmp_path))

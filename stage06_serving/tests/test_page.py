@@ -188,7 +188,7 @@ def test_a_click_on_a_prompt_starts_it_and_samples_share_theirs(page):
     page.shows("status", "Done")
     assert page["prompt"].get_property("value") == button.text
     assert page["answers"].text.startswith(button.text) and page.picture("rates") != before
-    assert not page["rates-words"].text.endswith("at most 0")
+    assert not page["rates-words"].text.endswith("peak 0")
     page.start(prompt="x" * 65, max_tokens="120", temperature="0.7", samples="3")
     page.until(lambda: page.blocks()[SHARED] >= 4 and page["running"].text == "3")
     page.shows("status", "Done")

@@ -236,7 +236,7 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         *((COMPLETIONS, {"prompt": value}, "") for value in ([PROMPT, 5], [[5], PROMPT], [2048])),
         (COMPLETIONS, {"guided_regex": "(a+)+$"}, "to a format"),  # CVE-2025-48942
         (COMPLETIONS, {"chat_template": "{{ 1 }}"}, "not support"),  # CVE-2025-61620
-        (COMPLETIONS, {"prompt_embeds": "gASVAAAA"}, "no images"),
+        (COMPLETIONS, {"prompt_embeds": "gASVAAAA"}, "not images"),
         (COMPLETIONS, {"stream_options": {"include_usage": True}}, "'stream'"),
         (COMPLETIONS, {"min_tokens": 99}, "at most max_tokens"),
         (COMPLETIONS, {"top_k": 10**6}, "for this model"),
@@ -254,13 +254,13 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         (CHATS, {"tools": [{"type": {}}]}, "cannot call functions"),  # CVE-2025-48944
         (CHATS, {"response_format": {"type": "json_object"}}, "to a format"),
         (CHATS, {"tool_choice": "required"}, "cannot call functions"),
-        (CHATS, {"modalities": ["text", "audio"]}, "no images or sounds"),
+        (CHATS, {"modalities": ["text", "audio"]}, "not images or audio"),
         (CHATS, {"top_logprobs": 2}, "needs 'logprobs'"),
         (CHATS, {"max_tokens": 0}, "at least 1"),
         *((CHATS, {"messages": value}, "") for value in ([], "hello", ["hello"])),
         *((CHATS, {"messages": [value]}, "") for value in ({"content": "a"}, USER | {"role": ""})),
         *((CHATS, {"messages": [USER | {"content": value}]}, "") for value in CONTENTS),
-        (CHATS, {"messages": [USER | {"content": [IMAGE]}]}, "no images"),  # CVE-2026-22773
+        (CHATS, {"messages": [USER | {"content": [IMAGE]}]}, "not images"),  # CVE-2026-22773
         (CHATS, {"messages": [USER | {"content": "a " * 2000}]}, "context length"),
         ("/generate", {"logit_bias": {"2048": 1}}, "2047"),
         *(("/detokenize", {"tokens": [5, value]}, "") for value in (2048, -1, 2**63)),

@@ -106,7 +106,7 @@ def test_loading_draining_and_hurrying(tmp_path, tiny_folder):
         until(lambda: answers("/ready", 503))
         assert answers("/health", 200) == {"status": "loading"}
         early = post(running, json=SHORT)
-        assert early.headers["retry-after"] and "loaded" in early.json()["error"]["message"]
+        assert early.headers["retry-after"] and "loading" in early.json()["error"]["message"]
         fault.plant("0.05")  # seconds more for each pass: 200 tokens take ten seconds
         until(lambda: answers("/ready", 200) == {"status": "ok"})
         slow = [socket.create_connection(("127.0.0.1", port), timeout=HANG) for _ in range(3)]

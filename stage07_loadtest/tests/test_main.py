@@ -123,7 +123,7 @@ def test_a_trace_is_replayed_with_other_random_prompts_in_each_repeat(capsys, tm
     assert len(ids) == len(again) == 5 and ids != again
     assert {body["model"] for body in bodies} == {"mock"}
     assert bodies[3]["prompt"] == bodies[6]["prompt"] == "Once"
-    assert "sent again in each repeat" in err
+    assert "each repeat sends the trace's prompts again" in err
 
 
 def test_no_prompt_comes_twice_in_a_run_and_too_few_are_noted(capsys, monkeypatch):

@@ -51,7 +51,7 @@ def test_a_folder_that_cannot_be_used_is_an_error(tmp_path, monkeypatch):
         writer(tmp_path / "old")
     (tmp_path / "file").write_text("", encoding="utf-8")
     for folder in (tmp_path / "file" / "run", tmp_path / "file"):
-        with pytest.raises(UserError, match="cannot be made .* name another one with --out"):
+        with pytest.raises(UserError, match="cannot be created .* name another one with --out"):
             writer(folder)
     gone = writer(tmp_path / "run")
     (tmp_path / "run").rmdir()
@@ -74,8 +74,8 @@ def test_a_key_is_not_written():
     ("change", "problem"),
     [
         (lambda run: run.update(schema=99), "schema 99"),
-        (lambda run: run.update(kind="stage02_kv_cache"), "is not of a load test"),
-        (lambda run: run.update(results={}), "is not of a load test"),
+        (lambda run: run.update(kind="stage02_kv_cache"), "is not from a load test"),
+        (lambda run: run.update(results={}), "is not from a load test"),
         (lambda run: run["results"][1].pop("users"), "results[1].users is missing"),
         (lambda run: run["results"][0].update(extra=1), "results[0].extra is unknown"),
         (lambda run: run["results"][0].update(requests=True), "results[0].requests is not an int"),

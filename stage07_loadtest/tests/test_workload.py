@@ -107,7 +107,7 @@ def test_lognormal_lengths_are_cut_to_the_context_and_others_must_fit():
         assert max(totals) == 100 and all(ask.prompt and ask.max_tokens for ask in asks)
     with pytest.raises(UserError, match="60 and answers of 60 tokens need 120 .* 100: ask for few"):
         make("short", 1, 0, prompts=fixed, answers=fixed, longest=100)
-    with pytest.raises(UserError, match="no 300 different prompts of 1 tokens: ask for longer"):
+    with pytest.raises(UserError, match="fewer than 300 different prompts of 1 tokens: ask"):
         make("short", 300, 0, prompts=workload.lengths("1"))
 
 
