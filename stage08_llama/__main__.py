@@ -25,8 +25,8 @@ def make_parser() -> cli.Parser:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="a conversation in place of one prompt, by default at temperature 0.8, top-p 0.95 and "
-        "600 tokens an answer; the model's folder must have a chat template; off by default",
+        help="chat instead of continuing one prompt, by default at temperature 0.8, top-p 0.95 and "
+        "600 tokens per answer; the model's folder must have a chat template; off by default",
     )
     return parser
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.set_defaults(temperature=0.8, top_p=0.95, max_tokens=600)
         options = parser.parse_args(argv)
     if options.chat and (options.prompt is not None or options.prompt_ids is not None):
-        raise UserError("--chat asks for its questions itself: leave the prompt out.")
+        raise UserError("--chat reads your messages as you type them: leave the prompt out.")
     prompt = "" if options.chat else cli.read_prompt(options)
     return talk(options) if options.chat else speak(options, prompt)
 

@@ -135,11 +135,12 @@ def check(config: Config, dtype: torch.dtype, device: torch.device | str = "cpu"
         raise NoKernels(f"The kernels run on the CPU, not on {device}.")
     if dtype not in SIZES:
         raise NoKernels(
-            f"The kernels have no {str(dtype).removeprefix('torch.')}: choose float32 or bfloat16."
+            f"The kernels do not support {str(dtype).removeprefix('torch.')}: choose float32 or "
+            "bfloat16."
         )
     if config.head_dim > WIDEST:
         raise NoKernels(
-            f"The kernels have heads of at most {WIDEST} numbers, and {config.name} has "
+            f"The kernels support heads of at most {WIDEST} channels, and {config.name} has "
             f"{config.head_dim}."
         )
 

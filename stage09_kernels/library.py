@@ -84,11 +84,11 @@ def load(source: Path, defines: tuple[str, ...] = (), level: str = "") -> ctypes
     """
     level = level or levels()[0]
     if level not in levels():
-        raise NoKernels(f"This processor has no {level}: choose {' or '.join(levels())}.")
+        raise NoKernels(f"This processor does not support {level}: choose {' or '.join(levels())}.")
     flags = [*FLAGS, *LEVELS[level][0].split(), *(f"-D{define}" for define in defines)]
     if not compilers():
         raise NoKernels(
-            "There is no C compiler here (cc, gcc, clang): install one, or set CC to its command."
+            "No C compiler was found (cc, gcc, clang): install one, or set CC to its command."
         )
     reasons = []
     for compiler in compilers():

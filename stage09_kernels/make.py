@@ -43,5 +43,5 @@ def make(
     except NoKernels as error:
         if insist:
             raise
-        log.warning("%s This runs as stage 05 does.", error)
+        log.warning("%s The engine runs as stage 05 does.", error)
         return make_paged(model, contexts, **options)

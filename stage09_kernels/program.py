@@ -129,13 +129,13 @@ class Program:
 
     def __init__(self, model: Any, cache: KernelCache, release: bool = False) -> None:
         if type(model) not in BUILDERS:
-            raise library.NoKernels(f"The kernels do not know a {type(model).__name__}.")
+            raise library.NoKernels(f"The kernels do not support a {type(model).__name__}.")
         self.model, self.cache, self.config = model, cache, model.config
         self.dtype = model.dtype  # of the weights
         self.real = cache.real
         if self.dtype != cache.real and (self.dtype, cache.real) != (torch.bfloat16, torch.float32):
             raise library.NoKernels(
-                f"The kernels have no {self.dtype} weights beside a cache of {cache.kv.dtype}."
+                f"The kernels do not support {self.dtype} weights with a cache of {cache.kv.dtype}."
             )
         self.library = cache.library(self.dtype)
         self.kept: list[Tensor] = []  # tensors that operations point to

@@ -48,7 +48,7 @@ def why_not(dtype: torch.dtype, device: torch.device | str = "cpu") -> str:
     if right.exists():
         return ""
     if trying.exists():
-        return f"The kernels ended a process of this machine: delete {trying} to try them again."
+        return f"The kernels crashed a process on this machine: delete {trying} to try them again."
     with suppress(OSError):
         trying.touch()
     found = all(_right(config, dtype) for config in SHAPES)

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser("stage12_distributed", ABOUT, EXAMPLES)
     known = "; ".join(f"{name} {about}" for name, about in COMMANDS.items())
     parser.add_argument(
-        "command", choices=COMMANDS, metavar="COMMAND", help=f"{known}; each has a --help"
+        "command", choices=COMMANDS, metavar="COMMAND", help=f"{known}; each has its own --help"
     )
     command = parser.parse_args(words[:1]).command
     status: int = import_module(f"{__package__}.{command}").main(words[1:])

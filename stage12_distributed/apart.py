@@ -34,8 +34,8 @@ from .passes import VOCABULARY, greedy
 TOGETHER, APART = "together", "apart"
 ENDING = 5.0  # seconds that the prefill process has to end
 ABOUT = (
-    "Prefill and decode in two processes over one memory, beside one engine that does both: what "
-    "streams wait between tokens while long prompts arrive, and what that costs."
+    "Prefill and decode in two processes over one memory, against one engine that does both: how "
+    "long streams wait between tokens while long prompts arrive, and what that costs."
 )
 EXAMPLE = "  python -m stage12_distributed apart --model gpt2 --random-weights"
 

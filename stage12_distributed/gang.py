@@ -291,7 +291,7 @@ class Gang:
                 self.up = False
             self._end()
             while not self._closed and not self.up:
-                log.error("a rank has ended: all ranks are started again")
+                log.error("a rank has ended: restarting all ranks")
                 try:
                     self._start()
                 except Exception as error:
@@ -337,7 +337,7 @@ class GangRunner:
         """As stage 04's Runner. Raises RuntimeError if a rank dies or hangs, or has done so since
         the last pass."""
         if self.gang.cache is not self.cache:
-            raise ValueError("another engine was made on these ranks, and has their caches")
+            raise ValueError("another engine on these ranks has replaced their caches")
         try:
             with self.gang.passing(self._epoch):
                 self._epoch, moves, self._moves = self.gang.epoch, self._moves, []
@@ -348,7 +348,7 @@ class GangRunner:
                 return self._runner.run(ids, shares, rows)
         except Exception as error:
             self._lose()
-            raise RuntimeError("A rank died or hung: all of them start again.") from error
+            raise RuntimeError("A rank died or hung: all of them are restarting.") from error
 
     def score(self, ids: Sequence[int], top: int) -> list[Logprobs | None]:
         """Stage 01's `prompt_logprobs` of the model without an adapter. Raises RuntimeError as

@@ -32,8 +32,8 @@ from stage04_continuous.request import Request
 from stage05_paged.blocks import BlockPool, BlockTable, Move
 from stage05_paged.cache import PagedAttention, PagedCache, Share
 
-EXPIRED = "The lease on the prompt's blocks expired before they were copied: send it again."
-ENDED = "The prefill process has ended: start both again."
+EXPIRED = "The lease on the prompt's blocks expired before the copy: send the request again."
+ENDED = "The prefill process has ended: restart both."
 LEASE = 10.0  # seconds
 PATIENCE = 0.01  # seconds to wait for a message when there is nothing to compute
 

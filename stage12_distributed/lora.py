@@ -101,8 +101,8 @@ def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) ->
         name = (config.tensor_name(f"{layer}.weight") or "").removesuffix(".weight")
         if kind not in ("A.weight", "B.weight") or name not in shapes:
             raise UserError(
-                f"{path} has the tensor {key[:100]}, and {config.name} has no such layer for an "
-                "adapter: choose one that was trained on attention and MLP of this model."
+                f"{path} has the tensor {key[:100]}, but {config.name} has no such layer for an "
+                "adapter: choose one trained on this model's attention and MLP."
             )
         out, width = shapes[name]
         wanted = (rank, width) if kind[0] == "A" else (out, rank)
@@ -113,7 +113,7 @@ def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) ->
             )
         found.setdefault(name, {})[kind[0]] = tensor
     if lonely := [name for name, pair in found.items() if len(pair) < 2]:
-        raise UserError(f"{path} has one matrix of two for {lonely[0]}: save the adapter again.")
+        raise UserError(f"{path} has one of two matrices for {lonely[0]}: save the adapter again.")
     data = (folder / CONFIG).read_bytes(), path.read_bytes()
     parts = b"".join(hashlib.sha256(each).digest() for each in data)
     pairs = {name: (pair["A"], scale * pair["B"].double()) for name, pair in found.items()}

@@ -21,10 +21,10 @@ COUNTS = {
     "requests": "Requests that arrived.",
     "retries": "Requests that were sent to a second replica.",
     "cut": "Answers that broke off, after which the client got an error.",
-    "left": "Requests whose client left.",
+    "left": "Requests whose client disconnected.",
     "prompt_tokens": "Tokens of prompts, as the router counts them.",
     "cached_tokens": "Tokens of the prompts that the replica was expected to have in its cache.",
-    "restarts": "Processes started again.",
+    "restarts": "Processes that were restarted.",
 }
 GAUGES = {
     "ready": "1 if the replica may get requests.",

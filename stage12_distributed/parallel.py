@@ -111,8 +111,8 @@ class Peers:
     def _connected(self) -> Any:
         if not self.passing:
             raise UserError(
-                "This model is on several ranks, which compute in the passes of their engine only: "
-                "use the engine, or take one rank."
+                "This model is split over several ranks, which compute only in passes of their "
+                "engine: use the engine, or one rank."
             )
         return self._sums
 
@@ -139,8 +139,8 @@ def heads_of(config: Config, rank: int, ranks: int) -> tuple[range, range]:
     owners = [each * kv // ranks for each in range(ranks)]
     if max(map(owners.count, owners)) > group:
         raise UserError(
-            f"{config.name} has {queries} query heads and {kv} of keys and values, too few for "
-            f"{ranks} ranks: take fewer ranks."
+            f"{config.name} has {queries} query heads and {kv} KV heads, too few for {ranks} "
+            "ranks: choose fewer ranks."
         )
     head = owners[rank]
     part = split(group, owners.count(head), owners[:rank].count(head))

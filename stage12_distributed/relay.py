@@ -48,8 +48,8 @@ FULL = "No replica can take the request now: try again in a moment."
 DIED = "The replica ended before it answered: try again."
 CUT = "The replica ended in the middle of the answer: try again."
 LATE = "The answer took longer than the router allows: ask for fewer tokens."
-CLOSING = "The router is being stopped: try again."
-ALIEN = "The replica answered with something else than JSON: check the address of --backend."
+CLOSING = "The router is shutting down: try again."
+ALIEN = "The replica answered with something other than JSON: check the address of --backend."
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class Pool:
         it leaves the policy at once, with everything remembered of its cache."""
         if backend := self._backend(replica):
             log.warning("%s: %s", backend.name, str(error)[:200])
-            self._lose(backend, f"a request lost it ({type(error).__name__})")
+            self._lose(backend, f"a request failed on it ({type(error).__name__})")
 
     def _backend(self, replica: Replica) -> Backend | None:
         backend = self.backends.get(replica.name)
@@ -236,7 +236,7 @@ class Pool:
         now = asyncio.get_running_loop().time()
         self.model = self.model or model
         if model != self.model:
-            why = f"it serves the model {model[:80]!r}, and this router {self.model[:80]!r}"
+            why = f"it serves the model {model[:80]!r}, not {self.model[:80]!r} like the others"
             if backend.why != why:
                 log.warning("%s gets no requests: %s", backend.name, why)
             backend.why = why
@@ -266,7 +266,7 @@ class Pool:
                 "This router did not start its servers: drain each, update it, and resume."
             )
         if self._updating.locked():
-            raise UserError("An update is running already: wait for its end.")
+            raise UserError("An update is already running: wait until it ends.")
         async with self._updating:
             replaced = self._all()
             for old in replaced:

@@ -141,10 +141,10 @@ def create_app(options: Options) -> FastAPI:
 def make_parser() -> cli.Parser:
     parser = cli.Parser(
         "stage12_distributed router",
-        "A server for OpenAI's clients that sends each request to the replica that has the longest "
-        "part of its prompt, unless that one is busy. It starts its replicas, which are servers of "
-        "stage 06, or takes given ones. All further options are those of stage06_serving: "
-        "host, port, keys and times are the router's, the rest is for each server that it starts.",
+        "A server for OpenAI's clients that sends each request to the replica that has cached the "
+        "longest part of its prompt, unless that replica is busy. It starts servers of stage 06 as "
+        "its replicas, or takes given ones. All other options are those of stage06_serving: host, "
+        "port, keys and times are the router's; the rest go to each server that it starts.",
         "  python -m stage12_distributed router --replicas 2 --port 8080 --max-sequences 8\n"
         "  python -m stage12_distributed router --backend http://10.0.0.1:8000 --backend "
         "http://10.0.0.2:8000",
@@ -161,7 +161,7 @@ def make_parser() -> cli.Parser:
         type=cli.address,
         action="append",
         metavar="URL",
-        help="address of a server that runs already, in place of --replicas; may be given again; "
+        help="address of a running server, instead of --replicas; repeat it for more servers; "
         "default: none",
     )
     return parser
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     changed = settings.model_dump().items() - parse([]).model_dump().items()
     if given.backend and (for_servers := {name for name, _ in changed} - OWN):
         option = min(for_servers).replace("_", "-")
-        raise UserError(f"--{option} is for servers that are started: leave out --backend.")
+        raise UserError(f"--{option} is for servers that we start: leave out --backend.")
     share = max(1, (os.cpu_count() or 1) // given.replicas)
     options = Options(
         tuple(given.backend or ()),

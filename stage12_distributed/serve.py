@@ -145,23 +145,23 @@ def build(arguments: dict[str, Any]) -> Any:
 def make_parser() -> cli.Parser:
     parser = cli.Parser(
         "stage12_distributed serve",
-        "Starts Ray on this machine, and on it servers of stage 06 behind the router.",
+        "Starts Ray on this machine and, on Ray, servers of stage 06 behind the router.",
         "  python -m stage12_distributed serve --replicas 2 -- --max-sequences 8\n"
         "  python -m stage12_distributed serve --replicas 1 --max-replicas 4\n"
-        "  serve deploy stage12_distributed/serve.yaml     the same on a cluster of yours",
+        "  serve deploy stage12_distributed/serve.yaml     the same on your own cluster",
     )
     ports, count = cli.whole_number(1, 65_535), cli.whole_number(1, 64)
     for option, kind, default, about in (
         ("--replicas", count, 2, "servers to start"),
-        ("--port", ports, 8000, "port of the router itself, past Ray's proxy"),
-        ("--ray-port", ports, 8001, "port of Ray's proxy, before the router"),
+        ("--port", ports, 8000, "port of the router itself, bypassing Ray's proxy"),
+        ("--ray-port", ports, 8001, "port of Ray's proxy, in front of the router"),
     ):
         parser.add_argument(option, type=kind, default=default, metavar="N", help=about)
     parser.add_argument(
         "--max-replicas",
         type=count,
         metavar="N",
-        help="servers that may run under load; default: as many as --replicas",
+        help="servers that may run under load, at most; default: as many as --replicas",
     )
     parser.add_argument(
         "server", nargs="*", metavar="-- OPTION", help="options of each server, none by default"
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     parse(given.server)
     most = given.max_replicas or given.replicas
     if most < given.replicas:
-        raise UserError("--max-replicas is less than --replicas: give at least as many.")
+        raise UserError("--max-replicas is less than --replicas: raise it.")
     try:
         start(given.replicas, given.port, given.ray_port, given.server, max_replicas=most)
         print(f"Staircase serves on Ray at http://127.0.0.1:{given.port}", flush=True)

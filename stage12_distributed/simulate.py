@@ -149,9 +149,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser("stage12_distributed simulate", ABOUT, EXAMPLES)
     whole, number = cli.whole_number, cli.number
     for name, kind, default, text in (
-        ("replicas", whole(1, 100_000), 200, "of the fleet"),
-        ("cell", whole(5, 1000), 10, "replicas behind one router: those that are simulated"),
-        ("requests", whole(50, 1_000_000), 500, "to the cell, in each line"),
+        ("replicas", whole(1, 100_000), 200, "replicas in the fleet"),
+        ("cell", whole(5, 1000), 10, "replicas behind one router; one such cell is simulated"),
+        ("requests", whole(50, 1_000_000), 500, "requests to the cell, in each line"),
         ("load", number(0, 2, above=True), 0.7, "offered, as a share of what the cell can answer"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=text)
@@ -159,14 +159,14 @@ def main(argv: list[str] | None = None) -> int:
         "--steps",
         type=Path,
         metavar="FILE",
-        help="passes that timed --keep has written; default: those of a short run",
+        help="file of passes that timed --keep wrote; default: time a short run",
     )
     parser.add_argument(
         "--replay",
         type=Path,
         metavar="FOLDER",
-        help="simulate a run of python -m stage07_loadtest --out in place of a fleet, beside what "
-        "was measured; --steps: those of its server",
+        help="instead of a fleet, simulate a run of python -m stage07_loadtest --out, and compare "
+        "with what it measured; give its server's passes as --steps",
     )
     cli.add_model_options(parser)
     options = parser.parse_args(argv)

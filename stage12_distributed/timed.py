@@ -13,9 +13,8 @@ from shared import cli
 from .passes import Meter
 
 ABOUT = (
-    "Stage 12, timed: stage 06's server with stage 05's engine, which at its end writes what each "
-    "pass computed and how long it took. All further options are those of python -m "
-    "stage06_serving."
+    "Stage 12, timed: stage 06's server with stage 05's engine; at exit it writes what each pass "
+    "computed and how long it took. All other options are those of python -m stage06_serving."
 )
 EXAMPLES = """\
   python -m stage12_distributed timed --keep steps.json --port 8001
@@ -45,7 +44,7 @@ class Maker:
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser("stage12_distributed timed", ABOUT, EXAMPLES)
     parser.add_argument(
-        "--keep", type=Path, required=True, metavar="FILE", help="write the passes to it"
+        "--keep", type=Path, required=True, metavar="FILE", help="file to write the passes to"
     )
     options, rest = parser.parse_known_args(argv)
     from stage06_serving.__main__ import main as serve  # takes a second

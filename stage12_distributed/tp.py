@@ -10,8 +10,8 @@ from typing import Any
 from shared import cli
 
 ABOUT = (
-    "Stage 12, tensor parallel: stage 06's server, whose model is on several processes, each with "
-    "a part of every matrix and of the keys and values. All further options are those of "
+    "Stage 12, tensor parallel: stage 06's server with a model split over several processes: each "
+    "has a part of every matrix and of the keys and values. All other options are those of "
     "python -m stage06_serving."
 )
 EXAMPLES = """\
@@ -67,22 +67,22 @@ def main(argv: list[str] | None = None) -> int:
         type=cli.whole_number(1, 64),
         default=2,
         metavar="N",
-        help="processes that share the model; each takes a core for every thread",
+        help="processes that share the model; each needs a core per thread",
     )
     parser.add_argument(
         "--rank-timeout",
         type=cli.number(0.1, 3600),
         default=4.0,
         metavar="S",
-        help="seconds until a rank that does not answer within a pass is ended, and all start "
-        "again",
+        help="seconds after which a rank that has not answered in a pass is killed and all ranks "
+        "restart",
     )
     parser.add_argument(
         "--adapters",
         default="",
         metavar="FOLDER",
-        help="a folder whose subfolders are LoRA adapters, as PEFT saves them: the model of a "
-        "request may be one of their names; default: none",
+        help="folder whose subfolders are LoRA adapters, as PEFT saves them; a request may name "
+        "one as its model; default: none",
     )
     options, rest = parser.parse_known_args(argv)
     from stage06_serving.__main__ import main as serve  # takes a second

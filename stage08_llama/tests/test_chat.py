@@ -154,5 +154,5 @@ def test_the_server_runs_transformers_on_the_same_folder(folder, loaded):
     while request.output.finish_reason is None:
         served.step()
     assert request.output.token_ids == want.token_ids
-    with pytest.raises(UserError, match="random weights for GPT-2 alone"):
+    with pytest.raises(UserError, match="random weights only for GPT-2"):
         make_engine(parse(["--model", str(folder), "--engine", "transformers", "--random-weights"]))

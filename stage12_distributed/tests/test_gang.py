@@ -190,7 +190,7 @@ def test_the_server_and_its_ranks(tmp_path):
         assert post(server, json=body | {"model": "tale"}).status_code == 404
         echo = body | {"echo": True, "logprobs": 1, "max_tokens": 0}
         refused = post(server, json=echo | {"model": "fable"})
-        assert refused.status_code == 400 and "scored by the model" in refused.text
+        assert refused.status_code == 400 and "Only the model itself scores" in refused.text
         assert refused.json()["error"]["param"] == "logprobs"
         assert both() == before  # the last pass had an adapter
         ids = post(server, "/tokenize", json={"prompt": echo["prompt"]}).json()["tokens"]

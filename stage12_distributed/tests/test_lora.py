@@ -244,7 +244,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     refused(r"is \(4, 24\) instead of \(4, 48\): .* or for another model than odd", wide)
     refused("has no such layer", {"h.0.attn.c_attn": (72, 24)})
     for name, shape, message in (
-        ("h.0.mlp.c_fc.lora_A.weight", (4, 24), "one matrix of two for h.0.mlp.c_fc"),
+        ("h.0.mlp.c_fc.lora_A.weight", (4, 24), "one of two matrices for h.0.mlp.c_fc"),
         ("wte.lora_embedding_A", (4, 101), "wte.lora_embedding_A, and odd has no such layer"),
     ):
         tensors = {f"base_model.model.transformer.{name}": torch.zeros(*shape)}

@@ -73,11 +73,11 @@ def test_heads_meet_their_keys(queries, kv):
 def test_what_a_part_cannot_do_is_refused():
     """A model outside of its engine's passes ends with an error, not with a rank's partial sums."""
     for config, ranks in ((ODD, 4), (GROUPED, 7)):
-        with pytest.raises(UserError, match=f"too few for {ranks} ranks: take fewer"):
+        with pytest.raises(UserError, match=f"too few for {ranks} ranks: choose fewer"):
             shard(random_model(config), Peers(0, ranks))
     model = random_model(ODD)
     shard(model, Peers(0, 2))
-    with pytest.raises(UserError, match="take one rank"):
+    with pytest.raises(UserError, match="or one rank"):
         model(torch.tensor([1]), torch.tensor([0]), Recompute(model.config).attend)
 
 

@@ -260,7 +260,7 @@ async def test_failures_outlive_the_request_that_met_them():
         assert (await router.post()).status == 200 and backend.failures == 0
 
 
-OTHER = (b'{"data": [{"id": "other"}]}', "it serves the model 'other', and this router 'mock'")
+OTHER = (b'{"data": [{"id": "other"}]}', "it serves the model 'other', not 'mock' like the others")
 LIES = [(lie, "no list of models") for lie in (b"", b'{"data": [7]}', b"[" * 10_000, b"<html>")]
 
 
@@ -305,7 +305,7 @@ async def test_a_server_that_is_no_engine_is_an_error_in_one_sentence():
     for answer in (page, elsewhere):
         async with plain(answer) as one, routed(one) as router:
             got = await router.post()
-            assert got.status == 502 and "something else than JSON" in got.body["error"]["message"]
+            assert got.status == 502 and "something other than JSON" in got.body["error"]["message"]
 
 
 async def test_what_cannot_be_read_is_for_a_replica_to_refuse():
@@ -364,7 +364,7 @@ async def test_at_the_end_answers_may_end_and_the_rest_gets_an_error():
                 router.server.should_exit = True
                 last = events((await asking).body)[-1]
                 assert ("error" in last) != good
-                assert good or "being stopped" in last["error"]["message"]
+                assert good or "shutting down" in last["error"]["message"]
         await until(lambda: not one.running + hangs.running)
 
 
@@ -401,7 +401,7 @@ async def test_keys_are_checked_by_the_router_too_and_used_by_its_own_requests()
 
 def test_wrong_options_are_one_sentence():
     for words, message in (
-        (["--backend", NOWHERE, "--max-queue", "7"], "--max-queue is for servers that are started"),
+        (["--backend", NOWHERE, "--max-queue", "7"], "--max-queue is for servers that we start"),
         (["--replicas", "0"], "not a whole number"),
         (["--backend", "127.0.0.1"], "invalid address"),
         (["--max-queue", "many"], "--max-queue"),
