@@ -15,10 +15,10 @@ TASKS = (
         "large scores.",
         points=10,
         hints=(
-            "Mean, variance, maximum and sum run over the last axis, and keep it: keepdims=True.",
+            "Mean, variance, maximum and sum run along the last axis and keep it: keepdims=True.",
             "gelu is 0.5 * x * (1 + tanh(...)), with tanh of sqrt(2 / pi) * (x + 0.044715 * x^3). "
             "The variance is divided by n, and epsilon is added to it before the square root.",
-            "softmax: subtract the maximum of the row, take exp, divide by the sum of the row. The "
+            "softmax: subtract the row's maximum, take exp, and divide by the row's sum. The "
             "subtracted constant cancels.",
         ),
         tests=("tests/test_model.py::test_numpy_page_matches_the_model",),
@@ -28,16 +28,16 @@ TASKS = (
         file="generation.py",
         functions=("finish_reason",),
         title="when a sequence ends",
-        text="Return why a sequence ends with its newest token: 'stop' for the end of text or a "
-        "stop token, 'length' when max_tokens or the context is reached, None if it does not end. "
-        "'stop' goes before 'length'. Respect min_tokens and ignore_eos.",
+        text="Return why the newest token ends a sequence: 'stop' for the end of text or a stop "
+        "token, 'length' when max_tokens or the context is reached, None if the sequence goes on. "
+        "'stop' takes precedence over 'length'. Respect min_tokens and ignore_eos.",
         points=5,
         hints=(
-            "Only the newest token can end a sequence; the older ones were checked before.",
-            "A stop counts only once there are at least min_tokens tokens. ignore_eos applies to "
-            "the end of text, not to stop tokens.",
-            "Two tests of 'stop' under one condition come first; then one line compares the number "
-            "of tokens with max_tokens, and prompt and output together with n_positions, both with "
+            "Only the newest token can end a sequence; the older ones have been checked already.",
+            "A stop counts only once the output has at least min_tokens tokens. ignore_eos applies "
+            "to the end of text, not to stop tokens.",
+            "Check for 'stop' first, twice under one condition. Then one line compares the number "
+            "of output tokens with max_tokens, and prompt plus output with n_positions, both with "
             ">=.",
         ),
         tests=(
@@ -52,19 +52,20 @@ TASKS = (
         functions=("attention", "block", "gpt2"),
         title="the page: attention, a block, the model",
         text="Write GPT-2. `attention`: project x (T, C) to queries, keys and values, split them "
-        "into heads, let each token attend to itself and those before it, put the heads together "
-        "again, and project; `prefix` names the weights. `block` adds attention and MLP, each "
-        "after its norm. `gpt2` embeds ids and positions, runs the blocks and the last norm, and "
-        "scores every row against the output layer, which may be the embedding.",
+        "into heads, let each token attend to itself and those before it, merge the heads, and "
+        "project; `prefix` names the weights. `block` adds attention and MLP, each after its norm. "
+        "`gpt2` embeds ids and positions, runs the blocks and the last norm, and scores every row "
+        "against the output layer, which may be the embedding.",
         points=20,
         hints=(
-            "The names are c_attn and c_proj behind the prefix, each with .weight and .bias. "
-            "c_attn gives q, k and v side by side: (T, 3C).",
-            "Bring heads to the front: (T, C) -> (T, H, D) -> (H, T, D). Scores are q times k "
-            "transposed, over the square root of D: (H, T, T). Row i attends to columns 0 to i.",
-            "The prefixes are h.0, h.1, ... and below them attn and mlp. np.where puts -inf where "
-            "np.tril of ones is false; softmax; times v; swap the axes back and reshape to (T, C) "
-            "before c_proj.",
+            "After the prefix come c_attn and c_proj, each with .weight and .bias. c_attn gives q, "
+            "k and v side by side: (T, 3C).",
+            "Bring the heads to the front: (T, C) -> (T, H, D) -> (H, T, D). Scores are q times k "
+            "transposed, divided by the square root of D: (H, T, T). Row i attends to columns 0 to "
+            "i.",
+            "The prefixes are h.0, h.1, ... each followed by .attn or .mlp. np.where puts -inf "
+            "where np.tril of ones is false. Take the softmax, multiply by v, swap the axes back "
+            "and reshape to (T, C) before c_proj.",
         ),
         tests=("tests/test_model.py::test_numpy_page_generates_what_transformers_generates",),
     ),
@@ -73,15 +74,16 @@ TASKS = (
         file="model.py",
         functions=("Block.forward", "GPT2.forward"),
         title="the model, attention passed in",
-        text="Write a block: norm, projections, attention and the MLP, each added to what came in; "
-        "and the pass through all blocks, from ids to hidden states. Attention itself is the "
-        "argument `attend`, and x may have any leading shape: (T, C), (B, T, C) or packed (N, C).",
+        text="Write a block (attention with its projections, then the MLP; each is normed first "
+        "and added to its input) and the pass through all blocks, from ids to hidden states. "
+        "Attention itself is the argument `attend`; x may have any leading shape: (T, C), (B, T, "
+        "C) or packed (N, C).",
         points=15,
         hints=(
             "Compare with `block` and `gpt2` in numpy_gpt2.py: the same lines, with attention "
             "lifted out, and no logits at the end.",
-            "self.attn.c_attn gives (..., 3C), and self.attn.split_heads makes q, k, v of it, each "
-            "(..., H, D). attend takes the number of the layer first.",
+            "self.attn.c_attn gives (..., 3C), which self.attn.split_heads turns into q, k and v, "
+            "each (..., H, D). The first argument of attend is the layer's number.",
             "attend returns (..., H, D): flatten the last two axes before self.attn.c_proj. Both "
             "halves are x + something(norm(x)).",
         ),
@@ -95,25 +97,26 @@ TASKS = (
         file="sampling.py",
         functions=("distribution", "_filtered", "draw"),
         title="sampling by one sort",
-        text="`distribution`: the probabilities (R, V) of the next tokens. Edit each row "
-        "(_edited), refuse scores that are not finite, and give a greedy row all to its highest "
-        "score; divide the others by the temperature and filter their weights, the largest being "
-        "1. `_filtered`: min_p drops what is below min_p, top_k what is below the k-th largest of "
-        "the rest, top_p what has top_p of the rest or more in heavier tokens; equal weights are "
-        "kept or dropped together, and the result is float64. `draw`: one number of its generator "
-        "a row.",
+        text="`distribution`: return the probabilities (R, V) of the next tokens. Edit each row "
+        "(_edited) and refuse scores that are not finite. A greedy row gives all probability to "
+        "its highest score; divide the others by the temperature and filter their weights, scaled "
+        "so that the largest is 1. `_filtered`: min_p drops weights below min_p; top_k, those "
+        "below the k-th largest of the rest; top_p, those with top_p of the rest or more in "
+        "heavier tokens. Equal weights are kept or dropped together, and the result is float64. "
+        "`draw`: sample a token for each row with one number from its generator.",
         points=20,
         hints=(
             "Subtract the row's maximum before exp. A temperature below MIN_TEMPERATURE is raised "
-            "to it. One sort, descending, serves top_k and top_p. Each of the three judges what "
-            "the one before it kept.",
-            "top_k: the limit is place k - 1 of the sorted weights, and k may be larger than the "
-            "vocabulary. A weight that equals the limit stays. Drop what is below it from the "
-            "sorted weights too.",
-            "top_p: the running sum of the sorted weights without its own place is the weight of "
-            "the heavier ones. Count the places where that is less than top_p of the sum; the last "
-            "of them is the limit. To draw, lay the probabilities end to end (cumsum), throw a "
-            "number from 0 to their sum, and find it with searchsorted(right=True).",
+            "to it. One sort, descending, serves top_k and top_p. Each of the three filters judges "
+            "only what the one before it kept.",
+            "top_k: the limit is the sorted weight at index k - 1, and k may exceed the "
+            "vocabulary. A weight equal to the limit stays. Drop those below it from the sorted "
+            "weights too.",
+            "top_p: at each place, the running sum of the sorted weights less the place's own is "
+            "the weight of all heavier tokens. Count the places where that is less than top_p of "
+            "the total; the last of them is the limit. To draw, lay the probabilities end to end "
+            "(cumsum), pick a random number from 0 to their sum, and find it with "
+            "searchsorted(right=True).",
         ),
         tests=(
             "tests/test_sampling.py::test_what_the_filters_keep",
@@ -129,18 +132,19 @@ TASKS = (
         file="engine.py",
         functions=("Engine._tokens",),
         title="the naive engine's loop",
-        text="Write the generator that continues one prompt: until there is a finish reason, run "
+        text="Write the generator that continues one prompt. Until there is a finish reason, run "
         "the whole sequence again, sample the next token, record the step in self.steps, and yield "
         "a Token.",
         points=20,
         hints=(
             "Each round is: self._forward over prompt and output, sample, finish_reason, a "
             "StepRecord, yield.",
-            "sample works on rows: logits[None], and lists of one for the options, the history "
-            "(prompt, output so far) and the generator. Create it once, before the loop.",
+            "sample works on rows: pass logits[None], and lists of one for the options, the "
+            "history (prompt, output so far) and the generator. Create the generator once, before "
+            "the loop.",
             "StepRecord(rows, prefill tokens, decode tokens, seconds): 1 row, the prompt, and the "
             "output that was computed again (all but the new token). The last Token carries the "
-            "reason, and the others None.",
+            "reason, the others None.",
         ),
         tests=(
             "tests/test_engine.py::test_every_step_computes_everything_again",
@@ -154,18 +158,18 @@ TASKS = (
         file="scoring.py",
         functions=("perplexity",),
         title="judge a model",
-        text="Judge every token of a text but the first by the tokens before it, in windows of "
+        text="Judge every token of a text except the first by the tokens before it, in windows of "
         "n_positions tokens that begin `stride` apart; each token is judged in the first window "
-        "that reaches it. Return perplexity, cross_entropy (nats a token) and tokens. UserError "
-        "for fewer than two tokens or an impossible stride.",
+        "that reaches it. Return perplexity, cross_entropy (nats per token) and tokens. Raise "
+        "UserError for fewer than two tokens or an impossible stride.",
         points=10,
         hints=(
-            "One forward pass a window gives the scores of all its positions: row i scores token i "
-            "+ 1.",
-            "Remember how many tokens are judged. The next window begins where it reaches exactly "
-            "one stride more, and only its last rows are new.",
-            "Run the output layer for ROWS rows at a time, sum up F.cross_entropy(..., "
-            "reduction='sum') in float32 or better, and divide by the tokens at the end.",
+            "One forward pass per window gives the scores at all its positions: row i scores token "
+            "i + 1.",
+            "Keep count of the tokens judged so far. Each next window reaches exactly one stride "
+            "further, so only its last rows are new.",
+            "Run the output layer on ROWS rows at a time, add up F.cross_entropy(..., "
+            "reduction='sum') in float32 or better, and divide by the number of tokens at the end.",
         ),
         tests=("tests/test_perplexity.py::test_sliding_windows",),
     ),

@@ -11,17 +11,17 @@ TASKS = (
         functions=("KVCache.__init__", "KVCache.crop", "KVCache.extend"),
         title="allocate, take slots, forget them",
         text="Allocate the cache once, and write its bookkeeping: capacity (by default the "
-        "context; UserError if it is not from 1 to that), kv, group (query heads that share a head "
-        "of keys), windows, length. `extend` takes the next slots and returns the attention of the "
-        "step that fills them; `crop` forgets all tokens from a position on and erases nothing. "
-        "Both raise ValueError for impossible arguments, and then change nothing.",
+        "context; UserError unless it is from 1 to the context), kv, group (query heads that share "
+        "a head of keys), windows, length. `extend` takes the next slots and returns the attention "
+        "of the step that fills them; `crop` forgets all tokens from a position on and erases "
+        "nothing. Given impossible arguments, both raise ValueError and change nothing.",
         points=25,
         hints=(
-            "kv is (layers, 2, H_kv, capacity, D); the config has all of it. The state is one "
-            "number: self.length.",
-            "Check first, change afterwards. extend refuses fewer than 1 token and more than the "
-            "capacity; crop refuses a length below 0 or above what the cache holds. The messages "
-            "have both numbers.",
+            "kv is (layers, 2, H_kv, capacity, D); the other sizes are in the config. The state is "
+            "one number: self.length.",
+            "Check first, change afterwards. extend refuses fewer than 1 token and more than fit "
+            "the capacity; crop refuses a length below 0 or above what the cache holds. Each "
+            "message gives both numbers.",
             "CachedAttention takes the tensor, the start and the end of the step (the old length "
             "and the new one), self.group and the window; by_layer makes one for each kind of "
             "layer.",
@@ -43,13 +43,13 @@ TASKS = (
         points=25,
         hints=(
             "kv is (layers, 2, H_kv, capacity, D), and slicing makes views: `new` is where this "
-            "step writes, `seen` is all that it reads.",
-            "A step from position 0 is square, and is_causal does it. A single token sees "
-            "everything and needs no mask. A chunk after others remains: row i sees start + i + 1 "
-            "columns.",
-            "The mask is a comparison of two ranges, columns against positions as a column, (T, "
-            "end), and the rows repeat for each query head of a group. widen: one token, on a CPU, "
-            "in bfloat16.",
+            "step writes, `seen` all that it reads.",
+            "A step from position 0 is square: is_causal handles it. A single token sees "
+            "everything and needs no mask. That leaves a chunk with a past: its row i sees start + "
+            "i + 1 columns.",
+            "The mask (T, end) compares two ranges, columns against positions as a column; its "
+            "rows repeat for each query head of a group. widen holds for one token, on a CPU, in "
+            "bfloat16.",
         ),
         tests=(
             "tests/test_cache.py::test_a_chunk_sees_all_before_it_and_nothing_after",
@@ -66,7 +66,8 @@ TASKS = (
         title="write, then attend",
         text="Write the keys and values of the new tokens into the cache, and return the attention "
         "of their queries over all keys seen. q and the result are (T, H, D), k and v (T, H_kv, "
-        "D); the cache has heads first. Use the kernel, or scores, mask, softmax and sum by hand.",
+        "D); the cache has heads first. Use the kernel, or compute scores, mask, softmax and sum "
+        "by hand.",
         points=25,
         hints=(
             "Write before you read: a token sees itself.",
@@ -74,7 +75,7 @@ TASKS = (
             "self.seen[layer] holds both.",
             "scaled_dot_product_attention takes four axes, (1, H, T, D), self.mask and "
             "self.square. Unless the step is square, reshape the queries to (H_kv, group * T, D): "
-            "one product for a group of heads. By hand, a square step has no mask yet: build one.",
+            "one product per group of heads. By hand, a square step has no mask yet: build one.",
         ),
         tests=(
             "tests/test_cache.py::test_one_decode_step_is_explicit_attention_over_all_keys",
@@ -85,16 +86,16 @@ TASKS = (
         number=4,
         file="engine.py",
         functions=("Engine._tokens",),
-        title="prefill once, then one a step",
-        text="Write the loop of stage 01 for a cache: the first step runs the prompt, each later "
-        "one only the newest token. The cache is used again by every request, so it begins empty; "
-        "a stream whose cache another request has taken raises RuntimeError.",
+        title="prefill once, then one token per step",
+        text="Write stage 01's loop for a cache: the first step runs the prompt, each later one "
+        "only the newest token. Every request reuses the cache, so it must begin empty. A stream "
+        "raises RuntimeError if another request has taken the cache.",
         points=25,
         hints=(
-            "Compare with stage01_forward/engine.py: self._forward gets what is not in the cache "
-            "yet.",
-            "Before the loop: empty the cache, and set its owner (self._owner, any new object). In "
-            "the loop, check before each step that the owner is the same.",
+            "Compare with stage01_forward/engine.py: self._forward gets only what is not in the "
+            "cache yet.",
+            "Before the loop, empty the cache and set its owner (self._owner, any new object). "
+            "Before each step, check that the owner is still the same.",
             "After sampling, only the new token is fresh. The record counts the prompt as prefill "
             "in the first step and 1 decode token in each later one.",
         ),

@@ -10,17 +10,17 @@ TASKS = (
         file="cache.py",
         functions=("PaddedCache.__init__", "PaddedCache.extend"),
         title="one allocation, columns for all rows",
-        text="Allocate keys and values for all rows and columns, and note the padding of each row: "
-        "kv, padding (B,), columns, last_position (of the model's context), windows and length. "
+        text="Allocate keys and values for all rows and columns, and store each row's padding: kv, "
+        "padding (B,), columns, last_position (of the model's context), windows and length. "
         "`extend` takes the next columns, the same for every row, and returns the attention of the "
-        "step that fills them. It raises ValueError if there are fewer, or for a count below 1, "
-        "and then changes nothing.",
+        "step that fills them. If fewer are left, or for a count below 1, it raises ValueError and "
+        "changes nothing.",
         points=15,
         hints=(
-            "kv is stage 02's with an axis for rows behind the 2. The longest prompt has no "
+            "kv is stage 02's, with an axis for rows after the 2. The longest prompt has no "
             "padding.",
-            "Check first. The message has the columns that cannot be added, those taken, and their "
-            "total. Then the state is one number: self.length.",
+            "Check first. The message gives the columns that cannot be added, those taken, and the "
+            "cache's total. The state is one number: self.length.",
             "PaddedAttention takes the tensor, the padding of the rows, the old length, the new "
             "one, the last position and the window; by_layer makes one for each kind of layer.",
         ),
@@ -33,17 +33,17 @@ TASKS = (
         title="masked attention by hand",
         text="Write attention over a cache, without PyTorch's kernel. masked_attention takes "
         "queries (B, H, T, D), keys and values (B, H_kv, S, D) of any dtype, and a mask (B, 1, T, "
-        "S), True where a query sees a key; or None, and then `causal` says whether a query sees "
-        "those up to its own. H / H_kv query heads share a head of keys. `_by_hand` is the sum for "
-        "H = H_kv, with a softmax in float32 or better.",
+        "S), True where a query sees a key. Where the mask is None, `causal` says whether a query "
+        "sees only the keys up to its own. H / H_kv query heads share a head of keys. `_by_hand` "
+        "is the sum for H = H_kv, with a softmax in float32 or better.",
         points=20,
         hints=(
-            "The sum is two matrix products with a softmax in between, over the axis of the keys. "
-            "Divide by the square root of D. What is not seen gets -inf before the softmax.",
-            "Heads that share keys: bring their queries into one axis, (B, H_kv, group * T, D), "
-            "and repeat the mask for each of them. The causal mask is a lower triangle.",
+            "The sum is two matrix products with a softmax over the keys in between. Divide the "
+            "scores by the square root of D. Hidden keys get -inf before the softmax.",
+            "For heads that share keys, put their queries on one axis, (B, H_kv, group * T, D), "
+            "and repeat the mask for each head. The causal mask is a lower triangle.",
             "Convert keys and values to q's dtype first. torch.promote_types(q.dtype, "
-            "torch.float32) is the dtype of the softmax; go back to that of the values after it.",
+            "torch.float32) is the dtype of the softmax; afterwards go back to that of the values.",
         ),
         tests=(
             "tests/test_attention.py::test_a_query_sees_what_its_mask_says",
@@ -64,13 +64,13 @@ TASKS = (
         points=25,
         hints=(
             "Row b begins after padding[b] columns: its position in column c is c minus that. "
-            "Known elsewhere as the cumulative sum of the mask, minus one.",
+            "Elsewhere this is the cumulative sum of the mask, minus one.",
             "Padding has no position, and a row past the end of the context has none either: clamp "
-            "to 0..last_position. The mask is two comparisons: not after the query, and not before "
-            "the row begins.",
-            "A query of padding would see nothing, and softmax of nothing is NaN: let each column "
-            "see itself too. Shapes: queries (T, 1), real columns (B, 1, end), and an axis of 1 "
-            "for all heads at the end.",
+            "to 0..last_position. The mask combines two comparisons: a column is not after the "
+            "query, and not before the row begins.",
+            "A padding query would see nothing, and the softmax of nothing is NaN: let each column "
+            "see itself too. Shapes: queries (T, 1), real columns (B, 1, end). Finally, add an "
+            "axis of 1 for all heads.",
         ),
         tests=(
             "tests/test_cache.py::test_positions_are_the_cumulative_mask_minus_one",
@@ -107,22 +107,22 @@ TASKS = (
         file="engine.py",
         functions=("Engine._tokens", "Engine._forward"),
         title="a batch to its last row",
-        text="Write the loop of a static batch: one padded prefill, then one token a row and step, "
-        "until every row has ended; `_forward` runs one step and scores the rows that are alive. "
-        "Yield (row, Token) for each row that is alive. A row that has ended emits nothing more "
-        "but stays in the rectangle. Rows without finite scores end alone (finite_rows), and every "
-        "step is recorded, with its wasted tokens.",
+        text="Write the loop of a static batch: one padded prefill, then one token per row and "
+        "step, until every row has ended; `_forward` runs one step and scores the rows that are "
+        "alive. Yield (row, Token) for each row that is alive. A row that has ended emits nothing "
+        "more but stays in the rectangle. A row whose scores are not finite ends alone "
+        "(finite_rows). Record every step, with its wasted tokens.",
         points=20,
         hints=(
-            "State: the ids to run next, one list a row; which rows are alive; the output ids of "
-            "each. The cache needs room for the longest prompt and the longest answer less one, "
-            "because the last token of an answer is never run.",
-            "Padding is on the left, and any id will do for it. self._forward gets the rows alive, "
-            "and gives logits for these only: sample with the options, histories and generators of "
-            "these rows.",
-            "Wasted is the whole rectangle less what was real: all prompt tokens in the prefill, "
-            "the rows alive in a decode. A row that has ended runs its last token again, and one "
-            "without any token runs 0.",
+            "State: the ids to run next, one list per row; which rows are alive; each row's output "
+            "ids. The cache needs room for the longest prompt and the longest answer less one "
+            "token, because an answer's last token is never run.",
+            "Pad on the left, with any id. self._forward takes the rows that are alive and returns "
+            "logits for them only: sample with the options, histories and generators of the same "
+            "rows.",
+            "The waste is the whole rectangle less what was real: all prompt tokens in the "
+            "prefill, a token per live row in a decode. A row that has ended runs its last token "
+            "again, or 0 if it has none.",
         ),
         tests=(
             "tests/test_engine.py::test_a_batch_gives_the_tokens_of_one_at_a_time",
@@ -139,15 +139,15 @@ TASKS = (
         number=6,
         file="engine.py",
         functions=("Engine.run",),
-        title="batches, and invalid prompts aside",
-        text="Continue the prompts of `outputs`, at most max_batch at a time, and yield (index of "
-        "the output, Token), each token being appended before. An invalid prompt fails alone and "
-        "takes no place in a batch. No prompts at all raise UserError. Records and cache_bytes "
-        "begin again.",
+        title="cut batches, set invalid prompts aside",
+        text="Continue the prompts of `outputs`, at most max_batch at a time. Append each token to "
+        "its output, then yield (index of the output, Token). An invalid prompt fails alone and "
+        "takes no place in a batch. Raise UserError if there are no prompts at all. Reset the "
+        "records and cache_bytes.",
         points=10,
         hints=(
-            "sampling_per_prompt makes a list of options. check_request raises UserError: give it "
-            "to output.fail, and go on.",
+            "sampling_per_prompt makes a list of options. check_request raises UserError: pass the "
+            "error to output.fail and go on.",
             "Collect the indices of the valid ones, and cut that list into batches.",
             "self._tokens yields rows of its batch: batch[row] is the index of the output.",
         ),

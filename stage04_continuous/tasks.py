@@ -10,9 +10,9 @@ TASKS = (
         file="plan.py",
         functions=("Plan.tokens",),
         title="pack a step",
-        text="Turn the plan of a step into what the runner takes: the ids of all shares, one after "
-        "the other; for each share where its sequence is kept, its first position and its number "
-        "of tokens; and the places among the ids whose logits are wanted.",
+        text="Turn the plan of a step into what the runner takes: the ids of all shares, one share "
+        "after another; for each share, where its sequence is kept, its first position and its "
+        "number of tokens; and the places among the ids whose logits are wanted.",
         points=5,
         hints=(
             "Each Work knows its request, its table, where it starts and how many tokens it has. "
@@ -30,18 +30,18 @@ TASKS = (
         title="addresses and masks of a packed step",
         text="Work out what is the same in every layer of a step. `addresses` gives the slot and "
         "the position of each packed token. `_group` describes a run of B adjacent sequences with "
-        "T new tokens each: how many keys attention reads of each slot, and which of them each "
-        "query sees. No mask is made where none is needed: where all is visible, or where one "
+        "T new tokens each: how many keys attention reads from each slot, and which of them each "
+        "query sees. Make no mask where none is needed: where every key is visible, or where one "
         "whole prompt attends alone, which is `causal`. (For stage 08: with more keys than "
-        "`window`, nothing is causal and the mask is that of `sees`.)",
+        "`window`, nothing is causal, and `sees` makes the mask.)",
         points=20,
         hints=(
-            "Neither needs a loop over tokens: torch.repeat_interleave and torch.arange make all "
+            "No loop over tokens is needed: torch.repeat_interleave and torch.arange make all "
             "addresses from the shares.",
-            "A query at position p sees the keys 0 to p of its own slot. All sequences of a group "
-            "are read as far as the longest needs.",
-            "Compare the numbers of the keys with the positions of the queries, shaped so that "
-            "they broadcast to (B, 1, T, end). When is every entry of that mask True?",
+            "A query at position p sees the keys 0 to p of its own slot. Attention reads every "
+            "sequence of a group as far as the longest one needs.",
+            "Compare key indices with query positions, shaped so that they broadcast to (B, 1, T, "
+            "end). When is every entry of that mask True?",
         ),
         tests=("tests/test_cache.py::test_groups_of_a_pass",),
     ),
@@ -52,15 +52,16 @@ TASKS = (
         title="attention over packed tokens",
         text="Write the keys and values of N packed tokens to their slots and positions, and "
         "return the attention of their queries, group by group. q and the result are (N, heads, "
-        "D), k and v (N, H, D). Keys and values that were written before are read in place.",
+        "D), k and v (N, H, D). Read earlier keys and values in place.",
         points=15,
         hints=(
             "self.kv[layer] gives keys and values, each (slots, H, slot_tokens, D). self.slots and "
             "self.positions, both (N,), are the addresses of all tokens.",
             "One assignment with two index tensors writes all keys. Attention wants the heads "
-            "before the tokens: which rows of q does a group have, and of how many sequences?",
-            "A slice is a view, a list of slots would be a copy. masked_attention takes the "
-            "group's mask and its `causal`; its result goes back the way that the queries came.",
+            "before the tokens: which rows of q belong to a group, and to how many sequences?",
+            "A slice is a view; a list of slots would copy. masked_attention takes the group's "
+            "mask and its `causal`; reshape its result the way you reshaped the queries, "
+            "backwards.",
         ),
         tests=(
             "tests/test_cache.py::test_any_packing_is_explicit_attention_of_each_sequence",
@@ -75,18 +76,19 @@ TASKS = (
         title="who runs in the next step",
         text="Make the plan of the next step: who runs, and how many tokens of each. Decoding "
         "requests go first; the rest of the budget goes to chunks of prompts, and then to waiting "
-        "requests for which a slot is free. No request overtakes the first in line. Admission "
-        "means: out of the line, RUNNING, the lowest free slot, a Wipe of what the slot's last "
-        "sequence used (in a new slot 0), among the running. `finish` undoes it. `_share` is how "
-        "much of a request fits into a budget, `_work` its entry in the plan.",
+        "requests for which a slot is free. No request overtakes the first in line. To admit a "
+        "request, take it out of the line, make it RUNNING, give it the lowest free slot, plan a "
+        "Wipe of what the slot's last sequence used (0 in a new slot), and add it to the running "
+        "requests. `finish` undoes this. `_share` is how much of a request fits into a budget, "
+        "`_work` its entry in the plan.",
         points=30,
         hints=(
             "Decodes and chunks are one list. Python's sort keeps the order of equals.",
             "A share is limited by what remains, by max_chunk and by the budget; without chunks it "
-            "is all or nothing. Logits are wanted when the last token is computed, of that token "
-            "and of each draft.",
-            "Count the step before anything else. free_slots is a heap, and dirty has the "
-            "positions used of each slot: who writes it, and when?",
+            "is all or nothing. Logits are wanted when the last token is computed: for that token "
+            "and for each draft.",
+            "Count the step before anything else. free_slots is a heap. dirty counts the positions "
+            "used in each slot: what writes it, and when?",
         ),
         tests=(
             "tests/test_scheduler.py::test_plans_step_by_step",
@@ -124,17 +126,17 @@ TASKS = (
         title="a step",
         text="Write a step of the engine: schedule, move, run, sample, postprocess; observers see "
         "the plan before the pass and after the step, and the recorder's `model_time` measures the "
-        "pass. While nothing is planned, self.plan is empty: `fail` must know which requests a "
-        "failed pass had. `_postprocess` notes what was computed and sampled, releases the "
+        "pass. While nothing is planned, self.plan is empty: `fail` must know which requests were "
+        "in a failed pass. `_postprocess` records what was computed and sampled, releases the "
         "requests that have ended, and returns the tokens, each with the id of its request.",
         points=20,
         hints=(
             "The lesson's step 4 has the order. When does self.plan change, if moving memory may "
             "fail too?",
-            "Append the token before you call finish_reason, which looks at the newest. The Token "
-            "that is returned carries the reason.",
+            "Append the token before you call finish_reason, which looks at the newest. The "
+            "returned Token carries the reason.",
             "A request may also end without a token, if its logits were not finite: look at the "
-            "outputs of all the work of the plan.",
+            "output of every Work in the plan.",
         ),
         tests=(
             "tests/test_contract.py::TestSlots::test_the_whole_record_of_a_small_crowd",

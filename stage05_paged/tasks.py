@@ -12,18 +12,18 @@ TASKS = (
         title="take, share, give back",
         text="Write the three calls that move a block between free, cached and owned. `take` "
         "returns a free block, or evicts the least recently used cached one; `share` counts one "
-        "table more, `give_back` one less, and the last one leaves the block cached if it was "
-        "published, else free. Each takes constant time, and raises RuntimeError for a call that "
-        "cannot be.",
+        "more table, `give_back` one less; the last `give_back` leaves the block cached if it was "
+        "published, else free. Each takes constant time, and raises RuntimeError for an invalid "
+        "call.",
         points=15,
         hints=(
             "A block is in one of three states: in self.free, in self.cached, or with references "
             "above 0. Every call keeps that true.",
             "self.free is a stack. self.cached is an OrderedDict, least recently used first: "
             "popitem(last=False) evicts. Forget an evicted block, and count the eviction.",
-            "share may get a cached block, which then leaves the cache; a free one is an error. "
-            "self.shared counts the blocks with two references or more: it changes when a count "
-            "reaches 2, or falls to 1.",
+            "share may get a cached block, which then leaves the cache; sharing a free block is an "
+            "error. self.shared counts the blocks with two references or more: it changes when a "
+            "count reaches 2, or falls to 1.",
         ),
         tests=(
             "tests/test_blocks.py::test_all_blocks_are_given_once_and_come_back",
@@ -41,19 +41,20 @@ TASKS = (
         file="blocks.py",
         functions=("BlockTable.digest", "BlockPool.publish", "BlockPool.match"),
         title="names of full blocks",
-        text="Name full blocks, so that a text with the same beginning finds them. `digest` adds "
-        "the names of the full blocks of `tokens`, which follow the blocks named so far, and "
-        "returns all; it must be right however the tokens are divided into calls, and hash no "
-        "token twice. `publish` makes a block findable by its name, unless another block is "
-        "already, or it has a name. `match` finds the blocks of the longest known beginning.",
+        text="Name full blocks, so that a text with the same beginning finds them. `tokens` follow "
+        "the blocks named so far: `digest` adds the names of their full blocks, and returns all "
+        "names. It must be right however the tokens are divided into calls, and hash no token "
+        "twice. `publish` makes a block findable by a name, unless the name leads to another block "
+        "already, or the block has a name. `match` finds the blocks of the longest known "
+        "beginning.",
         points=10,
         hints=(
-            "`chain` makes a name of the parent's and the tokens of one block. Tokens after the "
-            "last full block are left out.",
+            "`chain` makes a name from the parent's name and the tokens of one block. Tokens after "
+            "the last full block are left out.",
             "What is the parent of the first block? The SHA-256 of the salt, so that only requests "
             "with equal salts share.",
-            "pool.found leads from a name to a block and pool.digests back: keep both in step. "
-            "Looking a name up does not take the block.",
+            "pool.found maps a name to its block, and pool.digests maps back: keep both in step. "
+            "Looking up a name does not take the block.",
         ),
         tests=(
             "tests/test_blocks.py::"
@@ -68,16 +69,16 @@ TASKS = (
         file="cache.py",
         functions=("padded", "addresses"),
         title="addresses through a table",
-        text="`padded` puts the tables of a step into one tensor: a short one is filled up with "
-        "its own last block, and a place that is NOWHERE (given back behind a window, stage 08) "
-        "likewise. `addresses` gives the slot and the position of each packed token: the slots of "
-        "block b are b * size and those after it.",
+        text="`padded` puts the tables of a step into one tensor. A table's own last block fills "
+        "the places that it lacks and those that are NOWHERE (given back behind a window, stage "
+        "08). `addresses` gives the slot and the position of each packed token; the slots of block "
+        "b begin at b * size.",
         points=10,
         hints=(
             "Which sequence does packed token i belong to, and what is its position there? A loop "
             "may answer that first; repeat_interleave and cumsum do it without one.",
-            "The block of a position is an entry of the table of its sequence; what is left of the "
-            "position is the place in that block.",
+            "A position's block is an entry of its sequence's table; the remainder is the place in "
+            "that block.",
             "Tensors can be indexed by two tensors of equal shape, here the sequences and the "
             "entries of their tables.",
         ),
@@ -98,13 +99,13 @@ TASKS = (
         "by tile, over what is gathered from the blocks into the tile's memory.",
         points=15,
         hints=(
-            "kv[layer] is (2, H, blocks, block_size, D). Seen as (2, H, slots, D) it takes new "
-            "keys and values by slot; seen as rows of block_size * D numbers it is what a tile's "
-            "`lines` count.",
-            "torch.index_select copies rows in any order, and `out` says where to. tile.keys and "
+            "kv[layer] is (2, H, blocks, block_size, D). Viewed as (2, H, slots, D), it takes new "
+            "keys and values by slot; viewed as rows of block_size * D numbers, it is what a "
+            "tile's `lines` index.",
+            "torch.index_select copies rows in any order, and `out` is the target. tile.keys and "
             "tile.values are that same memory, as attention reads it.",
-            "Heads of queries may share a head of keys: q.shape[1] // k.shape[1] of them. A tile "
-            "has some heads of keys; which rows and heads of q attend to them?",
+            "Query heads may share a head of keys, q.shape[1] // k.shape[1] to each. A tile has "
+            "some heads of keys; which rows and heads of q attend to them?",
         ),
         tests=(
             "tests/test_cache.py::test_any_packing_is_explicit_attention_of_each_sequence",
@@ -117,20 +118,22 @@ TASKS = (
         functions=("Scheduler._make_room", "Scheduler._grow", "Scheduler._preempt"),
         title="make room",
         text="Before a step every running request needs blocks for its tokens. `_make_room` goes "
-        "from the most senior to the most junior and lets each `_grow`: new blocks, each wiped by "
-        "a move. Where blocks are missing, it preempts the most junior, until there are enough or "
-        "the request itself has gone. It returns whether a request was preempted. `_preempt` takes "
-        "the blocks of a running request and puts it back in line, at the place of its arrival, "
-        "with its answer so far. Either its computed blocks move to the swap pool, or its keys and "
-        "values are dropped and computed again; self._swaps decides.",
+        "from the most senior to the most junior and lets each `_grow`: it gets new blocks, each "
+        "wiped by a move. While blocks are missing, `_make_room` preempts the most junior request, "
+        "until enough are available or the growing request itself is preempted. It returns whether "
+        "a request was preempted. `_preempt` takes a running request's blocks and puts the request "
+        "back in line in order of arrival, with its answer so far. Either its computed blocks move "
+        "to the swap pool, or its keys and values are dropped and computed again; self._swaps "
+        "decides.",
         points=20,
         hints=(
             "self._rank is seniority: the lowest keeps its memory longest. A request that was "
             "preempted in this round must not grow in it.",
-            "Only computed blocks are worth swapping, and none behind a window (self.behind). The "
-            "moves must name the table's blocks before it is released, and come before any wipe.",
-            "Each way has its counter. What must `computed` be after each of them, and where else "
-            "is the request noted: self.swapped, self._preempted, self.running, self.waiting?",
+            "Only computed blocks are worth swapping, and none behind a window (self.behind). Name "
+            "the table's blocks in the moves before you release it; the moves come before any "
+            "wipe.",
+            "Each way has its own counter. What must `computed` be after each, and where else is "
+            "the request listed: self.swapped, self._preempted, self.running, self.waiting?",
         ),
         tests=(
             "tests/test_scheduler.py::test_the_most_junior_gives_its_memory_back",
@@ -155,24 +158,25 @@ TASKS = (
         functions=("Scheduler._admit",),
         title="admit a request",
         text="Admit a waiting request if there is room, and return whether you did. Share its "
-        "parent's blocks, or else those that the cache has of its tokens, take the others, and "
-        "bring swapped ones back. Refuse, and change nothing, if the blocks are missing, if the "
-        "watermark would not stay free beside others, or if an unchunked prompt does not fit the "
-        "budget.",
+        "parent's blocks, or else those that the cache holds for its tokens; take new blocks for "
+        "the rest, and bring swapped ones back. Refuse, and change nothing, if blocks are missing, "
+        "if the watermark would not stay free while others run, or if an unchunked prompt does not "
+        "fit the budget.",
         points=30,
         hints=(
-            "At least one token must be computed, or there is nothing to sample after: the last "
-            "one is never looked up. self._parents_blocks comes first, then self._lookup. With a "
-            "parent, all tokens but the last are computed, and its last block, if it is not full, "
-            "must be copied.",
-            "Blocks that were found unowned were counted as available until now: they are needed "
-            "too, and so is the block of a copy. `computed` is what the request has, or what was "
-            "found, if that is more.",
+            "At least one token must be computed, or there is nothing to sample from: the last one "
+            "is never looked up. self._parents_blocks comes first, then self._lookup. With a "
+            "parent, all tokens but the last are computed already, and the parent's last block "
+            "must be copied unless it is full.",
+            "Found blocks without an owner counted as available until now, so count them as needed "
+            "too, and the block of a copy as well. `computed` is what the request has or what was "
+            "found, whichever is more.",
             "In order: look up; count what is needed; refuse or go on; count the lookup for "
-            "requests that were never preempted and have no parent's blocks; out of the line, "
-            "RUNNING; adopt the blocks; a Move('copy', ...) of what table.replace returns, if "
-            "needed, and counted; self._grow; a Move('in', ...) for each swapped block that was "
-            "not found, and all of them back to the swap pool; set computed, and parent to None.",
+            "requests that were never preempted and have no parent's blocks; take the request out "
+            "of the line and make it RUNNING; adopt the blocks; a Move('copy', ...) of what "
+            "table.replace returns, if needed, and counted; self._grow; a Move('in', ...) for each "
+            "swapped block that was not found, and all of them back to the swap pool; set "
+            "computed, and parent to None.",
         ),
         tests=(
             "tests/test_engine.py::test_the_whole_memory_of_a_small_crowd",

@@ -17,7 +17,7 @@ TASKS = (
         hints=(
             "The longest possible answer is len(stop) - 1, and at most the length of the text.",
             "Try the longest first: does the text end with that much of the stop string?",
-            "A loop down to 1 that returns the first length that fits, and 0 after it.",
+            "Loop down to 1, return the first length that fits, and 0 after the loop.",
         ),
         tests=(
             "tests/test_text.py::test_overlap",
@@ -36,10 +36,10 @@ TASKS = (
         points=15,
         hints=(
             "Search in the held text and the new text together: a stop string may span both.",
-            "Of several stop strings the first to be complete wins, and of those that end at the "
-            "same place the longest. keep_stop: the stop string belongs to the text.",
-            "Sort the matches by (end, minus length). Without a match, keep the largest `overlap` "
-            "of all stop strings. Without stop strings everything may be shown at once.",
+            "Of several stop strings, the first to be completed wins; of those that end at the "
+            "same place, the longest. With keep_stop, the stop string belongs to the text.",
+            "Sort the matches by (end, minus length). Without a match, hold back the largest "
+            "`overlap` of all stop strings. Without stop strings, everything may be shown at once.",
         ),
         tests=(
             "tests/test_text.py::test_stop_strings_end_the_text_wherever_the_tokens_are_cut",
@@ -50,19 +50,19 @@ TASKS = (
         number=3,
         file="async_engine.py",
         functions=("AsyncEngine.submit",),
-        title="into the engine, all or none",
-        text="Accept some prompts, with one sample of each for each of the sampling options, and "
-        "return the tickets, a list for each prompt. All or none: a request that can never be "
-        "answered, or has no place, is refused before anything is accepted. The engine changes "
+        title="submit prompts, all or none",
+        text="Accept some prompts, with one sample of each prompt for each of the sampling "
+        "options, and return the tickets, one list per prompt. All or none: refuse a request that "
+        "can never be answered, or finds no room, before you accept anything. The engine changes "
         "only through a command to its thread.",
         points=15,
         hints=(
             "Three checks first: is the engine alive, can each sample ever be answered "
             "(self._engine.check reads constant settings), is there room for all?",
-            "Then make the tickets, which share one event, note them in self.in_flight by id, and "
-            "send one command for each prompt, so that its samples arrive together.",
+            "Then make the tickets, which share one event, enter them in self.in_flight by id, and "
+            "send one command per prompt, so that its samples arrive together.",
             "The command is self._add with the prompt, the options, the salt and the tickets' ids: "
-            "partial makes a function of it that the thread calls later.",
+            "partial makes it a function for the thread to call later.",
         ),
         tests=(
             "tests/test_async_engine.py::test_samples_of_a_prompt_share_its_blocks",
@@ -75,18 +75,17 @@ TASKS = (
         file="async_engine.py",
         functions=("AsyncEngine.tokens",),
         title="read the tokens of an answer",
-        text="Write the async generator that yields the tokens of some tickets, each time one "
-        "ticket with its fresh tokens, until all their sequences have ended. A slow reader gets "
-        "more "
+        text="Write the async generator that yields the tokens of some tickets, one ticket with "
+        "its fresh tokens at a time, until all their sequences have ended. A slow reader gets more "
         "tokens at a time and delays no other request. If a failure ended a sequence, raise "
         "EngineDead or Broken after its last token; at the deadline, raise TimeoutError.",
         points=20,
         hints=(
             "The tickets share one event, ticket.news. Wait for it only when no ticket has tokens "
-            "to read, and clear it right before: there is no await between, so nothing is lost. "
-            "asyncio.timeout_at raises at the deadline.",
+            "to read, and clear it right before waiting: with no await in between, nothing is "
+            "lost. asyncio.timeout_at raises at the deadline.",
             "Take a ticket's list of fresh tokens, leave an empty one, and remember in the same "
-            "line whether it has ended: more may arrive during a yield.",
+            "line whether the ticket has ended: more may arrive during a yield.",
             "Yield the tokens if there are any; drop a ticket that has ended. If its reason is "
             "'error', raise: EngineDead for CLOSING, DEAD and LOST, else Broken.",
         ),
@@ -109,19 +108,20 @@ TASKS = (
             "AsyncEngine._abort",
         ),
         title="the engine's thread",
-        text="Write the loop of the thread: run all commands (_obey), make a step, send it to the "
-        "event loop in one call of _deliver, and again. If a step raises, only its requests end, "
-        "with BROKEN; a PROBE tells whether steps work again, and FAILURES in a row end the loop. "
-        "_deliver gives each ticket its tokens, its end and its times, wakes its reader, and calls "
-        "the listeners. `abort` sends the command _abort, which ends a sequence in the engine.",
+        text="Write the thread's loop: run all commands (_obey), make a step, send it to the event "
+        "loop in one call of _deliver, and repeat. If a step raises, only its requests end, with "
+        "BROKEN; a PROBE shows whether steps work again, and FAILURES failed steps in a row end "
+        "the loop. _deliver gives each ticket its tokens, its end and its times, wakes its reader, "
+        "and calls the listeners. `abort` sends the command _abort, which ends a sequence in the "
+        "engine.",
         points=30,
         hints=(
             "queue.SimpleQueue.get(block=...) waits for a command only while self._idle(). A "
             "command's `reply` takes its result and its error; None in the queue ends the thread. "
-            "The only way into the loop is self._loop.call_soon_threadsafe.",
+            "The only way into the event loop is self._loop.call_soon_threadsafe.",
             "After an error: log it, self._engine.fail(UserError(BROKEN)), and report "
-            "Step(ended=self._ended()). The probe is a Request of one token that enters if it is "
-            "not there yet. A step that works sets the count of failures back.",
+            "Step(ended=self._ended()). The probe is a Request for one token; add it if it is not "
+            "there yet. A step that works resets the count of failures.",
             "_deliver ignores names that are not in self.in_flight. Tokens first, then "
             "ticket.scheduled from step.record, then self._end, then the listeners, and only then "
             "first_token, last_token and news. _abort must report what ended if the thread is "
@@ -155,9 +155,10 @@ TASKS = (
             "for two tasks.",
             "Cancel both tasks on every way out, and gather them with return_exceptions: the work "
             "may need a moment to end.",
-            "EventStream takes self._events(...), a function that releases, and the deadline. One "
-            "body: an Answer for each choice, each piece of self.service.pieces added to the one "
-            "with its index, and made.whole(answers) as JSON, in a try whose finally releases.",
+            "EventStream takes self._events(...), a function that releases, and the deadline. For "
+            "one body, make an Answer for each choice, add each piece of self.service.pieces to "
+            "the one with its index, and send made.whole(answers) as JSON, in a try whose finally "
+            "releases.",
         ),
         tests=(
             "tests/test_inside.py::test_work_is_cancelled_when_its_client_leaves_and_not_before",

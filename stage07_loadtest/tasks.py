@@ -10,20 +10,21 @@ TASKS = (
         file="metrics.py",
         functions=("percentile", "distribution", "_percentiles", "latencies"),
         title="percentiles, with failures",
-        text="percentile: the nearest rank, the least of the values that at least `percent` % of "
-        "them do not exceed; ValueError without values, and for a percent outside 0 to 100. "
+        text="percentile: the nearest rank, the smallest value that at least `percent` % of the "
+        "values do not exceed; ValueError without values, and for a percent outside 0 to 100. "
         "distribution: summarize values; in the adjusted percentiles each failure is infinite. "
-        "latencies: the distribution of each of PER_REQUEST, of ITL and of CLIENT_QUEUE.",
+        "latencies: a distribution for each of PER_REQUEST, for ITL and for CLIENT_QUEUE.",
         points=20,
         hints=(
             "Of 5 values, the 50th percentile is the 3rd, the 80th the 4th, and the 81st the 5th. "
-            "The rank, counted from 1, is percent times the number of values over 100, rounded up, "
-            "and at least 1. Multiply before you divide: in floating point 0.07 * 100 is over 7.",
+            "The rank, counted from 1, is percent times the number of values, divided by 100, "
+            "rounded up, and at least 1. Multiply before you divide: in floating point 0.07 * 100 "
+            "is over 7.",
             "_percentiles takes PERCENTILES of sorted values; p99 is None for fewer than "
-            "P99_SAMPLES. Infinity is a value like others: append one for each failure.",
-            "Latencies are of requests that succeeded. Only those of PER_REQUEST count failures; "
-            "ITL and CLIENT_QUEUE get None for them, and the queue is of all records. Only names "
-            "in DRAWN have a curve. Leave out what has no values.",
+            "P99_SAMPLES. Infinity is a value like any other: append one for each failure.",
+            "Only requests that succeeded have latencies. Those of PER_REQUEST count failures; ITL "
+            "and CLIENT_QUEUE get None for them, and the queue covers all records. Only names in "
+            "DRAWN have a curve. Leave out a latency without values.",
         ),
         tests=(
             "tests/test_metrics.py::test_a_percentile_is_the_nearest_rank",
@@ -37,13 +38,13 @@ TASKS = (
         functions=("poisson",),
         title="independent arrivals",
         text="Return the schedule of `count` requests at random times, `rate` per second on "
-        "average. The gaps between them are exponential, the last one starts at exactly count / "
-        "rate, and the same seed gives the same times. Raise ValueError unless rate and count are "
-        "positive.",
+        "average. The gaps between them are exponential, the last request starts at exactly count "
+        "/ rate, and the same seed gives the same times. Raise ValueError unless rate and count "
+        "are positive.",
         points=10,
         hints=(
-            "A random.Random of its own, made from the seed, has expovariate; itertools.accumulate "
-            "turns gaps into times.",
+            "A new random.Random, made from the seed, has expovariate; itertools.accumulate turns "
+            "gaps into times.",
             "Draw the gaps at rate 1, so that twice the rate is the same pattern in half the time.",
             "The last time is random: scale all times so that it becomes count / rate. The kind is "
             "'poisson', users is None, and the rate is kept.",
@@ -57,21 +58,22 @@ TASKS = (
         number=3,
         file="client.py",
         functions=("events", "_take"),
-        title="a stream that is cut anywhere",
+        title="a stream cut anywhere",
         text="events: given the pieces of an answer, each with its time of arrival, yield the data "
         "of every line that begins with `data:`, stripped, with the time at which the line was "
-        "complete. Lines span pieces, and pieces hold several. Skip other lines, and an unfinished "
-        "last one. _take: add one event to the record, or return the message of an error event.",
+        "complete. A line may span pieces, and a piece may hold several lines. Skip other lines, "
+        "and an unfinished last one. _take: add one event to the record, or return the message of "
+        "an error event.",
         points=20,
         hints=(
             "The bytes after the last newline of a piece begin a line: keep them, and split them "
-            "together with the next piece. The time of a line is that of the piece with its "
-            "newline.",
+            "together with the next piece. A line's time is that of the piece with its newline.",
             "An event has prompt_tokens and completion_tokens in `usage`; the last one counts. Of "
             "`choices` take the first, if there is one.",
             "A choice with tokens, text or a finish reason is a chunk: its time goes to "
-            "record.chunks, its tokens to chunk_tokens. They are counted by token_ids, else by "
-            "logprobs['tokens'], else 1 for a text, 0 for none. A finish reason stays.",
+            "record.chunks, its tokens to chunk_tokens. Count them by token_ids, else by "
+            "logprobs['tokens'], else 1 for a text and 0 for none. A finish reason, once set, "
+            "stays.",
         ),
         tests=(
             "tests/test_client.py::test_a_stream_reads_the_same_wherever_it_is_cut",
@@ -84,17 +86,18 @@ TASKS = (
         file="load.py",
         functions=("Run._user", "Run._dispatch"),
         title="the closed and the open loop",
-        text="_user: take (index, ask) from `turns`, and send each when the last answer has ended; "
-        "that moment is its intended start. _dispatch: send each of self.asks at its time in "
-        "`starts`, in seconds on self.clock, whether or not others have ended. A request is "
-        "self._one(index, ask, start). None starts after self.seconds, if that is not None.",
+        text="_user: take (index, ask) from `turns`, and send each when the previous answer has "
+        "ended; that moment is its intended start. _dispatch: send each of self.asks at its time "
+        "in `starts`, in seconds on self.clock, whether or not earlier ones have ended. "
+        "self._one(index, ask, start) sends a request. If self.seconds is not None, no request "
+        "starts after it.",
         points=15,
         hints=(
-            "_one returns the record, which knows its end. The first request of a user is intended "
-            "for 0.",
-            "_dispatch is a loop over times and asks together. How long to sleep follows from "
-            "self.clock() and the schedule, never from the request before; if it is already late, "
-            "do not sleep.",
+            "_one returns the record, which knows its end. A user's first request is intended for "
+            "0.",
+            "_dispatch loops over times and asks together. How long to sleep follows from "
+            "self.clock() and the schedule, never from the previous request; if a request is "
+            "already late, do not sleep.",
             "group.create_task starts the request and does not wait for it. Pass `start` as the "
             "intended start, even if it is late.",
         ),
@@ -114,17 +117,18 @@ TASKS = (
         title="Little's law, and the steady part",
         text="little: from the records, how many requests arrived per second and how long they "
         "stayed on average, from `sent` to `end`; from the samples (time, requests in flight), how "
-        "many were in flight on average over the time that they cover. None for too few samples. "
-        "steady: the part at full load, and the tokens per second that arrived in it.",
+        "many were in flight on average over the time that they cover. Return None for too few "
+        "samples. steady: return the part at full load, and the tokens per second that arrived in "
+        "it.",
         points=15,
         hints=(
-            "Requests that were never sent do not count. Arrivals are those that were, over all "
-            "`seconds`.",
+            "Requests that were never sent do not count. The arrival rate is the number of those "
+            "that were, over all `seconds`.",
             "Each sample is valid until the next one, and the last until `seconds`: weight each by "
-            "that time. Too few are less than LEAST_SAMPLES, or less than SAMPLES_A_STAY of them "
-            "in a mean stay, where seconds over their number is the time between two.",
-            "steady begins when each of the users has sent, or in an open loop when the first "
-            "request has ended, and ends when the last was sent. _arrivals has the tokens.",
+            "that time. Too few means fewer than LEAST_SAMPLES, or fewer than SAMPLES_A_STAY in a "
+            "mean stay; `seconds` over the number of samples is the time between two.",
+            "steady begins when as many requests as users have been sent, or in an open loop when "
+            "the first has ended; it ends when the last is sent. _arrivals has the tokens.",
         ),
         tests=(
             "tests/test_metrics.py::test_littles_law_holds_for_a_load_that_is_not_steady",
@@ -140,15 +144,15 @@ TASKS = (
         file="metrics.py",
         functions=("tpot", "itl", "meets", "goodput"),
         title="TPOT, ITL and goodput",
-        text="tpot: the mean time of a token after the first, one number a request; None without a "
-        "second token. itl: every gap between two chunks. meets: whether a request succeeded "
+        text="tpot: the mean time per token after the first, one number per request; None without "
+        "a second token. itl: every gap between two chunks. meets: whether a request succeeded "
         "within every limit of `slo`, from its intended start. goodput: such requests per second.",
         points=20,
         hints=(
             "A chunk may hold several tokens: TPOT counts them by record.completion_tokens, and "
             "ITL does not count them at all.",
-            "A limit that is None holds, and so does one on a latency that the request does not "
-            "have. A limit may be reached.",
+            "A limit that is None is met, and so is one on a latency that the request does not "
+            "have. A latency may equal its limit.",
             "meets compares ttft_intended, tpot and e2e_intended with slo.ttft, slo.tpot and "
             "slo.e2e.",
         ),

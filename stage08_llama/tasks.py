@@ -26,18 +26,19 @@ TASKS = (
         file="rope.py",
         functions=("frequencies",),
         title="stretch a context",
-        text="The angle by which one position turns each pair, (D / 2,) float32: theta^(-2i / D), "
-        "stretched by the rules of the five kinds. dynamic is the default here. llama3 blends by "
-        "how often a pair turns within the trained context, yarn by its place between two pairs.",
+        text="Return the angle by which one position turns each pair, (D / 2,) in float32: "
+        "theta^(-2i / D), stretched by the rules of the five kinds. Here dynamic is the same as "
+        "default. llama3 blends by how often a pair turns within the trained context, yarn by its "
+        "place between two pairs.",
         points=20,
         hints=(
             "A pair turns trained * f / (2 pi) times within the trained context. llama3 keeps "
             "pairs that turn at least high_factor times and divides by `factor` those that turn at "
-            "most low_factor times; between them it goes in a straight line, over the turns.",
-            "The pair that turns n times within the trained context is number "
-            "D ln(trained / (2 pi n)) / (2 ln theta), a real number. yarn keeps pairs up to that "
-            "of `fast` and stretches those from that of `slow` on; between them a straight line, "
-            "over the pair's number. With truncate the first is rounded down and the second up.",
+            "most low_factor times; in between it interpolates linearly over the turns.",
+            "The pair that turns n times within the trained context is number D ln(trained / (2 pi "
+            "n)) / (2 ln theta), a real number. yarn keeps pairs up to the one for `fast` and "
+            "stretches those from the one for `slow` on; in between it interpolates linearly over "
+            "the pair's number. With truncate, the first is rounded down and the second up.",
             "Both ends stay within 0 and D - 1.",
         ),
         tests=(
@@ -50,9 +51,9 @@ TASKS = (
         file="model.py",
         functions=("RMSNorm.forward",),
         title="a norm without a mean",
-        text="x (..., C) divided by its root mean square, with epsilon under the root, times the "
-        "weight. The division is in float32 for every dtype, and the weight multiplies what was "
-        "cast back to the dtype of x.",
+        text="Return x (..., C) divided by its root mean square, with epsilon under the root, "
+        "times the weight. Divide in float32 for every dtype; cast back to the dtype of x before "
+        "you multiply by the weight.",
         points=10,
         hints=(
             "rsqrt(mean(x^2) + epsilon), with the mean over the last axis.",
@@ -65,8 +66,8 @@ TASKS = (
         file="model.py",
         functions=("Attention.heads",),
         title="queries, keys and values",
-        text="x (..., C) to q (..., H, D), k and v (..., K, D): projected, cut into heads, queries "
-        "and keys normed where the model has norms, then turned by `rotation`.",
+        text="Make q (..., H, D), k and v (..., K, D) from x (..., C): project and cut into heads, "
+        "norm queries and keys where the model has norms, then turn them by `rotation`.",
         points=15,
         hints=(
             "unflatten(-1, (-1, self.head_dim)) cuts any number of heads.",
@@ -78,7 +79,7 @@ TASKS = (
         number=5,
         file="repeated.py",
         functions=("RepeatedHeads.__call__",),
-        title="the way before",
+        title="keys repeated, the older way",
         text="Run the model with an attend of your own, which repeats the keys and values of each "
         "head for all query heads that share it and calls the given attend: (..., K, D) becomes "
         "(..., H, D), and query head h reads what was head h // (H / K).",
@@ -94,20 +95,20 @@ TASKS = (
         file="config.py",
         functions=("qwen2", "qwen3", "_qwen_window"),
         title="read a config.json",
-        text="The config of a Qwen2 and of a Qwen3, from the fields of its config.json. _read does "
-        "what is common to all families. A Qwen2 has biases of q, k and v, which no option names. "
-        "A Qwen3 norms queries and keys; its attention_bias is for q, k, v and o; its heads have "
-        "128 channels where head_dim is not given. _qwen_window finds the layers with a window.",
+        text="Make the config of a Qwen2 and of a Qwen3 from the fields of its config.json. _read "
+        "does what all families have in common. A Qwen2 has biases for q, k and v, which no option "
+        "names. A Qwen3 norms queries and keys; its attention_bias is for q, k, v and o; its heads "
+        "have 128 channels unless head_dim is given. _qwen_window finds the layers with a window.",
         points=15,
         hints=(
             "Each option that a reader knows must be named in its call of _read, or the file is "
             "refused: WINDOWS for both, attention_bias for a Qwen3. Files without "
             "num_key_value_heads have 32. dataclasses.replace changes fields of a config.",
-            "There is no window unless use_sliding_window is true and sliding_window is given. "
-            "layer_types, a list with one of LAYERS for each layer, decides where it is given; "
-            "else layers from max_window_layers on have it, 28 where that is not given.",
+            "There is no window unless use_sliding_window is true and sliding_window is given. If "
+            "layer_types is given, it decides: a list with one of LAYERS for each layer. Otherwise "
+            "layers from max_window_layers (by default 28) on have the window.",
             "_windowed(config, fields, layers) takes a list of bools. fields.refuse(name, value, "
-            "wanted) makes the error for a list that is wrong.",
+            "wanted) makes the error for an invalid list.",
         ),
         tests=("tests/test_config.py::test_a_qwen_is_read_from_its_options",),
     ),
@@ -116,16 +117,16 @@ TASKS = (
         file="chatml.py",
         functions=("render",),
         title="a chat template",
-        text="ChatML by hand: <|im_start|>, the role, a line end, the content without space around "
-        "it, <|im_end|> and a line end, for each message; then the beginning of an answer, if "
-        "`start`. In pieces: a word of `control` in a role or a content is a piece of its own that "
-        "is text; all else is the template's.",
+        text="Write ChatML by hand. For each message: <|im_start|>, the role, a newline, the "
+        "content without space around it, <|im_end|> and a newline; then the beginning of an "
+        "answer, if `start`. Return pieces: a control word (in `control`) in a role or a content "
+        "is a piece of its own and stays text; in all other pieces, control words are tokens.",
         points=15,
         hints=(
-            "re.split with a group in brackets keeps what it splits at: every second part is a "
+            "re.split with a capturing group keeps what it splits at: every second part is a "
             "control word.",
-            "Of two control words that begin alike the longer one must come first in the pattern.",
-            "itertools.groupby joins neighbours of one kind. Drop empty pieces before.",
+            "Of two control words that begin alike, the longer one must come first in the pattern.",
+            "itertools.groupby joins neighbours of one kind. Drop empty pieces first.",
         ),
         tests=("tests/test_chat.py::test_chatml_by_hand_is_the_template",),
     ),

@@ -13,17 +13,17 @@ TASKS = (
         file="routing.py",
         functions=("Routing.choose",),
         title="which replica",
-        text="Return the route of a request, or None if no replica can take it. Candidates are the "
-        "replicas that have some of the prompt, and two at random, of those that are ready and not "
-        "in `without`. None may have `bound` times the mean number of requests in "
-        "flight, unless all have. The cheapest is chosen: tokens that it must compute, plus its "
-        "tokens in flight; ties at random. Change no count.",
+        text="Return the route of a request, or None if no replica can take it. Of the replicas "
+        "that are ready and not in `without`, the candidates are those that have some of the "
+        "prompt, and two at random. Skip those with at least `bound` times the mean number of "
+        "requests in flight, unless all have that many. Choose the cheapest, by tokens that it "
+        "must compute plus its tokens in flight; break ties at random. Change no count.",
         points=30,
         hints=(
             "`replica.match(digests)` counts blocks. The last token is always computed, so at most "
             "(tokens - 1) // block_size of them help.",
-            "Count the new request in the mean, and round the bound up: a fleet that is idle has "
-            "room everywhere.",
+            "Count the new request in the mean, and round the bound up: an idle fleet has room "
+            "everywhere.",
             "A tuple of the cost and a random number breaks ties. Keep the candidates in an order "
             "that does not depend on where objects are in memory.",
         ),
@@ -44,16 +44,16 @@ TASKS = (
         file="parallel.py",
         functions=("cuts",),
         title="rows and columns",
-        text="For each layer in LAYERS, the places of the rows (outputs) and of the columns "
-        "(inputs) of its weight (out, in) that this rank holds: channels of its own query heads, "
-        "of its heads of keys and values, or of its part of the MLP; None for all. c_attn has "
-        "queries, keys and values one below the other.",
+        text="For each layer in LAYERS, return which rows (outputs) and columns (inputs) of its "
+        "weight (out, in) this rank holds: channels of its own query heads, of its heads of keys "
+        "and values, or of its part of the MLP; None for all. c_attn stacks queries, keys and "
+        "values.",
         points=25,
         hints=(
             "A layer's last two names are its key in LAYERS: what its outputs count, and what its "
             "inputs count.",
             "Head h has channels h * head_dim to (h + 1) * head_dim; `heads_of` gives the heads.",
-            "Of c_attn a rank holds its heads of each third: three ranges, not one.",
+            "Of c_attn, a rank holds its heads of each third: three ranges, not one.",
         ),
         tests=(f"{PARALLEL}::test_the_logits_of_all_ranks_are_those_of_the_whole",),
     ),
@@ -62,10 +62,11 @@ TASKS = (
         file="relay.py",
         functions=("Relay._tries",),
         title="when to try again",
-        text="Have a replica answer (`_try`); if that raises Failed, another one, but at most "
-        "TRIES in all, and only while the budget has a whole retry, which it then costs. Count "
-        "retries. A request is in flight on a replica from before the try to its end, however it "
-        "ends. If no replica is left, send the last failure, or busy(FULL).",
+        text="Have a replica answer (`_try`). If that raises Failed, try another one, but at most "
+        "TRIES in all, and only if the budget holds a whole retry, which each further try costs. "
+        "Count retries. A request is in flight on a replica from before the try to its end, "
+        "however it ends. If no replica is left, send the last failure, or busy(FULL) if there was "
+        "none.",
         points=25,
         hints=(
             "`choose` takes the replicas that were tried already.",
@@ -84,15 +85,15 @@ TASKS = (
         number=4,
         file="leases.py",
         functions=("Apart._copy",),
-        title="a copy that is valid",
+        title="a valid copy",
         text="Copy the leased blocks that this engine's prefix cache lacks, as far as there is "
         "room. Return whether the copies are what was leased: the lease has not expired, and no "
-        "block was taken for something else in the meantime. Only then publish them. In the end no "
-        "table holds a block: the cache does.",
+        "block was taken for something else in the meantime. Only then publish them. In the end "
+        "the cache holds the blocks, and no table does.",
         points=20,
         hints=(
             "Share the blocks that match before you take others, which could evict them.",
-            "A generation that is read before the copy tells nothing about the copy.",
+            "A generation read before the copy proves nothing about it.",
             "Give back the last block first: the end of a chain must be evicted before its "
             "beginning.",
         ),
