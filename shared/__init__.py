@@ -1,12 +1,13 @@
 """What no stage teaches: loading, the command line, measuring, charts, exercises.
 
-Importing it settles how OpenMP's threads wait: PyTorch reads that once, when it is loaded.
+Importing this package settles how OpenMP's threads wait, because PyTorch reads that only once, when
+it is loaded.
 """
 
 import sys
 
 from . import openmp, program
 
-if sys.argv[:1] == ["-m"]:  # a program whose package Python looks up
+if sys.argv[:1] == ["-m"]:  # Python is looking up a program's package
     program.begin()
 openmp.choose()

@@ -1,10 +1,10 @@
 """One house style for all charts: readable in grey and by the colour-blind, the same bytes for the
 same data.
 
-A series is told apart by colour, lightness, marker, line style or hatching, each alone being
-enough, and carries its name beside it instead of in a legend. No global state: pyplot is not used,
-and what matplotlib draws depends on nothing but its version. A chart function returns a Figure;
-`save` and `render` turn it into SVG.
+Series differ in colour, lightness, and marker, line style or hatching, any one of which tells them
+apart. Each has its name beside it instead of in a legend. There is no global state: pyplot is not
+used, and the output depends only on matplotlib's version. A chart function returns a Figure; `save`
+and `render` turn it into SVG.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator
 
-# From dark to light in even steps of lightness; the hues stay apart under the three kinds of
+# From dark to light in even steps of lightness; the hues stay distinct under the three kinds of
 # colour-blindness (tested).
 COLOURS = ("#16213f", "#6f3f9a", "#c8501e", "#3aa6a0", "#e9b824")
 MARKERS = ("o", "s", "^", "D", "v")
@@ -78,11 +78,11 @@ Band = tuple[Sequence[Sequence[int]], int]  # runs, room: see `bands`
 def new_figure(
     title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (7.2, 4.2)
 ) -> tuple[Figure, Any]:
-    """A figure of `size` inches with one pair of axes, in the house style; a title that says the
-    finding reads best.
+    """A figure of `size` inches with one pair of axes, in the house style; the best title states
+    the finding.
 
     For charts that `lines` and `bars` do not cover: draw them with
-    `matplotlib.rc_context(style())`. Texts added later need a size of at least 9.
+    `matplotlib.rc_context(style())`. Text added later must be at least 9 points.
     """
     with matplotlib.rc_context(style()):
         figure = Figure(figsize=size, layout="constrained")
@@ -111,8 +111,8 @@ def lines(
     series: name -> a value for each x, at most five names; NaN leaves a gap. spread: name -> (low,
     high) for each x, as a band.
     dashed: names of predictions, drawn thin, broken and without a marker. limits: name -> a value
-    that nothing can pass, as a level line. ValueError if a length is wrong or there are too many
-    series.
+    that nothing can exceed, as a horizontal line. Raises ValueError if a length is wrong or there
+    are too many series.
     """
     _check(series, len(x), spread)
     figure, axes = new_figure(title, xlabel, ylabel)
@@ -172,13 +172,13 @@ def bars(
     others: Sequence[str] = (),
     digits: int = 1,
 ) -> Figure:
-    """Lying bars in `groups` from top to bottom: each bar with its value, and the first one of a
-    series with its name.
+    """Horizontal bars in `groups` from top to bottom. Each bar shows its value, and the first bar
+    of a series its name.
 
     series: name -> a value for each group, at most five names; NaN leaves a bar out. spread: name
-    -> (low, high) for each group, as a whisker. limits: name -> a value that nothing can pass, as
-    an upright line. others: groups whose bars are lighter, because they are not ours. ValueError if
-    a length is wrong or there are too many series.
+    -> (low, high) for each group, as a whisker. limits: name -> a value that nothing can exceed, as
+    a vertical line. others: groups drawn lighter, because they are not ours. Raises ValueError if a
+    length is wrong or there are too many series.
     """
     _check(series, len(groups), spread)
     thick = 0.8 / len(series)
@@ -260,11 +260,11 @@ def bars(
 
 
 def bands(title: str, xlabel: str, ylabel: str, drawn: Mapping[str, Band]) -> Figure:
-    """Bands from bottom to top over a common x, each with its name above it: how much of a room
-    is in use, dark before the whole of it.
+    """Bands from bottom to top over a common x, each with its name above it. The dark part is in
+    use; the light part behind it is the capacity.
 
-    drawn: name -> (runs, room): a run is [value, how many places in a row have it], and no value
-    exceeds the room.
+    drawn: name -> (runs, room). A run is [value, how many consecutive places have it]; no value
+    exceeds the room, the capacity.
     """
     figure, axes = new_figure(title, xlabel, ylabel)
     with matplotlib.rc_context(style()):
@@ -293,11 +293,11 @@ def panels(
     ours: Sequence[str],
     columns: int = 5,
 ) -> Figure:
-    """A panel for each quantity, each with a scale of its own, and in it a lying bar for each name;
-    names are beside the first panel of a line.
+    """A panel for each quantity, with its own scale and a horizontal bar for each name. Names stand
+    beside the first panel of each row.
 
-    values: quantity -> name -> (value, low, high); a name without a value in a panel has "none"
-    there. ours: names whose bars are dark.
+    values: quantity -> name -> (value, low, high); a name without a value in a panel shows "none".
+    ours: names whose bars are dark.
     """
     names = list(dict.fromkeys(name for each in values.values() for name in each))
     lines = -(-len(values) // columns)
@@ -341,7 +341,7 @@ def roofline(
     """GFLOP/s over operations per byte, both axes logarithmic: what the machine allows, and what
     was measured below it.
 
-    note: stands behind the words below the chart, and says what the labels mean. bandwidth: GB/s.
+    note: follows the words below the chart and says what the labels mean. bandwidth: GB/s.
     peaks: name, at most five -> GFLOP/s. points: a name of `peaks` -> (operations per byte,
     GFLOP/s, label) each. The labels of every second name stand above its points, those of the
     others below. ValueError if there are too many names, or points of a name without a peak.
@@ -367,7 +367,7 @@ def roofline(
             axes.plot(*roof, color=colour, linestyle=LINES[number], linewidth=1.2)
             ends.append((right, peak, f"{name}: {peak:,.0f} GFLOP/s", colour))
             for at, rate, label in points.get(name, ()):
-                # Points of two names may meet: the later name's is larger and lies behind.
+                # Points of two names may coincide, so the later name's is larger and lies behind.
                 axes.plot(
                     at,
                     rate,
@@ -420,7 +420,7 @@ def render(figure: Figure) -> bytes:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure as SVG, in a folder that is made where it is missing."""
+    """Write the figure as SVG, and make its folder if that is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(render(figure))
 
@@ -452,7 +452,7 @@ def _check(series: Mapping[str, Sequence[float]], length: int, spread: Spread | 
 def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
     """Write each line's name right of its end, moved up or down where two would overlap, and never
     up into the title."""
-    figure.draw_without_rendering()  # lays the axes out, so that data can be told in pixels
+    figure.draw_without_rendering()  # lays out the axes, so that data can be converted to pixels
     right, top = axes.transAxes.transform((1, 1))
     gap = 13 * figure.dpi / 72  # points between two lines of text
     wanted = sorted((axes.transData.transform(end[:2])[1], end) for end in ends)

@@ -34,14 +34,14 @@ from .files import read_json
 
 SECONDS = 1.0
 MOST_CHARACTERS = 2**20
-MOST_MADE = 2**26  # bytes that one operation may make, by its operands, and all in a rendering
-ITEM = 100  # bytes of an item of a list, at most, without its text
+MOST_MADE = 2**26  # most bytes of one operation, judged by its operands, and of a rendering
+ITEM = 100  # most bytes of a list's item, besides its text
 LINEAR = {  # methods and filters that make no more than they take
     *("count", "d", "default", "endswith", "first", "last", "length"),
     *("lstrip", "rstrip", "split", "startswith", "strip"),
 }
-# Before and behind a control token in a user's text, two of its own for each kind. They are private
-# characters, from here on, and removed from the text first.
+# Each control token has two marks, put before and after it in a user's text. The marks are private
+# characters from here on, which are removed from the text first.
 FIRST_MARK = 0xF0000
 
 Parts = list[tuple[str, bool]]  # text, and whether it is the template's own
@@ -65,8 +65,9 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which no operation makes an enormous text, list or number, nor do all of
-    one thread. A rendering has a thread of its own, which is stopped between two of them only."""
+    """Jinja's sandbox, in which no operation may make an enormous text, list or number, nor all
+    operations of a thread together. A rendering runs in its own thread, which can be stopped only
+    between two operations."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -116,7 +117,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Jinja makes `a ~ b` and slices without a call to the environment. Here they are filters."""
+    """Jinja evaluates `a ~ b` and slices without calling the environment. Here both are filters."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -144,16 +145,16 @@ def _size(value: Any) -> int:
 
 
 def _limit(first: Any, *others: Any) -> None:
-    """Raise SecurityError if what is made of `first`, at most once for every byte of `others`, may
-    be enormous. A number may be a width: it counts as many characters."""
+    """Raise SecurityError if repeating `first` for every byte of `others` could make something
+    enormous. A number may be a width, so it counts as that many characters."""
     sizes = [4 * abs(x) if isinstance(x, int) else _size(x) for x in others]
     if max(1, _size(first)) * max(1, sum(sizes)) > MOST_MADE:
         raise SecurityError("an operation makes too much")
 
 
 def _count(result: Any) -> Any:
-    """Returns `result`, counted to what this thread has made. Raises SecurityError if that is too
-    much."""
+    """Returns `result`, after adding its size to what this thread has made. Raises SecurityError if
+    the sum is too large."""
     size = 0
     if isinstance(result, (str, bytes)):
         size = _size(result)
@@ -173,12 +174,12 @@ def _printable(value: Any) -> Any:
 
 
 def _widest(text: Any) -> int:
-    """The largest number in a format, which may be a width. Raises SecurityError where a value may
-    be one."""
+    """The largest number in a format, because it may be a width. Raises SecurityError if a value
+    may set the width."""
     if not isinstance(text, (str, bytes)):
         return 0
     text = text.decode("latin-1") if isinstance(text, bytes) else text
-    with suppress(ValueError):  # not a format of braces
+    with suppress(ValueError):  # not a brace format
         if any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(text)):
             raise SecurityError("a format in a format is too much")
     return max((int(number[:20]) for number in re.findall("[0-9]+", text)), default=0)
@@ -197,7 +198,7 @@ def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 class FolderTemplate:
     """A template, ready to render. `today`: the date that a template may print; it is fixed when
-    the template is loaded, so that prompts keep their common beginning."""
+    the template is loaded, so that prompts keep their common prefix."""
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class FolderTemplate:
                 "--chat-template."
             ) from None
         self._tokens = dict(tokens or {})
-        ordered = sorted(control, key=len, reverse=True)  # "|" takes the first that fits
+        ordered = sorted(control, key=len, reverse=True)  # "|" takes the first match
         places = range(FIRST_MARK, FIRST_MARK + 2 * len(ordered), 2)
         self._marks = {
             word: (chr(place), chr(place + 1)) for word, place in zip(ordered, places, strict=True)
@@ -233,8 +234,8 @@ class FolderTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], start: bool = True) -> Parts:
         """The prompt for `messages`, each with a role and a content, in pieces.
 
-        start: the beginning of the assistant's answer is added. Raises UserError if the template
-        refuses the messages, fails, or exceeds its time or its size.
+        start: add the beginning of the assistant's answer. Raises UserError if the template refuses
+        the messages, fails, or exceeds its time or its size.
         """
         safe = [
             {key: self._marked(value) for key, value in message.items()} for message in messages
@@ -277,8 +278,8 @@ class FolderTemplate:
 
 
 def load(folder: Path | None, control: Collection[str] = ()) -> FolderTemplate | None:
-    """The template of a folder: chat_template.jinja, or that of tokenizer_config.json; None where
-    there is none. Raises UserError for one that cannot be used."""
+    """The template of a folder: chat_template.jinja, or the one in tokenizer_config.json; None
+    without either. Raises UserError for a template that cannot be used."""
     if folder is None:
         return None
     path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
@@ -303,7 +304,7 @@ def load(folder: Path | None, control: Collection[str] = ()) -> FolderTemplate |
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """As transformers: no escapes for HTML, nor of characters beyond ASCII."""
+    """As in transformers: HTML and non-ASCII characters are not escaped."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
@@ -333,7 +334,7 @@ def _within(seconds: float, work: Any) -> Any:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stopped)
         )
-        thread.join(seconds)  # a second one could meet the thread at its end
+        thread.join(seconds)  # a second exception could hit the thread as it ends
     if not result:
         why = errors[0] if errors else f"it took over {seconds:g} s"
         raise UserError(f"The model's chat template does not accept these messages: {why}.")

@@ -1,8 +1,8 @@
 """Checkpoints: from a folder or the hub, or seeded random weights. Safetensors, never pickle.
 
-The tensors always have the names and shapes of `Config.shapes`, however the file spells them. All
-that does not fit ends in one UserError that says what is wrong and what to do. Values are not
-checked: NaN passes.
+The tensors always have the names and shapes of `Config.shapes`, however the file spells them.
+Anything that does not fit raises one UserError, which says what is wrong and what to do. Values are
+not checked: NaN passes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".g
 
 @dataclass
 class Checkpoint:
-    """A config and its tensors by name. folder: of the tokenizer's files; None without any.
-    unused: rows of the vocabulary that are no token, where the tokenizer tells."""
+    """A config and its tensors by name. folder: where the tokenizer's files are; None without any.
+    unused: rows of the vocabulary without a token, if the tokenizer tells."""
 
     config: Config
     tensors: dict[str, torch.Tensor]
@@ -62,9 +62,9 @@ def load(
     read config.json, by its model_type: stage01_forward/families.py passes those of all stages.
     random_weights: take only the shape, from a preset or a folder's config.json; this needs no
     weights and no network. dtype: convert all tensors; None keeps the file's.
-    Tensors without conversion are mapped from the file, not copied: they stay valid as long as they
+    Tensors that need no conversion are mapped from the file, not copied: they stay valid while they
     are referenced, and the file must not change meanwhile.
-    Raises UserError for an invalid name, folder or file, and for errors of the network.
+    Raises UserError for an invalid name, folder or file, and for network errors.
     """
     if random_weights:
         checkpoint = _random_checkpoint(name, seed, dtype, readers, presets)
@@ -78,7 +78,7 @@ def load(
 
 
 class _SkipInit(TorchFunctionMode):
-    """Makes torch.nn.init return its tensor as it is."""
+    """Makes torch.nn.init return its tensor unchanged."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -91,7 +91,8 @@ class _SkipInit(TorchFunctionMode):
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Modules made here are on the device "meta": no memory, and no time for random values.
+    """Modules made here are on the device "meta": they take no memory, and no time for random
+    values.
 
     To draw random values on "meta", PyTorch would also import 800 modules that nothing else needs.
     """
@@ -100,8 +101,8 @@ def without_weights() -> Iterator[None]:
 
 
 def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
-    """Raise UserError unless every id is a row of the model's embedding; warn unless both end texts
-    alike. The model's end counts, as in transformers.
+    """Raise UserError unless every id is a row of the model's embedding; warn unless both end a
+    text with the same token. The model's counts, as in transformers.
 
     A model may have more rows than the tokenizer has tokens: some are padded to a round number.
     """
@@ -144,7 +145,7 @@ def _find_folder(name: str) -> Path:
 
 
 def _download(name: str, repository: str) -> Path:
-    """The folder of the files in the hub's cache on this machine. Cached files need no network."""
+    """The folder with the files in this machine's hub cache. Cached files need no network."""
     import huggingface_hub as hub  # here, because offline users should not pay for its import
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -315,7 +316,8 @@ def _random_checkpoint(
 def random_tensors(
     config: Config, seed: int = 0, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """Weights as GPT-2's training begins: normal, biases 0, norms 1. A seed repeats its weights.
+    """Weights as at the start of GPT-2's training: normal, biases 0, norms 1. The same seed gives
+    the same weights.
 
     They are drawn in float32 for every dtype: a float64 model has the values of the float32 one.
     """

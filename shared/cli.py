@@ -3,8 +3,9 @@
 A program's `__main__.py` stays a few lines: parse, load, speak. `shared` imports no stage, so a
 stage passes in the model families and its engine, and interprets `sampling_fields` itself.
 
-PyTorch takes seconds to import. So this module imports it where a model is loaded, and a program
-imports its engine after it has checked its options: a wrong one is reported within a second.
+PyTorch takes seconds to import. So this module imports it only when a model is loaded, and a
+program imports its engine only after checking its options: a wrong option is reported within a
+second.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Streaming(Protocol):
     """The part of an engine that the command line needs."""
 
     def stream(self, prompt: Sequence[int], sampling: Any, /) -> Iterator[Any]:
-        """Yields tokens with `id` and `finish_reason`; the last one alone has a reason."""
+        """Yields tokens with `id` and `finish_reason`; only the last one has a reason."""
         ...
 
 
@@ -74,7 +75,7 @@ class Loaded:
 
 
 def with_default(text: str, default: object) -> str:
-    """The help of an option, with its default in words, unless the help names one already."""
+    """An option's help with its default added, unless the help already names one."""
     if "default" in text or default in (None, "", argparse.SUPPRESS):
         return text
     if isinstance(default, bool):
@@ -110,7 +111,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Command(Parser):
-    """The parser of a subcommand: argparse makes it with other arguments than Parser takes."""
+    """The parser of a subcommand, which argparse makes with other arguments than Parser's."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         options |= {"formatter_class": Help, "allow_abbrev": False}
@@ -154,7 +155,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 def number(low: float, high: float, above: bool = False) -> Callable[[str], float]:
     """An argparse type: a number from `low` to `high`, or above `low` and up to `high`. NaN is
-    none."""
+    refused."""
 
     def parse(text: str) -> float:
         try:
@@ -171,7 +172,7 @@ def number(low: float, high: float, above: bool = False) -> Callable[[str], floa
 
 
 def checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """An argparse type: the text as it is, unless `check` raises UserError for it."""
+    """An argparse type: the text unchanged, unless `check` raises UserError for it."""
 
     def parse(text: str) -> str:
         try:
@@ -226,7 +227,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", *DTYPES),
         default="auto",
-        help="number format; auto is float32; bfloat16 and float16 halve the memory to read, and "
+        help="number format; auto is float32; bfloat16 and float16 halve the memory to read, but "
         "their rounding may choose another token; float64 is slow and settles whether two engines "
         "agree",
     )
@@ -241,15 +242,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=whole_number(1, MOST_THREADS),
         metavar="N",
-        help="CPU threads; default: PyTorch's choice, one a core; set it to leave cores free or "
+        help="CPU threads; default: PyTorch's choice, one per core; set it to leave cores free or "
         "to compare two machines",
     )
     group.add_argument(
         "--seed",
         type=whole_number(0, 2**63 - 1),
         metavar="N",
-        help="the same seed gives the same sampled text again, and the same --random-weights; "
-        "default: a new one for each text, and 0 for the weights",
+        help="the same seed repeats the sampled text and the --random-weights; default: a new one "
+        "for each text, and 0 for the weights",
     )
 
 
@@ -260,7 +261,7 @@ def add_max_tokens(parser: argparse._ActionsContainer, default: int) -> None:
         type=whole_number(1, MOST_TOKENS),
         default=default,
         metavar="N",
-        help="stop after N new tokens, unless the text ends or fills the model's context before",
+        help="stop after N new tokens, unless the text ends or fills the model's context first",
     )
 
 
@@ -298,8 +299,8 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompt",
         nargs="?",
-        help="the text to continue, in quotes; - reads it from standard input, and so does nothing "
-        "when a text is piped in; default: a built-in one",
+        help="the text to continue, in quotes; read from standard input if it is -, or if text is "
+        "piped in instead; default: a built-in one",
     )
 
 
@@ -369,7 +370,7 @@ def read_prompts(options: argparse.Namespace) -> str | list[str] | None:
 
     A newline at the end of the file begins no prompt; an empty line among others is an empty
     prompt, which engines refuse. Raises UserError for a file that cannot be read as text or has no
-    prompt, for --prompts beside a prompt, and as `_given` does.
+    prompt, for --prompts together with a prompt, and when `_given` does.
     """
     if options.prompts is None:
         return _given(options)
@@ -381,9 +382,10 @@ def read_prompts(options: argparse.Namespace) -> str | list[str] | None:
 def _given(options: argparse.Namespace) -> str | None:
     """The prompt of the command line, or of standard input if it is '-' or a text is piped in.
 
-    None if nothing was given: a terminal is read only for '-', or it would wait in silence. The
-    newline that `echo` or an editor adds is dropped. --prompt-ids are returned as they are, for the
-    tokenizer of `load_model_from`. Raises UserError if the prompt is empty, too long or not UTF-8.
+    None if nothing was given: a terminal is read only for '-', or the program would wait in
+    silence. The newline that `echo` or an editor adds is dropped. --prompt-ids are returned as they
+    are, for the tokenizer of `load_model_from`. Raises UserError if the prompt is empty, too long
+    or not UTF-8.
     """
     ids: str | None = getattr(options, "prompt_ids", None)
     if ids is not None:
@@ -454,16 +456,17 @@ def _lines(name: str) -> list[str]:
 
 
 def sampling_of(sampling: Any, index: int) -> Any:
-    """The options for prompt `index` of several, with its own seed: equal prompts differ."""
+    """The options for prompt `index` of several, with its own seed, so that equal prompts get
+    different answers."""
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
 def output_file(name: str, suffix: str) -> Path:
-    """The path of a file that is written at the end.
+    """The path of a file to be written at the end.
 
-    Raises UserError at once if writing must fail, or if the name does not end in `suffix`.
+    Raises UserError now if writing would fail, or if the name does not end in `suffix`.
     """
     path = Path(name)
     if path.is_dir():
@@ -522,7 +525,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype for --dtype. Raises UserError if `device` has no such numbers."""
+    """The dtype for --dtype. Raises UserError if `device` lacks such numbers."""
     if name == "float64" and device.type == "mps":
         raise UserError("Apple GPUs have no float64: use --dtype float32, or --device cpu.")
     import torch
@@ -544,8 +547,8 @@ class Families(Protocol):
 def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
     """Load the model of the options.
 
-    With --prompt-ids the tokenizer reads ids, and a folder needs none. Raises UserError for a
-    device that is absent, and for everything that may be wrong with a checkpoint.
+    With --prompt-ids the tokenizer reads ids, and a folder needs no tokenizer of its own. Raises
+    UserError for a missing device, and for anything wrong with the checkpoint.
     """
     import torch
 
@@ -584,7 +587,7 @@ def speak(engine: Streaming, loaded: Loaded, prompt: str, sampling: Any) -> None
     """Print the prompt and its continuation, each token as soon as it is sampled.
 
     Then one line on standard error: tokens, seconds, tokens per second, finish reason, machine.
-    After Ctrl-C, too: KeyboardInterrupt goes on.
+    That line follows Ctrl-C, too, and KeyboardInterrupt is raised again.
     """
     ids = loaded.tokenizer.encode(prompt)
     tokens, reason = 0, None

@@ -32,7 +32,7 @@ FIXED_OPTIONS = {
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a model. Fields are named as in a GPT-2's config.json where it has them.
+    """The shape of a model. Fields are named as in GPT-2's config.json, if they are there.
 
     Caches allocate n_kv_head heads of head_dim channels; n_head, a multiple of n_kv_head, counts
     the query heads. Left at 0, n_kv_head is n_head and head_dim is n_embd / n_head, as in GPT-2.
@@ -69,7 +69,7 @@ class Config:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of each tensor, the embedding first, in the model's order. A tied output
-        layer has none of its own."""
+        layer has no tensor of its own."""
         width = self.n_embd
         block: dict[str, tuple[int, ...]] = {
             "ln_1.weight": (width,),
@@ -96,8 +96,8 @@ class Config:
 
     @staticmethod
     def tensor_name(name: str) -> str | None:
-        """A tensor's name in `shapes`, from that in a file; None for the attention masks of old
-        checkpoints.
+        """A tensor's name in `shapes`, given its name in a file; None for the attention masks of
+        old checkpoints.
 
         "transformer.h.0.ln_1.bias", "h.0.ln_1.bias" and OpenAI's "model/h0/ln_1/b" are one tensor.
         """
@@ -171,9 +171,9 @@ READERS: dict[str, Reader] = {"gpt2": Config.from_dict}  # by model_type
 def read_config(
     folder: str | Path, name: str | None = None, readers: Mapping[str, Reader] = READERS
 ) -> Config:
-    """Read config.json of a checkpoint folder, by the reader of its model_type; without one it is a
-    GPT-2. What generation_config.json ends a text with comes before config.json's, as in
-    transformers.
+    """Read a checkpoint folder's config.json with the reader of its model_type; without a
+    model_type, the model is a GPT-2. The end tokens in generation_config.json override those in
+    config.json, as in transformers.
 
     Raises UserError as the reader does, for a model_type without a reader, or if a file is absent
     or corrupt.
@@ -195,8 +195,8 @@ def read_config(
 
 def end_ids(fields: Mapping[str, Any], vocab_size: int, source: str) -> tuple[int, ...]:
     """The tokens that end a text: eos_token_id, an id or a list of them. An id outside the
-    vocabulary, which transformers saves for small models made with default settings, ends none,
-    and a warning tells. Raises UserError for anything that is no id."""
+    vocabulary, which transformers saves for small models made with default settings, ends no text
+    and gives a warning. Raises UserError for anything that is not an id."""
     given = fields.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(token) is int for token in ids):

@@ -1,4 +1,4 @@
-"""The one error that is the user's to mend."""
+"""The one error that the user can fix."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from .errors import UserError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file. Raises UserError if it is absent, unreadable or no object."""
+    """The JSON object in the file. Raises UserError if it is absent, unreadable or not an
+    object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

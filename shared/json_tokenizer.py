@@ -1,12 +1,12 @@
-"""Tokenizers in the format tokenizer.json, as the models of today ship them, run by `tokenizers`.
+"""Tokenizers in the format of today's models, tokenizer.json, run by `tokenizers`.
 
-`tokenizers` cuts the text; the way back is ours. Each token is mapped to its bytes once, so that
+`tokenizers` encodes; decoding is ours. Each token is mapped to its bytes once, so that
 `decode_bytes` and `IncrementalDecoder` work as they do for GPT-2, and a stream never shows half a
 character. Two kinds of file are known: byte-level (Llama 3, Qwen, SmolLM2) and those derived from
 sentencepiece (Llama 2, Mistral, TinyLlama), where a space is U+2581 and bytes are <0xNN>.
 
-Control tokens such as <|im_end|> in a text are text. Only `encode_chat` reads them as tokens. Words
-that were added to a vocabulary and are not special, such as Qwen's <think>, are tokens everywhere.
+Control tokens such as <|im_end|> in a text are text. Only `encode_chat` reads them as tokens. Added
+words that are not special, such as Qwen's <think>, are tokens everywhere.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, encoder: Encoder, decoder: Any, source: str, eos: str | None) -> None:
-        """decoder: the file's own description of the way back. Raises UserError if it is of a kind
-        that is not known here."""
+        """decoder: the file's own description of decoding. Raises UserError for an unknown kind."""
         self._encoder = encoder
         encoder.encode_special_tokens = True  # control tokens in a text are text
         tokens = encoder.get_added_tokens_decoder()
@@ -69,7 +68,7 @@ class JsonTokenizer:
 
     @cached_property
     def _chat_encoder(self) -> Encoder:
-        """The same, but control tokens are tokens."""
+        """The same encoder, but it reads control tokens in a text as tokens."""
         encoder = Encoder.from_str(self._encoder.to_str())
         encoder.encode_special_tokens = False
         return encoder
@@ -80,12 +79,13 @@ class JsonTokenizer:
         return self.encode("")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with those that the model expects around it, such as a first BOS."""
+        """Token ids of a text, with those that the model expects around it, such as a leading
+        BOS."""
         return self._encoder.encode(well_formed(text)).ids
 
     def encode_chat(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
-        """Token ids of a rendered chat: pieces of text, each with whether it is the template's, in
-        which control tokens are tokens. Nothing is added around it."""
+        """Token ids of a rendered chat: pieces of text, each with whether it is the template's.
+        Only in those are control tokens read as tokens. Nothing is added around the chat."""
         ids: list[int] = []
         for text, control in parts:
             encoder = self._chat_encoder if control else self._encoder
@@ -110,7 +110,7 @@ class JsonTokenizer:
         return before + (text.removeprefix(" ") if self._strips else text)
 
     def unused(self, rows: int) -> list[int]:
-        """The ids below `rows`, those of the model, that are no token."""
+        """The ids below `rows`, the model's count of ids, that have no token."""
         return [token_id for token_id in range(rows) if token_id not in self._tokens]
 
 
@@ -122,7 +122,7 @@ def _to_bytes(decoder: Any, source: str) -> Any:
         alphabet = byte_alphabet()
 
         def byte_level(token: str) -> bytes:
-            # A token outside the alphabet was added to the vocabulary as it reads.
+            # A token outside the alphabet was added to the vocabulary as plain text.
             known = all(letter in alphabet for letter in token)
             return bytes(alphabet[letter] for letter in token) if known else token.encode()
 
@@ -151,7 +151,7 @@ def _to_bytes(decoder: Any, source: str) -> Any:
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """The decoders of a sequence, or the one."""
+    """The steps of a decoder: those of a sequence, or the decoder itself."""
     if not isinstance(decoder, dict):
         return []
     if decoder.get("type") != "Sequence":

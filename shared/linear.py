@@ -6,17 +6,17 @@ both come with PyTorch:
 
 - oneDNN can lay the weight out once, at load (`pack`), and computes a GELU on the way out at no
   cost.
-- One row is a special case: reading the weight is its limit. In float32 MKL computes it as a batch
-  of small products (`one_row`) or as one large product (`F.linear`). Which of the two comes nearer
-  to the memory's bandwidth, and how near, depends on the machine, also among processors of one
-  maker: it is measured. Both need the weight by rows as well, a second copy in memory. In bfloat16
-  oneDNN is up to a third faster with four rows than with one, so a single row is padded with three
-  rows of zeros.
+- One row is a special case, limited by reading the weight. In float32 MKL computes it as a batch of
+  small products (`one_row`) or as one large product (`F.linear`). Which of the two comes nearer to
+  the memory's bandwidth, and how near, depends on the machine, even among processors of one maker,
+  so it is measured. Both also need the weight by rows, a second copy in memory. In bfloat16 oneDNN
+  is up to a third faster with four rows than with one, so a single row is padded with three rows of
+  zeros.
 
 On other processors the plain layer may win, so `optimize` measures and keeps the fastest. If the
-measurements contradict each other, as beside other programs, it packs and reports that. Where
-packing does not exist (CUDA, MPS, float64, a build without oneDNN) the plain layer stays. Only the
-order of the additions differs: results agree to rounding (tested).
+measurements contradict each other, as they do beside other programs, it packs and reports that.
+Where packing does not exist (CUDA, MPS, float64, a build without oneDNN) the plain layer stays.
+Only the order of the additions differs, so results agree to rounding (tested).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODES = ("auto", "plain", "packed")
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 FEWEST_ROWS = 4  # oneDNN takes up to a third longer for 1 to 3 rows than for 4: add rows of zeros
 FEWEST_PAIRS, ENOUGH, MOST_PAIRS = 3, 5, 15  # comparisons of two kinds of layers
-LONG = 3.0  # seconds, after which FEWEST_PAIRS must do
+LONG = 3.0  # seconds, after which FEWEST_PAIRS must suffice
 AGREE = 0.8  # of MOST_PAIRS: fewer decide nothing
 CLEAR = 1.03  # times faster: less is no difference
 STEADY = 1.5  # times the shortest time: a longer median was disturbed
@@ -77,8 +77,8 @@ ONE_ROW: tuple[OneRow, ...] = (one_row, F.linear)  # the faster one depends on t
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` with its weight packed once, and after `by_rows` by rows as well. The original
-    may be freed.
+    """`nn.Linear` with its weight packed once, and after `by_rows` also stored by rows. The
+    original may be freed.
 
     `gelu` True applies GPT-2's GELU to the result.
     """
@@ -94,15 +94,15 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight (out, in) again: what the layer makes of the unit matrix, which is exact."""
+        """The weight (out, in), recovered exactly by applying the layer to the unit matrix."""
         if self.rows is not None:
             return self.rows
         unit = torch.eye(self.in_features, dtype=self.dtype)
         return packed_linear(unit, self.packed, None).t()
 
     def by_rows(self, rows: Tensor, single: OneRow) -> PackedLinear:
-        """A copy that shares the packed weight and takes `single`, with the weight (out, in) by
-        rows, for inputs of one row."""
+        """A copy that shares the packed weight, and runs `single` on the weight by rows (out, in)
+        for inputs of one row."""
         layer = copy.copy(self)
         if single is not one_row or parts(self.out_features):
             layer.single, layer.rows = single, rows
@@ -152,10 +152,10 @@ Layers = Sequence[tuple[int, Callable[[Tensor], Tensor]]]  # width of the input,
 @torch.inference_mode()
 def faster(first: Layers, second: Layers, rows: Sequence[int], dtype: torch.dtype) -> bool | None:
     """Whether `second` takes less time than `first` on inputs of these `rows`; None if no
-    comparison is clear, because both are equally fast or other programs disturb.
+    comparison is clear, because both are equally fast or other programs interfere.
 
-    The first ENOUGH comparisons must agree, or most of MOST_PAIRS; of slow layers FEWEST_PAIRS. All
-    layers run once, one after the other, as in a model: one layer repeated would be read from the
+    The first ENOUGH comparisons must agree, or most of MOST_PAIRS; for slow layers, FEWEST_PAIRS.
+    All layers run once, one after another, as in a model: one layer repeated would be read from the
     processor's cache.
     """
 
@@ -200,7 +200,7 @@ def followed_by_gelu(model: nn.Module) -> dict[str, str]:
 
 def known_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """The layers that `optimize` may replace, by name: of the class nn.Linear itself, with a weight
-    that is a plain tensor. All have one dtype and one device, by preference such as can be
+    that is a plain tensor. All have one dtype and one device, preferably ones that can be
     packed."""
     layers = {
         name: module

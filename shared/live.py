@@ -24,7 +24,7 @@ from rich.text import Text
 from . import cli
 from .errors import UserError
 
-FRAMES = 12  # a second, at most: drawing one takes milliseconds, in which no token is computed
+FRAMES = 12  # per second at most: while one is drawn, for milliseconds, no token is computed
 BUDGET, EVERY = 64, 6  # defaults: tokens a step, steps from one arrival to the next
 PAUSE = 0.02  # seconds after a step: without it, the built-in prompts end before a reader sees them
 URGENT, NORMAL = 0, 1  # priorities
@@ -41,8 +41,8 @@ class Answer:
 
     number: counted from 1, the prompt's name in output and errors.
     ids: the prompt's tokens.
-    output: the engine's, with `token_ids`, `finish_reason` and `error`; None as long as no engine
-        has the prompt, which is always the case if the tokenizer rejects it.
+    output: the engine's, with `token_ids`, `finish_reason` and `error`; None until an engine has
+        the prompt, which never happens if the tokenizer rejects it.
     """
 
     def __init__(self, number: int, prompt: str, loaded: cli.Loaded) -> None:
@@ -122,7 +122,7 @@ def add_options(parser: argparse.ArgumentParser, row: str, policies: Sequence[st
         "--budget",
         type=cli.whole_number(1, cli.MOST_TOKENS),
         metavar="N",
-        help=f"most tokens computed in a step, at least one a {row}; default: {BUDGET}, or the "
+        help=f"most tokens computed in a step, at least one per {row}; default: {BUDGET}, or the "
         f"number of {row}s if that is more",
     )
     chunks = group.add_mutually_exclusive_group()
@@ -155,7 +155,7 @@ def add_options(parser: argparse.ArgumentParser, row: str, policies: Sequence[st
         "--pause",
         type=cli.number(0, 60),
         metavar="SECONDS",
-        help="wait after each step, to watch; not counted as time; default: 0, and "
+        help="wait after each step, so that you can watch; not timed; default: 0, and "
         f"{PAUSE:g} for the built-in prompts on a terminal",
     )
     return group
@@ -207,7 +207,8 @@ class Show:
         self.ended = False  # whether an answer ended in the last step
 
     def add(self, answers: list[Answer], params: list[Any], priority: int) -> list[Any]:
-        """Pass the samples of one prompt to the engine, under their numbers; their requests.
+        """Pass the samples of one prompt to the engine, under their numbers; returns their
+        requests.
 
         Raises UserError, with no sample added, if the engine refuses the prompt.
         """
@@ -218,7 +219,7 @@ class Show:
         raise NotImplementedError
 
     def report(self) -> str:
-        """One line on the run, for the end."""
+        """One line about the run, shown at its end."""
         raise NotImplementedError
 
     def count(self, record: Any) -> None:
@@ -229,8 +230,8 @@ class Show:
         """Answer all prompts, show and print them. Returns the exit status: 2 if one failed, 130
         after Ctrl-C.
 
-        built_in: the prompts are the stage's own, whose answers are too short to be read: on a
-        terminal they are not printed, and each step is followed by PAUSE unless --pause is given.
+        built_in: the prompts are the stage's own. Their answers are too short to be worth reading,
+        so on a terminal they are not printed, and PAUSE follows each step unless --pause is given.
         """
         unprinted = list(self.answers)
         with Screen(self.view) as screen:
@@ -324,7 +325,7 @@ def print_ended(answers: Sequence[Answer]) -> list[Answer]:
 
 
 class Screen:
-    """A part of the terminal that is redrawn again and again, and erased at the end.
+    """A part of the terminal that is redrawn repeatedly, and erased at the end.
 
     draw: (width, height) -> lines made by `line`, cut off at the terminal's height. If standard
     output is not a terminal, `shown` is False and nothing is drawn. Ctrl-C ends the block without
@@ -340,7 +341,7 @@ class Screen:
         self._live = Live(
             _View(draw),
             console=terminal if self.shown else Console(quiet=True),
-            auto_refresh=False,  # a thread that draws would take its time from a running step
+            auto_refresh=False,  # a drawing thread would take its time from a running step
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,

@@ -1,9 +1,9 @@
 """Measuring: what machine this is and what it can do, times, peak memory, and results as data.
 
-A number is worth what is known about how it came about. So times are taken in turn (`alternate`), a
+A number is worth only what is known about its origin. So times are taken in turn (`alternate`), a
 machine's limits are measured rather than looked up, and `save` writes every repeat together with
-the commit, the machine and the command. Nothing here decides what to measure, or draws it: that is
-the stages' `benchmark.py`, `charts.py` and `report.py`.
+the commit, the machine and the command. What to measure is decided in the stages' `benchmark.py`;
+`charts.py` and `report.py` draw it.
 
 Units: seconds, bytes, GB/s (1e9 bytes), GFLOP/s (1e9 operations; a multiply and an add are two).
 """
@@ -56,8 +56,7 @@ Device = torch.device | str
 
 
 def processor() -> str:
-    """The processor's name as its maker writes it, or its architecture where the system does not
-    tell."""
+    """The processor's name as its maker writes it, or its architecture if the system names none."""
     name = ""
     if sys.platform == "linux":
         found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
@@ -75,8 +74,8 @@ def processor() -> str:
 
 
 def cpus() -> int:
-    """How many logical processors this process may use, which in a container are fewer than the
-    machine has."""
+    """How many logical processors this process may use; a container may have fewer than the
+    machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -122,8 +121,8 @@ def slug(described: Mapping[str, Any]) -> str:
 def git_state(untracked: bool = True) -> tuple[str | None, bool | None]:
     """The commit, and whether the code differs from it; (None, None) outside of a git checkout.
 
-    Results and texts do not count: the first benchmark of a round writes them, and the code of the
-    second is still clean. untracked: whether files that the commit does not have count.
+    Results and texts do not count: the first benchmark of a round writes them, and the second must
+    still find the code clean. untracked: whether files that are not in the commit count.
     """
     commit = _output("git", "rev-parse", "HEAD")
     if commit is None:
@@ -175,8 +174,8 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def rounds(names: Sequence[str], repeats: int) -> list[list[str]]:
-    """The order of running: every round has each name once, and begins with another one: A B C, B C
-    A, C A B, ..."""
+    """The order of the runs: every round has each name once and begins with the next: A B C, B C A,
+    C A B, ..."""
     return [
         [names[(start + i) % len(names)] for i in range(len(names))] for start in range(repeats)
     ]
@@ -188,11 +187,11 @@ Result = TypeVar("Result")
 def turns(
     variants: Mapping[str, Callable[[], Result]], repeats: int | Mapping[str, int], warmup: int = 1
 ) -> dict[str, list[Result]]:
-    """What all variants return, `repeats` times each, in turn, after `warmup` rounds that do not
-    count. Variants with fewer repeats than others sit out the last rounds.
+    """Run all variants in turn, `repeats` times each after `warmup` rounds that do not count, and
+    return their results. Variants with fewer repeats than others sit out the last rounds.
 
-    In turn, a slow minute of a shared machine affects all of them and not one; in rotated order,
-    none always follows the same other.
+    Because they take turns, a slow minute of a shared machine affects all variants, not just one.
+    Because the order rotates, no variant always follows the same other.
     """
     often = repeats if isinstance(repeats, Mapping) else dict.fromkeys(variants, repeats)
     results: dict[str, list[Result]] = {name: [] for name in variants}
@@ -207,24 +206,24 @@ def turns(
 def alternate(
     variants: Mapping[str, Callable[[], object]], repeats: int | Mapping[str, int], warmup: int = 1
 ) -> dict[str, list[float]]:
-    """The seconds that all variants take, in turn: see `turns`."""
+    """The seconds of each run of all variants, in turn: see `turns`."""
     return turns({name: partial(seconds, run) for name, run in variants.items()}, repeats, warmup)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The middle of repeated measurements, and the whole range that they covered."""
+    """The median of repeated measurements, and their whole range."""
 
     median: float
     low: float
     high: float
 
     def of(self, work: float) -> Summary:
-        """The rates at which `work` was done, if these were seconds."""
+        """The rates at which `work` was done, if these values are seconds."""
         return Summary(work / self.median, work / self.high, work / self.low)
 
     def show(self, digits: int = 1) -> str:
-        """For a table: the median, and the range behind it."""
+        """For a table: the median, followed by the range."""
         return f"{self.median:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f})"
 
 
@@ -241,9 +240,9 @@ class Limits:
     """The best that simple loops got out of this machine: reading memory once, and multiplying
     square matrices.
 
-    The best of many tries, not the median: a limit is what nothing goes beyond. On a shared machine
-    it moves with what the neighbours do, so a benchmark that puts a share of it beside its times
-    measures it afresh (`refresh`).
+    The best of many tries, not the median, because nothing may exceed a limit. On a shared machine
+    the limits depend on the neighbours, so a benchmark that reports shares of them measures them
+    anew (`refresh`).
     """
 
     device: str
@@ -289,7 +288,7 @@ def _kept(file: Path) -> dict[str, Limits]:
 
 
 def cache_folder() -> Path:
-    """Where this user's programs keep what they can make again."""
+    """Where this user's programs keep what they can recreate."""
     if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
         return Path(os.environ["LOCALAPPDATA"]) / "staircase"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "staircase"
@@ -300,8 +299,8 @@ def read_bandwidth(device: Device = "cpu", nbytes: int | None = None, budget: fl
     """GB/s at which all threads read `nbytes` once: the best of several ways to read, each tried
     for `budget` seconds.
 
-    `nbytes` None takes 1 GiB, or 1/16 of what memory is free: far more than a cache holds, or the
-    cache would be measured.
+    `nbytes` None takes 1 GiB, or 1/16 of the free memory: far more than a cache holds, so that
+    memory is measured and not the cache.
     """
     nbytes = nbytes or min(GIB, psutil.virtual_memory().available // 16)
     columns = 4096
@@ -329,8 +328,8 @@ def matmul_rate(
     sizes: Sequence[int] | None = None,
     budget: float = 0.5,
 ) -> float:
-    """GFLOP/s of square matrix products: the best over `sizes`, with the weight packed too where
-    this machine can."""
+    """GFLOP/s of square matrix products: the best over `sizes`, also with a packed weight if this
+    machine can pack."""
     sizes = sizes or ((1024, 2048) if torch.device(device).type == "cpu" else (4096, 8192))
     best = 0.0
     for size in sizes:
@@ -360,8 +359,8 @@ def peak_memory(module: str, arguments: Sequence[str] = (), interval: float = 0.
     own.
 
     Linux and Windows keep the peak themselves, so only a peak reached in the last `interval`
-    seconds can be missed; elsewhere the resident memory is sampled. Raises RuntimeError, with the
-    end of what the program said, if it fails.
+    seconds can be missed; elsewhere the resident memory is sampled. If the program fails, raises
+    RuntimeError with the end of its output.
     """
     command, peaks = [sys.executable, "-m", module, *arguments], dict[int, int]()
     with tempfile.TemporaryFile() as errors:  # a full pipe would stop the program
@@ -390,8 +389,8 @@ def process(initial: Callable[..., object] | None = None, *arguments: Any) -> Ex
 
 
 def peak_so_far(pid: int) -> int:
-    """Bytes of memory that a process has had at most until now; where the system does not keep
-    that, has now."""
+    """The most memory, in bytes, that a process has had so far; what it has now, if the system
+    keeps no peak."""
     if sys.platform == "linux":
         found = re.search(r"^VmHWM:\s+(\d+) kB", _read(Path(f"/proc/{pid}/status")), re.MULTILINE)
         return int(found[1]) * 1024 if found else 0
@@ -438,9 +437,9 @@ def content(
     seed: int = 0,
     order: str = "rotated rounds: A B C, B C A, C A B, ...",
 ) -> dict[str, Any]:
-    """`results`, every repeat of them, with what it takes to read or repeat them.
+    """`results` with every repeat, and what is needed to read or repeat them.
 
-    `kind` names what was measured, `order` in which order the variants ran.
+    `kind` names what was measured; `order` is the order in which the variants ran.
     """
     commit, dirty = git_state()
     return {
@@ -461,8 +460,8 @@ def content(
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write what `content` gave. Raises ValueError for NaN and infinity, which JSON does not have:
-    a measurement that is not a number is a mistake."""
+    """Write what `content` returned. Raises ValueError for NaN and infinity, which JSON does not
+    have: a measurement that is not a number is a mistake."""
     _write(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 

@@ -1,5 +1,5 @@
 """The names of models: embedded ones, known shapes, folders, and the hub's. Imports no torch, so
-that a misspelt one is refused at once."""
+that a misspelt name is refused at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _presets() -> dict[str, Config]:
         return presets
 
 
-PRESETS: dict[str, Config] = _presets()  # "tiny" is for tests: no weights of it exist
+PRESETS: dict[str, Config] = _presets()  # "tiny" is for tests: it has no weights
 
 
 def checked(name: str) -> str:

@@ -1,18 +1,18 @@
 """How OpenMP's threads wait for each other, chosen before PyTorch loads OpenMP.
 
 PyTorch computes with a team of threads, and after each operation the team waits for the next one.
-By default it spins: it asks again and again, for some milliseconds, before it sleeps. On an idle
-machine nothing is faster: sleeping threads took 1.7 times as long for one token of the embedded
-model. Beside programs that want the same processors, spinning uses up the time that the team's
-other threads need: on two processors, beside two busy programs, a token took 4 times its fair share
-of the time, and beside eight of them 13 times; with sleeping threads it took less than its share.
-No number of spins does both: 10,000 were 12 % slower than the default on the idle machine, and
-twice as slow as the share on the busy one.
+By default waiting threads spin: they check again and again, for some milliseconds, before they
+sleep. On an idle machine nothing is faster: sleeping threads took 1.7 times as long for one token
+of the embedded model. Beside programs that want the same processors, spinning uses up time that the
+team's other threads need. On two processors, a token took 4 times its fair share of the time beside
+two busy programs, and 13 times beside eight; with sleeping threads it took less than its share. No
+number of spins suits both: 10,000 were 12 % slower than the default on the idle machine, and twice
+as slow as the share on the busy one.
 
-So the machine is measured once, when a program starts. An idle one keeps the default; on a busy one
-threads sleep at once (OMP_WAIT_POLICY=PASSIVE). It stays like that until the program ends. A
-variable of `VARIABLES` in the environment is stronger. Programs started by this one measure anew,
-or inherit the choice if it was to sleep.
+So the machine is measured once, when a program starts. An idle machine keeps the default; on a busy
+one threads sleep at once (OMP_WAIT_POLICY=PASSIVE). The choice holds until the program ends. Any of
+`VARIABLES` in the environment overrides it. Programs started by this one measure again, or inherit
+the choice if it was to sleep.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _choice = ""
 def in_use(interval: float = INTERVAL) -> float | None:
     """The processors that other programs use, such as 1.0; None if psutil is not installed.
 
-    This one sleeps meanwhile, for `interval` seconds.
+    This program sleeps meanwhile, for `interval` seconds.
     """
     try:
         import psutil
@@ -41,7 +41,7 @@ def in_use(interval: float = INTERVAL) -> float | None:
 
 
 def choose(environ: MutableMapping[str, str] = os.environ) -> str:
-    """Set OMP_WAIT_POLICY in `environ` if the machine is busy, and nothing else was asked for.
+    """Set OMP_WAIT_POLICY in `environ` if the machine is busy and nothing else was requested.
 
     Returns how threads wait, and why, to follow "they wait". Only the first call chooses.
     """

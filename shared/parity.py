@@ -2,9 +2,9 @@
 
 One list of scenarios (scenarios.json) drives every stage; the oracle, the engine of the first
 stage, answers them too. In float64 all tokens must be equal. In float32 two engines add the same
-numbers in another order, so a first difference is allowed at a near tie: where the oracle's logits
-of the two tokens differ by less than 1e-3. In bfloat16, with 8 bits a number, a near tie is as wide
-as the rounding: see `near_tie`. Near ties are counted and shown.
+numbers in different orders, so a first difference is allowed at a near tie: where the oracle's
+logits of the two tokens differ by less than 1e-3. In bfloat16, with 8 significant bits, a near tie
+is as wide as the rounding: see `near_tie`. Near ties are counted and shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .config import Config
 
 NEAR_TIE = {torch.float64: 0.0, torch.float32: 1e-3}
 STEPS = 4
-LIKELIEST = 5  # log probabilities from the oracle; a token that is none of these ties with nothing
+LIKELIEST = 5  # log probabilities from the oracle; any other token ties with nothing
 
 
 class ParityError(AssertionError):
@@ -42,7 +42,7 @@ class Scenario:
 @dataclass
 class Parity:
     """How many tokens of how many sequences were compared, and where sequences parted at a near
-    tie, behind which nothing is compared."""
+    tie, after which nothing is compared."""
 
     tokens: int = 0
     sequences: int = 0
@@ -100,8 +100,8 @@ def compare(
 ) -> None:
     """Compare two lists of Outputs. Raises ParityError at a difference that is not a near tie.
 
-    `parity` counts. `expected` must have the oracle's log probabilities of its LIKELIEST tokens:
-    their differences are those of the logits.
+    `parity` keeps the counts. `expected` must have the oracle's log probabilities of its LIKELIEST
+    tokens: their differences are those of the logits.
     """
     for row, (want, have) in enumerate(zip(expected, got, strict=True)):
         parity.sequences += 1
@@ -117,7 +117,7 @@ def compare(
             gap = abs(oracle.token - dict(oracle.top).get(token, -math.inf))
             if gap < near_tie(dtype, oracle.highest):
                 parity.near_ties.append({"scenario": name, "row": row, "token": at, "gap": gap})
-                parity.tokens += at + 1  # those behind it answer different texts
+                parity.tokens += at + 1  # later tokens answer different texts
                 continue
             why = f"the oracle's logits of the two differ by {gap:.2g}"
         else:
@@ -132,8 +132,8 @@ def compare(
 def prove(engine: Any, oracle: Any, params_of: Any, only: list[str] | None = None) -> Parity:
     """Drive `engine` and `oracle` through all scenarios, or those named in `only`.
 
-    params_of: the class SamplingParams. Below float64, sampled scenarios are left out: a rounding
-    changes a draw, and a draw has no near ties. Raises ParityError.
+    params_of: the class SamplingParams. Below float64, sampled scenarios are left out: rounding can
+    change a draw, and a draw has no near ties. Raises ParityError.
     """
     parity, dtype = Parity(), oracle.model.dtype
     for scenario in scenarios(oracle.model.config):

@@ -73,9 +73,9 @@ def transformers_batch(
 class TransformersContinuous:
     """`transformers`' continuous batching, with the rows, cache and token budget of an engine.
 
-    Use it in a `with`: it runs in a thread of its own, which ends with the block, after an error at
-    once. Prompts share nothing, and end-of-text ends no answer. `passes` counts the forward passes
-    of the last call.
+    Use it in a `with`: it runs in a thread of its own, which ends with the block, or at once after
+    an error. Prompts share nothing, and end-of-text ends no answer. `passes` counts the forward
+    passes of the last call.
     """
 
     def __init__(self, model: Any, slots: int, slot_tokens: int, token_budget: int) -> None:
@@ -134,7 +134,7 @@ class TransformersSequence:
 
     @torch.inference_mode()
     def feed(self, ids: list[int]) -> torch.Tensor:
-        """The logits (V,) of the token after `ids`, which follow those that were fed before."""
+        """The logits (V,) of the token after `ids`, which continue those fed before."""
         tokens = torch.tensor([ids], device=self._model.device)  # (1, T)
         out = self._model(tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._cache = out.past_key_values

@@ -1,8 +1,8 @@
 """Where time goes, by PyTorch's profiler: the dominant operators of a run, for the benchmarks and
 `python -m shared.course.profile`.
 
-Watching costs time, most of all around small operators: the shares are good to a few per cent, and
-for speeds there are the benchmarks.
+Profiling itself costs time, mostly around small operators: the shares are good to a few per cent.
+For speeds, use the benchmarks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity
 from . import linear, measure
 
 # Products with a weight: operator -> (place of x, place of the weight, whether the weight is (out,
-# in)). Without those that only call one of these, as aten::linear does, or each product would count
-# twice.
+# in)). Operators that only call one of these, as aten::linear does, are left out, or each product
+# would count twice.
 PRODUCTS = {
     "aten::addmm": (1, 2, False),
     "aten::mm": (0, 1, False),
@@ -72,7 +72,7 @@ class Total:
 
 
 def record(run: Callable[[], object], warmup: int = 1) -> Any:
-    """Run `run` once under the profiler, after `warmup` times without; returns the finished
+    """Run `run` once under the profiler, after `warmup` runs without it; returns the finished
     torch.profiler.profile."""
     for _ in range(warmup):
         run()
@@ -89,12 +89,12 @@ def record(run: Callable[[], object], warmup: int = 1) -> Any:
 def dominant(
     recorded: Any, dtype: torch.dtype = torch.float32, rows: int = 10
 ) -> list[dict[str, Any]]:
-    """The `rows` operators that took most time, the first most; `dtype` is that of the weights.
+    """The `rows` operators that took the most time, longest first; `dtype` is that of the weights.
 
     Each is {"operator", "product" ("1 x 768 -> 2304" or None), "kind", "calls", "seconds", "share"
     (0 to 1, of the time of all operators), "gb_s" (of weights read), "gflops"}; the last two are
-    None where no weight is multiplied. Time is an operator's own, without that of others it calls;
-    on CUDA the time of its kernels.
+    None where no weight is multiplied. An operator's time excludes that of operators it calls; on
+    CUDA it is the time of its kernels.
     """
     entries = [
         each
@@ -120,8 +120,8 @@ def dominant(
 def profile(
     run: Callable[[], object], rows: int = 10, dtype: torch.dtype = torch.float32, warmup: int = 1
 ) -> list[dict[str, Any]]:
-    """Run `run` under the profiler, after `warmup` times without: its dominant operators, as
-    `dominant` gives them."""
+    """Run `run` under the profiler, after `warmup` runs without it; returns its dominant operators,
+    as `dominant` does."""
     return dominant(record(run, warmup), dtype, rows)
 
 

@@ -1,8 +1,8 @@
-"""What every `python -m` command does before its own imports, which take seconds with PyTorch's.
+"""What every `python -m` command does before its own imports, which take seconds with PyTorch.
 
 `shared/__init__.py` calls `begin` while Python looks the command up. So something is on the screen
-at once, Ctrl-C and a package that is not installed end without a traceback, and the options of a
-program that needs PyTorch for its first line are checked before that is loaded.
+at once; Ctrl-C and a missing package end the program without a traceback; and options are checked
+before PyTorch loads, even if a program needs it from its first line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import TracebackType
 from .paths import ROOT
 
 INSTALL = "python3 -m venv .venv && .venv/bin/python -m pip install -r requirements.txt"
-# Programs without other options than this one, by the end of their module's name.
+# Programs with this one option, by the end of their module's name.
 FLAGS = {"benchmark": "--quick", "crosscheck": "--quick", "report": "--check"}
 
 

@@ -92,7 +92,7 @@ def forward_cost(
 
 
 def naive_costs(config: Config, dtype: torch.dtype, lengths: Lengths) -> list[Cost]:
-    """Of passes that compute everything again, one request after the other."""
+    """The costs of passes that compute everything again, one request after another."""
     return [
         forward_cost(config, dtype, prompt + done)
         for prompt, answer in lengths
@@ -101,8 +101,8 @@ def naive_costs(config: Config, dtype: torch.dtype, lengths: Lengths) -> list[Co
 
 
 def static_costs(config: Config, dtype: torch.dtype, lengths: Lengths, size: int = 1) -> list[Cost]:
-    """Of the passes of static batches of `size` requests: all rows as wide as the longest prompt of
-    their batch, to its last token."""
+    """The costs of the passes of static batches of `size` requests: every row is as wide as the
+    longest prompt of its batch, and runs to the batch's last token."""
     costs = []
     for start in range(0, len(lengths), size):
         batch = lengths[start : start + size]
@@ -116,7 +116,8 @@ def static_costs(config: Config, dtype: torch.dtype, lengths: Lengths, size: int
 
 @dataclass(frozen=True)
 class Part:
-    """What a pass computes of a request, named by a number: `count` tokens after `cached`."""
+    """What a pass computes of a request, which is identified by a number: `count` tokens after
+    `cached`."""
 
     request: int
     cached: int
@@ -125,7 +126,8 @@ class Part:
 
 
 def pass_cost(config: Config, dtype: torch.dtype, parts: Sequence[Part]) -> Cost:
-    """Of one packed pass: weights are read once for all parts, and each part's cache by itself."""
+    """The cost of one packed pass: weights are read once for all parts, and each part reads its own
+    cache."""
     sampled = sum(part.samples for part in parts)
     weights = forward_cost(config, dtype, 0, sampled=sampled)
     each = [forward_cost(config, dtype, part.count, part.cached, sampled=0) for part in parts]

@@ -128,7 +128,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _echo(server: OwnServer) -> None:
-    """Show what follows the line that says that the server is ready, until the process ends."""
+    """Show the log after the line that reports the server ready, until the process ends."""
     with server.log.open(encoding="utf-8", errors="replace") as log:
         while not log.readline().startswith(READY):
             pass

@@ -1,4 +1,4 @@
-"""How tokenizer files spell bytes and ends of text, and what is done with text that is no text."""
+"""How tokenizer files spell bytes and ends of text, and how malformed text is repaired."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def well_formed(text: str) -> str:
-    """The text with surrogates, which UTF-8 lacks, joined where two make a pair, else replaced."""
+    """The text without surrogates, which UTF-8 lacks: pairs are joined, all others replaced."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -2,7 +2,7 @@
 
 Two choices differ from `transformers`. A special token in the user's text is plain text, so that
 typing <|endoftext|> does not end a document. And an id without a token decodes to its number,
-because vocabularies of models are padded.
+because models' vocabularies are padded.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class IdTokenizer:
 
 
 class AnyTokenizer(Protocol):
-    """What all tokenizers are. `eos_id`: the token that ends a text, or None."""
+    """What every tokenizer offers. `eos_id`: the token that ends a text, or None."""
 
     vocab_size: int
     eos_id: int | None
@@ -142,7 +142,7 @@ class AnyTokenizer(Protocol):
 class IncrementalDecoder:
     """Decodes a stream of ids. The bytes of a character are held back until it is complete.
 
-    The results of `push`, and `flush` at the end, are together `decode` of all the ids.
+    The results of `push`, and of `flush` at the end, add up to `decode` of all the ids.
     """
 
     def __init__(self, tokenizer: AnyTokenizer) -> None:
@@ -165,7 +165,8 @@ def has_tokenizer(folder: Path | None) -> bool:
 
 def load_tokenizer(folder: str | Path | None) -> AnyTokenizer:
     """The tokenizer of `Checkpoint.folder`; bytes if that is None (random weights of a preset).
-    tokenizer.json decides where there is one: the two other files do not tell how text is cut."""
+    A tokenizer.json decides if there is one, because the two other files do not say how text is
+    cut."""
     if folder is None:
         return ByteTokenizer()
     if (Path(folder) / "tokenizer.json").exists():

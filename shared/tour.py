@@ -1,8 +1,8 @@
 """The tour of all stages: `python -m shared.tour`.
 
-The one door from the ground floor of `shared` to the floor above, so that the first command of the
-README stays short. Nothing else on the ground floor imports `course`, `bench` or a stage. The
-options are here and not in course/tour.py, which imports PyTorch: a wrong one is reported at once.
+The only module on the ground floor of `shared` that imports from the floor above, so that the
+README's first command stays short. No other imports `course`, `bench` or a stage. The options are
+here, not in course/tour.py, which imports PyTorch, so that a wrong one is reported at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sliding windows: in some layers of some models a query sees only the last `window` tokens.
 
-A cache makes the attention of a pass for one window. `by_layer` makes one for each window that the
-layers have, and calls that of the layer.
+A cache makes the attention of a pass for one window. `by_layer` makes one for each distinct window,
+and each layer runs its own.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .config import ALL
 
 
 def sees(queries: Tensor, end: int, window: int) -> Tensor:
-    """Queries at positions (..., T) see, of the keys at 0..end-1, (..., T, end): their own and the
-    `window` - 1 before it."""
+    """Which of the keys at 0..end-1 the queries at positions (..., T) see, as (..., T, end): their
+    own and the `window` - 1 before it."""
     keys, queries = torch.arange(end, device=queries.device), queries[..., None]
     return (keys <= queries) & (keys > queries - window)
 
 
 def by_layer(windows: Sequence[int], make: Callable[[int], Any]) -> Any:
-    """The attention of one pass that `make` makes for a window, for layers with `windows`; empty:
-    no layer has one."""
+    """The attention of one pass for layers with these `windows` (empty: no layer has one); `make`
+    makes it for one window."""
     kinds = {window: make(window) for window in set(windows) or {ALL}}
     return ByLayer(windows, kinds) if len(kinds) > 1 else kinds.popitem()[1]
 
