@@ -83,7 +83,7 @@ def events(text: str) -> list[Any]:
 
 
 def first_frame(server: Any) -> dict[str, Any]:
-    """The state of a server as a page shows it."""
+    """The state of a server, as the page would show it."""
     with httpx2.stream("GET", f"{server.url}/live", trust_env=False, timeout=HANG) as live:
         line = next(line for line in live.iter_lines() if line)
     return json.loads(line.removeprefix("data: "))
@@ -121,7 +121,7 @@ def until_idle(server: Any) -> dict[str, float]:
 
 
 def ended(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Of a server's metrics: sequences that have ended, by reason."""
+    """Sequences that have ended, by reason, from a server's metrics."""
     name = 'vllm:request_success_total{finished_reason="%s"}'
     return {reason: numbers[name % reason] for reason in ("stop", "length", "abort", "error")}
 

@@ -81,9 +81,9 @@ def serving(
 
 @pytest.fixture(scope="session")
 def house() -> Iterator[House]:
-    """house(*arguments, env=...): a server in a process that it shares with others, quick to start.
+    """house(*arguments, env=...): a server in a process shared with others, so quick to start.
 
-    For tests that neither stop it nor look at its process. It can fail: see faulty_server.py.
+    For tests that neither stop it nor look at its process. faulty_server.py makes it fail.
     """
     with python(["-m", MODULE, "many"], environment()) as process:
 
@@ -117,7 +117,7 @@ def server(house: House) -> Iterator[Running]:
     """One server on the embedded model for all tests; none may break or stop it."""
     running = house(*FEW_BLOCKS)
     yield running
-    log = running.stderr()  # the others in its process have planted faults alone
+    log = running.stderr()  # the others in its process only have planted faults
     assert running.process.poll() is None, log
     assert log.count("Traceback") == log.count("RuntimeError: a planted fault"), log
 
@@ -132,7 +132,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="session")
 def slowly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The variable by which each pass of a server takes 10 ms longer."""
+    """The variable that makes each pass of a server take 10 ms longer."""
     fault = Fault(tmp_path_factory.mktemp("pace") / "fault")
     fault.plant("0.01")
     return {VARIABLE: str(fault.file)}

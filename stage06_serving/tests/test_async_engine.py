@@ -36,7 +36,7 @@ async def test_the_tokens_are_those_of_the_first_stage(gated, expected):
 
 
 async def test_samples_of_a_prompt_share_its_blocks(gated, tiny_model):
-    """All of them are read at once, and each token belongs to its ticket."""
+    """They are read together, and each token belongs to its ticket."""
     options: dict[str, Any] = {"max_tokens": 6, "temperature": 1, "ignore_eos": True}
     sampling = [SamplingParams(seed=seed, **options) for seed in range(3)]
     prompt = prompt_of(10)
@@ -51,7 +51,7 @@ async def test_samples_of_a_prompt_share_its_blocks(gated, tiny_model):
 
 
 async def test_a_slow_reader_delays_no_other(engine, expected):
-    """Its tokens are kept, and are never more than its answer."""
+    """Its tokens are kept, at most one answer's worth."""
     slow, quick = prompt_of(5, 1), prompt_of(7, 2)
     async with started(engine()) as running:
         stalled = submit(running, slow, 40)
@@ -67,7 +67,7 @@ async def test_a_slow_reader_delays_no_other(engine, expected):
 
 
 async def test_a_deadline_ends_the_waiting(gated):
-    """What has arrived is read before, and does not wait for the end."""
+    """Tokens that have arrived are read first; they do not wait for the end."""
     async with gated() as (running, made, gate):
         ticket, read = submit(running, prompt_of(4), 5), []
         gate.allow(1)
@@ -81,7 +81,8 @@ async def test_a_deadline_ends_the_waiting(gated):
 
 
 async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
-    """Listeners get it before the tickets' times change: they take the gap to the last token."""
+    """Listeners hear of it before the tickets' times change: they measure the gap since the last
+    token."""
     steps: list[tuple[list[Ticket], list[Ticket]]] = []
     known: list[bool] = []
 
@@ -107,7 +108,7 @@ async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
 
 
 async def test_an_abort_is_heard_within_two_steps(gated, expected):
-    """Of a running request, and of one that waits and is never run."""
+    """For a running request, and for a waiting one, which then never runs."""
     prompts = [prompt_of(6 + n, n) for n in range(3)]
     async with gated(max_sequences=2) as (running, made, gate):
         leaves, stays, waits = (submit(running, prompt, 30) for prompt in prompts)
@@ -241,7 +242,7 @@ async def test_requests_that_outlast_the_grace_end_with_an_error(gated):
 
 @pytest.mark.parametrize("ends", [True, False], ids=["it ends", "the grace ends"])
 async def test_draining_waits_for_other_work_too(engine, ends):
-    """A prompt that is scored is not a sequence, but its client waits as well."""
+    """Scoring a prompt makes no sequence, but its client waits, too."""
     goes_on = threading.Event()
     async with started(engine()) as running:
 
@@ -265,7 +266,7 @@ async def test_draining_waits_for_other_work_too(engine, ends):
 
 
 async def test_a_defect_in_adding_ends_all_samples_and_nothing_else(engine, expected):
-    """The tickets of requests that the engine does not know end too, and their places are free."""
+    """Tickets of requests that the engine does not know end, too, and free their places."""
     made, prompt, added = engine(), prompt_of(4), []
     add = made.add
 
@@ -285,7 +286,8 @@ async def test_a_defect_in_adding_ends_all_samples_and_nothing_else(engine, expe
 
 
 async def test_a_failing_step_ends_only_its_requests(engine, expected):
-    """Two run when it fails, and two wait: these get their tokens, and so does a later request."""
+    """Two run when it fails, and two wait. The waiting ones and a later request get their
+    tokens."""
     made, prompts = engine(max_sequences=2), [prompt_of(4 + i, i) for i in range(5)]
     Passes(made.engine.runner, {3})
     async with started(made) as running:
@@ -311,7 +313,7 @@ async def test_only_failures_in_a_row_count(engine, expected):
 
 @pytest.mark.parametrize(("which", "lives"), [({1}, True), ({1, 2, 3}, False)])
 async def test_the_probe_finds_out_when_no_request_is_left(engine, which, lives):
-    """One request fails, and no other comes: a broken engine must not seem well for that."""
+    """One request fails, and no other comes: a broken engine must not look healthy."""
     made = engine()
     Passes(made.engine.runner, which)
     async with started(made) as running:
@@ -322,7 +324,7 @@ async def test_the_probe_finds_out_when_no_request_is_left(engine, which, lives)
 
 @pytest.mark.parametrize("error", [RuntimeError(), SystemExit()], ids=["always", "thread ends"])
 async def test_nothing_waits_for_a_dead_engine(engine, error):
-    """Running and waiting requests and calls are all answered."""
+    """Running requests, waiting ones and calls all get an answer."""
     made, ended = engine(max_sequences=1), list[Ticket]()
     Passes(made.engine.runner, range(2, 1000), error)
     async with started(made) as running:

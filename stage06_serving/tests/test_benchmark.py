@@ -28,7 +28,7 @@ TINY = replace(
 
 
 def thread(initial=None, *arguments):
-    """In place of a process: it starts at once."""
+    """A thread instead of a process: it starts at once."""
     return ThreadPoolExecutor(1, initializer=initial, initargs=arguments)
 
 
@@ -71,7 +71,7 @@ def test_both_sides_did_the_same_work_and_every_answer_was_proved(results):
                 assert cpu.keys() == mine and min(cpu.values()) >= 0
         least, most = benchmark.predicted(group)
         assert 0 < least <= most < 100
-    # Offline the next request follows as soon as one has ended.
+    # Offline, the next request starts as soon as one has ended.
     assert passes == [2 * 12, 2 * 12, 20, 3]
 
 
@@ -121,4 +121,4 @@ def test_the_engine_alone_is_made_by_the_server_s_own_command_line():
         assert (settings.model, settings.dtype, settings.linear) == (model, dtype, "packed")
         assert settings.random_weights == (model != "stories")
         assert settings.threads == torch.get_num_threads()
-        assert not settings.prefix_caching  # a repeat must not find what the run before computed
+        assert not settings.prefix_caching  # a repeat must not find what an earlier run computed

@@ -34,7 +34,7 @@ from .conftest import checkpoint
 
 NONE = openai.NOT_GIVEN
 QUESTION = "Tell me a story."
-END = "<|im_end|>"  # of a turn, for the model with a chat template of its own
+END = "<|im_end|>"  # of a turn, for the model with its own chat template
 REFUSING = """\
 {% if messages[0].role == 'system' %}{{ raise_exception('no system prompt') }}{% endif %}"""
 TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the fox"}]
@@ -71,8 +71,8 @@ def test_choices_are_prompt_major(client):
 
 
 def test_the_default_limits(client):
-    """Sixteen tokens, and in a chat the rest of the context. Issue 10380 of llama.cpp: a prompt
-    that was too long ended the process."""
+    """Sixteen tokens, and in a chat the rest of the context. Issue 10380 of llama.cpp: too
+    long a prompt ended the process."""
     long = (TOKENIZER.encode(PROMPT) * 256)[:1023]
     for prompt, limit, tokens in ((PROMPT, NONE, 16), (PROMPT, None, 16), (long, NONE, 1)):
         answer = complete(client, prompt, max_tokens=limit, extra_body=IGNORE)
@@ -86,7 +86,7 @@ def test_the_default_limits(client):
 
 
 def test_a_token_may_end_the_text(client):
-    """The end-of-text token has no text, and it counts."""
+    """The end-of-text token has no text, but it counts."""
 
     def ended(**body: Any) -> tuple[Any, ...]:
         answer = complete(client, logit_bias={str(TOKENIZER.eos_id): 100}, extra_body=body)
@@ -218,7 +218,7 @@ def talker(house, tmp_path_factory):
 
 
 def test_a_chat_is_tokenized_as_transformers_does(talker):
-    """Control tokens of a client are text."""
+    """Control tokens in a client's message are plain text."""
     server, tokenizer = talker
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML)
     want = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)

@@ -54,7 +54,7 @@ class TestPaged(Adapted):
 
 
 class Slotted(Adapted):
-    """Engines whose requests have a slot each. To the page a slot is a block, and it has the number
+    """Engines whose requests have a slot each. The page shows a slot as a block, with the number
     of its request."""
 
     def names(self, engine: Any) -> list[set[str]]:
@@ -137,7 +137,7 @@ class TestStatic(Slotted):
         return Batches(Static(model_of(weights), sequences), sequences, 1000)
 
     def test_no_request_joins_a_batch_and_an_abort_does_not_end_it(self):
-        """It is padded, and a row that has ended is computed on to its end."""
+        """The batch is padded, and a row that has ended is still computed until the batch ends."""
         engine = self.engine(2)
         asked = ((5, 6, "a"), (9, 9, "b"), (4, 2, "c"), (3, 2, "d"))
         stays, leaves, waits, late = (ask(engine, *each) for each in asked)
@@ -165,7 +165,7 @@ class TestSequential(Slotted):
         return Batches(OneByOne(model_of(weights)), 1, 1000)
 
     def test_one_request_at_a_time(self):
-        """In order of arrival; an abort makes room for the next."""
+        """Requests run in order of arrival; an abort makes room for the next."""
         engine = self.engine()
         requests = [ask(engine, *each) for each in ((9, 3, "a"), (5, 30, "b"), (4, 2, "c"))]
         for _ in range(5):
@@ -281,7 +281,7 @@ def test_a_crowd_gets_the_answers_of_stage_01(house, tiny_folder, name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_of_the_command_line_answers_as_stage_01(tiny_folder, kind):
-    """Its memory is for whole contexts, and there are no blocks."""
+    """Its memory holds whole contexts, without blocks."""
 
     def made(*options: str) -> Any:
         arguments = ["--model", str(tiny_folder), "--linear", "plain", "--dtype", "float64"]

@@ -29,7 +29,7 @@ SCORED = SHORT | {"max_tokens": 0, "echo": True, "logprobs": 1}  # the prompt al
 
 
 async def idle(inside: Inside) -> None:
-    """Until no block is owned, and long before the end of a LONG answer."""
+    """Wait until no block is owned, which must be long before the end of a LONG answer."""
     await until(lambda: not (inside.engine.requests or inside.engine.scheduler.pool.owned))
     assert len(inside.engine.steps) < 900
 
@@ -41,7 +41,7 @@ async def numbers(inside: Inside, *names: str) -> list[float]:
 
 
 async def watch(inside: Inside) -> tuple[Asking, dict[str, Any]]:
-    """An open page, and its first frame."""
+    """Open a page; returns it and its first frame."""
     page = inside.begin("/live")
     await until(lambda: page.heard.body)
     return page, next(page.heard.events())
@@ -70,7 +70,7 @@ async def test_an_answer_is_a_stream_only_where_one_was_asked_for():
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_before_its_answer_ends_it(stream):
-    """The first in the middle of it, the second in the queue: it is never served."""
+    """The first leaves in mid-answer, the second while queued: it is never served."""
     async with Inside.serving(max_sequences=1) as inside:
         clients = [inside.begin(PATH, LONG | {"stream": stream}) for _ in range(2)]
         await inside.passes(5)
@@ -118,7 +118,7 @@ async def test_work_is_cancelled_when_its_client_leaves_and_not_before():
         gone.set()
         with pytest.raises(ApiError, match="has disconnected"):
             await waiting
-        assert ended == ["work"] * 3  # it has ended by now, and nothing else is left
+        assert ended == ["work"] * 3  # it has ended by now; nothing is left behind
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -126,7 +126,7 @@ async def test_work_is_cancelled_when_its_client_leaves_and_not_before():
 async def test_a_late_answer_ends_in_the_engine_too(fields):
     async with Inside.serving(request_timeout=0.1) as inside:
         answer = await inside.ask(PATH, LONG | fields)
-        if "stream" in fields:  # it must not just end
+        if "stream" in fields:  # it must not merely stop
             *_, error, done = answer.events()
             assert (error["error"]["code"], done) == (504, "[DONE]")
         else:
@@ -136,7 +136,7 @@ async def test_a_late_answer_ends_in_the_engine_too(fields):
 
 @pytest.mark.parametrize("tokens", [0, 1000])
 async def test_a_late_echo_is_answered_504(tokens):
-    """The prompt is scored before an answer begins, and the time for it counts."""
+    """The prompt is scored before an answer begins, and that time counts."""
     async with Inside.serving(request_timeout=0.1) as inside:
         gate, beside = await blocked(inside)
         body = LONG | SCORED | {"max_tokens": tokens, "stream": True}
@@ -148,7 +148,7 @@ async def test_a_late_echo_is_answered_504(tokens):
 
 
 async def test_the_loop_answers_while_the_engine_computes():
-    """/health, and refusals: prompts that are scored take places of sequences, too."""
+    """/health answers, and refusals go out: a prompt being scored takes up a place, too."""
     async with Inside.serving(max_sequences=2, max_queue=3) as inside:
         gate, running = await blocked(inside)
         bodies = [SCORED | {"stream": number % 2 == 0} for number in range(7)]
@@ -168,7 +168,7 @@ async def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
     """Catches a deadline that is only checked between two tokens."""
 
     async def full(asking, message):
-        """As a socket whose other end does not read."""
+        """Behaves like a socket whose other end does not read."""
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
@@ -197,7 +197,7 @@ async def test_the_number_of_watching_pages_is_limited():
 
 
 async def test_the_first_frame_is_true_though_no_page_was_open():
-    """Blocks that stay in the prefix cache are on the map, and earlier steps are in it."""
+    """Its map has the blocks that stay in the prefix cache, and its steps include earlier ones."""
 
     def seen():
         return [step["number"] for frame in early.heard.events() for step in frame["steps"]]
@@ -234,7 +234,7 @@ async def test_a_dead_engine_is_reported_and_can_be_stopped():
 
 @pytest.mark.parametrize(("fault", "status"), [(None, 500), (SystemExit(), 503)])
 async def test_a_stream_that_fails_has_an_error_event(fault, status):
-    """The official client takes a stream that just ends for a whole answer."""
+    """The official client takes a stream that merely stops for a complete answer."""
     async with Inside.serving() as inside:
         Passes(inside.engine.runner, {5}, fault)
         answer = await inside.ask(PATH, LONG | {"stream": True})

@@ -40,7 +40,8 @@ class Expected:
         return text if "\ufffd" not in text else "bytes:" + "".join(f"\\x{one:02x}" for one in data)
 
     def offsets(self, *parts: list[bytes]) -> list[int | None]:
-        """The place of the character of each token that has text. No character spans two parts."""
+        """Where each token's character begins, for tokens with text. No character spans two
+        parts."""
         offsets: list[int | None] = []
         start = 0
         for part in parts:
@@ -62,7 +63,7 @@ def expected(house, tiny_folder):
 @pytest.mark.parametrize("more", [{}, {"echo": True}, {"echo": True, "max_tokens": 0, "n": 1}])
 @pytest.mark.parametrize("top", [0, 1, 20])
 def test_logprobs_of_completions(expected, top, more):
-    """The first token of a prompt has none. No sampling option changes one."""
+    """A prompt's first token has none. Sampling options change none."""
     body = {
         "prompt": PROMPTS,
         "max_tokens": 40,
@@ -142,7 +143,7 @@ def test_logprobs_of_a_chat(expected, top):
 
 
 def test_an_echo_needs_no_logprobs_and_one_body_has_a_bounded_number(client):
-    """More of them are an error, and a stream may have them."""
+    """More of them get an error, but a stream may have them."""
     two = complete(client, [PROMPT, OTHER], echo=True, max_tokens=0).choices
     texts = [(each.index, each.text, each.logprobs) for each in two]
     assert texts == [(0, PROMPT, None), (1, OTHER, None)]

@@ -101,9 +101,9 @@ def test_help_shows_every_option_and_its_variable(capsys):
 
 
 def test_what_stops_the_start(capsys, tmp_path, monkeypatch):
-    """A template or a model that is missing, a host that is elsewhere or nowhere. The port is
-    opened before the model is loaded, and closed again: a program that catches the error and tries
-    again must get it."""
+    """A missing template or model, a host that is elsewhere or unknown. The port is opened before
+    the model is loaded, and closed on failure: a program that catches the error and tries again
+    must get it."""
     status, shown = ended(capsys, "--chat-template", str(tmp_path / "absent.json"))
     assert status == 2 and shown.startswith("error: --chat-template")
     for host in ("nowhere.invalid", "192.0.2.1"):
@@ -138,7 +138,7 @@ def test_the_libraries_objects_are_not_collected(interruptible, tiny_folder, mon
 
 
 def test_the_engine_has_the_settings(tiny_folder):
-    """Memory that is not there stops the start."""
+    """Memory that the machine lacks stops the start."""
     options = "--max-sequences 3 --block-size 8 --kv-memory 64KiB --swap-memory 8KiB"
     arguments = ["--model", str(tiny_folder), *options.split(), "--dtype", "float64"]
 
@@ -207,7 +207,7 @@ def test_a_server_without_a_template_has_no_chats(locked):
 
 
 def test_every_route_but_three_needs_a_key(locked):
-    """Those of the schema, and some that it does not show."""
+    """The routes in the schema, and some that it does not show."""
     paths = get(locked, "/openapi.json", headers=KEY).json()["paths"]
     routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]
     assert len(routes) >= 11

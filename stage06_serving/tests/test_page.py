@@ -106,7 +106,7 @@ class Page:
         self["start"].click()
 
     def ask(self, meanwhile: Callable[[], object] = lambda: None, **values: str) -> None:
-        """Start, and wait for the end of the answer, with repeated calls of `meanwhile`."""
+        """Start, and wait for the end of the answer, calling `meanwhile` again and again."""
         self.start(**{"prompt": "x", "temperature": "0"} | values)
         self.until(lambda: meanwhile() or self["status"].text.startswith("Done"))
 
@@ -134,7 +134,7 @@ class Page:
 
 @pytest.fixture
 def page(browser, served):
-    """The page, live and idle; the browser's log must stay without errors."""
+    """The page, live and idle; the browser's log must stay free of errors."""
     until_idle(served)
     browser.get_log("browser")
     page = Page(browser, served.url)
@@ -272,7 +272,7 @@ def test_a_phone_needs_no_horizontal_scrolling(page):
 
 
 def test_pictures_follow_the_scheme_hold_when_frozen_and_need_no_animation(page):
-    """With reduced motion there is one now and then, and none in the browser's frames."""
+    """With reduced motion, a picture is painted now and then, outside the browser's frames."""
 
     def shown():
         return *(page.picture(name) for name in ("map", "timeline", "rates")), page["steps"].text
@@ -301,7 +301,8 @@ def test_pictures_follow_the_scheme_hold_when_frozen_and_need_no_animation(page)
 
 
 def test_no_two_sequences_that_run_look_alike(page, served):
-    """Two that run though 259 came and went between them: their blocks, and a free one."""
+    """Two running sequences, although 259 came and went between them; their blocks, and a free
+    one."""
     running = [["sequence-1", 0], ["sequence-261", 260]]
     shown = {"running": running, "map": [[0, 1], [260, 1], [-1, 62]]}
     frame = json.dumps(f"data: {json.dumps(first_frame(served) | shown)}\n\n")
@@ -339,12 +340,12 @@ def test_nothing_comes_from_another_host(page, served):
         "fetch('http://127.0.0.2:9/').then(() => arguments[0]('sent'), "
         "error => arguments[0](error.message))"
     )
-    assert result != "sent"  # by the page's own rule, not for the missing server
+    assert result != "sent"  # by the page's own policy, not because no server is there
     assert any("Content Security Policy" in error for error in page.errors())
 
 
 def test_a_key_is_asked_for_and_large_pools_are_drawn(browser, house, reciter):
-    """70,000 blocks are more than a frame has: the page notes it. Without the sanitizer, which
+    """A frame holds fewer than 70,000 blocks, and the page says so. The sanitizer is off: it
     would check all of them."""
     many = ("--block-size", "1", "--kv-memory", f"{70_000 * 512}", "--no-sanitize")
     running = house("--model", str(reciter), "--api-key", "open-sesame", *many)
@@ -367,7 +368,7 @@ def test_a_key_is_asked_for_and_large_pools_are_drawn(browser, house, reciter):
     assert re.fullmatch(r"the first (6|7|8)\d of 70,000 blocks of 1 tokens", shown)
     page.ask(max_tokens="300")
     page.shows("map-size", "the first 5")  # more are drawn
-    assert high < page["map"].size["height"] < 360  # the more blocks, the smaller
+    assert high < page["map"].size["height"] < 360  # the more blocks, the smaller each
     stored = page.run("return [localStorage.length, sessionStorage.length, document.cookie]")
     assert stored == [0, 0, ""]
     assert all("status of 401" in error for error in page.errors())
@@ -398,7 +399,8 @@ def test_the_page_reports_a_lost_server_and_finds_it_again(browser, house, recit
 
 
 def test_a_conversation_goes_on_until_a_new_one_begins(browser, house):
-    """With the model that --chat serves. Each message is asked with all that was said before."""
+    """With the model that --chat serves. Each message is sent with the whole conversation so
+    far."""
     page = Page(browser, house("--chat", "--kv-memory", "2MiB").url)
     page.until(page["new-chat"].is_displayed)  # the form is for messages
     assert not page["samples"].is_displayed() and "Pim" in page["prompt"].get_attribute("value")

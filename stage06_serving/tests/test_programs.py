@@ -23,7 +23,7 @@ BROKEN = 'data: {"error": {"message": "it broke"}}'
 
 @pytest.fixture
 def answering():
-    """answering(answer): an address that answers one request with these bytes, and closes."""
+    """answering(answer): an address that answers one request with these bytes, then closes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer(data):

@@ -87,7 +87,8 @@ def test_refused_fields_may_be_sent_empty(name):
 @examples
 @given(st.sampled_from(KINDS), st.data())
 def test_any_body_is_accepted_or_refused_briefly(kind, data):
-    """Nothing else is raised. An error does not repeat the body: a log or a page may show it."""
+    """Nothing else is raised. No error repeats the body, because a log or a page may show the
+    error."""
     names = st.sampled_from([*kind.model_fields, "tools", "anything"])
     markers = st.just("marker" * 200) | st.just(["marker" * 200] * 3)
     try:
@@ -99,7 +100,7 @@ def test_any_body_is_accepted_or_refused_briefly(kind, data):
         assert len(json.dumps(error_body(400, message, field)).encode()) < LARGEST_ERROR
 
 
-HALF = "a \ud800"  # JSON can express it and UTF-8 cannot: it has no tokens, no answer repeats it
+HALF = "a \ud800"  # JSON can express it, UTF-8 cannot: no tokens, and no answer can repeat it
 HALVES = [
     *((kind, "prompt", HALF) for kind in (CompletionBody, GenerateBody, TokenizeBody)),
     *((CompletionBody, "prompt", ["a", "\udfff"]), (CompletionBody, "stop", HALF)),
@@ -123,7 +124,7 @@ FULL: list[Any] = [
 
 
 def test_a_refusal_names_its_field_and_is_brief():
-    """How long a list may be: the table below."""
+    """The table below tests how long a list may be."""
     for kind, field, value in (
         *HALVES,
         *((CompletionBody, "logit_bias", bias) for bias in BIASES),
@@ -143,7 +144,7 @@ def test_a_refusal_names_its_field_and_is_brief():
     [(5, [5, 6, 7]), (2**63 - 1, [2**63 - 1, 0, 1]), (None, [None] * 3), (-1, [-1] * 3)],
 )
 def test_each_sample_has_a_seed_of_its_own(seed, seeds):
-    """Without a seed, and with -1, each is drawn anew."""
+    """Without a seed, or with -1, each sample gets a fresh one."""
     params = [completion(seed=seed).params(7, None, n) for n in range(3)]
     assert [each.seed for each in params] == seeds and all(each.generator() for each in params)
 
@@ -167,7 +168,8 @@ def test_all_options_reach_the_sampler():
 
 
 def test_an_error_is_small_whatever_its_message():
-    """A body of 4 KB had made an error of 23 MB elsewhere. Half a surrogate pair has no UTF-8."""
+    """Elsewhere, a body of 4 KB made an error of 23 MB. UTF-8 cannot encode half a surrogate
+    pair."""
     for text in ("😀" * 9999, "\ud800" * 9999):
         body = json.dumps(error_body(400, text, "logit_bias"), ensure_ascii=False)
         assert len(body.encode()) < LARGEST_ERROR
@@ -247,7 +249,7 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         (COMPLETIONS, {"prompt": [5] * 1024}, "maximum context length is 1024 tokens"),
         (COMPLETIONS, {"prompt": "a" * 200_000}, "characters"),  # before it is tokenized
         (COMPLETIONS, {"max_tokens": 0}, "at least 1"),
-        # While they are written no other client is served; the echo of all prompts is one piece.
+        # While they are written, no other client is served; the echo of all prompts is one piece.
         (COMPLETIONS, MANY | {"max_tokens": 900}, f"{3 * 900 * 21} log-prob"),
         *((COMPLETIONS, MANY | ECHO | {"stream": more}, "log-prob") for more in (False, True)),
         (CHATS, MANY | {"top_logprobs": 20, "logprobs": True, "n": 3}, "log-prob"),
@@ -268,7 +270,7 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
     ids=lambda value: str(value)[:30],
 )
 def test_an_error_names_its_field_in_plain_words(server, path, fields, words):
-    """The first of `fields` is wrong: by itself, beside others, or for the engine."""
+    """The first of `fields` is wrong: in itself, in combination with others, or for the engine."""
     body: dict[str, Any] = {"messages": CHAT} if path == CHATS else {"prompt": "a"}
     answer = post(server, path, json=body | fields)
     assert answer.status_code == 400 and len(answer.content) < 700, answer.text
@@ -277,7 +279,7 @@ def test_an_error_names_its_field_in_plain_words(server, path, fields, words):
 
 
 def test_an_answer_says_that_its_limit_was_cut(client, server):
-    """To the rest of the context: 4 tokens of 1,024 are the prompt's."""
+    """The limit is cut to the rest of the context: the prompt has 4 of its 1,024 tokens."""
     ends: dict[str, Any] = {"logit_bias": {str(TOKENIZER.eos_id): 100}}
     note = "max_tokens was cut from 5000 to 1020, the rest of the context."
     assert complete(client, max_tokens=5000, **ends).warning == note

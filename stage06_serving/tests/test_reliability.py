@@ -29,7 +29,7 @@ PHASES = ("connected", "header", "body", "sent", "queue", "decode", "last")
 
 
 async def leave(port, phase, streams, chance):
-    """Connect, go as far as `phase`, and leave: with an orderly end, or with a reset."""
+    """Connect, go as far as `phase`, and leave: with an orderly close, or with a reset."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = (SHORT if phase == "last" else LONG) | {"stream": streams}
     data = posted(body, chance.choice(["/v1/completions", "/generate"]))
@@ -51,7 +51,7 @@ async def leave(port, phase, streams, chance):
 
 
 def test_a_storm_of_clients_that_leave(house, tiny_folder):
-    """Streaming and not, each gone at another moment. All is released."""
+    """Some stream, some do not, and each leaves at a different moment. Everything is released."""
     options = "--max-sequences 24 --max-queue 300 --kv-memory 1MiB"
     running = house("--model", str(tiny_folder), *options.split())
     expected = post(running, json=SHORT).json()["choices"]
@@ -195,7 +195,7 @@ def test_the_counters_are_exact(house, tiny_folder, tmp_path):
 
 
 def test_the_names_are_those_of_vllm_and_nothing_of_a_client_becomes_a_label(server):
-    """A client could fill the memory with new series, and read what others have asked."""
+    """Otherwise a client could fill the memory with new series, and read what others have asked."""
     word = "a-word-of-the-client"
     fields = {"max_tokens": 2, "user": word, "stop": word, word: word}
     for path, body, status in (

@@ -59,7 +59,8 @@ CHUNK = b"20\r\n" + BODY + b"\r\n"
 
 
 def refused(answer, status=400):
-    """The message of a refusal, which is small and shows nothing of the server's inside."""
+    """The message of a refusal, which must be small and reveal nothing of the server's
+    internals."""
     assert answer.status_code == status, answer.text[:500]
     assert len(answer.content) <= LARGEST_ERROR
     error = answer.json()["error"]
@@ -116,7 +117,7 @@ RAW: dict[str, tuple[bytes, int]] = {
         for size, status in ((16_384, 200), (16_385, 431), (54_000, 431), (300_000, 431))
         for lines in ("one", "many")
     },
-    # The second request has more headers than allowed, and hides behind the first.
+    # The second request exceeds the limit on headers, and hides behind the first.
     "too early": (written("/health") + written("/health", "X: " + "a" * 60_000), 200),
 }
 
@@ -161,13 +162,14 @@ def test_the_rest_of_a_refused_body_is_not_kept_and_not_awaited(locked):
     ids=lambda body: repr(body[:40]),
 )
 def test_unreadable_bodies_are_refused(server, body):
-    """With a small error: four kilobytes were answered with 23 megabytes elsewhere."""
+    """With a small error: elsewhere, 4 kilobytes were answered with 23 megabytes."""
     message = refused(raw(server, body), 413 if len(body) > LARGEST_BODY else 400)
     assert body != b"[5]" or "not a JSON object" in message
 
 
 def test_only_json_is_read_and_no_other_site_may_ask(server):
-    """A page of another site may post a form or plain text to a local server without asking it."""
+    """A page of another site may post a form or plain text to a local server without its
+    consent."""
     form = "application/x-www-form-urlencoded"
     for kind in ("text/plain", form, "multipart/form-data; boundary=a", "application/jsonx", ""):
         refused(post(server, content=BODY, headers={"Content-Type": kind}))
@@ -239,7 +241,7 @@ def test_a_key_opens_everything_and_nothing_else_does(locked):
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch):
-    """CVE-2025-59425: `==` ends at the first letter that differs, and its time shows where."""
+    """CVE-2025-59425: `==` stops at the first letter that differs, so its time reveals where."""
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(*pair):
@@ -256,7 +258,8 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
 
 
 def test_keys_do_not_share_a_prefix(locked):
-    """CVE-2025-46570: the time to the first token showed whether another client sent the same."""
+    """CVE-2025-46570: the time to the first token showed whether another client had sent the same
+    prompt."""
     found, body = [], {"prompt": list(range(40)), "max_tokens": 1}
     for key in ("first-key", "first-key", "second-key", "second-key"):
         assert post(locked, json=body, headers=bearer(key)).status_code == 200
@@ -375,7 +378,7 @@ async def beside():
 
 
 async def test_headers_and_bodies_have_a_time_limit(monkeypatch):
-    """Before the first request of a connection, and between two."""
+    """Both before a connection's first request and between two requests."""
     monkeypatch.setattr(connection, "SLOWEST_HEADERS", 0.3)
     monkeypatch.setattr(guard, "SLOWEST_BODY", 0.3)
     async with beside() as (connect, begun):
@@ -392,7 +395,7 @@ async def test_headers_and_bodies_have_a_time_limit(monkeypatch):
 
 
 async def test_the_connection_that_waits_longest_makes_room(monkeypatch, caplog):
-    """Requests that are being answered are not interrupted."""
+    """Requests being answered are not interrupted."""
     monkeypatch.setattr(program, "most_connections", lambda: 2)
     async with beside() as (connect, begun):
         oldest, _ = await connect(written("/")[:20])
@@ -412,7 +415,7 @@ async def test_the_connection_that_waits_longest_makes_room(monkeypatch, caplog)
 
 
 async def test_a_client_that_resets_as_it_is_refused_is_no_error(monkeypatch, caplog):
-    """After the last byte of the answer and before the server ends its side of the connection."""
+    """The reset comes after the last byte of the answer, before the server closes its side."""
     complete, reset = connection.Connection.on_response_complete, asyncio.Event()
 
     def after_reset(self):
@@ -449,7 +452,7 @@ def test_requests_have_names_that_the_log_shows(locked):
 
 
 def test_answers_are_counted_by_status(locked):
-    """Also those that the connection gives."""
+    """Including those that the connection itself gives."""
 
     def counts() -> Counter[Any]:
         name = 'staircase:http_responses_total{status="%d"}'
@@ -475,7 +478,7 @@ def test_no_part_of_a_request_reaches_the_log(server):
 
 
 def test_a_flood_of_trouble_is_a_line_a_second(server):
-    """The log of the server, and the filter by itself."""
+    """In the server's log, and for the filter by itself."""
     before, started = len(server.stderr().splitlines()), time.monotonic()
 
     def lines() -> int:

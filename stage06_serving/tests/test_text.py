@@ -51,7 +51,8 @@ def pieces_of(tokenizer, ids, **options):
 
 
 def stopped(text, stops, keep=False):
-    """The rule, letter by letter: the stop string that is complete first, and the longest."""
+    """The rule, letter by letter: the stop string completed first wins; of several at once, the
+    longest."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -67,7 +68,7 @@ def test_a_text_is_sent_unchanged():
         pieces, _ = pieces_of(REAL, ids)
         assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
         spread += "".join(REAL.decode([id]) for id in ids) != text
-    assert spread > 200  # texts that would show it
+    assert spread > 200  # texts that would reveal it
 
 
 @pytest.mark.parametrize("size", [256, REAL.vocab_size, REAL.vocab_size + 50])
@@ -123,10 +124,10 @@ def test_nothing_of_a_stop_string_leaks_and_no_more_is_held_back_than_needed(ids
 @pytest.mark.parametrize(
     ("ids", "stops", "shown", "stop"),
     [
-        # A beginning that does not go on is sent.
+        # The beginning of a stop string that does not continue is sent.
         ([0, 1, 2, 0], ["bc"], ["a", "", ""], "bc"),
         ([0, 1, 0, 0, 1], ["abc"], ["", "", "ab", "a", "", "ab"], None),
-        # The first to be complete wins, and of two the longer.
+        # The first one completed wins; of two at once, the longer.
         ([2, 0, 1], ["b", "ab", "cab"], ["", "", ""], "cab"),
         ([8, 7], ["abab", "a"], ["c"], "a"),
         ([0, 14], ["aa"], ["", ""], "aa"),  # and a part of a character
@@ -148,7 +149,7 @@ def test_overlap(text, stop):
 @examples
 @given(some_ids, some_stops, st.booleans(), st.integers(0, 12))
 def test_stop_strings_wait_for_min_tokens(ids, stops, keep, least):
-    """Tokens before that are sent at once, and no stop string ends or begins in them."""
+    """Tokens before that are sent at once, and no stop string begins or ends in them."""
     early = max(0, least - 1)
     first = [WORDS[id] for id in ids[:early]]
     after, stop = stopped("".join(WORDS[id] for id in ids[early:]), stops, keep)
@@ -159,7 +160,7 @@ def test_stop_strings_wait_for_min_tokens(ids, stops, keep, least):
 
 
 def test_long_texts_are_tokenized_and_joined_off_the_loop(monkeypatch):
-    """A megabyte into tokens, and these into text again, took the event loop two seconds."""
+    """Turning a megabyte into tokens and back into text blocked the event loop for two seconds."""
     on_loop: list[bool] = []
 
     def watched(method):
@@ -181,7 +182,7 @@ def test_long_texts_are_tokenized_and_joined_off_the_loop(monkeypatch):
 
 
 def test_streams_equal_whole_answers(house, tiny_folder):
-    """Every other answer is cut at a stop string. The model has random weights and bytes for
+    """Every second answer is cut at a stop string. The model has random weights and bytes for
     tokens, biased to parts of emoji and CJK characters. With log-probabilities: test_logprobs."""
     tokenizer = Tokenizer.from_folder(tiny_folder)
     bias = {str(byte): 5.0 for byte in {*"😀日é中 ok\n".encode()}}

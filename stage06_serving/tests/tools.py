@@ -104,7 +104,7 @@ def submit(running: AsyncEngine, prompt: list[int], count: int) -> Ticket:
 
 
 async def said(running: AsyncEngine, ticket: Ticket) -> list[int]:
-    """All tokens of a ticket, to its end."""
+    """All tokens of a ticket, until it ends."""
     return [token.id async for _, tokens in running.tokens([ticket]) for token in tokens]
 
 

@@ -24,14 +24,14 @@ from stage12_distributed.parallel import Peers, shard
 
 
 def random_model(config: Config, spread: float = 24, dtype: torch.dtype = torch.float64) -> Any:
-    """As `oracle.the_model`; norms without their float32 island, as in stage 09's tests."""
+    """As `oracle.the_model`, but norms do not switch to float32, as in stage 09's tests."""
     if multiprocessing.parent_process() is not None:
         RMSNorm.forward = wide_norm  # type: ignore[method-assign]
     return families.load_model(random_checkpoint(config, spread=spread), dtype=dtype)
 
 
 def stored(name: str) -> Any:
-    """An embedded model, or that of a folder, in float64."""
+    """An embedded model, or a folder's, in float64."""
     return families.load_model(families.load(name), dtype=torch.float64)
 
 
@@ -64,7 +64,7 @@ def write_adapter(
 
 
 class ThreadPeers(Peers):
-    """Ranks that are threads of one process, and meet at barriers."""
+    """Ranks that are threads of one process and meet at barriers."""
 
     def __init__(self, rank: int, size: int, table: list[Any], barrier: threading.Barrier) -> None:
         super().__init__(rank, size)

@@ -58,7 +58,7 @@ def make_cache(config: Any, *rest: Any) -> PagedCache:
 
 
 def make_runner(model: Any, cache: PagedCache) -> GangRunner:
-    """The runner of the ranks with `model`, which is whole here: it is the oracle's too."""
+    """The runner of the ranks with `model`, which is whole here: the oracle runs it, too."""
     config = model.config
     if config not in GANGS:
         load = partial(random_model, config, 24 if config.name == "wide" else 16)

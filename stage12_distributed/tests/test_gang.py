@@ -76,7 +76,7 @@ def test_embedded_models_on_ranks(gang, name, ranks):
         assert ours.scheduler.counts.hit_tokens == theirs.scheduler.counts.hit_tokens > 0
         smaller = ours.runner.cache.bytes < theirs.runner.cache.bytes
         assert smaller == (model.config.n_kv_head > 1)
-    assert gang.epoch == 1  # its ranks wait longer for work than for a sum
+    assert gang.epoch == 1  # its ranks wait for work longer than a sum may take
 
 
 async def answer(running, prompt):
@@ -85,8 +85,8 @@ async def answer(running, prompt):
 
 @pytest.mark.parametrize("how", [pytest.param("SIGKILL", marks=pytest.mark.slow), "SIGSTOP"])
 async def test_a_rank_that_dies_or_hangs_ends_all_requests_and_no_later_one(gang, how):
-    """Those in the pass, those beyond its budget and those that wait get an error; after the
-    restart no prefix is found that the new ranks never computed."""
+    """Requests in the pass, beyond its budget, and waiting all get an error. After the restart,
+    no prefix is found that the new ranks never computed."""
     if not hasattr(signal, how):
         pytest.skip(f"this system has no {how}")
     asked = prompts(gang.model.config, 6)
@@ -117,8 +117,8 @@ async def test_a_rank_that_dies_between_requests_costs_none(gang):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system has no SIGSTOP")
 async def test_a_rank_that_hangs_between_two_orders_is_noticed(gang):
-    """If it asked for the first one before, that one is sent. No pass is under way, with a sum that
-    would be waited for."""
+    """If the rank has already asked for the first order, that one is sent. No pass is under way, so
+    no sum would reveal the hang."""
     runner: Any = make(gang.model, pool=pool()).runner
     os.kill(gang.workers[0].pid, signal.SIGSTOP)
     with pytest.raises(RuntimeError, match="(?i)timed out"):
@@ -129,8 +129,8 @@ async def test_a_rank_that_hangs_between_two_orders_is_noticed(gang):
 
 
 async def test_prompts_are_scored_on_all_ranks(gang):
-    """As by the whole model. A pass that fails ends the ranks: no pass begins with those that are
-    left, or with new ones before all requests have lost their keys and values."""
+    """The scores are the whole model's. A pass that fails ends the ranks: no pass begins with the
+    remaining ranks, or with new ones before all requests have lost their keys and values."""
     ids = random_prompt(2 * ROWS + 9, gang.model.config, 0)
     model, tokens = parts.stored("stories"), torch.tensor(ids)
     with torch.inference_mode():
@@ -162,7 +162,7 @@ async def test_prompts_are_scored_on_all_ranks(gang):
     with closing(Gang(Setup(partial(parts.another, CONFIG), ranks=1))) as alone:
         with pytest.raises(ZeroDivisionError), alone.passing():
             raise ZeroDivisionError
-        assert alone.up  # nothing else would start it again
+        assert alone.up  # nothing else would restart it
 
 
 def test_ranks_must_agree_on_the_model():

@@ -62,9 +62,9 @@ def test_the_tokens_are_those_of_one_engine(tmp_path: Path) -> None:
     assert [request.output for request in requests] == alone
     prefill.turn()
     assert not prefill.leases and prefill.pool.owned == 0
-    assert decode.pool.owned == 64  # those of the other process
+    assert decode.pool.owned == 64  # the other process's blocks
     computed = sum(step.prefill_tokens for step in decode.steps)
-    assert computed < SIZE * len(asked)  # only what is in no full block
+    assert computed < SIZE * len(asked)  # only the tokens outside full blocks
 
 
 def test_a_lease_that_has_expired_fails_its_request(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_no_answer_comes_from_blocks_that_were_freed(tmp_path: Path, count: int)
     made, sampling = list[Request](), replace(greedy(4), logprobs=0)
     source = iter(prompts(50 * count, count))
     while decode.expired < count:
-        while len(decode.requests) < 6:  # some prompts again, whose blocks were not copied
+        while len(decode.requests) < 6:  # some prompts whose blocks were not copied, again
             failed = [list(r.prompt_ids) for r in made[-20:] if r.output.error]
             again = failed and chance.random() < 0.3
             prompt = chance.choice(failed) if again else next(source)
@@ -138,7 +138,7 @@ def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_processes_answer_as_one_and_an_end_is_noticed() -> None:
-    """Only here does the memory have two owners: a process takes seconds to start."""
+    """The only test in which two processes share the memory: a process takes seconds to start."""
     asked = prompts(4)
     job = Job("tiny", True, "float64", prefill=2, decode=2)
     with apart(job) as engine:

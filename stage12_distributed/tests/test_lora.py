@@ -37,7 +37,7 @@ def write(folder: Path, seed: int = 0, zero: bool = False, **fields: Any) -> Pat
 
 
 def gang_of(folder: Path, ranks: int = 1) -> Any:
-    """To be closed."""
+    """The caller must close it."""
     return closing(Gang(Setup(partial(random_model, CONFIG), ranks, adapters=str(folder))))
 
 
@@ -145,7 +145,7 @@ def test_adapters_on_two_ranks(gang, folder):
 
 
 def logits_of(gang: Gang, name: str, ids: list[int]) -> torch.Tensor:
-    """Logits of all of a prompt with an adapter, beside a neighbour without one."""
+    """Logits of a whole prompt with an adapter, next to a prompt without one."""
     runner, adapters = engine_of(gang).runner, gang.model.adapters
     adapters.batch.adapters = [lora.BASE, adapters.numbers[adapters.names[name]]]
     count = len(ids)
@@ -155,8 +155,8 @@ def logits_of(gang: Gang, name: str, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name, scale", [("two", 12 / 4), ("root", 12 / 2)])
 def test_an_adapter_is_its_product_added_to_each_weight(gang, folder, name, scale):
-    """Each layer's own: two of them are called c_proj. The scale is alpha by the rank, 4, or by its
-    root."""
+    """Each layer gets its own: two of them are called c_proj. The scale is alpha by the rank, 4, or
+    by its root."""
     model, saved = random_model(CONFIG), load_file(folder / name / lora.WEIGHTS)
     for layer in SHAPES:
         key = f"base_model.model.transformer.{layer}.lora_"
@@ -175,7 +175,7 @@ def test_an_adapter_is_its_product_added_to_each_weight(gang, folder, name, scal
 @pytest.mark.parametrize("rslora", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_logits_are_those_of_peft(tmp_path, family, rslora):
-    """Every linear layer has an adapter, and so both layers that are called c_proj."""
+    """Every linear layer has an adapter, so both layers called c_proj have one."""
     why = "the reference for LoRA is in requirements-distributed.txt"
     peft = pytest.importorskip("peft", reason=why)
     import transformers
@@ -233,7 +233,7 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path, fields, message):
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path):
-    """Another model, half an adapter, damage, a pickle, and nothing at all."""
+    """For another model, half an adapter, damaged, a pickle, or missing altogether."""
 
     def refused(message, shapes=SHAPES):
         with pytest.raises(UserError, match=message):

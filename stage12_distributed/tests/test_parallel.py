@@ -34,7 +34,7 @@ def parameters(model) -> int:
     "config", [ODD, UNTIED, GROUPED, BIASED, LLAMA3], ids=["gpt2", "untied", "llama", "biases", "3"]
 )
 def test_the_logits_of_all_ranks_are_those_of_the_whole(config, ranks):
-    """Biases unlike zero, 3 heads on 2 ranks, an odd vocabulary, heads of keys that are copied."""
+    """Nonzero biases, 3 heads on 2 ranks, an odd vocabulary, copied KV heads."""
     ids = [5, 17, 3, 99, 41, 8, 8, 60]
     whole = random_model(config)
     with torch.inference_mode():
@@ -47,14 +47,14 @@ def test_the_logits_of_all_ranks_are_those_of_the_whole(config, ranks):
     if ranks > 1:
         sizes = [parameters(model) for model, _ in parts]
         assert max(sizes) < parameters(whole) * (0.8 if ranks == 2 else 0.7)
-        for model, _ in parts:  # a tied output layer takes no memory, another one that of its part
+        for model, _ in parts:  # tied, an output layer takes no memory; else that of its part
             weight = model.lm_head.part.weight
             assert (weight.untyped_storage().nbytes() > weight.nbytes) == config.tied
 
 
 @pytest.mark.parametrize("queries, kv", [(3, 3), (25, 25), (6, 2), (3, 1), (8, 2), (9, 3)])
 def test_heads_meet_their_keys(queries, kv):
-    """Each query head is on one rank, beside the head of keys that it reads in the whole model."""
+    """Each query head is on one rank, with the KV head that it reads in the whole model."""
     config = replace(ODD, n_head=queries, n_kv_head=kv, head_dim=8)
     for ranks in range(1, queries + 1):
         try:

@@ -30,7 +30,7 @@ async def answered(request: web.Request) -> web.StreamResponse:
 
 
 async def dies(request: web.Request) -> web.StreamResponse:
-    """As a process does."""
+    """Dies as a process does."""
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
@@ -62,7 +62,8 @@ async def test_answers_are_passed_on_with_the_names_of_request_and_replica():
 
 @pytest.mark.parametrize("fields", [ASK, STREAM], ids=["whole", "stream"])
 async def test_a_dead_replica_costs_one_request_a_second_try_and_the_others_nothing(fields):
-    """It is chosen for its cache once, and not until a health check notices its death."""
+    """It is chosen for its cache once, not again and again until a health check notices its
+    death."""
     async with two(mock(), mock()) as (dead, other, router):
         lost = router.prefer(dead)
         lost.url = NOWHERE
@@ -98,7 +99,7 @@ async def test_an_event_that_was_cut_in_two_is_not_shown():
 
 
 async def test_a_stream_is_over_with_its_last_event():
-    """Its replica may keep the connection, which is closed then."""
+    """The replica may keep the connection open; the router then closes it."""
 
     async def lingers(request: web.Request) -> web.StreamResponse:
         response = await begun(request)
@@ -112,7 +113,8 @@ async def test_a_stream_is_over_with_its_last_event():
 
 
 async def test_a_death_before_the_first_byte_is_not_seen():
-    """An answer that is no stream is shown as a whole: it can break off and be asked for again."""
+    """An answer that is not a stream is sent on as a whole: if it breaks off, it is asked for
+    again."""
 
     async def broken(request: web.Request) -> web.StreamResponse:
         response = await begun(request, "application/json")
@@ -127,14 +129,14 @@ async def test_a_death_before_the_first_byte_is_not_seen():
 
 @pytest.mark.parametrize("fault", ["500", "504", None])
 async def test_a_wrong_request_is_no_fault_of_the_replica(fault):
-    """Ten errors, none of which is tried again, and it gets the next request as before."""
+    """After ten errors, none of them retried, the replica gets the next request as before."""
     async with two(mock(fault=fault), mock()) as (one, other, router):
         fields = ASK if fault else ASK | {"max_tokens": -1}
         for number in range(10):
             assert (await router.post(fields)).status == int(fault or 400)
             assert router.idle and other.requests == 0 and not router.relay.counts["retries"]
             assert all(backend.ready for backend in router.backends)
-            assert one.requests == (number + 1 if fault else 0)  # it counts valid ones alone
+            assert one.requests == (number + 1 if fault else 0)  # it counts only valid ones
         one.behaviour = other.behaviour
         assert (await router.post()).replica == (200, "replica-0")
 
@@ -151,7 +153,7 @@ async def test_a_full_replica_is_passed_over_and_all_full_is_503():
         router.relay.budget, before = 0.0, router.relay.counts["retries"]
         for _ in range(30):
             assert (await router.post()).status == 503
-        # One for ten requests; 30 times 0.1 may be less than 3.
+        # One retry per ten requests; 30 times 0.1 may be less than 3.
         assert router.relay.counts["retries"] - before in (2, 3)
 
 
@@ -208,7 +210,7 @@ async def test_a_client_that_leaves_is_passed_on_and_nothing_is_left():
 
 
 async def test_a_client_that_leaves_while_the_replica_is_being_reached_leaves_nothing_running():
-    """At every moment: as soon as the choice is counted, and a little later each time."""
+    """The client leaves as soon as the choice is counted, then a little later each time."""
     async with mock(ttft=30.0) as one, routed(one) as router:
         for moment in range(20):
             asking = asyncio.create_task(router.post(STREAM))
@@ -242,8 +244,8 @@ async def test_a_slow_health_check_leaves_the_load_and_shuts_the_replica_out(mon
 
 
 async def test_failures_outlive_the_request_that_met_them():
-    """A server whose health checks are good and whose answers never come gets its next chance
-    later each time; one good answer, and it is forgiven."""
+    """A server that passes its health checks but never answers gets its next chance later each
+    time; one good answer, and it is forgiven."""
     async with two(plain(dies), plain(answered)) as (bad, _, router):
         waits = []
         for _ in range(3):
@@ -251,7 +253,7 @@ async def test_failures_outlive_the_request_that_met_them():
             assert (await router.post()).status == 200
             waits.append(backend.until - asyncio.get_running_loop().time())
             await router.pool.check(backend)
-            assert backend.replica is None  # its time has not come
+            assert backend.replica is None  # its next chance has not come yet
             backend.until = 0.0
             await router.pool.check(backend)
         assert bad.requests == 3 and waits[0] < 0.6 * waits[1] < 0.4 * waits[2]
@@ -291,7 +293,7 @@ async def test_servers_that_have_left_the_list_get_nothing_though_they_answer():
                 assert (await router.post({"prompt": str(number)})).status == 200
             assert (old.requests, new.requests) == (1, 6) and len(router.backends) == 1
             listed.clear()
-            await router.pool._look()  # those that are known stay
+            await router.pool._look()  # known ones stay
             assert (await router.post()).status == 200
 
 
@@ -352,7 +354,7 @@ async def test_drain_and_resume_are_for_the_administrator():
 
 
 async def test_at_the_end_answers_may_end_and_the_rest_gets_an_error():
-    """As at a drain, which waits for what is in flight."""
+    """As in a drain, which waits for requests in flight."""
     async with mock(itl=0.05) as one, mock(fault="hang") as hangs:
         for server, grace, good in ((one, 20.0, True), (hangs, 0.2, False)):
             async with routed(server, grace=grace) as router:
@@ -372,7 +374,7 @@ async def test_one_page_of_metrics_for_all():
     async with two(mock(), mock()) as (_, other, router):
         for _ in range(2):
             await router.post()
-        other.registry = None  # its page cannot be made: it is left out
+        other.registry = None  # its page cannot be rendered: it is left out
         async with router.http.get(router.url + "/metrics") as response:
             lines = (await response.text()).splitlines()
         assert {

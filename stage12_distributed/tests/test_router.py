@@ -39,7 +39,7 @@ LONG: dict[str, Any] = {"model": "stories", "temperature": 0, "extra_body": {"ig
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model, in a place from where it can be taken away."""
+    """The embedded model, in a place where a test can take it away."""
     return Path(shutil.copytree(STORIES, tmp_path_factory.mktemp("models") / "stories"))
 
 
@@ -110,7 +110,7 @@ def test_tokens_are_those_of_the_first_stage(client):
 
 
 def test_a_chat_is_that_of_a_replica(router, client):
-    """With the last event of a stream, which has the counts."""
+    """Including the last event of a stream, which has the counts."""
     lines = router.stderr().splitlines()
     urls = [line.split()[-1] for line in lines if "] Staircase serves" in line]
     asked = {**LONG, "messages": CHAT, "max_completion_tokens": 12, "stream": True}
@@ -162,8 +162,8 @@ def test_clients_that_leave_leave_nothing(router, client, count):
     ("kills", "replicas"), [(1, 2), pytest.param(100, 12, marks=pytest.mark.slow)]
 )
 def test_a_kill_loses_only_what_was_running_there(router, client, kills, replicas):
-    """Each stream there ends with its answer or with an error; those of the others are whole. Many
-    kills take more replicas, some of which start while others run."""
+    """Each stream there ends with its answer or an error; streams on other replicas are whole. With
+    many kills there are more replicas, some of which start while others run."""
     asked = [(measured.prompt(number), measured.TOKENS) for number in range(8)]
     expected = [stream(client, *each)[1] for each in asked]
     arguments = ("--replicas", str(replicas), *SERVERS)
@@ -206,7 +206,7 @@ def test_an_update_that_fails_changes_nothing(router, client, folder):
 
 
 def test_an_update_fails_no_request(router, client):
-    """New processes, started before the old ones end, and the old ones end by themselves."""
+    """New processes start before the old ones end, and the old ones end by themselves."""
     old, names = children(router), set(about(router))
     over, outcomes = threading.Event(), Counter[Any]()
 

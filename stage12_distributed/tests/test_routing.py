@@ -79,13 +79,13 @@ def test_a_long_queue_outweighs_a_short_prefix():
     first = passed(routing, prompt[:SIZE]).replica
     assert passed(routing, prompt).replica is first
     for tokens, same in ((9 * SIZE, True), (11 * SIZE, False)):
-        first.tokens = tokens  # what is cached there is worth 10 blocks less the last token's
+        first.tokens = tokens  # its cached tokens are worth 10 blocks, less the last token's
         route = routing.choose(routing.digests(prompt), len(prompt))
         assert route is not None and (route.replica is first) == same
 
 
 def test_one_hot_prefix_does_not_end_affinity_for_all():
-    """Its replica is full, and the requests spill over; those with other prefixes do not."""
+    """Its replica is full, so its requests spill over; requests with other prefixes do not."""
     routing = fleet(4)
     own = {seed: passed(routing, prompt_of(40 * SIZE, seed)).replica for seed in range(1, 9)}
     hot = prompt_of(100 * SIZE, 0)
@@ -100,7 +100,7 @@ def test_one_hot_prefix_does_not_end_affinity_for_all():
 
 
 def test_several_routers_do_not_dilute_the_bound():
-    """Each sees a quarter of the requests, and bounds the same shares."""
+    """Each router sees a quarter of the requests, and bounds the same shares."""
     routers = [fleet(4, seed) for seed in range(4)]
     hot, loads = prompt_of(100 * SIZE), Counter[str]()
     for routing in routers:
@@ -119,7 +119,7 @@ def test_ties_are_broken_at_random():
 
 
 def test_one_seed_gives_one_run():
-    """Whatever the addresses of the objects are."""
+    """Whatever the objects' addresses in memory."""
     runs = []
     for seed in (1, 1, 1, 2):
         routing = fleet(8, seed)

@@ -66,7 +66,7 @@ class OnRay:
         )
 
     def ready(self, count: int = 2, most: float = math.inf) -> bool:
-        """So many replicas there are, all may get requests, and none has more than `most`."""
+        """This many replicas exist, all may get requests, and none has more than `most`."""
         try:
             found = httpx2.get(f"{self.direct}/health", trust_env=False).json()["replicas"].values()
         except httpx2.TransportError:  # the front opens its own port a moment after Ray's
@@ -94,7 +94,7 @@ def cluster() -> Iterator[OnRay]:
 @pytest.mark.filterwarnings("ignore")
 class TestOnRay:
     def test_tokens_are_those_of_the_first_stage(self, cluster):
-        """Past Ray's proxy, and through it."""
+        """Both past Ray's proxy and through it."""
         tokenizer = Tokenizer.from_folder(STORIES)
         model = stages.load_model(load("stories"), dtype=torch.float64)
         for url in (cluster.direct, cluster.through):
@@ -104,7 +104,7 @@ class TestOnRay:
                     assert stream(client, prompt, 24)[1] == tokenizer.decode(ids)
                 names = set()
                 for _ in range(3):
-                    until(lambda: cluster.ready(most=0))  # the last one's load counts no more
+                    until(lambda: cluster.ready(most=0))  # the last one's load no longer counts
                     names.add(stream(client, PROMPTS[0] * 9, 4)[0])
                 assert len(names) == 1  # where its blocks are
 
@@ -114,7 +114,7 @@ class TestOnRay:
         assert not usage_lib.usage_stats_enabled()
 
     def test_a_server_that_dies_is_replaced(self, cluster):
-        """What runs there ends with an error, and the next request finds the other one."""
+        """Requests running there end with an error, and the next one finds the other server."""
         servers = [
             process
             for process in psutil.Process().children(recursive=True)
@@ -129,7 +129,7 @@ class TestOnRay:
             until(cluster.ready)
 
     def test_servers_come_and_go_with_the_load(self, cluster):
-        """A third one answers under load. It ends after it; no request fails."""
+        """Under load, a third server answers; after the load, it ends. No request fails."""
         names, over = Counter[str](), threading.Event()
 
         def ask(number: int) -> None:

@@ -135,8 +135,8 @@ def summary(cell: Cell, asks: list[Ask]) -> dict[str, float]:
 
 
 def test_what_each_policy_finds_in_each_kind_of_traffic() -> None:
-    """By prefix what one big cache would; nothing where nothing is shared, which costs nothing; and
-    one hot prefix does not fill one of the 8 replicas."""
+    """By prefix, as much as one big cache would; without common prefixes nothing, at no cost. One
+    hot prefix does not fill one of the 8 replicas."""
     counts = {"prefix": 1500, "free": 600, "hot": 600}
     asks = {kind: load(CELL, kind, count) for kind, count in counts.items()}
     prefix, free, hot = (
@@ -204,7 +204,7 @@ def test_the_command_prints_a_line_for_each_case(
 def test_a_run_of_the_load_test_is_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that was simulated, so that its replay differs by nothing."""
+    """The run itself was simulated, so its replay does not differ at all."""
     pass_time, cell = replace(TIMES, ratios=(1.0,)), Cell()
     asks = load(cell, "free", 150)
     records = [

@@ -15,8 +15,8 @@ ASKED = Asked("POST", "/v1/completions", b"", {})
 
 
 class Tries(Relay):
-    """Replicas whose number is in `bad` fail. This is their policy too, and any will do: the first
-    one that has not failed the request."""
+    """Replicas whose number is in `bad` fail. This class is also the policy, and a simple one: the
+    first one that has not failed the request."""
 
     def __init__(self, count: int, bad: list[int], error: BaseException | None = None) -> None:
         super().__init__(SimpleNamespace(routing=self), timeout=10.0)  # type: ignore[arg-type]

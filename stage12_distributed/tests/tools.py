@@ -53,7 +53,7 @@ class Routed:
 
     @property
     def replicas(self) -> list[Replica]:
-        """Those that are in the policy."""
+        """The replicas that the policy knows."""
         return list(self.pool.routing.replicas.values())
 
     @property
@@ -62,7 +62,7 @@ class Routed:
         return not self.relay.limits and not any(map(any, counts))
 
     def prefer(self, server: Any) -> Backend:
-        """Have the prompt of ASK cached at this server alone; its backend."""
+        """Make the prompt of ASK cached at this server alone; returns its backend."""
         (found,) = (backend for backend in self.backends if backend.url == server.url)
         for replica in self.replicas:
             replica.tree.clear()
@@ -84,7 +84,7 @@ class Routed:
 
 @asynccontextmanager
 async def routed(*servers: Any, **options: Any) -> AsyncIterator[Routed]:
-    """A router before these servers, each of which has a `url` or is one."""
+    """A router in front of these servers, each of which has a `url` or is one."""
     made = Options(tuple(getattr(each, "url", each) for each in servers), **options)
     app, loaded = router.create_app(made), asyncio.Event()
     with listen("127.0.0.1", 0) as listening:
@@ -102,7 +102,7 @@ async def routed(*servers: Any, **options: Any) -> AsyncIterator[Routed]:
 
 @asynccontextmanager
 async def two(first: Any, second: Any, **options: Any) -> AsyncIterator[tuple[Any, Any, Routed]]:
-    """Two servers behind a router, which prefers the first one for ASK."""
+    """Two servers behind a router that prefers the first one for ASK."""
     async with first as one, second as other, routed(one, other, **options) as made:
         made.prefer(one)
         yield one, other, made
