@@ -1,7 +1,7 @@
-"""Stage 01, the forward pass: GPT-2 on one page, in PyTorch, a sampler, an engine without memory.
+"""Stage 01, the forward pass: GPT-2 on one page and in PyTorch, a sampler, and a naive engine.
 
-Read README.md first, then `FIRST_FILE`. Every later stage takes the model and the sampler from here
-and is judged by this engine.
+Read README.md first, then `FIRST_FILE`. Every later stage takes the model and the sampler from
+here, and its tokens must match this engine's.
 """
 
 from shared import openmp

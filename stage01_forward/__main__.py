@@ -6,7 +6,7 @@ from shared import cli
 
 from .params import SamplingParams
 
-ABOUT = "Stage 01, the naive engine: continue a text, computing everything again for each token."
+ABOUT = "Stage 01, the naive engine: continue a text, recomputing everything for each token."
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -27,10 +27,10 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, window: int = ALL) -> Tensor:
-    """The same in one kernel that never stores all scores (Dao et al., FlashAttention, 2022)."""
+    """One kernel for the same sum, never storing all scores (Dao et al., FlashAttention, 2022)."""
     # PyTorch takes the fused path only for four dimensions: (1, H, T, D).
-    grouped = len(q) > len(k)  # several heads of queries share one of keys and values
-    if (tokens := q.shape[1]) > window:  # never in GPT-2, whose queries see all before them
+    grouped = len(q) > len(k)  # several query heads share a head of keys and values
+    if (tokens := q.shape[1]) > window:  # never in GPT-2: a query sees all tokens before it
         mask = sees(torch.arange(tokens, device=q.device), tokens, window)  # (T, T)
         return F.scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=mask, enable_gqa=grouped
@@ -43,7 +43,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, window: int = ALL) -> Tenso
 class Recompute:
     """Attention of one forward pass over a whole sequence. It keeps nothing for the next one.
 
-    config: the model's; None: its layers have no sliding window.
+    config: the model's; None if no layer has a sliding window.
     """
 
     def __init__(self, config: Config | None = None) -> None:

@@ -1,7 +1,7 @@
 """What a forward pass costs, predicted and measured: `python -m stage01_forward.benchmark`.
 
-Every timing comes after a proof for the same weights, dtype and linear layers: the packed model
-against `transformers`' logits, the engine's tokens against `transformers`' tokens.
+A proof precedes every timing, with the same weights, dtype and linear layers. It compares the
+packed model with `transformers`' logits, and the engine's tokens with `transformers`' tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def last_logits(model: GPT2, ids: list[int]) -> torch.Tensor:
 
 def forward(subject: Subject, plan: Any) -> Iterator[Group]:
     """One forward pass over T tokens, logits for the last: packed, plain, and `transformers`. The
-    packed model's are proved by those of `transformers` in float32."""
+    packed model's logits are checked against those of `transformers` in float32."""
     peer, reference = subject.peer("sdpa"), transformers_model(subject.shape, torch.float32)
     plain = load_model(subject.shape, dtype=subject.dtype)
     for length in plan.lengths:
@@ -78,7 +78,7 @@ def attention(subject: Subject, plan: Any) -> Iterator[Group]:
 
 def generation(subject: Subject, plan: Any) -> Iterator[Group]:
     """Tokens one after the other, each computed from scratch: this engine, and `transformers`
-    without its cache. Its tokens are proved by ours."""
+    without its cache, whose tokens are checked against ours."""
     model = subject.peer("sdpa")
     peer = kit.Peer(lambda prompts, n: transformers_batch(model, prompts, max(n), use_cache=False))
     engines, lengths = {OURS: Engine(subject.model), PEER: peer}, [(plan.prompt, plan.answer)]
@@ -88,12 +88,12 @@ def generation(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def limit(row: Row) -> float:
-    """Seconds of a forward pass, at least."""
+    """Least seconds of a forward pass."""
     return row.least([forward_cost(row.config, row.kind, row["context"])])
 
 
 def naive(row: Row) -> float:
-    """Seconds of an answer, at least."""
+    """Least seconds of an answer."""
     return row.least(naive_costs(row.config, row.kind, row.lengths))
 
 

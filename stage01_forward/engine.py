@@ -1,7 +1,7 @@
 """Stage 01: the naive engine. Each new token costs a forward pass over the whole sequence.
 
-One request at a time, no memory between steps. It is slow on purpose, because it is the oracle
-that every later engine must match token for token.
+It serves one request at a time and keeps nothing between steps. It is slow on purpose: it is the
+oracle that every later engine must match token for token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .params import SamplingParams
 
 
 class Engine:
-    """Generates with `model`, one prompt after the other. `eos_ids` None: those of its config."""
+    """Generates with `model`, one prompt after the other. `eos_ids` None: the config's."""
 
     def __init__(self, model: GPT2, eos_ids: Sequence[int] | None = None) -> None:
         self.model, self.config = model, model.config

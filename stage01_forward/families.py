@@ -1,7 +1,7 @@
 """Families of models: GPT-2, which this stage implements, and those that later stages add.
 
-A stage that adds one has a `family.py` with a `FAMILY`. It is found by its folder, so that every
-engine, the server and the load test run its models without an edit.
+A stage that adds a family defines `FAMILY` in its `family.py`. The file is found by its folder, so
+every engine, the server and the load test run the new models without an edit.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .model import load_model as load_gpt2
 
 @dataclass(frozen=True)
 class Family:
-    """Models that are one program.
+    """Models that share one implementation.
 
     config: the class of their configs. readers: by model_type. presets: known shapes, by name.
-    load_model: from a checkpoint, a device and a dtype to a model.
+    load_model: makes a model from a checkpoint, a device and a dtype.
     """
 
     config: type[Config]
@@ -41,7 +41,7 @@ GPT2 = Family(Config, READERS, checkpoint.PRESETS, load_gpt2)
 
 @cache
 def families() -> tuple[Family, ...]:
-    """All of them, GPT-2 first."""
+    """All families, GPT-2 first."""
     names = [name for name in discover() if (ROOT / name / "family.py").exists()]
     return GPT2, *(import_module(f"{name}.family").FAMILY for name in names)
 
@@ -62,7 +62,7 @@ def load(
 def load_model(
     loaded: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Any:
-    """The model of a checkpoint, of whatever family, as all engines take it: `config`, `device`,
+    """The model of a checkpoint of any family. It offers what all engines use: `config`, `device`,
     `dtype`, a call with (ids, positions, attend), and `logits`."""
     for family in families():
         if type(loaded.config) is family.config:

@@ -1,8 +1,8 @@
-"""The sampler of the engines: what sampling.py does, in the same order, at a fraction of the cost.
+"""The engines' sampler: does what sampling.py does, in the same order, at a fraction of the cost.
 
 It works on the logits' device, on all rows at once where it can, and each row pays only for the
 options it uses. The vocabulary is never sorted. The tests compare it with sampling.py token for
-token; with top_p, where it may draw several times (see `_draw`), in distribution.
+token. With top_p, which may take several draws (see `_draw`), they compare the distributions.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def sample(
     generators: Sequence[torch.Generator | None],
     eos_ids: Sequence[int] = (),
 ) -> tuple[Tensor, list[Logprobs | None]]:
-    """The next token of each of R rows, and its log probabilities where they are wanted.
+    """The next token of each of R rows, and its log probabilities where requested.
 
     logits: (R, V), any floating dtype, any device; not modified. float64 stays float64, the half
         dtypes become float32.
-    histories: the prompt and the output so far of each row, read only where a penalty or min_tokens
-        needs them. Any sequence of ints will do; NumPy arrays are the fastest.
-    generators: each drawn row advances its own; greedy rows need none. A drawn row with None takes
-        torch's global one, and its token then depends on the other rows.
-    eos_ids: the tokens that end a text, which min_tokens holds back.
+    histories: each row's prompt and output so far, read only where a penalty or min_tokens needs
+        them. Any sequence of ints will do; NumPy arrays are the fastest.
+    generators: a drawn row advances its own; a greedy row needs none. A drawn row with None uses
+        torch's global generator, so its token depends on the other rows.
+    eos_ids: the tokens that end a text, which min_tokens suppresses.
     Returns the tokens, (R,) int64 on the CPU. Raises UserError where scores are NaN or infinite.
     """
     if not logits.ndim == 2 or not len(logits) == len(params) == len(histories) == len(generators):
@@ -51,7 +51,7 @@ def sample(
         for p, h in zip(params, histories, strict=True)
     ]
     tokens = torch.empty(len(params), dtype=torch.int64)
-    # Four kinds of rows, so that each pays only for what it uses. A batch mostly has one kind.
+    # Rows are of four kinds, and each pays only for what it uses. Most batches have a single kind.
     for greedy, edited in ((True, False), (True, True), (False, False), (False, True)):
         rows = [row for row, p in enumerate(params) if p.greedy == greedy and edits[row] == edited]
         if not rows:
@@ -117,7 +117,7 @@ def _penalise(
     )
     cells = rows.to(scores.device), ids.to(scores.device)
     old = scores[cells]
-    # Dividing a negative score would raise it. An id that occurs often gets the same score again.
+    # Dividing a negative score would raise it. A repeated id gets the same score each time.
     scores[cells] = torch.where(old > 0, old / factor, old * factor)
 
     counted = [p.frequency_penalty != 0 or p.presence_penalty != 0 for p in params]
@@ -134,7 +134,7 @@ def _penalise(
 
 
 def _flat(*sequences: Ids) -> tuple[Tensor, Tensor]:
-    """For each id of all sequences, the number of its sequence, and the id: two tensors (n,)."""
+    """Two tensors (n,): for each id in `sequences`, the number of its sequence, and the id."""
     numbers = np.repeat(np.arange(len(sequences), dtype=np.int64), [len(ids) for ids in sequences])
     return torch.from_numpy(numbers), torch.from_numpy(
         np.concatenate([np.asarray(ids, np.int64) for ids in sequences])
@@ -145,7 +145,7 @@ def _flat(*sequences: Ids) -> tuple[Tensor, Tensor]:
 
 
 def _best(scores: Tensor) -> Tensor:
-    """The id of the highest of scores (r, V); of equal ones the lowest. (r,) on the CPU."""
+    """The id with the highest score in each row (r, V), the lowest id of a tie: (r,) on the CPU."""
     scores = _wide(scores)  # a CPU takes four times as long in bfloat16 as in float32
     # NumPy's argmax uses vector instructions, PyTorch's does not.
     on_cpu = scores.device.type == "cpu"
@@ -159,8 +159,8 @@ def _draw(
 ) -> Tensor:
     """A drawn id for each row of scores (r, V), after temperature and the filters: (r,) on the CPU.
 
-    A softmax would divide the weights exp(score / temperature) by their sum, and again after each
-    filter. The draw scales its random number by the sum instead.
+    A softmax would divide the weights exp(score / temperature) by their sum, and do so again after
+    each filter. The draw scales its random number by the sum instead.
     """
     temperatures = [max(p.temperature, MIN_TEMPERATURE) for p in params]
     weights = _weights(_wide(scores), temperatures)  # (r, N), the largest is 1
@@ -173,8 +173,8 @@ def _draw(
     # top_p without a sort. The nucleus holds every token whose heavier ones together weigh less
     # than `wanted`. Draw from all tokens. A token in the nucleus is a fair draw from the nucleus.
     # If it is outside, so is every token that is as light or lighter: drop these and draw again.
-    # The first draw is good with probability top_p or more. So a generator may give more than one
-    # number here, and another token than sampling.py, which sorts and draws from the nucleus.
+    # The first draw succeeds with probability top_p or more. So a generator may advance by several
+    # numbers here, and give another token than in sampling.py, which draws from the sorted nucleus.
     wanted = [p.top_p * total for p, total in zip(params, sums[:, -1].tolist(), strict=True)]
     pending = [row for row, p in enumerate(params) if p.top_p < 1]
     heavier = torch.empty_like(weights[0])  # (N,), reused: new memory would cost more than the sum
@@ -194,7 +194,7 @@ def _draw(
 
 
 def _weights(scores: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """exp(score / temperature) with a largest weight of 1 in each row: scores (r, V) -> (r, N).
+    """exp(score / temperature), scaled to a largest weight of 1 in each row: (r, V) -> (r, N).
 
     N is V rounded up to whole blocks; the added places have weight 0.
     """
@@ -214,7 +214,7 @@ def _weights(scores: Tensor, temperatures: Sequence[float]) -> Tensor:
 def _filter(
     weights: Tensor, values: Sequence[float], limit: Callable[[Tensor, Sequence[float]], Tensor]
 ) -> None:
-    """Zero, in place, the weights (r, N) below a limit, in rows where the option is not 0.
+    """Zero the weights (r, N) below a limit, in place, in rows where the option is not 0.
 
     `limit` maps the weights (n, N) and the values of those rows to their limits (n, 1). Weights
     equal to the limit stay, so that tokens of equal weight are kept or dropped together.
@@ -223,8 +223,8 @@ def _filter(
     if not rows:
         return
     limits = limit(_take(weights, rows), [values[row] for row in rows])
-    # The comparison writes 0.0 and 1.0, row by row into the same memory: multiplying by that is ten
-    # times as fast on a CPU as masked_fill.
+    # The comparison writes 0.0 and 1.0 into the same memory for each row. On a CPU, multiplying by
+    # these is ten times as fast as masked_fill.
     keep = torch.empty_like(weights[0])
     for row, lowest in zip(rows, limits, strict=True):
         weights[row].mul_(torch.ge(weights[row], lowest, out=keep))
@@ -233,7 +233,7 @@ def _filter(
 def _kth_largest(weights: Tensor, ks: Sequence[float]) -> Tensor:
     """The k-th largest weight of each row, each with its own k: weights (n, N) -> (n, 1).
 
-    The k largest are in the k blocks with the largest maxima, or tie with some that are, so most
+    The k largest are in the k blocks with the largest maxima, or tie with weights there, so most
     blocks are not read.
     """
     most = int(max(ks))
@@ -282,7 +282,7 @@ def _first_above(cumulative: Tensor, dart: Tensor) -> Tensor:
 def _logprobs(
     logits: Tensor, params: Sequence[SamplingParams], tokens: Tensor
 ) -> list[Logprobs | None]:
-    """Log softmax of the unmodified logits at the token and at the likeliest ids, where wanted."""
+    """Log softmax of the unmodified logits for the token and the likeliest ids, where requested."""
     answers: list[Logprobs | None] = [None] * len(params)
     wanted = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
     if not wanted:
@@ -298,7 +298,7 @@ def _logprobs(
     for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
         top: list[tuple[int, float]] = []
         if count:
-            # All ids from the limit up, ascending; a stable sort then leaves ties in that order.
+            # All ids at or above the limit, ascending; the stable sort keeps ties in that order.
             ids = (weights[place, : scores.shape[1]] >= limits[place]).nonzero()[:, 0]
             values, order = scores[place, ids].cpu().sort(descending=True, stable=True)
             logprobs = values[:count].double() - log_total[place]
@@ -316,12 +316,12 @@ def _take(matrix: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def _wide(scores: Tensor) -> Tensor:
-    """float64 as it is, all else in float32: half precision is too coarse to add weights."""
+    """float64 unchanged, all else as float32: half precision is too coarse to add up weights."""
     return scores if scores.dtype == torch.float64 else scores.float()
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    """One value a row, (r, 1), of the dtype and on the device of `like`."""
+    """One value per row, (r, 1), with the dtype and device of `like`."""
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 

@@ -1,4 +1,4 @@
-"""What goes into an engine, what comes out, and when a sequence ends: for every stage. No torch."""
+"""For all stages: what goes into an engine, what comes out, when a sequence ends. No torch."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Token:
 
 @dataclass
 class Output:
-    """One sequence, with the end-of-text token if that ended it.
+    """One prompt and its output, including the end-of-text token if that ended it.
 
     finish_reason: "stop" (end of text or a stop token), "length" (max_tokens or a full context) or
-    "error", which engines for several requests report in `error` while the other requests continue.
+    "error": engines for several requests explain it in `error`, and the other requests continue.
     """
 
     prompt_ids: list[int]
@@ -84,7 +84,7 @@ def check_request(prompt: Sequence[int], params: SamplingParams, config: Config)
 
 
 def finite_rows(logits: Tensor, outputs: Sequence[Output]) -> list[int]:
-    """The finite rows of logits (R, V). The outputs of the other rows end with an error."""
+    """The rows of logits (R, V) that are finite. The outputs of the others end with an error."""
     finite = logits.amax(-1).isfinite().tolist()
     for output, good in zip(outputs, finite, strict=True):
         if not good:
@@ -115,7 +115,7 @@ def finish_reason(
 ) -> str | None:
     """Why the sequence ends with its newest token; None if it does not end.
 
-    "stop" goes before "length", as in vLLM: an end-of-text token as the last allowed one is a stop.
+    "stop" precedes "length", as in vLLM: an end-of-text token as the last allowed token is a stop.
     """
     newest = output_ids[-1]
     if len(output_ids) >= params.min_tokens:

@@ -12,15 +12,15 @@ from .params import SamplingParams
 
 
 def make(model: GPT2, contexts: int | None = None, **options: Any) -> Engine:
-    """An engine for `model`. It keeps nothing in memory, so `contexts` has no effect."""
+    """An engine for `model`. It has no cache, so `contexts` has no effect."""
     return Engine(model, **options)
 
 
 def answer(
     engine: Any, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
 ) -> Iterator[tuple[int, Token]]:
-    """Answer `prompts` one after the other. Yields each token as soon as it is sampled, after the
-    index of its prompt."""
+    """Answer `prompts` one after the other. Yields (index of the prompt, token) as soon as each
+    token is sampled."""
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         for token in engine.stream(prompt, params):
             yield index, token

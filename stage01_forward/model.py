@@ -1,12 +1,12 @@
 """GPT-2 in PyTorch: the page of numpy_gpt2.py with attention lifted out into an argument.
 
 Tokens meet only in attention; everything else treats each token alone. So the model is written
-once, here, and every later stage passes in its own `attend`. The model knows neither batches nor
-caches nor masks: `ids` and `positions` may have any leading shape, (T,), (B, T) or packed (N,).
+once, here, and every later stage passes in its own `attend`. The model knows nothing of batches,
+caches or masks: `ids` and `positions` may have any leading shape, (T,), (B, T) or packed (N,).
 
-`attend(layer, q, k, v)` takes the new queries, keys and values, each (..., H, D), puts keys and
-values wherever its stage keeps them, and returns the attention output (..., H, D). It never returns
-K and V: a paged or fused kernel has no dense K and V to return.
+`attend(layer, q, k, v)` takes the new queries, keys and values, each (..., H, D), stores the keys
+and values wherever its stage keeps them, and returns the attention output (..., H, D). It never
+returns K and V: a paged or fused kernel has no dense K and V to return.
 
 Shapes: H heads of D channels, C = H * D, V tokens in the vocabulary. Module names are those of the
 checkpoint.
@@ -83,7 +83,7 @@ class GPT2(nn.Module):
         return self.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., C) -> (..., V). For sampled rows only: these are a third of GPT-2's weights."""
+        """(..., C) -> (..., V). For sampled rows only: it reads a third of GPT-2's weights."""
         return self.lm_head(hidden)
 
     @property
@@ -100,7 +100,7 @@ def load_model(
 ) -> GPT2:
     """The model with the weights of `checkpoint`, ready for inference.
 
-    GPT-2 stores its four projections as (in, out), nn.Linear as (out, in): they are transposed as
+    GPT-2 stores its four projections as (in, out), nn.Linear as (out, in): they are transposed, as
     views. A tied output layer is the input embedding itself. `dtype` None: the checkpoint's.
     """
     with without_weights():

@@ -1,10 +1,10 @@
-"""The whole of GPT-2 on one page, in NumPy. Nothing is hidden, nothing is fast: it is the oracle.
+"""All of GPT-2 on one page, in NumPy, with nothing hidden and nothing fast: it is the oracle.
 
-Names are the names in the checkpoint. Read it from the bottom: `gpt2` embeds the tokens, runs the
-blocks, and scores every token of the vocabulary; `block` is attention and a two-layer network, each
-added to what came in.
+Weights have their checkpoint names. Read the page from the bottom: `gpt2` embeds the tokens, runs
+the blocks, and scores every token of the vocabulary; `block` is attention and a two-layer network,
+each added to its input.
 
-T tokens, C channels, H heads of D channels each (C = H * D), V words in the vocabulary.
+T tokens, C channels, H heads of D channels each (C = H * D), V tokens in the vocabulary.
 Paper: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); attention from
 Vaswani et al. (2017).
 """
@@ -43,7 +43,7 @@ def attention(x: Array, w: Weights, prefix: str, n_head: int) -> Array:
         part.reshape(len(x), n_head, -1).swapaxes(0, 1)  # (T, C) -> (T, H, D) -> (H, T, D)
         for part in np.split(qkv, 3, axis=-1)
     )
-    scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])  # (H, T, T): how well q and k fit
+    scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])  # (H, T, T): how well q and k match
     past = np.tril(np.ones(scores.shape[1:], dtype=bool))  # (T, T): token i may look at tokens 0..i
     weights = softmax(np.where(past, scores, -np.inf))  # rows sum to 1, the future has weight 0
     out = (weights @ v).swapaxes(0, 1).reshape(x.shape)  # (H, T, D) -> (T, H, D) -> (T, C)
@@ -78,7 +78,7 @@ def gpt2(ids: list[int], w: Weights, n_layer: int, n_head: int, epsilon: float =
 def greedy(
     ids: list[int], w: Weights, n_layer: int, n_head: int, count: int, epsilon: float = 1e-5
 ) -> list[int]:
-    """The `count` most probable next tokens, one at a time, everything computed again for each."""
+    """Generate `count` tokens, each the most probable next one, recomputing everything for each."""
     out: list[int] = []
     for _ in range(count):
         out.append(int(gpt2(ids + out, w, n_layer, n_head, epsilon)[-1].argmax()))

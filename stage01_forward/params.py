@@ -1,4 +1,4 @@
-"""The sampling options of one request, checked when they are set. Imports no torch."""
+"""The sampling options of one request, checked when they are created. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shared.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-# The allowed range of each option that is a number. vLLM takes any positive repetition_penalty; far
-# from 1 it turns scores into infinities.
+# The allowed range of each numeric option. vLLM takes any positive repetition_penalty; values far
+# from 1 turn scores into infinities.
 RANGES = {
     "temperature": (0, 2),
     "min_p": (0, 1),
@@ -24,9 +24,9 @@ RANGES = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The options of one request. The defaults are greedy decoding.
+    """The options of one request. The defaults mean greedy decoding.
 
-    Raises UserError for a value of the wrong type or out of range: an object that exists is valid.
+    Raises UserError for a value of the wrong type or out of range, so any existing object is valid.
     """
 
     max_tokens: int = 64
@@ -42,7 +42,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    logprobs: int | None = None  # None: none; n: of the sampled token and of the n likeliest tokens
+    logprobs: int | None = None  # None: off; n: of the sampled token and the n likeliest tokens
 
     def __post_init__(self) -> None:
         _check_integer("max_tokens", self.max_tokens, low=1)
@@ -82,7 +82,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the token with the highest score is taken, without a random number."""
+        """Whether to take the token with the highest score, without a random number."""
         return self.temperature == 0
 
     @property
@@ -97,7 +97,7 @@ class SamplingParams:
     def check_vocabulary(self, vocab_size: int, eos_ids: Collection[int] = ()) -> None:
         """Raise UserError if an option does not fit a model with this many tokens.
 
-        eos_ids: the ids that end a text, which min_tokens holds back beside stop_token_ids.
+        eos_ids: the ids that end a text, which min_tokens suppresses, like stop_token_ids.
         """
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
@@ -114,7 +114,7 @@ class SamplingParams:
             )
 
     def generator(self) -> torch.Generator:
-        """A new generator, on the CPU on every machine, so that a seed means the same everywhere.
+        """A new generator, always on the CPU, so a seed gives the same numbers on every machine.
 
         torch's CPU generator uses the lowest 32 bits of a seed: seeds 2**32 apart give the same
         numbers.

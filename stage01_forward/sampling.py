@@ -1,9 +1,9 @@
 """From logits to the next token: a distribution, and a draw from it.
 
-The order of operations is fixed, and it is the order of vLLM's V1 sampler. It matters, because they
-do not commute:
+The operations run in a fixed order, that of vLLM's V1 sampler. The order matters, because they do
+not commute:
 
-    1. log probabilities, where a request wants them, come from the logits as the model made them
+    1. log probabilities, if a request wants them, come from the model's unmodified logits
     2. min_tokens: the ids that would end the text get -inf while the output is too short
     3. logit_bias is added
     4. repetition_penalty (ids of the prompt and the output), then frequency_penalty and
@@ -11,14 +11,14 @@ do not commute:
     5. greedy rows (temperature 0) put all probability on the highest score; a tie goes to the
        lowest id
     6. temperature divides the scores
-    7. min_p, then top_k, then top_p; each judges what the one before it kept
+    7. min_p, then top_k, then top_p; each sees only what the one before it kept
     8. one token is drawn
 
-Each row depends on its own logits, options, history and generator alone: a request gets the same
+Each row depends only on its own logits, options, history and generator, so a request gets the same
 token alone and in a batch. The engines use fast_sampling.py: the same distribution without a sort,
-and the same tokens from the same generators, but for top_p. There it throws darts at all tokens
-until one hits the nucleus: to throw a single dart it would have to find the nucleus first, which
-takes a sort and at least twice the time of the whole draw. The distribution is the same.
+and, except with top_p, the same tokens from the same generators. With top_p it throws darts at all
+tokens until one hits the nucleus. To throw a single dart it would have to find the nucleus first,
+which takes a sort and at least twice the time of the whole draw.
 
 Left out on purpose: stop strings (they need text), beam search, grammars.
 """
@@ -41,7 +41,7 @@ from .params import SamplingParams
 Ids = Sequence[int] | np.ndarray
 History = tuple[Ids, Ids]  # ids of the prompt, ids of the output so far
 
-MIN_TEMPERATURE = 0.01  # a smaller one is raised to this, as in vLLM: dividing by it would overflow
+MIN_TEMPERATURE = 0.01  # smaller ones become this, as in vLLM: dividing by them would overflow
 
 
 def sample(
@@ -51,10 +51,10 @@ def sample(
     generators: Sequence[torch.Generator | None],
     eos_ids: Sequence[int] = (),
 ) -> tuple[Tensor, list[Logprobs | None]]:
-    """The next token of each row of logits (R, V), and its log probabilities where they are wanted.
+    """The next token of each row of logits (R, V), and its log probabilities where requested.
 
-    histories: the prompt and the output so far of each row. generators: each is advanced by one
-    number; None takes torch's global one. eos_ids: the ids that end a text, for min_tokens.
+    histories: each row's prompt and output so far. generators: each advances by one number; None
+    means torch's global generator. eos_ids: the ids that end a text, for min_tokens.
     Returns int64 ids (R,) on the CPU. Raises UserError where scores are NaN or infinite.
     """
     ids = draw(distribution(logits, params, histories, eos_ids), generators)
@@ -111,7 +111,7 @@ def _edited(
 
 
 def _filtered(weights: Tensor, params: SamplingParams) -> Tensor:
-    """Step 7: weights (V,), the largest 1, with 0 for those that min_p, top_k and top_p drop.
+    """Step 7: weights (V,), the largest 1, with 0 for tokens that min_p, top_k and top_p drop.
 
     Tokens of equal weight are kept or dropped together. Returns float64.
     """
@@ -130,7 +130,7 @@ def _filtered(weights: Tensor, params: SamplingParams) -> Tensor:
 def draw(probabilities: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
     """Step 8: an id for each row of probabilities (R, V): (R,) int64 on the CPU.
 
-    Lay the probabilities of a row end to end and throw one dart: longer tokens are hit more often.
+    Lay a row's probabilities end to end and throw one dart: likelier tokens are wider targets.
     """
     ends = probabilities.cpu().double().cumsum(-1)  # (R, V)
     darts = torch.empty(len(ends), 1, dtype=torch.float64)

@@ -26,10 +26,10 @@ def perplexity(
 ) -> dict[str, float]:
     """Judge every token of `ids` but the first, in windows of n_positions tokens, `stride` apart.
 
-    `stride` None is half a window. `progress` is called with the number of tokens that each window
-    judged.
+    `stride` defaults to half a window. `progress` is called with the number of tokens that each
+    window judged.
     Returns "perplexity", "cross_entropy" (nats per token) and "tokens" (judged).
-    Raises UserError for fewer than two tokens, or a stride that is not from 1 to n_positions.
+    Raises UserError for fewer than two tokens, or a stride outside 1 to n_positions.
     """
     window = model.config.n_positions
     stride = max(1, window // 2) if stride is None else stride
@@ -39,7 +39,7 @@ def perplexity(
         )
     if not 1 <= stride <= window:
         raise UserError(
-            f"The stride must be from 1 to {window}, the tokens of a window, not {stride}."
+            f"The stride must be from 1 to {window}, the length of a window, not {stride}."
         )
     tokens = torch.tensor(ids, device=model.device)  # (N,)
     total, judged = 0.0, 0
@@ -53,20 +53,20 @@ def perplexity(
         parts = hidden[judged - start :].split(ROWS), tokens[judged + 1 : end + 1].split(ROWS)
         for rows, targets in zip(*parts, strict=True):
             logits = model.logits(rows)  # (R, C) -> (R, V)
-            # A sum of exponentials needs the digits of float32 or more.
+            # A sum of exponentials needs the precision of float32 or more.
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             total += F.cross_entropy(logits, targets, reduction="sum").item()
         if progress is not None:
             progress(end - judged)
         judged = end
     cross_entropy = total / judged
-    exp = torch.tensor(cross_entropy, dtype=torch.float64).exp()  # math.exp raises, this gives inf
+    exp = torch.tensor(cross_entropy, dtype=torch.float64).exp()  # math.exp raises; this gives inf
     return {"perplexity": exp.item(), "cross_entropy": cross_entropy, "tokens": judged}
 
 
 @torch.inference_mode()
 def prompt_logprobs(model: GPT2, ids: Sequence[int], top: int) -> list[Logprobs | None]:
-    """The log probability of each token of a prompt, and the `top` likeliest ones in its place.
+    """The log probability of each prompt token, and of the `top` likeliest tokens in its place.
 
     None for the first token, which has no context.
     """
@@ -84,8 +84,8 @@ def prompt_logprobs(model: GPT2, ids: Sequence[int], top: int) -> list[Logprobs 
 
 @torch.inference_mode()
 def prompt_logits(model: GPT2, ids: Sequence[int]) -> Iterator[Tensor]:
-    """The logits (R, V) of all T tokens of a prompt but the last, which predicts none of them: one
-    forward pass, and then up to ROWS rows at a time."""
+    """The logits (R, V) of all T tokens of a prompt but the last, which predicts none of them.
+    One forward pass, then up to ROWS rows at a time."""
     tokens = torch.tensor(ids, device=model.device)  # (T,)
     positions = torch.arange(len(ids), device=model.device)
     hidden = model(tokens, positions, Recompute(model.config).attend)  # (T, C)

@@ -1,8 +1,8 @@
 """What the KV cache buys, where it buys nothing, and what it costs:
 `python -m stage02_kv_cache.benchmark`.
 
-The naive engine needs minutes for a thousand tokens, and its steps grow smoothly. So every 50th of
-its steps over a long answer runs and is timed, and those between are interpolated.
+The naive engine takes minutes for a thousand tokens, but the time of its steps grows smoothly. So
+only every 50th step of a long answer is run and timed, and those between are interpolated.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ NAIVE, CACHED = "naive", "cached"
 
 FULL = kit.plan(
     models=("gpt2", "stories"), dtypes=kit.BOTH, repeats={NAIVE: 1, CACHED: 2},
-    growth=(200, 500, 1000), stride=50,  # new tokens after a prompt of 5; of the naive steps
+    growth=(200, 500, 1000), stride=50,  # new tokens after a prompt of 5; between naive steps
     prompts=(64, 256, 512), answer=25,
-    null_prompts=(5, 64, 512), null_repeats=3,  # before a single token
+    null_prompts=(5, 64, 512), null_repeats=3,  # for a single new token
     profiled=(1, 64, 16),
 )  # fmt: skip
 
@@ -41,7 +41,7 @@ def engines(subject: Subject) -> dict[str, NaiveEngine | Engine]:
 
 
 def growth(subject: Subject, plan: Any) -> Iterator[Group]:
-    """Seconds of every step of the cached engine over a long answer, and of some naive ones."""
+    """Seconds of every cached step of a long answer, and of some naive steps."""
     naive, cached = NaiveEngine(subject.model), Engine(subject.model)
     (prompt,), most = subject.prompts([5], "growth"), max(plan.growth)
     places = [*range(0, most, plan.stride), most - 1]  # tokens generated before the step
@@ -57,7 +57,7 @@ def growth(subject: Subject, plan: Any) -> Iterator[Group]:
             naive.generate([prompt + outputs[0].token_ids[:done]], kit.greedy(1))
             yield naive.steps[0].seconds
 
-    # The first run has the tokens of the others.
+    # Every run generates the same tokens as the first.
     ways = {CACHED: run_cached, NAIVE: lambda: list(run_naive())}
     steps = measure.turns(ways, plan.repeats, warmup=0)
     about = {"prompt": len(prompt), "counts": list(plan.growth), "places": places, "steps": steps}
@@ -70,7 +70,7 @@ def prompts(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def null(subject: Subject, plan: Any) -> Iterator[Group]:
-    """A single token: nothing was kept yet that could help."""
+    """A single token: the cache holds nothing yet that could help."""
     for length in plan.null_prompts:
         yield kit.compare(subject, engines(subject), [(length, 1)], plan.null_repeats)[0]
 
@@ -125,7 +125,7 @@ TABLES = rows.tables(
 
 
 def growth_chart(results: Results) -> Figure:
-    """Of a step by its place in the answer; of the cached engine those of the steps around it."""
+    """Time of a step by its place in the answer; cached: the median of the steps around it."""
     (row, *_) = first("growth")(results)
     steps, places = row["steps"], row["places"]
     around = [slice(max(place - 12, 1), place + 13) for place in places]

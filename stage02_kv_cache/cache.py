@@ -1,4 +1,4 @@
-"""The KV cache: one line of slots, and the slot of a token is its position.
+"""The KV cache: one line of slots, in which a token's slot is its position.
 
 The key and value of a token never change once they are computed, because attention only looks back.
 The cache stores them once, and a forward pass runs over the new tokens alone.
@@ -18,7 +18,7 @@ from shared.windows import by_layer, sees
 class KVCache:
     """Keys and values of one sequence, allocated once: `kv` is (layers, 2, H_kv, capacity, D).
 
-    The first `length` slots hold tokens; the slots behind them are never read. Heads come before
+    The first `length` slots hold tokens; the slots after them are never read. Heads come before
     positions, so that the keys of one head are contiguous and attention reads them as a view.
     `dtype` may differ from that of the weights.
     """
@@ -44,7 +44,7 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Memory allocated, used or not: 2 * layers * H_kv * D * capacity * bytes a number."""
+        """Memory allocated, used or not: 2 * layers * H_kv * D * capacity * bytes per number."""
         return self.kv.nbytes
 
     def crop(self, length: int) -> None:
@@ -69,7 +69,7 @@ class KVCache:
 class CachedAttention:
     """Attention of one forward pass over the tokens at positions start..end-1 and all before them.
 
-    What is the same in every layer (the slots, the mask) is computed here, once a step.
+    What all layers share (the slots, the mask) is computed here, once per step.
     """
 
     def __init__(self, kv: Tensor, start: int, end: int, group: int = 1, window: int = ALL) -> None:
@@ -78,7 +78,7 @@ class CachedAttention:
         self.positions = torch.arange(start, end, device=kv.device)  # (T,)
         # A square step is causal, and a single token sees everything. In between, row i sees
         # start + i + 1 tokens; `is_causal` would align the triangle with the first column instead
-        # and hide the past. (nanoVLM's first cache met this too: its pull request 69.)
+        # and hide the past. (nanoVLM's first cache hit this too: see its pull request 69.)
         self.square = start == 0
         self.mask = None
         if not self.square and end - start > 1:
@@ -86,8 +86,8 @@ class CachedAttention:
             self.mask = columns <= self.positions.repeat(group)[:, None]  # (group * T, end)
         if end > window:
             self.square, self.mask = False, sees(self.positions.repeat(group), end, window)
-        # A CPU's fused kernel is slow for one row of bfloat16: widening the cache to float32 on the
-        # way is faster, copy included, and twice as fast from 500 tokens on.
+        # On a CPU, the fused kernel is slow for a single bfloat16 row. Widening the cache to
+        # float32 is faster, copy included, and twice as fast from 500 tokens on.
         self.widen = end - start == 1 and kv.device.type == "cpu" and kv.dtype == torch.bfloat16
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -95,9 +95,9 @@ class CachedAttention:
         self.new[layer, 0] = k.transpose(0, 1)  # (T, H_kv, D) -> (H_kv, T, D)
         self.new[layer, 1] = v.transpose(0, 1)
         dtype = torch.float32 if self.widen else q.dtype
-        keys, values = self.seen[layer].to(dtype)  # each (H_kv, end, D); no copy of the same dtype
+        keys, values = self.seen[layer].to(dtype)  # each (H_kv, end, D); copied if dtypes differ
         rows = q.transpose(0, 1).to(dtype)  # (H, T, D)
-        if not self.square:  # query heads that share keys become rows of one product: one reading
+        if not self.square:  # query heads that share keys become rows of one product
             rows = rows.reshape(len(keys), -1, q.shape[-1])  # (H_kv, group * T, D)
         out = F.scaled_dot_product_attention(
             rows[None],

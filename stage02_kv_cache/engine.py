@@ -28,7 +28,7 @@ from .cache import KVCache
 
 
 class Engine:
-    """Generates with `model`, one prompt after the other. `eos_ids` None: those of its config."""
+    """Generates with `model`, one prompt after the other. `eos_ids` None: the config's."""
 
     def __init__(self, model: GPT2, eos_ids: Sequence[int] | None = None) -> None:
         self.model, self.config = model, model.config

@@ -11,5 +11,5 @@ from .engine import Engine
 
 
 def make(model: GPT2, contexts: int | None = None, **options: Any) -> Engine:
-    """An engine for `model`. It has one sequence at a time, so `contexts` has no effect."""
+    """An engine for `model`. It runs one sequence at a time, so `contexts` has no effect."""
     return Engine(model, **options)

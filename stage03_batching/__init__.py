@@ -1,7 +1,7 @@
 """Stage 03: several sequences in one step, as a rectangle: short prompts are padded on the left.
 
 `cache.py` is what this stage teaches: a cache of rows, and a mask and positions that undo the
-padding. `engine.py` is the engine of stage 02 for a whole batch, which ends when its last row ends.
+padding. `engine.py` is stage 02's engine for a whole batch, which ends when its last row ends.
 """
 
 from shared import openmp

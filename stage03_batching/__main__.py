@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 def answer_all(
     engine: Engine, loaded: cli.Loaded, prompts: Sequence[str], sampling: SamplingParams
 ) -> int:
-    """Continue all `prompts`, show and print the texts, and print what was wasted.
+    """Continue all `prompts`, show and print the texts, and print how much was wasted.
 
     Returns the exit status: 2 if a prompt was invalid, 130 after Ctrl-C.
     """
@@ -89,7 +89,7 @@ def answer_all(
 
 
 def waste(steps: Sequence[StepRecord]) -> str:
-    """One line on the tokens that were computed in vain: padding, and idle rows in decode."""
+    """One line on the wasted tokens: padding in prefill, and idle rows in decode."""
     padded = sum(step.wasted_tokens for step in steps if step.prefill_tokens)
     idle = sum(step.wasted_tokens for step in steps if not step.prefill_tokens)
     total = padded + idle + sum(step.prefill_tokens + step.decode_tokens for step in steps)
@@ -101,7 +101,7 @@ def waste(steps: Sequence[StepRecord]) -> str:
 
 
 def view(engine: Engine, answers: Sequence[live.Answer], width: int, height: int) -> list[Text]:
-    """The lines for the terminal: one on the batch, and one on each answer with its newest text."""
+    """The terminal's lines: one on the batch, and one per answer with its newest text."""
     if not engine.steps:
         return []
     seconds = sum(step.seconds for step in engine.steps)

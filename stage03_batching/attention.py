@@ -13,8 +13,8 @@ def masked_attention(
     """q (B, H, T, D) over keys and values (B, H_kv, S, D), views into a cache -> (B, H, T, D).
 
     `mask` (B, 1, T, S) is True where a query sees a key; None: each query sees all keys, or, if
-    `causal` (T = S), its own key and those before it. Keys and values of another dtype than q's are
-    converted on the way. H may be a multiple of H_kv: then H / H_kv query heads share a head of
+    `causal` (T = S), its own key and those before it. Keys and values are converted to q's
+    dtype. H may be a multiple of H_kv: then H / H_kv query heads share a head of
     keys and values.
     """
     if keys.dtype != q.dtype:
@@ -35,8 +35,9 @@ def masked_attention(
 def _by_hand(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """The sum that the kernel computes, written out: softmax(Q K^T / sqrt(D)) V.
 
-    A CPU's fused kernel is slow for one query of bfloat16. Two products are up to three times as
-    fast. The first must be keys times query: query times keys is the same sum at half the speed.
+    On a CPU, the fused kernel is slow for a single bfloat16 query; two products are up to three
+    times as fast. The first must be keys times query: query times keys is the same sum at half
+    the speed.
     """
     scores = keys @ (q * q.shape[-1] ** -0.5).transpose(2, 3)  # (B, H, S, T)
     scores = scores.transpose(2, 3).to(torch.promote_types(q.dtype, torch.float32))  # (B, H, T, S)

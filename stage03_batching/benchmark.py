@@ -36,8 +36,7 @@ FULL = kit.plan(
 def alternated(
     subject: Subject, workloads: Mapping[str, Lengths], repeats: int, **fields: Any
 ) -> Iterator[Group]:
-    """Several workloads of this engine in turn, each as one batch, with the seconds of every
-    pass."""
+    """Run several workloads in turn, each as one batch, and note the seconds of every pass."""
     engine = Engine(subject.model, max_batch=max(map(len, workloads.values())))
     runs = {
         name: Runs(engine, subject.prompts(prompt for prompt, _ in pairs), [n for _, n in pairs])
@@ -62,7 +61,7 @@ def scaling(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def single(subject: Subject, plan: Any) -> Iterator[Group]:
-    """One after the other by stage 02, and as one batch."""
+    """Equal prompts: one after the other in stage 02, and as one batch."""
     for size, repeats in plan.single:
         engines = {SINGLE: SingleEngine(subject.model), BATCH: Engine(subject.model)}
         lengths = [(plan.prompt, plan.answer)] * size
@@ -71,7 +70,7 @@ def single(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def waste(subject: Subject, plan: Any) -> Iterator[Group]:
-    """One row unlike the others, and the same number of tokens spread evenly over the rows."""
+    """One row longer than the others, and the same number of tokens spread evenly over the rows."""
     size, short = plan.waste_rows, plan.short
     for what, longest in (("answer", plan.long_answer), ("prompt", plan.long_prompt)):
         total = short * (size - 1) + longest
@@ -86,13 +85,13 @@ def waste(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def step(row: Row) -> Summary:
-    """Milliseconds of a decode step: the median of all, and the range of the repeats' own."""
+    """Milliseconds of a decode step: the median of all, and the range of the repeats' medians."""
     own = [1e3 * median(run) for run in row["decode"]]
     return Summary(1e3 * median(sum(row["decode"], [])), min(own), max(own))
 
 
 def cost(row: Row) -> Cost:
-    """Of a decode step in the middle of a batch of equal rows."""
+    """The cost of a decode step halfway through a batch of equal rows."""
     ((prompt, answer), *_) = row.lengths
     return forward_cost(row.config, row.kind, 1, prompt + (answer - 2) // 2, rows=row.requests)
 
@@ -103,7 +102,7 @@ def decode(row: Row) -> float:
 
 
 def limit(row: Row) -> float:
-    """Tokens per second of a decode step, at most."""
+    """Most tokens per second of a decode step."""
     return row.requests / row.least([cost(row)])
 
 
@@ -114,7 +113,7 @@ def predicted(row: Row) -> float:
 
 
 def against_equal(row: Row) -> tuple[float, float]:
-    """Tokens per second over those of equal rows, and what was predicted of it."""
+    """Tokens per second over those of equal rows: measured, and predicted."""
     base, _ = row.results.groups("waste", pair=row["pair"], dtype=row["dtype"])
     share = (row.tokens / predicted(row)) / (base.tokens / predicted(base))
     return row.rate.median / base.rate.median, share

@@ -2,7 +2,7 @@
 
 Prompts differ in length, and a tensor is a rectangle. So short prompts are padded on the left, and
 their last tokens share a column: the next token of every row goes into the next column. Two things
-undo the padding. Positions count from a row's first real token, and a mask hides what precedes it.
+undo the padding: positions count from a row's first real token, and a mask hides what precedes it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PaddedCache:
 
     @property
     def bytes(self) -> int:
-        """Memory taken: 2 * layers * H_kv * D * bytes a number, for each of rows * columns."""
+        """Memory taken: 2 * layers * H_kv * D * bytes per number, for each of rows * columns."""
         return self.kv.nbytes
 
     def extend(self, count: int) -> PaddedAttention:
@@ -60,7 +60,7 @@ class PaddedCache:
 class PaddedAttention:
     """Attention of one forward pass over the columns start..end-1 of every row.
 
-    What is the same in every layer (columns, positions, mask) is computed here, once a step.
+    What all layers share (columns, positions, mask) is computed here, once per step.
     """
 
     def __init__(
@@ -76,13 +76,12 @@ class PaddedAttention:
         self.seen = kv[:, :, :, :, :end]  # (layers, 2, B, H_kv, end, D): what it reads, in place
         columns = torch.arange(end, device=kv.device)
         queries = columns[start:, None]  # (T, 1): the columns of this step
-        # Known elsewhere as "cumulative sum of the mask, minus one". Padding has no position, and
-        # neither has a row that stays in the batch after the end of its context: any valid one will
-        # do.
+        # Known elsewhere as "cumulative sum of the mask, minus one". Padding has no position, nor
+        # has a row that stays in the batch past the end of its context: any valid position will do.
         self.positions = (columns[start:] - padding[:, None]).clamp(0, last_position)  # (B, T)
         real = columns >= padding[:, None, None]  # (B, 1, end): the columns that hold a token
-        # A query of padding would see nothing, and a plain softmax of nothing is NaN, which
-        # spreads: let it see itself.
+        # A padding query would see nothing, and a plain softmax of nothing is NaN, which spreads:
+        # let the query see itself.
         self.mask = ((columns <= queries) & real | (columns == queries))[:, None]  # (B, 1, T, end)
         if end > window:
             self.mask = self.mask & sees(columns[start:], end, window)

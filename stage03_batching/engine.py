@@ -1,6 +1,7 @@
 """Stage 03: the engine for a static batch. One step serves all rows, until the last row ends.
 
-A batch is `max_batch` prompts. A row that has ended stays in it, and its part of a step is wasted.
+A batch has up to `max_batch` prompts. A row that has ended stays in it and wastes its part of each
+step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .cache import PaddedCache
 
 
 class Engine:
-    """Generates with `model`, in batches of `max_batch` prompts. `eos_ids` None: its config's."""
+    """Generates with `model`, in batches of `max_batch` prompts. `eos_ids` None: the config's."""
 
     def __init__(
         self, model: GPT2, eos_ids: Sequence[int] | None = None, max_batch: int = 64
@@ -43,7 +44,8 @@ class Engine:
         self.cache_bytes = 0  # of the largest cache of the last call
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
-        """Continue every prompt (token ids) to its end. An invalid one gets the reason "error".
+        """Continue every prompt (token ids) to its end. An invalid one ends with the reason
+        "error".
 
         Raises UserError if there is no prompt.
         """
@@ -63,8 +65,8 @@ class Engine:
             raise UserError(output.error)
 
     def run(self, outputs: Sequence[Output], sampling: Sampling) -> Iterator[tuple[int, Token]]:
-        """Continue the prompts of `outputs`. Yields each token as soon as it is sampled, after the
-        index of its output."""
+        """Continue the prompts of `outputs`. Yields (index of the output, token) as soon as each
+        token is sampled."""
         params = sampling_per_prompt([output.prompt_ids for output in outputs], sampling)
         if not outputs:
             raise UserError("There are no prompts: give at least one.")

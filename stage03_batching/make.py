@@ -22,6 +22,6 @@ def make(model: GPT2, contexts: int | None = None, **options: Any) -> Engine:
 def answer(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
 ) -> Iterator[tuple[int, Token]]:
-    """Answer `prompts` batch by batch. Yields each token as soon as it is sampled, after the index
-    of its prompt."""
+    """Answer `prompts` batch by batch. Yields (index of the prompt, token) as soon as each token is
+    sampled."""
     return engine.run([Output(list(prompt)) for prompt in prompts], sampling)
