@@ -1,8 +1,9 @@
-"""Stage 04: continuous batching. The batch is put together again before every forward pass.
+"""Stage 04: continuous batching. The batch is formed anew before every forward pass.
 
-`scheduler.py` is what this stage teaches: who runs next, and how many of its tokens. It makes a
-plan (`plan.py`) about requests (`request.py`). `runner.py` and `cache.py` carry it out, with keys
-and values in slots, and `engine.py` is the step: schedule, move, run, sample, postprocess.
+`scheduler.py` is what this stage teaches: which requests run next, and how many tokens of
+each. It turns requests (`request.py`) into a plan (`plan.py`). `runner.py` and `cache.py` carry the
+plan out, with keys and values in slots. `engine.py` is the step: schedule, move, run, sample,
+postprocess.
 """
 
 from shared import openmp

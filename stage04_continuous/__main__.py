@@ -27,7 +27,7 @@ ABOUT = (
 )
 SLOTS = 4
 MOST_SLOTS = 4096
-# With the most tokens of each answer, so that slots become free at different times.
+# Each with the most tokens of its answer, so that slots become free at different times.
 PROMPTS = (
     ("Once upon a time", 120),
     ("Long ago, in a village under the cliffs, there lived a girl whose name was", 60),
@@ -61,10 +61,12 @@ def make_parser() -> cli.Parser:
         "--slots",
         type=cli.whole_number(1, MOST_SLOTS),
         metavar="N",
-        help="answers that grow at a time; each takes memory for the whole context; "
+        help="answers generated at a time; each takes memory for a whole context; "
         f"default: {SLOTS}, and 1 for one prompt",
     )
-    group.add_argument("--gantt", metavar="FILE.svg", help="draw the slots by steps, as a chart")
+    group.add_argument(
+        "--gantt", metavar="FILE.svg", help="draw the slots step by step, as a chart"
+    )
     group.add_argument(
         "--trace",
         metavar="FILE.json",
@@ -141,7 +143,7 @@ class Show(live.Show):
         return f"[{self.slots} slots, {self.occupancy():.1f} % in use]"
 
     def view(self, width: int, height: int) -> list[Text]:
-        """A line on the step, one for each slot, waiting prompts, ended prompts."""
+        """Lines on the step, each slot, the waiting prompts and the ended ones."""
         if not self.steps:
             return []
         newest, scheduler = self.engine.steps[-1], self.engine.scheduler
@@ -186,7 +188,7 @@ def write(engine: Engine, gantt: Path | None, trace: Path | None, slots: int) ->
     if gantt is None and trace is None:
         return
     if not engine.steps:
-        print("[no step was made, so no chart and no trace are written]", file=sys.stderr)
+        print("[no step ran, so no chart or trace is written]", file=sys.stderr)
         return
     from shared import charts  # matplotlib takes a second to load
 

@@ -1,8 +1,8 @@
 """What a decision before every step buys, where it buys nothing, and what it costs:
 `python -m stage04_continuous.benchmark`.
 
-A throughput says little alone, so slot occupancy is shown beside it: of all places that the steps
-had (slots times steps), the share that computed for a request which was still there.
+Throughput alone says little, so slot occupancy is shown beside it: of all places in the steps
+(slots times steps), the share that computed for a request still in progress.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ WHOLE = "whole"  # a prompt that is not cut into chunks
 
 
 # Win: the crowd. Null, and beside transformers: as many equal requests as slots. Lose: a long
-# prompt arrives among neighbours that are in the middle of their answers.
+# prompt arrives while its neighbours are in the middle of their answers.
 FULL = kit.plan(
     models=("gpt2",), dtypes=kit.BOTH, **kit.CROWD, slots=24,
-    equal_slots=(8, 32), equal=(16, 32), equal_repeats=(2, 1),  # of this stage, of the others
+    equal_slots=(8, 32), equal=(16, 32), equal_repeats=(2, 1),  # for this stage, for the others
     neighbours=8, neighbours_prompt=64, before=24, after=64,  # tokens of each beside the newcomer
     long_prompt=900, long_answer=8, chunks=(64, 128, 256), chunk_repeats=2,
     gantt=(16, 200),  # slots and steps of the winning run that are drawn
@@ -85,7 +85,7 @@ def arrive(subject: Subject, plan: Any, engine: Engine) -> Group:
     """A long prompt arrives while its neighbours decode: seconds between their tokens before and
     after that, and until its own first token.
 
-    The neighbours get a token each in every pass, so one list of gaps holds for all of them.
+    The neighbours get a token each in every pass, so one list of gaps serves them all.
     """
     prompts = subject.prompts([plan.neighbours_prompt] * plan.neighbours, "neighbour")
     (long_prompt,) = subject.prompts([plan.long_prompt], "long")
@@ -109,8 +109,8 @@ def arrive(subject: Subject, plan: Any, engine: Engine) -> Group:
 
 
 def chunk_scheduler(plan: Mapping[str, Any], chunk: str) -> Scheduler:
-    """Runs the long prompt in chunks of this many tokens, or whole; the budget has room for it
-    all."""
+    """A scheduler that runs the long prompt in chunks of `chunk` tokens, or whole; the budget has
+    room for all of it."""
     slots, budget = plan["neighbours"] + 1, plan["neighbours"] + plan["long_prompt"]
     if chunk == WHOLE:
         return Scheduler(slots, budget, chunked=False)
@@ -144,7 +144,7 @@ def arrival(row: Row) -> tuple[float, float]:
 
 
 def chunked(results: Results) -> list[Row]:
-    """The neighbours alone, and beside a long prompt by its chunks."""
+    """The neighbours alone, then beside a long prompt, by the size of its chunks."""
     return [row for group in results.groups("chunking") for row in (group, *group.variants)]
 
 

@@ -1,8 +1,8 @@
 """The KV cache in slots: fixed places for sequences that come and go. A token's address is
 (slot, position).
 
-A pass gets its tokens packed, (N,) without any padding, from any mixture of requests. The address
-of each new key and value is looked up; what its query sees is read in place.
+A pass gets its tokens packed, (N,) without padding, from any mixture of requests. Each new key and
+value is written to its address; what a query sees is read in place.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .plan import Wipe
 
 Share = tuple[int, int, int]  # slot, first position, number of tokens that a pass computes
 
-# Sequences of different lengths attend in one call, with a mask over the difference, while that
-# costs less than one more call would: about as much as reading this many keys.
+# Sequences of different lengths attend in one call, with a mask over the difference, as long as
+# that is cheaper than another call, which costs about as much as reading this many keys.
 CALL = 64
 
 
@@ -33,7 +33,7 @@ class SlotCache:
     """Keys and values of `slots` sequences of up to `slot_tokens` tokens (None: a whole context):
     `kv` is (layers, 2, slots, H, slot_tokens, D), with the H heads of keys and values.
 
-    It knows no requests: its user decides which sequence is in which slot.
+    It knows no requests: its caller decides which sequence is in which slot.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class SlotCache:
 
     @property
     def bytes(self) -> int:
-        """Memory taken, used or not: 2 * layers * H * D * bytes a number, for each of
+        """Memory taken, used or not: 2 * layers * H * D * bytes per number, for each of
         slots * slot_tokens."""
         return self.kv.nbytes
 
     def move(self, moves: Sequence[Wipe]) -> None:
         """Wipe slots for their next sequences.
 
-        A mask alone is not enough: a hidden key weighs 0, but 0 times NaN is NaN, should the last
-        sequence have left one.
+        A mask alone is not enough: it gives a hidden token weight 0, but if the last sequence left
+        a NaN there, 0 times NaN is NaN.
         """
         for wipe in moves:
             self.kv[:, :, wipe.slot, :, : wipe.used] = 0
@@ -90,14 +90,14 @@ class Group:
 
     rows: slice  # of the N packed tokens: B * T of them
     slots: slice  # B
-    end: int  # keys read of each slot
+    end: int  # keys read from each slot
     new: int  # T
     mask: Tensor | None  # (B, 1, T, end); None: all is visible, or `causal` is set
     causal: bool
 
 
 def neighbours(shares: Sequence[Share]) -> list[list[Share]]:
-    """Cut a pass into runs that can attend together: adjacent slots, equally many new tokens,
+    """Cut a pass into runs that can attend together: adjacent slots, equal counts of new tokens,
     similar lengths."""
     runs: list[list[Share]] = []
     for share in shares:
@@ -106,7 +106,7 @@ def neighbours(shares: Sequence[Share]) -> list[list[Share]]:
             run = runs[-1]
             last_slot, _, last_count = run[-1]
             longest = max(before for _, before, _ in run)
-            # Keys read in vain, if they join.
+            # Keys read for nothing if the share joins the run.
             padding = len(run) * max(0, start - longest) + max(0, longest - start)
             if (slot, count) == (last_slot + 1, last_count) and padding * count <= CALL:
                 run.append(share)
@@ -126,9 +126,9 @@ class PackedAttention:
     """Attention of one pass over N packed tokens, each of which sees the tokens before it in its
     own slot.
 
-    Shares that can attend together are made adjacent: `order` (N,) gives which of the caller's
-    tokens comes when, and the model gets its tokens in that order. What is the same in every layer
-    (where to write, what to read, what is visible) is worked out here, once a pass.
+    Shares that can attend together are placed side by side: `order` (N,) lists the caller's tokens
+    in the order in which the model gets them. What all layers share (where to write, what to read,
+    what is visible) is worked out here, once per pass.
     """
 
     def __init__(self, kv: Tensor, shares: Sequence[Share], window: int = ALL) -> None:
@@ -148,7 +148,7 @@ class PackedAttention:
         first, count = run[0][0], run[0][2]
         ends = [start + count for _, start, _ in run]
         end = max(ends)
-        # A whole prompt alone: is_causal draws its triangle faster than a mask.
+        # A whole prompt alone: is_causal is faster than a triangular mask.
         causal = len(run) == 1 and count == end
         mask = None
         if not causal and (count > 1 or min(ends) < end):
@@ -181,7 +181,7 @@ class PackedAttention:
 
 
 def ordered(shares: Sequence[Any], key: Callable[[Any], Any]) -> tuple[Tensor, list[Any]]:
-    """`shares` sorted by `key`, and the order (N,) of their packed tokens that follows from it:
+    """`shares` sorted by `key`, and the resulting order (N,) of their packed tokens:
     token i of the sorted shares is token order[i] of `shares`."""
     firsts = list(itertools.accumulate((share[2] for share in shares), initial=0))
     ranking = sorted(range(len(shares)), key=lambda index: key(shares[index]))

@@ -1,4 +1,4 @@
-"""Three ways to use an engine that has `add`, `abort` and `step`. Engines take them as methods."""
+"""Three ways to use an engine that has `add`, `abort` and `step`. Engines adopt them as methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .request import Request
 
 
 class Steps(Protocol):
-    """An engine that moves all of its requests on, one step at a time."""
+    """An engine that advances all its requests, one step at a time."""
 
     steps: Any  # records, cleared by `generate`
     requests: dict[str, Request]  # those that wait or run
@@ -55,7 +55,7 @@ def generate(engine: Steps, prompts: Sequence[Sequence[int]], sampling: Sampling
 def stream(engine: Steps, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
     """Continue one prompt and yield each token at once; the last one carries the finish reason.
 
-    Other requests move on too, so several streams may be read in turn. Closing the stream early
+    Other requests advance too, so several streams may be read in turn. Closing the stream early
     aborts its request.
     """
     request = engine.add(Request(prompt, sampling))
@@ -70,7 +70,7 @@ def stream(engine: Steps, prompt: Sequence[int], sampling: SamplingParams) -> It
                 logprobs = output.logprobs[sent - 1] if output.logprobs else None
                 yield Token(output.token_ids[sent - 1], logprobs, reason)
     finally:
-        if engine.requests.get(request.id) is request:  # not another one that took its id since
+        if engine.requests.get(request.id) is request:  # not a later one with the same id
             engine.abort(request.id)
     if output.error is not None:
         raise UserError(output.error)

@@ -29,12 +29,12 @@ from .records import Recorder
 from .request import Request, State
 from .runner import AnyRunner
 
-Sampled = tuple[Request, int, Logprobs | None]  # a request's next token
+Sampled = tuple[Request, int, Logprobs | None]  # a request and its next token
 
 
 def draw(requests: Sequence[Request], logits: Tensor, eos_ids: Sequence[int]) -> list[Sampled]:
-    """The next token of each of `requests` by its row of logits (R, V). One whose logits are not
-    finite ends with an error, and no other does."""
+    """The next token of each of `requests`, from its row of logits (R, V). A request whose logits
+    are not finite ends with an error; the others go on."""
     finite = finite_rows(logits, [request.output for request in requests])
     if len(finite) < len(requests):
         requests, logits = [requests[row] for row in finite], logits[finite]
@@ -55,7 +55,7 @@ class Engine:
     eos_ids: the ids that end a text; None: those of the model's config.
     recorder: the observer that keeps `steps`, one record a pass; None: this stage's Recorder.
     observers: see every plan before its pass and after its step.
-    draw: takes the next tokens, as `draw` of this module does.
+    draw: takes the next tokens, like this module's `draw`.
     """
 
     def __init__(
@@ -88,8 +88,7 @@ class Engine:
             request.id = f"request-{self._named}"
         if request.id in self.requests:
             raise UserError(
-                f"There is a request '{request.id}' in the engine already: "
-                "give each an id of its own."
+                f"The engine already has a request '{request.id}': give each request its own id."
             )
         self.scheduler.add(request)
         self.requests[request.id] = request
@@ -132,8 +131,8 @@ class Engine:
         return tokens
 
     def fail(self, error: UserError) -> list[Request]:
-        """End requests with `error`, after `step` has raised, and return them: those of the pass,
-        or all if the pass had not begun, because then no memory can be trusted."""
+        """After `step` has raised, end requests with `error` and return them: those of the pass, or
+        all if the pass had not begun, because then no memory can be trusted."""
         failed = [work.request for work in self.plan.work] or list(self.requests.values())
         failed = [request for request in failed if request.state is not State.FINISHED]
         for request in failed:

@@ -45,8 +45,8 @@ def make(
 def answer(
     engine: Any, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
 ) -> Iterator[tuple[int, Token]]:
-    """Answer `prompts`, which arrive together; yields each token at once, with its
-    prompt's place."""
+    """Answer `prompts`, which arrive together. Yields (index of the prompt, token) for each
+    token at once."""
     requests = [
         engine.add(Request(list(prompt), params))
         for prompt, params in zip(prompts, sampling, strict=True)

@@ -1,7 +1,7 @@
 """A plan: what one step computes, and what memory it prepares first.
 
-The scheduler makes it, the runner carries it out, observers look at it. Plain data, no tensors:
-tokens are ints, addresses are ints, so a plan can be sent to another process.
+The scheduler makes it, the runner carries it out, and observers look at it. It is plain data:
+tokens and addresses are ints, not tensors, so a plan can be sent to another process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Work:
     table: Any  # a Table
     start: int
     count: int
-    rows: int  # logits wanted, of the share's last tokens: 0 for a chunk that ends before them
+    rows: int  # how many of its last tokens need logits: 0 for a chunk that is not the last
 
     @property
     def prefill_tokens(self) -> int:
@@ -70,7 +70,7 @@ class Observer(Protocol):
     """Watches an engine's steps without taking part in them."""
 
     def before(self, plan: Plan) -> None:
-        """Called when the moves of `plan` are done and its pass has not begun."""
+        """Called after the moves of `plan` and before its pass."""
 
     def after(self, plan: Plan) -> None:
         """Called at the end of the step."""

@@ -43,13 +43,13 @@ class Recorder:
         self.steps: deque[SlotsRecord] = deque(maxlen=kept)
 
     def before(self, plan: Plan) -> None:
-        """Nothing to note: slots are known afterwards too."""
+        """Nothing to note: the slots are still known after the step."""
 
     def after(self, plan: Plan) -> None:
         """Append the record of a step that had work."""
         if not plan:
             return
-        seconds = time.perf_counter() - plan.started  # without writing this record
+        seconds = time.perf_counter() - plan.started  # excludes writing this record
         slots = []
         for work in plan.work:
             prefill, output = work.prefill_tokens, work.request.output

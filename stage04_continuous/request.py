@@ -1,4 +1,4 @@
-"""A request: what is asked for, what has come of it, and how far the engine has got with it."""
+"""A request: what it asks for, its output so far, and how far the engine has got with it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Request:
     """One prompt on its way through the engine.
 
     `computed` counts the tokens, prompt and answer together, whose keys and values are cached.
-    The work that is left follows from it alone: a request is not "in prefill" because it has no
-    answer yet. That shortcut breaks as soon as a request must compute its tokens a second time.
+    The remaining work follows from it alone. "No answer yet, so in prefill" would be a shortcut
+    that breaks as soon as a request must compute its tokens a second time.
     """
 
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     id: str = ""  # "": the engine gives it one
-    priority: int = 0  # the lower, the sooner; only the scheduler's "priority" policy reads it
+    priority: int = 0  # the lowest goes first; only the scheduler's "priority" policy reads it
     salt: bytes = b""  # only requests with equal salts find each other's cached blocks (stage 05)
     parent: Request | None = None  # begins with the same tokens: share its memory (stage 05)
 
@@ -58,13 +58,13 @@ class Request:
 
     @property
     def verified(self) -> int:
-        """Tokens of the prompt and the answer so far: those that are certain."""
+        """Number of certain tokens: the prompt and the answer so far."""
         return len(self.output.prompt_ids) + len(self.output.token_ids)
 
     @property
     def token_count(self) -> int:
         """All tokens to compute: the verified ones and the drafts."""
-        output = self.output  # written out: it is read several times a step for each request
+        output = self.output  # inlined: this is read several times a step for each request
         return len(output.prompt_ids) + len(output.token_ids) + len(self.drafts)
 
     @property

@@ -1,7 +1,7 @@
-"""The runner: a model and its cache. It knows tokens and addresses, and no request.
+"""The runner: a model and its cache. It knows tokens and addresses, but no requests.
 
-This is the second seam. Below it are tensors, above it are requests. A kernel is another cache in
-this runner, a quantized model other layers in it; tensor parallelism is a runner that sends its
+This is the second seam: requests above, tensors below. A new kernel is another cache in this
+runner, and a quantized model has other layers. Tensor parallelism is a runner that sends its
 arguments, which are plain integers, to other processes.
 """
 
@@ -50,7 +50,7 @@ class Runner:
         if not ids:
             return torch.empty(0, self.config.vocab_size, device=self.model.device)
         attention = self.cache.extend(shares)
-        order = attention.order  # (N,): the order that the cache likes; only this function sees it
+        order = attention.order  # (N,): the cache's preferred order; only this function sees it
         tokens = torch.tensor(ids)[order].to(self.model.device)  # (N,)
         hidden = self.model(tokens, attention.positions, attention.attend)  # (N,) -> (N, C)
         wanted = order.argsort()[torch.tensor(rows, dtype=torch.int64)]  # (R,)

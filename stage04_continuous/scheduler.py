@@ -1,8 +1,8 @@
 """The scheduler: before every pass it decides who runs, and how many tokens of each. No tensors.
 
 The unit of scheduling is one forward pass, not one request (Yu et al., "Orca", OSDI 2022). A pass
-has a budget of tokens. Decoding requests go first: a client is reading their answers. What is left
-of the budget goes to prompts, a long one in chunks (Agrawal et al., "Sarathi-Serve", OSDI 2024).
+has a budget of tokens. Decoding requests go first: a client is reading their answers. The rest of
+the budget goes to prompts, long ones in chunks (Agrawal et al., "Sarathi-Serve", OSDI 2024).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Scheduler:
 
     policy: "fcfs" is first come, first served. "priority" lets the lowest `priority` go first, ties
         by arrival; every `patience` steps of waiting count as one priority, so that every request
-        runs in the end.
-    max_chunk: most tokens of one prompt in a pass; None: as many as the budget has left.
+        runs eventually.
+    max_chunk: most tokens of one prompt in a pass; None: as many as the budget allows.
     chunked: False runs a prompt whole or not at all, as engines did before Sarathi.
     Raises UserError for settings that cannot work.
     """
@@ -78,11 +78,11 @@ class Scheduler:
             )
 
     def schedule(self) -> Plan:
-        """Who runs in the next pass, and how much. Admits waiting requests to free slots."""
+        """Plan the next pass: who runs, and how many tokens of each. Admits waiting requests."""
         plan = Plan()
         self.step += 1
         budget = self.token_budget
-        # Decoding requests first; among equals the order of admission holds.
+        # Decoding requests first; otherwise in order of admission.
         for request in sorted(self.running, key=lambda request: not request.decoding):
             if count := self._share(request, budget):
                 plan.work.append(self._work(request, count))
@@ -123,7 +123,7 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     def _share(self, request: Request, budget: int) -> int:
-        """How many tokens of `request` fit into what is left of the budget."""
+        """How many tokens of `request` fit into the remaining budget."""
         if self.chunked:
             return min(request.remaining, self.max_chunk, budget)
         return request.remaining if request.remaining <= budget else 0

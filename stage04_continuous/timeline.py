@@ -27,7 +27,7 @@ LETTER = 0.72  # width of a letter as a share of the font size, rounded up
 
 @dataclass
 class Bar:
-    """One request's time in one slot: steps `start` to `end`, without `end`.
+    """One request's time in one slot: steps `start` to `end` (exclusive).
 
     pieces: (kind, start, end) of the steps that computed its tokens, "prefill" or "decode". Between
         two pieces the budget had no token left for it.
@@ -73,7 +73,7 @@ def gantt(steps: Sequence[SlotsRecord], title: str, slots: int | None = None) ->
 
 
 def draw(tenants: Sequence[Bar], steps: int, title: str, slots: int | None = None) -> Figure:
-    """The Gantt chart of bars that were worked out before, over a number of steps."""
+    """The Gantt chart of bars that are known already, over a number of steps."""
     rows = max(slots or 0, 1 + max((bar.slot for bar in tenants), default=0))
     figure, axes = charts.new_figure(title, "step", "slot", size=(7.2, min(12, 1.8 + 0.3 * rows)))
     with matplotlib.rc_context(charts.style()):

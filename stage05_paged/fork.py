@@ -1,4 +1,4 @@
-"""Several answers that share what they have in common: forks, and samples of one prompt.
+"""Several answers that share their common beginning: forks, and samples of one prompt.
 
 Both are ordinary requests with a `parent`: the scheduler lets them begin with the parent's blocks.
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def fork(
     engine: Engine, request_id: str, sampling: SamplingParams | None = None, fork_id: str = ""
 ) -> Request:
-    """Queue a request with the prompt and the answer so far of another one, which goes on by
-    itself: with `sampling`, or with the other one's. Both share blocks until one writes.
+    """Queue a request that continues another one's prompt and answer so far on its own, with
+    `sampling` or else the other one's options. They share blocks until one writes.
 
     Raises UserError if no such request waits or runs, or if the new one is invalid.
     """
@@ -55,7 +55,7 @@ def add_samples(
 ) -> list[Request]:
     """Queue several samples of one prompt, named by `ids` if given. The prompt is computed once.
 
-    Raises as `Engine.add` does; then none of them is queued.
+    Raises what `Engine.add` raises, and then queues none of them.
     """
     if not sampling:
         raise UserError("There are no samples to generate: ask for at least 1.")
@@ -68,10 +68,9 @@ def add_samples(
         engine.check(request)
         if request.id in engine.requests:
             raise UserError(
-                f"There is a request '{request.id}' in the engine already: "
-                "give each an id of its own."
+                f"The engine already has a request '{request.id}': give each request its own id."
             )
     for name, count in Counter(name for name in names if name).items():
         if count > 1:
-            raise UserError(f"Two samples have the id '{name}': give each an id of its own.")
+            raise UserError(f"Two samples have the id '{name}': give each its own id.")
     return [engine.add(request) for request in requests]

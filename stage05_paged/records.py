@@ -51,10 +51,10 @@ class Recorder:
         self.scheduler, self.model_time = scheduler, Stopwatch()
         self.steps: deque[BlocksRecord] = deque(maxlen=kept)
         self._memory: dict[str, int] = {}
-        self._preemptions = 0  # until the last step
+        self._preemptions = 0  # up to the last step
 
     def before(self, plan: Plan) -> None:
-        """Note the state of the blocks: requests that end in this step give theirs back."""
+        """Note the state of the blocks now: requests that end in this step give theirs back."""
         pool, preemptions = self.scheduler.pool, self.scheduler.counts.preemptions
         computed = sum(request.computed for request in self.scheduler.running)
         self._memory = {
@@ -70,7 +70,7 @@ class Recorder:
         """Append the record of a step that had work."""
         if not plan:
             return
-        seconds = time.perf_counter() - plan.started  # without writing this record
+        seconds = time.perf_counter() - plan.started  # excludes writing this record
         pool, sequences = self.scheduler.pool, []
         for work in plan.work:
             prefill, output = work.prefill_tokens, work.request.output

@@ -282,7 +282,7 @@ class EngineContract(StepContract):
         engine = self.engine(1)
         first = ask(engine, 3, 4, "request-1")
         for count in range(2, 5):
-            with pytest.raises(UserError, match="request 'request-1' in the engine already"):
+            with pytest.raises(UserError, match="already has a request 'request-1'"):
                 ask(engine, 5, 4, "request-1")
             engine.add(Request(prompt_of(2), greedy(1)))
             assert len(engine.requests) == count and "" not in engine.requests

@@ -62,7 +62,7 @@ class TestCommand(CommandContract):
         slices = [event["args"] for event in events if event["ph"] == "X"]
         assert sum(args["prefill_tokens"] for args in slices) == 7
         assert sum(args["decode_tokens"] for args in slices) == 3 * 8
-        assert "no step was made" in call(["a" * 48], "--gantt", str(chart))[2]
+        assert "no step ran" in call(["a" * 48], "--gantt", str(chart))[2]
 
     def test_slots_that_no_memory_can_hold(self, call, tmp_path):
         folder = make_folder(tmp_path / "vast")
