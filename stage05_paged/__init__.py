@@ -3,7 +3,7 @@
 `blocks.py` is what this stage teaches: the pool, the tables, and how a block is found again.
 `cache.py` holds the keys and values and reads them through the tables, `scheduler.py` assigns the
 blocks and takes them away, and `sanitizer.py` checks after every step that none is lost. The engine
-is stage 04's; `engine.py` puts it together with these parts.
+is stage 04's; `engine.py` combines it with these parts.
 """
 
 from shared import openmp

@@ -46,7 +46,7 @@ ABOUT = (
 MOST_SEQUENCES = 4096
 MOST_SAMPLES = 256
 SHOWN = 640  # tokens in the pool for the built-in prompts: too few for all, to show preemption
-MEMORY = cli.checked(lambda text: parse_memory(text, sys.maxsize))  # the free memory comes later
+MEMORY = cli.checked(lambda text: parse_memory(text, sys.maxsize))  # the free memory is read later
 MOST_CELLS = 4_000_000  # blocks times steps in a picture; viewers cannot open a larger one
 BEGINNING = (
     "In a house on the hill lived Hugo, a merry boy with muddy shoes. Hugo collected feathers and "
@@ -54,8 +54,8 @@ BEGINNING = (
     'carried a tiny bag and looked very tired. "Why are you so sad?" asked Hugo. "Last night the '
     'water took my house," said the mouse, "and I have nowhere to sleep."'
 )
-# With the most tokens of each answer. Those with the same beginning meet while it is owned, and
-# again when it is only cached.
+# Each with the most tokens of its answer. Prompts with the same beginning find it while it is
+# owned, and again when it is only cached.
 PROMPTS = (
     (BEGINNING, 120),
     ("Once upon a time", 200),
@@ -92,11 +92,11 @@ def make_parser() -> cli.Parser:
         "--sequences",
         type=cli.whole_number(1, MOST_SEQUENCES),
         metavar="N",
-        help="most answers that grow at a time, if memory allows; "
+        help="most answers generated at a time, if memory allows; "
         f"default: {SEQUENCES}, and 1 for one prompt",
     )
     group.add_argument(
-        "--map", metavar="FILE.svg", help="draw the blocks by steps: owned, shared and cached ones"
+        "--map", metavar="FILE.svg", help="draw the blocks step by step: owned, shared, cached"
     )
     group = parser.add_argument_group("memory")
     group.add_argument(
@@ -120,7 +120,7 @@ def make_parser() -> cli.Parser:
         default=0.01,
         metavar="SHARE",
         help="share of the blocks that stays free when a prompt is admitted beside others, so "
-        "that these can grow",
+        "that the others can grow",
     )
     group.add_argument(
         "--preemption",
@@ -128,20 +128,20 @@ def make_parser() -> cli.Parser:
         default=PREEMPTIONS[0],
         help="when memory runs out, the last prompt in the order of --policy gives its blocks "
         "back: recompute discards its keys and values, swap moves them to the CPU's memory, auto "
-        "takes the cheaper",
+        "takes the cheaper way",
     )
     group.add_argument(
         "--swap-memory",
         type=MEMORY,
         metavar="SIZE",
-        help="CPU memory to swap to, in the units of --kv-memory; 0 is none; default: the size "
+        help="CPU memory to swap to, in the units of --kv-memory; 0 for none; default: the size "
         "of the cache, but at most half of the free memory, and none for one prompt, which is "
         "never preempted",
     )
     group.add_argument(
         "--no-prefix-cache",
         action="store_true",
-        help="do not share blocks that hold the same beginning, and keep none",
+        help="do not share the blocks of a common beginning, and keep none for later",
     )
     group.add_argument(
         "--sanitize",
@@ -199,7 +199,7 @@ def make_engine(
     """The engine, with the memory that the options give.
 
     alone: there is one prompt with one answer. built_in: the prompts are this stage's own.
-    Raises UserError if there is less memory, and for invalid settings.
+    Raises UserError if there is too little memory, and for invalid settings.
     """
     from .engine import make
 
@@ -298,7 +298,7 @@ class Film:
     def write(self, path: Path) -> None:
         """Draw the picture. Raises UserError if the file cannot be written."""
         if not self.frames:
-            print("[no step was made, so no map is written]", file=sys.stderr)
+            print("[no step ran, so no map is written]", file=sys.stderr)
             return
         from shared import charts
 
@@ -331,7 +331,7 @@ class Show(live.Show):
         self.peak = max(self.peak, record.owned_blocks)
 
     def report(self) -> str:
-        # After the run no request owns a block: any that is still owned was lost.
+        # After the run no request owns a block: any block still owned was lost.
         pool, swap = self.engine.scheduler.pool, self.engine.scheduler.swap_pool
         leaked = pool.owned + (swap.owned if swap else 0)
         peak = f"at most {self.peak} of {pool.count} blocks in use"
@@ -347,7 +347,7 @@ class Show(live.Show):
         )
 
     def view(self, width: int, height: int) -> list[Text]:
-        """Lines on the step and the counters, the map, a line for each sequence, the queues."""
+        """Lines on the step and the counters, the map, one line per sequence, the queues."""
         if not self.steps:
             return []
         newest, scheduler = self.engine.steps[-1], self.engine.scheduler
@@ -374,7 +374,7 @@ class Show(live.Show):
         if shown < len(sequences):
             words = f"and {len(sequences) - shown} more sequences"
             lines.append(live.line(width, (words, width, "dim")))
-        # Without empty lines, those below would jump up and down as sequences come and go.
+        # Empty lines keep those below in place as sequences come and go.
         empty = min(room, scheduler.max_sequences) - len(sequences)
         return lines + [Text()] * empty + self.queues(width, self.waiting())
 
@@ -385,7 +385,7 @@ class Show(live.Show):
         return sorted((self.requests[name] for name in names), key=attrgetter("arrival"))
 
     def sequences(self, width: int) -> list[Text]:
-        """A line for each of them."""
+        """A line for each request of `taking_part`."""
         scheduler = self.engine.scheduler
         states = {request.id: ("no room in budget", "yellow") for request in scheduler.running}
         for record in self.engine.steps[-1].sequences:
@@ -401,7 +401,7 @@ class Show(live.Show):
         return lines
 
     def waiting(self) -> list[str]:
-        """The waiting requests, each with the reason that it waits."""
+        """The waiting requests, each with its reason for waiting."""
         scheduler, names = self.engine.scheduler, []
         for request in scheduler.waiting[: live.MOST_NAMED]:
             why = ""

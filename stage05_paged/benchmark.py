@@ -1,8 +1,8 @@
 """What memory in blocks buys, where it buys nothing, and what it costs:
 `python -m stage05_paged.benchmark`.
 
-Stages 02 to 04 and this one run in turn, and where it matters in the same memory for keys and
-values. Every answer is proved; the judge of a single pass is the contiguous cache.
+Stage 04 and this stage run in turn and, where it matters, with the same memory for keys and values.
+Every answer is proved; a single pass is checked against the contiguous cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RECOMPUTE, SWAP, FOUND = "recompute", "swap", "recompute, own blocks cached"
 DRAWN = 48  # blocks on the map: more would be thinner than a number
 
 
-# The memory is in tokens: a contiguous engine makes whole contexts of it. Win: the crowd. Null:
+# The memory is in tokens; a contiguous engine divides it into whole contexts. Win: the crowd. Null:
 # requests that fill a context each. Lose: the gather.
 FULL = kit.plan(
     models=("gpt2", "stories"), dtypes=kit.BOTH, **kit.CROWD, memory=4096, block_size=16,
@@ -65,10 +65,10 @@ FULL = kit.plan(
 
 
 def start_cold(engine: Engine) -> None:
-    """Evict all cached blocks of an engine without requests, so that none finds a block of an
-    earlier one."""
+    """Evict all cached blocks of an engine without requests, so that no request finds an earlier
+    one's blocks."""
     pool = engine.scheduler.pool
-    for block in reversed([pool.take() for _ in range(pool.count)]):  # the order stays
+    for block in reversed([pool.take() for _ in range(pool.count)]):  # reversed: the order stays
         pool.give_back(block)
 
 
@@ -87,8 +87,8 @@ class Cold:
 
 
 def capacity(subject: Subject, plan: Any) -> Iterator[Group]:
-    """Workloads in the same memory, contiguous and paged. "crowded": sequences in a pass, on
-    average over those after which others still waited."""
+    """Workloads in the same memory, contiguous and paged. "crowded": mean sequences in a
+    pass, over the passes after which others still waited."""
     about: dict[str, Any] = {
         "slots": plan.memory // subject.config.n_positions,
         "blocks": plan.memory // plan.block_size,
@@ -140,7 +140,7 @@ def waste(subject: Subject, plan: Any) -> Iterator[Group]:
 
 def block_map(subject: Subject, plan: Any) -> Iterator[Group]:
     """What each block held after each of the first passes of the winning case: [state, passes]
-    pairs, a list a block."""
+    pairs, in one list per block."""
     engine, lengths = Cold(subject, plan).engine, kit.crowd(plan)
     prompts = subject.prompts(prompt for prompt, _ in lengths)
     for prompt, (_, answer) in zip(prompts, lengths, strict=True):
@@ -157,8 +157,8 @@ def block_map(subject: Subject, plan: Any) -> Iterator[Group]:
 
 def pair(subject: Subject, count: int, context: int, size: int) -> tuple[dict[str, Any], int]:
     """A decode pass over `count` sequences of `context` tokens: in a contiguous cache, and in
-    shuffled blocks that hold the same. And the bytes that the second copies together, in all
-    layers: counted, not worked out."""
+    shuffled blocks that hold the same. Also the bytes that the paged pass gathers in all layers:
+    counted, not calculated."""
     config, dtype = subject.config, subject.dtype
     held = SlotCache(config, count, context + 1, dtype)
     held.kv.normal_(generator=torch.Generator().manual_seed(0))
@@ -202,7 +202,7 @@ def gather(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def prefix(subject: Subject, plan: Any) -> Iterator[Group]:
-    """Seconds to a request's first token, with and without a beginning that is cached already."""
+    """Seconds to a request's first token, with and without a cached beginning."""
     length, numbers = plan.system + plan.own, counting()
     (system,) = subject.prompts([plan.system], "system")
     options: dict[str, Any] = {"max_sequences": 1, "token_budget": length}
@@ -258,7 +258,7 @@ def preempt(subject: Subject, engine: Engine, context: int, steps: int, way: str
     engine.step()
     plain = median(measure.seconds(engine.step) for _ in range(steps))
     others = [scheduler.pool.take() for _ in range(scheduler.pool.available)]
-    taken = measure.seconds(engine.step)  # it needs a block and there is none
+    taken = measure.seconds(engine.step)  # it needs a block, but none is available
     if request.state is not State.WAITING:
         raise AssertionError(f"{context} tokens do not fill their blocks: no block was needed")
     for block in others:
@@ -273,8 +273,8 @@ def preempt(subject: Subject, engine: Engine, context: int, steps: int, way: str
 
 
 def gathered(row: Row, parts: Sequence[Part]) -> int:
-    """Bytes that a pass copies together: the whole blocks of each part but those of whole prompts,
-    which need nothing cached."""
+    """Bytes that a pass gathers: the whole blocks of each part, except for whole prompts, which
+    need nothing cached."""
     size = row["block_size"]
     blocks = sum(-(-(part.cached + part.count) // size) for part in parts if part.cached)
     return blocks * block_bytes(row.config, row.kind, size)
@@ -302,7 +302,7 @@ def least(row: Row) -> float:
 
 
 def overhead(row: Row) -> float:
-    """Paged over contiguous, as predicted."""
+    """Predicted time of a pass, paged over contiguous."""
     parts = [Part(number, row["context"], 1) for number in range(row["rows"])]
     return pass_seconds(row, parts) / pass_seconds(row, parts, gathers=False)
 
@@ -315,7 +315,7 @@ def first_token_limit(row: Row) -> float:
 
 
 def lost(way: str, row: Row, **rates: float) -> float:
-    """Milliseconds that a preemption costs, by the rates that the scheduler goes by."""
+    """Milliseconds that a preemption costs, at `rates` or else those that the scheduler uses."""
     cost = Cost(row.config, row.kind, **(rates or row["rates"]))
     return 1e3 * float(getattr(cost, way)(row["context"]))
 
@@ -332,7 +332,7 @@ def most_rows(row: Row) -> int:
 
 
 def ratios(row: Row) -> Summary:
-    """Paged over contiguous, of the pairs that ran side by side."""
+    """Time of a pass, paged over contiguous, for each pair that ran side by side."""
     taken = zip(row["seconds"]["paged"], row["seconds"]["contiguous"], strict=True)
     return summarize([one / other for one, other in taken])
 

@@ -39,7 +39,7 @@ KEY = (
     f"{MARKS[FREE]} free"
 )
 
-LIGHT = 3  # from this index on, the colours of the charts are light: letters on them are dark
+LIGHT = 3  # from this index on, the charts' colours are light and get dark letters
 LETTER = 9.5  # height and width of a letter, in points
 DIGIT = 6.5  # width of a digit
 
@@ -62,10 +62,10 @@ def blockmap(scheduler: Scheduler) -> list[int]:
 
 
 class Marks:
-    """Numbers for `mark` and `look`, so that no two sequences at a time share letter and colour.
+    """Numbers for `mark` and `look`, so that no two sequences shown share both letter and colour.
 
-    That holds for as many at a time as there are pairs of them. Each takes the next number that
-    none of the others has; a preempted one keeps its own until another takes it.
+    That holds while there are no more sequences than such pairs. Each takes the next unused number;
+    a preempted one keeps its number until another takes it.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ def mark(state: int) -> str:
 def look(state: int) -> str:
     """The style of that character, for rich: a colour for a sequence, taken in turn.
 
-    No two of 520 sequences in a row have both the letter and the colour in common.
+    No two of 520 consecutive sequences share both letter and colour.
     """
     if state >= 0:
         return f"reverse {COLOURS[colour(state, len(COLOURS))]}"
@@ -106,12 +106,12 @@ def look(state: int) -> str:
 
 
 def colour(state: int, count: int) -> int:
-    """The place of a sequence's colour among `count`: each round of letters begins at the next."""
+    """The place of a sequence's colour among `count`; each round of letters shifts it by one."""
     return (state + state // len(LETTERS)) % count
 
 
 def lines(states: Sequence[int], width: int, height: int) -> list[Text]:
-    """The map of `blockmap` as at most `height` lines of at most `width` characters, one a block.
+    """The map of `blockmap` as up to `height` lines of up to `width` characters, one per block.
 
     A line begins with the number of its first block. If not all blocks fit, the last line counts
     the remaining ones.
@@ -149,9 +149,9 @@ def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
 
     frames: the `blockmap` after each step.
 
-    A colour for each sequence and, where it fits, its letter; if there are more sequences than
-    letters, its number, from 1 in the order of arrival. Blocks after the last one in use are left
-    out; the label of the axis has their total number. Raises ValueError without frames, or if they
+    Each sequence has a colour and, where it fits, its letter; with more sequences than letters, its
+    number, from 1 in order of arrival. Blocks after the last one in use are left out; the axis
+    label gives the number of all blocks. Raises ValueError without frames, or if they
     differ in length.
     """
     if not frames:
@@ -219,7 +219,7 @@ def _boxes(grid: np.ndarray) -> dict[int, list[Box]]:
 
 
 def _label(figure: Figure, axes: Any, boxes: dict[int, list[Box]]) -> None:
-    """Write its sequence's letter, or number, into each rectangle in which it fits."""
+    """Write the sequence's letter or number into each rectangle that has room for it."""
     from shared import charts
 
     figure.draw_without_rendering()  # lays the axes out: blocks and steps have sizes in points

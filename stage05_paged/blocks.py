@@ -1,8 +1,8 @@
 """Blocks: which sequence owns which piece of the cache's memory. Plain Python, no tensors.
 
 The memory for keys and values is allocated once and divided into blocks of equal size. A sequence
-has a table of its blocks, in the order of its positions, as a process has a page table (Kwon et
-al., "PagedAttention", SOSP 2023). A block may be in several tables: its references are counted. A
+has a table of its blocks, in order of position, like a process's page table (Kwon et al.,
+"PagedAttention", SOSP 2023). A block may be in several tables, so its references are counted. A
 full block is identified by its tokens and all tokens before them, so a sequence with the same
 beginning finds it. A block that no table holds any more is kept until its memory is needed.
 """
@@ -34,7 +34,7 @@ class Move:
 
 
 class BlockPool:
-    """`count` blocks of `block_size` tokens each, by number. All calls but `match` take constant
+    """`count` numbered blocks of `block_size` tokens each. All calls but `match` take constant
     time.
 
     A block is free (unowned, its content is invalid), cached (unowned, and a digest finds it), or
@@ -66,7 +66,7 @@ class BlockPool:
         return self.count - self.available
 
     def blocks_for(self, tokens: int) -> int:
-        """Number of blocks that hold `tokens` tokens."""
+        """Number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     def take(self) -> int:
@@ -95,7 +95,7 @@ class BlockPool:
         self.shared += self.references[block] == 2
 
     def give_back(self, block: int) -> None:
-        """Count one table less. The last one leaves `block` cached if published, else free."""
+        """Count one table fewer. After the last, `block` is cached if published, else free."""
         if not self.references[block]:
             raise RuntimeError(f"block {block} is given back, and no table holds it")
         self.references[block] -= 1
@@ -112,7 +112,7 @@ class BlockPool:
             self.digests[block], self.found[digest] = digest, block
 
     def match(self, digests: Iterable[bytes]) -> list[int]:
-        """Blocks, owned or cached, of the longest prefix of a chain of digests."""
+        """The blocks, owned or cached, of the longest known prefix of a chain of digests."""
         blocks = []
         for digest in digests:
             if digest not in self.found:
@@ -131,9 +131,9 @@ class BlockPool:
 def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The digest of a full block: SHA-256 over the previous block's digest and its own tokens.
 
-    It identifies everything from position 0 on: equal tokens after another beginning are another
-    block. It is cryptographic because a server matches blocks by it: with a weak hash a user could
-    craft prompts that collide, and be answered from another user's context.
+    It identifies everything from position 0 on: equal tokens after a different beginning are a
+    different block. The hash is cryptographic because a server matches blocks by it: with a weak
+    one, a user could craft colliding prompts, and be answered from another user's context.
     """
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
 
@@ -179,7 +179,7 @@ class BlockTable:
 
     def pass_by(self, count: int) -> None:
         """Give back the first `count` blocks, which no query will see again. Their places in the
-        table stay, so that addresses hold."""
+        table stay, so that addresses remain valid."""
         for index in range(count - 1, -1, -1):
             if self.blocks[index] == NOWHERE:
                 break  # and all before it
@@ -198,7 +198,7 @@ class BlockTable:
         return old, new
 
     def digest(self, tokens: Sequence[int]) -> list[bytes]:
-        """Add the digests of the full blocks of `tokens`, which follow the digested ones; all."""
+        """Add digests for the full blocks of `tokens`, the next ones of this text. Returns all."""
         size = self.pool.block_size
         for first in range(0, len(tokens) - size + 1, size):
             parent = self.digests[-1] if self.digests else hashlib.sha256(self.salt).digest()
@@ -206,15 +206,15 @@ class BlockTable:
         return self.digests
 
     def shrink(self, tokens: int) -> None:
-        """Give back the blocks that `tokens` tokens do not need, the last first: rollback."""
+        """Roll back: give back the blocks that `tokens` tokens do not need, the last first."""
         while len(self.blocks) > self.pool.blocks_for(tokens):
             self.pool.give_back(self.blocks.pop())
 
     def release(self, trusted: bool = True) -> None:
         """Give all blocks back, the last first; content that is not `trusted` no longer matches.
 
-        The last first because the end of a cached chain must be evicted before its beginning,
-        without which no digest reaches it.
+        The last first, because the end of a cached chain must be evicted before its beginning:
+        without the beginning, no lookup reaches the end.
         """
         held, found = self.held, self.pool.found
         if not trusted:  # nor are those given back behind a window

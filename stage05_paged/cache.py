@@ -1,10 +1,10 @@
 """The KV cache in blocks. A token's address is
 (table[position // block_size], position % block_size).
 
-Stage 04's addresses through one table more. Writing is as before: N keys and values go to N
-addresses at once. Reading costs more: the keys of a sequence are no longer contiguous, so they are
-gathered, that is copied together, before attention can read them. Only `PagedAttention.attend`
-knows that. A kernel that reads blocks in place can replace it without any other change.
+These are stage 04's addresses through one more table. Writing is as before: N keys and values go to
+N addresses at once. Reading costs more: a sequence's keys are no longer contiguous, so they are
+gathered (copied together) before attention can read them. Only `PagedAttention.attend` knows
+that. A kernel that reads blocks in place can replace it without any other change.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .blocks import NOWHERE, Move
 
 Share = tuple[list[int], int, int]  # blocks, first position, number of tokens that a pass computes
 
-# Bytes that are gathered at a time: few enough to be read back from the processor's cache and not
-# from memory, and enough that starting the operators costs little beside them.
+# Bytes gathered at a time: few enough that attention reads them from the processor's cache and not
+# from memory, and enough that launching the operators costs little in comparison.
 TILE = 2**23
 
 
@@ -33,7 +33,7 @@ class PagedCache:
     """Keys and values in `blocks` blocks: `kv` is (layers, 2, H, blocks, block_size, D), with the H
     heads of keys and values; `swapped` is the same for `swap_blocks` blocks in the CPU's memory.
 
-    It knows neither requests nor owners of blocks: a pass brings each sequence's blocks along.
+    It knows neither requests nor owners of blocks: each pass names the blocks of its sequences.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ def check_places(shares: Sequence[Share], block_size: int) -> None:
 
 
 def do_moves(kv: Tensor, swapped: Tensor, axis: int, moves: Sequence[Move]) -> None:
-    """Do `moves` of blocks, which `axis` of `kv` and of `swapped` counts, one after the other."""
+    """Do `moves`, one after the other. The blocks are along `axis` of `kv` and `swapped`."""
     for move in moves:
         target = (swapped if move.kind == "out" else kv).select(axis, move.target)
         if move.kind == "wipe":
@@ -114,7 +114,7 @@ class Tile:
 
 
 def runs(shares: Sequence[Share]) -> list[list[Share]]:
-    """Cut a pass into runs that can attend together: equally many new tokens, similar lengths.
+    """Cut a pass into runs that can attend together: equal counts of new tokens, similar lengths.
     Whole prompts, which gather nothing, form runs of their own."""
     result: list[list[Share]] = []
     for share in shares:
@@ -123,7 +123,7 @@ def runs(shares: Sequence[Share]) -> list[list[Share]]:
             run = result[-1]
             _, first, last_count = run[-1]
             longest = max(before for _, before, _ in run)
-            # Keys read in vain, if they join.
+            # Keys read for nothing if the share joins the run.
             padding = len(run) * max(0, start - longest) + max(0, longest - start)
             if count == last_count and (start == 0) == (first == 0) and padding * count <= CALL:
                 run.append(share)
@@ -136,18 +136,18 @@ def padded(shares: Sequence[Share], window: int) -> Tensor:
     """The tables of `shares`, (sequences, width).
 
     A table shorter than the widest is padded with its own last block. A mask hides what is read
-    there; but a NaN would come through, and it must not be a neighbour's.
+    there, but a NaN would come through, so the block must not be a neighbour's.
     """
     width = max(len(blocks) for blocks, _, _ in shares)
     tables = torch.tensor([blocks + blocks[-1:] * (width - len(blocks)) for blocks, _, _ in shares])
-    if window < ALL:  # blocks behind a window are given back, and may be a neighbour's too
+    if window < ALL:  # blocks behind a window are given back, and may be a neighbour's by now
         tables = torch.where(tables == NOWHERE, tables[:, -1:], tables)
     return tables
 
 
 def addresses(tables: Tensor, shares: Sequence[Share], size: int) -> tuple[Tensor, Tensor]:
     """Slots and positions, (N,) each, of the N packed tokens of `shares`, whose `tables` are
-    (sequences, width). The slots of block b of `size` tokens are b * size and those after it."""
+    (sequences, width). The `size` slots of block b begin at b * size."""
     starts = torch.tensor([start for _, start, _ in shares])
     counts = torch.tensor([count for _, _, count in shares])
     owners = torch.arange(len(shares)).repeat_interleave(counts)  # (N,)
@@ -159,8 +159,8 @@ class PagedAttention:
     """Attention of one pass over N packed tokens, each of which sees the tokens before it in its
     own blocks.
 
-    As in stage 04, `order` (N,) gives which of the caller's tokens comes when, and what is the same
-    in every layer (where to write, what to gather, what is visible) is worked out once a pass.
+    As in stage 04, `order` (N,) lists the caller's tokens in the model's order, and what all layers
+    share (where to write, what to gather, what is visible) is worked out once per pass.
     """
 
     def __init__(self, kv: Tensor, shares: Sequence[Share], window: int = ALL) -> None:

@@ -1,8 +1,8 @@
 """Stage 05: stage 04's engine, unchanged, over memory that is taken a block at a time, shared, and
 given back when it runs out.
 
-The engine knows requests and plans; which memory a request has is known to the scheduler alone, and
-how to address it to the cache alone. So both are new in this stage, and `make` puts them together.
+The engine knows requests and plans. Only the scheduler knows which memory a request has, and only
+the cache knows how to address it. So those two are new in this stage; `make` combines all three.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def make(
     draw: Callable[..., list[Sampled]] = draw,
     **options: Any,
 ) -> Engine:
-    """The engine with the blocks of `pool`, or with blocks for `contexts` whole contexts, or, with
-    neither, with those of `default_memory` for SEQUENCES requests at a time.
+    """The engine with the blocks of `pool`; without a pool, with blocks for `contexts` whole
+    contexts; with neither, with those of `default_memory` for SEQUENCES requests at a time.
 
     dtype: of the cache; None: the model's.
     sanitize: check after every step that no block is lost, shared by mistake or read after it was
         given back; slow.
-    make_cache, make_runner, draw: of another stage, with the arguments of PagedCache, Runner and
+    make_cache, make_runner, draw: another stage's, with the arguments of PagedCache, Runner and
         stage 04's `draw`.
     options: those of Scheduler. Raises UserError for invalid settings.
     """

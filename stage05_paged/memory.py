@@ -30,7 +30,7 @@ UNITS = {
     "GIB": 2**30,
 }
 SEQUENCES = 8  # default concurrency; the default pool holds this many whole contexts
-SHARE = 0.5  # of the free memory: a default pool takes at most this
+SHARE = 0.5  # of the free memory: at most this goes to a default pool
 
 
 def parse_memory(text: str, free: int) -> int:
@@ -58,7 +58,7 @@ def parse_memory(text: str, free: int) -> int:
 
 
 def free_memory(device: torch.device | str = "cpu") -> int:
-    """Free bytes on `device`. An Apple GPU shares the machine's own memory."""
+    """Free bytes on `device`. An Apple GPU shares the machine's memory."""
     if str(device).startswith("cuda"):
         import torch
 
@@ -141,8 +141,8 @@ class Cost:
 def measure_cost(
     runner: AnyRunner, pool: BlockPool, swap_pool: BlockPool, dtype: torch.dtype
 ) -> Cost:
-    """What preemption costs `runner`, whose cache has numbers of `dtype`: tries a pass over a few
-    tokens and two sizes of copies, so call it while no block is owned."""
+    """What preemption costs `runner`, whose cache holds `dtype`. This runs a pass over a few tokens
+    and copies of two sizes, so call it while no block is owned."""
     from shared import measure, roofline
 
     config, size = runner.config, pool.block_size
@@ -150,7 +150,7 @@ def measure_cost(
     shares = [(list(range(pool.blocks_for(count))), 0, count)]
     flops = roofline.forward_cost(config, dtype, count, sampled=0).flops
     passes = [measure.seconds(lambda: runner.run([0] * count, shares, [])) for _ in range(3)]
-    # No sequence has more blocks than a context, and a pool may be all of memory.
+    # No sequence has more blocks than a context, but a pool may fill the memory.
     many = min(pool.blocks_for(config.n_positions), pool.count, swap_pool.count)
     times = {}
     for blocks in (1, many):

@@ -1,9 +1,9 @@
 """The sanitizer: after every step it proves that the memory is in order, or names the block and the
 sequences that broke a rule.
 
-A block that is given back too early, shared by mistake or found under a stale digest does not
-crash. It changes another sequence's tokens, some steps later. So the rules are checked where they
-are broken and not where it shows.
+A block that is given back too early, shared by mistake or found under a stale digest causes no
+crash. It changes another sequence's tokens, some steps later. So rules are checked where they are
+broken, not where the damage shows.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ GROUP = 256  # blocks that are read together
 
 
 class SanitizerError(AssertionError):
-    """A rule was broken: which one, at which step, in which block, by which sequences."""
+    """A broken rule: which one, at which step, in which block, by which sequences."""
 
 
 class Sanitizer:
     """An observer that checks one engine's scheduler and cache.
 
-    Free blocks are filled with NaN, so that a read of one shows; they must stay so, so that a write
-    to one shows too. The content of a block that can be found must not change.
+    Free blocks are filled with NaN, so that a read of one shows. They must still hold NaN later, so
+    that a write to one shows too. The content of a block that can be found must not change.
     """
 
     def __init__(self, scheduler: Scheduler, cache: PagedCache) -> None:
@@ -52,7 +52,7 @@ class Sanitizer:
         self.poisoned.difference_update(
             block for block in range(pool.count) if pool.references[block]
         )
-        # A block that was evicted for this pass may be filled by it and published under the same
+        # A block that was evicted for this pass may be filled in it and published under the same
         # digest again.
         self.published = {
             block: known
@@ -111,7 +111,7 @@ class Sanitizer:
             self._fail(f"{owned} blocks are owned, and there is no request", None)
 
     def _whole(self, pool: BlockPool, tables: Mapping[Request, Sequence[int]], kind: str) -> None:
-        """Every block is free, cached or owned, exactly one of them, and counted right."""
+        """Every block is exactly one of free, cached and owned, and is counted correctly."""
         held = Counter(block for blocks in tables.values() for block in blocks)
         owned = [block for block in range(pool.count) if pool.references[block]]
         places = Counter([*pool.free, *pool.cached, *owned])
@@ -155,7 +155,7 @@ class Sanitizer:
         self.published = now
 
     def _poison(self) -> None:
-        """Fill newly free blocks with NaN; the others must still be full of it."""
+        """Fill newly free blocks with NaN; the other free blocks must still be full of it."""
         free = set(self.scheduler.pool.free)
         for group, contents in self._read(sorted(free & self.poisoned)):
             for block, untouched in zip(group, contents.isnan().all(1).tolist(), strict=True):
@@ -166,8 +166,8 @@ class Sanitizer:
         self.poisoned = free
 
     def _read(self, blocks: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """The content of `blocks`, (blocks, numbers of each), a group at a time: a large pool would
-        be in memory twice."""
+        """The content of `blocks`, (blocks, numbers of each), a group at a time: otherwise
+        a large pool would be in memory twice."""
         for first in range(0, len(blocks), GROUP):
             group = blocks[first : first + GROUP]
             yield group, self.cache.read(group)

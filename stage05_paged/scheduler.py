@@ -1,9 +1,9 @@
-"""The scheduler: before every pass it decides who runs, how many tokens of each, in which blocks.
+"""The scheduler: before every pass it decides who runs, for how many tokens, and in which blocks.
 
-Stage 04's rules for the budget hold. New is memory. A request is admitted when the tokens that it
-has now find room, not those that it may come to have. So memory can run out, and then a request
-gives its blocks back and waits: preemption. The latest arrival goes first, so that the earliest
-always makes progress, and every request ends.
+Stage 04's rules for the budget still apply. Memory is new. A request is admitted when there is room
+for the tokens that it has now, not for all that it may come to have. So memory can run out, and
+then a request gives its blocks back and waits: preemption. The latest arrival goes first, so the
+earliest always makes progress, and every request ends.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Scheduler:
     policy, max_chunk, chunked, patience: as in stage 04.
     prefix_caching: find full blocks again by their tokens.
     watermark: share of the blocks that must stay free when a request is admitted beside others, so
-        that these can grow.
+        that the others can grow.
     preemption: "recompute" drops a request's keys and values, "swap" moves them to `swap_pool`,
         "auto" does what `cheaper` returns for the number of computed tokens. Without room to swap,
         they are dropped.
@@ -81,7 +81,7 @@ class Scheduler:
     ) -> None:
         if max_sequences < 1:
             raise UserError(f"There must be at least 1 sequence at a time, not {max_sequences}.")
-        max_sequences = min(max_sequences, pool.count)  # each has a block at least
+        max_sequences = min(max_sequences, pool.count)  # each has at least one block
         if token_budget < max_sequences:
             raise UserError(
                 f"A budget of {token_budget} tokens a step is too small for {max_sequences} "
@@ -131,8 +131,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request. Raises UserError if it can never run.
 
-        One with a `parent`, whose tokens it begins with, waits until the parent has computed them,
-        and shares its blocks: several answers to a prompt, or a fork of an answer.
+        A request with a `parent` begins with the parent's tokens. It waits until the parent has
+        computed them, and shares its blocks: several answers to a prompt, or a fork of an answer.
         """
         self.check(request)
         request.move(State.WAITING)
@@ -165,7 +165,7 @@ class Scheduler:
         """Release a request, waiting or running. Its blocks are free from the next step on; full
         ones can still be found, unless it ended with an error."""
         queue = self.running if request.state is State.RUNNING else self.waiting
-        request.move(State.FINISHED)  # raises for an unknown one, before anything is touched
+        request.move(State.FINISHED)  # raises for an unknown request, before any change
         queue.remove(request)
         heirs = [other for other in self.waiting if other.parent is request]
         for heir in heirs:  # the first computes what the others still need
@@ -194,7 +194,7 @@ class Scheduler:
             self.pool.publish(table.blocks[index], table.digests[index])
 
     def behind(self, tokens: int) -> int:
-        """Number of blocks that a query after `tokens` tokens does not see, nor any later one."""
+        """Number of blocks that neither a query after `tokens` tokens nor any later one sees."""
         return max(0, tokens - self.window + 1) // self.pool.block_size
 
     @property
@@ -205,12 +205,12 @@ class Scheduler:
     # ---- before a pass --------------------------------------------------------------------------
 
     def schedule(self) -> Plan:
-        """Who runs in the next pass, and how much. Admits waiting requests, and preempts."""
+        """Plan the next pass: who runs, and how many tokens of each. Admits and preempts."""
         plan = Plan()
         self.step += 1
         budget = self.token_budget
         preempted = self._make_room(plan)
-        # Decoding requests first; among equals the order of admission holds.
+        # Decoding requests first; otherwise in order of admission.
         for request in sorted(self.running, key=lambda request: not request.decoding):
             if count := self._share(request, budget):
                 plan.work.append(self._work(request, count))
@@ -244,7 +244,7 @@ class Scheduler:
             plan.moves.append(Move("wipe", block, block))
 
     def _admit(self, plan: Plan, request: Request, budget: int) -> bool:
-        """Admit `request` with blocks for all its tokens, if these and the watermark are available
+        """Admit `request` with blocks for all its tokens, if they and the watermark are available
         and the budget suffices."""
         table, size = self.tables[request], self.pool.block_size
         known = request.token_count - 1  # the last token is always computed: it gives the next one
@@ -265,7 +265,7 @@ class Scheduler:
         if not self.chunked and min(request.token_count - computed, self.token_budget) > budget:
             return False
         if request not in self._preempted and not inherited:
-            # What it finds of its own would flatter the rate.
+            # Finding its own blocks again would flatter the hit rate.
             self.counts.lookup_tokens += request.token_count
             self.counts.hit_tokens += computed
         self.waiting.remove(request)
@@ -288,8 +288,8 @@ class Scheduler:
         return True
 
     def _parents_blocks(self, request: Request, known: int) -> list[int]:
-        """The parent's blocks with the first `known` tokens of `request`, if it runs, has computed
-        them, and still has those that `request` will see."""
+        """The parent's blocks with the first `known` tokens of `request`, if the parent runs,
+        has computed them, and still has the blocks that `request` will see."""
         parent = request.parent
         if parent is None or parent.state is not State.RUNNING or parent.computed < known:
             return []
@@ -299,8 +299,8 @@ class Scheduler:
         return [] if NOWHERE in blocks[self.behind(known) :] else blocks
 
     def _lookup(self, request: Request, known: int) -> list[int]:
-        """The cached blocks with the first tokens of `request`, at most `known` of them. All from
-        the first block on must be found, even those behind a window, which are not adopted."""
+        """The cached blocks with the first tokens of `request`, at most `known` of them. The
+        chain must match from the first block on, even behind a window, where none is adopted."""
         if not self.prefix_caching:
             return []
         table, size = self.tables[request], self.pool.block_size
@@ -310,7 +310,7 @@ class Scheduler:
         return self.pool.match(table.digests[: useful // size])
 
     def _preempt(self, plan: Plan, request: Request) -> None:
-        """Take the blocks of a running request and make it wait again. Its answer so far stays."""
+        """Take the blocks of a running request and make it wait again. It keeps its answer."""
         table = self.tables[request]
         behind, used = self.behind(request.computed), self.pool.blocks_for(request.computed)
         if self._swaps(request, used - behind):
@@ -340,7 +340,7 @@ class Scheduler:
         return self.swap_pool
 
     def _share(self, request: Request, budget: int) -> int:
-        """How many tokens of `request` fit into what is left of the budget."""
+        """How many tokens of `request` fit into the remaining budget."""
         # Unchunked prompts fit the budget. After preemption, prompt and answer together may not.
         if self.chunked or request.token_count > self.token_budget:
             return min(request.remaining, self.max_chunk, budget)
@@ -368,7 +368,7 @@ class Scheduler:
         )
 
     def _awaits_parent(self, request: Request) -> bool:
-        """Whether the parent of `request` is still to compute what both need."""
+        """Whether the parent of `request` has yet to compute what both need."""
         parent = request.parent
         if parent is None or parent not in self.tables:  # ended, or never queued here
             return False
