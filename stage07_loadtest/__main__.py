@@ -150,7 +150,7 @@ def capacity(points: Sequence[Point]) -> float:
     if most <= 0:
         raise UserError(
             "--rates auto needs the capacity, but no request of the closed loops succeeded: "
-            "give rates in numbers."
+            "give the rates as numbers."
         )
     return most
 

@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
         rate = sum(map(len, one["ids"])) / one["seconds"]
         print(f"{name:10} {low:7.1f} ms {high:7.1f} ms {rate:10.1f}")
     same = found[TOGETHER]["ids"] == found[APART]["ids"]
-    print(f"{'The same' if same else 'Other'} tokens in both.")
+    print(f"{'The same' if same else 'Different'} tokens in both.")
     return 0
 
 

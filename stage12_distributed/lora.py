@@ -209,7 +209,9 @@ class Adapters:
         adapter = read(folder, self.config, shapes)
         if adapter.digest not in self.numbers:
             if len(self.numbers) == MOST_ADAPTERS:
-                raise UserError(f"{folder} is one adapter more than {MOST_ADAPTERS}: remove some.")
+                raise UserError(
+                    f"{folder} exceeds the limit of {MOST_ADAPTERS} adapters: remove some."
+                )
             number = self.numbers[adapter.digest] = len(self.numbers)
             for name, (a, b) in adapter.pairs.items():
                 cut = self.found[name]

@@ -213,8 +213,8 @@ class Pool:
         if backend.replica is not None:
             backend.replica.ready = status == 200 and not backend.draining
             if not backend.ready:
-                backend.why = f"its health check had status {status}" if status else "it is slow"
-                backend.why = "it drains" if backend.draining else backend.why
+                backend.why = f"its health check gave status {status}" if status else "it is slow"
+                backend.why = "it is draining" if backend.draining else backend.why
 
     def get(self, backend: Backend, path: str) -> AbstractAsyncContextManager[Any]:
         """A request of our own."""
@@ -251,7 +251,7 @@ class Pool:
         backend.draining = True
         replica, end = backend.replica, asyncio.get_running_loop().time() + grace
         if replica is not None:
-            replica.ready, backend.why = False, "it drains"
+            replica.ready, backend.why = False, "it is draining"
             while replica.requests and asyncio.get_running_loop().time() < end:
                 await asyncio.sleep(POLL)
         return replica is None or not replica.requests

@@ -119,7 +119,7 @@ def create_app(options: Options) -> FastAPI:
             raise ApiError(403, f"Start the router with {PREFIX}ADMIN_KEY in its environment.")
         given = request.headers.get(ADMIN, "")
         if not secrets.compare_digest(given.encode(), options.admin_key.encode()):
-            raise ApiError(401, f"The header {ADMIN} is missing or wrong.")
+            raise ApiError(401, f"The header {ADMIN} is missing or wrong: send the key.")
         if action == "update":
             return {"updated": await pool.update(options.grace)}
         try:
@@ -130,7 +130,7 @@ def create_app(options: Options) -> FastAPI:
         if action == "drain":
             return {"drained": await pool.drain(backend, options.grace)}
         if action != "resume":
-            raise ApiError(404, "The actions are update, drain and resume.")
+            raise ApiError(404, "Unknown action: choose update, drain or resume.")
         backend.draining = False
         await pool.check(backend)
         return {"ready": backend.ready}

@@ -96,7 +96,7 @@ def test_failures_stand_beside_every_latency_and_rates_follow_from_the_capacity(
     shares = [float(cells[0][len("poisson, ") : -len("/s")]) / capacity for cells in others]
     assert shares == approx([0.25, 0.5, 0.75, 0.9, 1.1], rel=0.01)
     status, out, err, _ = loaded(capsys, "--users 1 --rates auto --requests 2", fault="503")
-    assert status == cli.EXIT_ERROR and "give rates in numbers" in err
+    assert status == cli.EXIT_ERROR and "give the rates as numbers" in err
     assert [cells[1:3] for cells in rows(out)] == [["2", "0.0%"]], "shown all the same"
 
 

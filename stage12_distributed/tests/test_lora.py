@@ -269,4 +269,4 @@ def test_a_folder_of_adapters_has_some_and_not_too_many(tmp_path, monkeypatch):
     odd.rename(tmp_path / "one")
     write(tmp_path / "two", seed=1)
     monkeypatch.setattr(lora, "MOST_ADAPTERS", 1)
-    refused("two is one adapter more than 1: remove some")
+    refused("two exceeds the limit of 1 adapters: remove some")
