@@ -145,7 +145,7 @@ def _flat(*sequences: Ids) -> tuple[Tensor, Tensor]:
 
 
 def _best(scores: Tensor) -> Tensor:
-    """The id with the highest score in each row (r, V), the lowest id of a tie: (r,) on the CPU."""
+    """The id of each row's highest score, the lowest of a tie: scores (r, V) -> (r,) on the CPU."""
     scores = _wide(scores)  # a CPU takes four times as long in bfloat16 as in float32
     # NumPy's argmax uses vector instructions, PyTorch's does not.
     on_cpu = scores.device.type == "cpu"
@@ -174,7 +174,7 @@ def _draw(
     # than `wanted`. Draw from all tokens. A token in the nucleus is a fair draw from the nucleus.
     # If it is outside, so is every token that is as light or lighter: drop these and draw again.
     # The first draw succeeds with probability top_p or more. So a generator may advance by several
-    # numbers here, and give another token than in sampling.py, which draws from the sorted nucleus.
+    # numbers here, and give another token than sampling.py, which finds the nucleus first.
     wanted = [p.top_p * total for p, total in zip(params, sums[:, -1].tolist(), strict=True)]
     pending = [row for row, p in enumerate(params) if p.top_p < 1]
     heavier = torch.empty_like(weights[0])  # (N,), reused: new memory would cost more than the sum

@@ -72,7 +72,7 @@ def check_request(prompt: Sequence[int], params: SamplingParams, config: Config)
         )
     if len(prompt) >= config.n_positions:
         raise UserError(
-            f"The prompt has {len(prompt)} tokens, and {config.name} sees {config.n_positions}, "
+            f"The prompt has {len(prompt)} tokens, but {config.name} sees {config.n_positions}, "
             f"answer included: shorten the prompt to {config.n_positions - 1} tokens or fewer."
         )
     if min(prompt) < 0 or max(prompt) >= config.vocab_size:
@@ -115,7 +115,7 @@ def finish_reason(
 ) -> str | None:
     """Why the sequence ends with its newest token; None if it does not end.
 
-    "stop" precedes "length", as in vLLM: an end-of-text token as the last allowed token is a stop.
+    "stop" precedes "length", as in vLLM: an end of text as the last allowed token is a stop.
     """
     newest = output_ids[-1]
     if len(output_ids) >= params.min_tokens:

@@ -75,7 +75,7 @@ class SamplingParams:
             )
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, low=0)
-        # Copies: the caller may change the list or the dictionary later, and the checked object
+        # Copies: the caller may change the list or the dictionary later, but the checked object
         # must not change.
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -109,7 +109,7 @@ class SamplingParams:
             _check_integer("logprobs", self.logprobs, 0, vocab_size, " for this model")
         if self.min_tokens and len({*self.stop_token_ids, *eos_ids}) >= vocab_size:
             raise UserError(
-                "min_tokens must be 0 where stop_token_ids names all tokens: no token could begin "
+                "min_tokens must be 0 if stop_token_ids names all tokens: no token could begin "
                 "the answer."
             )
 

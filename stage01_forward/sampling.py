@@ -41,7 +41,7 @@ from .params import SamplingParams
 Ids = Sequence[int] | np.ndarray
 History = tuple[Ids, Ids]  # ids of the prompt, ids of the output so far
 
-MIN_TEMPERATURE = 0.01  # smaller ones become this, as in vLLM: dividing by them would overflow
+MIN_TEMPERATURE = 0.01  # smaller ones are raised to it, as in vLLM: dividing by them overflows
 
 
 def sample(

@@ -35,7 +35,7 @@ def perplexity(
     stride = max(1, window // 2) if stride is None else stride
     if len(ids) < 2:
         raise UserError(
-            f"The text has {len(ids)} tokens, and perplexity needs 2 or more: give a longer text."
+            f"The text has {len(ids)} tokens, but perplexity needs 2 or more: give a longer text."
         )
     if not 1 <= stride <= window:
         raise UserError(

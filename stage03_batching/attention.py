@@ -14,8 +14,7 @@ def masked_attention(
 
     `mask` (B, 1, T, S) is True where a query sees a key; None: each query sees all keys, or, if
     `causal` (T = S), its own key and those before it. Keys and values are converted to q's
-    dtype. H may be a multiple of H_kv: then H / H_kv query heads share a head of
-    keys and values.
+    dtype. H may be a multiple of H_kv: then H / H_kv query heads share a head of keys and values.
     """
     if keys.dtype != q.dtype:
         keys, values = keys.to(q.dtype), values.to(q.dtype)

@@ -110,7 +110,7 @@ def make_engine(loaded: cli.Loaded, scheduler: Scheduler, slots: int) -> Engine:
     # Some systems grant more memory than they have, and kill the process later.
     if loaded.device.type == "cpu" and need > free:
         raise UserError(
-            f"{slots} slots of {config.name} take {need / 2**30:.1f} GiB of memory, and only "
+            f"{slots} slots of {config.name} take {need / 2**30:.1f} GiB of memory, but only "
             f"{free / 2**30:.1f} GiB are free: give a smaller --slots."
         )
     return make(loaded.model, scheduler=scheduler)

@@ -39,7 +39,7 @@ WHOLE = "whole"  # a prompt that is not cut into chunks
 FULL = kit.plan(
     models=("gpt2",), dtypes=kit.BOTH, **kit.CROWD, slots=24,
     equal_slots=(8, 32), equal=(16, 32), equal_repeats=(2, 1),  # for this stage, for the others
-    neighbours=8, neighbours_prompt=64, before=24, after=64,  # tokens of each beside the newcomer
+    neighbours=8, neighbours_prompt=64, before=24, after=64,  # tokens, before and after the arrival
     long_prompt=900, long_answer=8, chunks=(64, 128, 256), chunk_repeats=2,
     gantt=(16, 200),  # slots and steps of the winning run that are drawn
 )  # fmt: skip

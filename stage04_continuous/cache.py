@@ -48,7 +48,7 @@ class SlotCache:
         self.slot_tokens = config.n_positions if slot_tokens is None else slot_tokens
         if not 1 < self.slot_tokens <= config.n_positions:
             raise UserError(
-                f"A slot for {config.name} holds 2 to {config.n_positions} tokens, "
+                f"A slot for {config.name} must hold 2 to {config.n_positions} tokens, "
                 f"not {self.slot_tokens}."
             )
         shape = (config.n_layer, 2, slots, config.n_kv_head, self.slot_tokens, config.head_dim)

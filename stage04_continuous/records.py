@@ -1,4 +1,4 @@
-"""What each step ran, written down by an observer, for tests, charts and reports."""
+"""What each step ran, recorded by an observer, for tests, charts and reports."""
 
 from __future__ import annotations
 

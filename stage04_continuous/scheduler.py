@@ -47,9 +47,9 @@ class Scheduler:
         if policy not in POLICIES:
             raise UserError(f"Unknown policy '{policy}': choose one of {', '.join(POLICIES)}.")
         if max_chunk is not None and max_chunk < 1:
-            raise UserError(f"A chunk has at least 1 token, not {max_chunk}.")
+            raise UserError(f"A chunk must have at least 1 token, not {max_chunk}.")
         if patience < 1:
-            raise UserError(f"Patience is at least 1 step, not {patience}.")
+            raise UserError(f"Patience must be at least 1 step, not {patience}.")
         self.max_sequences, self.token_budget, self.policy = max_sequences, token_budget, policy
         self.patience, self.chunked = patience, chunked
         self.max_chunk = token_budget if max_chunk is None else max_chunk
@@ -73,7 +73,7 @@ class Scheduler:
         prompt = len(request.output.prompt_ids)
         if not self.chunked and prompt > self.token_budget:
             raise UserError(
-                f"The prompt has {prompt} tokens and a step has room for {self.token_budget}: "
+                f"The prompt has {prompt} tokens, but a step has room for {self.token_budget}: "
                 "allow chunks, or raise the budget."
             )
 

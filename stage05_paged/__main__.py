@@ -253,7 +253,7 @@ def swap_pool(
         memory = parse_memory(options.swap_memory, free)
         if 0 < memory < one:
             raise UserError(
-                f"A block takes {size(one)}, and --swap-memory is {size(memory)}: "
+                f"A block takes {size(one)}, but --swap-memory is {size(memory)}: "
                 "give more, or 0 for none."
             )
     return make_pool(memory, config, dtype, block_size) if memory >= one else None

@@ -45,7 +45,7 @@ WIN, NULL = "answers of unlike lengths", "all at full length"
 MISS, HIT = "shared, first request", "shared, later ones"
 FRESH_ON, FRESH_OFF = "none shared, caching on", "none shared, caching off"
 RECOMPUTE, SWAP, FOUND = "recompute", "swap", "recompute, own blocks cached"
-DRAWN = 48  # blocks on the map: more would be thinner than a number
+DRAWN = 48  # blocks on the map: more would be thinner than their numbers
 
 
 # The memory is in tokens; a contiguous engine divides it into whole contexts. Win: the crowd. Null:
@@ -54,8 +54,8 @@ FULL = kit.plan(
     models=("gpt2", "stories"), dtypes=kit.BOTH, **kit.CROWD, memory=4096, block_size=16,
     null=(6, 960, 64), null_repeats=2,  # requests, prompt, answer
     rows=(1, 32), contexts=(64, 128, 256, 512, 1008), gather_repeats=5,
-    sizes=(1, 8, 16, 32, 128), sized=256,  # context of the most rows where the block size varies
-    system=512, own=32, prefix_repeats=3,  # tokens that all prompts share, and that each has
+    sizes=(1, 8, 16, 32, 128), sized=256,  # context where the block size varies
+    system=512, own=32, prefix_repeats=3,  # tokens that all prompts share, and of each alone
     preempted=(32, 128, 512, 960), plain_steps=3, preemption_repeats=2,
     frames=150,  # passes of the winning run on the map of the blocks
 )  # fmt: skip

@@ -64,8 +64,8 @@ def blockmap(scheduler: Scheduler) -> list[int]:
 class Marks:
     """Numbers for `mark` and `look`, so that no two sequences shown share both letter and colour.
 
-    That holds while there are no more sequences than such pairs. Each takes the next unused number;
-    a preempted one keeps its number until another takes it.
+    That holds while there are no more sequences than pairs. Each sequence takes the next unused
+    number; a preempted one keeps its number until another takes it.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ class BlockPool:
         if count < 1:
             raise UserError(f"There must be at least 1 block, not {count}: give more memory.")
         if block_size < 1:
-            raise UserError(f"A block holds at least 1 token, not {block_size}.")
+            raise UserError(f"A block must hold at least 1 token, not {block_size}.")
         self.count, self.block_size = count, block_size
         self.references = [0] * count
         self.free = list(range(count - 1, -1, -1))  # a stack: last freed, first taken
@@ -97,7 +97,7 @@ class BlockPool:
     def give_back(self, block: int) -> None:
         """Count one table fewer. After the last, `block` is cached if published, else free."""
         if not self.references[block]:
-            raise RuntimeError(f"block {block} is given back, and no table holds it")
+            raise RuntimeError(f"block {block} is given back, but no table holds it")
         self.references[block] -= 1
         self.shared -= self.references[block] == 1
         if not self.references[block]:
@@ -198,7 +198,7 @@ class BlockTable:
         return old, new
 
     def digest(self, tokens: Sequence[int]) -> list[bytes]:
-        """Add digests for the full blocks of `tokens`, the next ones of this text. Returns all."""
+        """Digest the full blocks of `tokens`, the sequence's next tokens. Returns all digests."""
         size = self.pool.block_size
         for first in range(0, len(tokens) - size + 1, size):
             parent = self.digests[-1] if self.digests else hashlib.sha256(self.salt).digest()

@@ -85,7 +85,7 @@ def make_pool(memory: int, config: Config, dtype: torch.dtype, block_size: int =
     one = block_bytes(config, dtype, block_size)
     if block_size > 0 and memory < one:
         raise UserError(
-            f"A block of {block_size} tokens of {config.name} takes {size(one)}, and the cache has "
+            f"A block of {block_size} tokens of {config.name} takes {size(one)}, but the cache has "
             f"{size(memory)}: give it more memory, or choose smaller blocks."
         )
     return BlockPool(memory // one if block_size > 0 else 1, block_size)

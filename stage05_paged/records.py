@@ -1,4 +1,4 @@
-"""What each step ran and which memory it used, written down by an observer."""
+"""What each step ran and which memory it used, recorded by an observer."""
 
 from __future__ import annotations
 

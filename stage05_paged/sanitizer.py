@@ -108,7 +108,7 @@ class Sanitizer:
         self._poison()
         owned = pool.owned + sum(map(len, scheduler.swapped.values()))
         if owned and not tables:
-            self._fail(f"{owned} blocks are owned, and there is no request", None)
+            self._fail(f"{owned} blocks are owned, but there is no request", None)
 
     def _whole(self, pool: BlockPool, tables: Mapping[Request, Sequence[int]], kind: str) -> None:
         """Every block is exactly one of free, cached and owned, and is counted correctly."""

@@ -91,12 +91,12 @@ class Scheduler:
         if policy not in POLICIES:
             raise UserError(f"Unknown policy '{policy}': choose one of {', '.join(POLICIES)}.")
         if max_chunk is not None and max_chunk < 1:
-            raise UserError(f"A chunk has at least 1 token, not {max_chunk}.")
+            raise UserError(f"A chunk must have at least 1 token, not {max_chunk}.")
         if patience < 1:
-            raise UserError(f"Patience is at least 1 step, not {patience}.")
+            raise UserError(f"Patience must be at least 1 step, not {patience}.")
         if not 0 <= watermark < 1:
             raise UserError(
-                f"The watermark is a share of the blocks, from 0 to below 1, not {watermark}."
+                f"The watermark must be a share of the blocks, from 0 to below 1, not {watermark}."
             )
         if preemption not in PREEMPTIONS:
             raise UserError(
@@ -108,7 +108,7 @@ class Scheduler:
             )
         if swap_pool is not None and swap_pool.block_size != pool.block_size:
             raise UserError(
-                f"Blocks of the swap pool hold {swap_pool.block_size} tokens, and the others "
+                f"Blocks of the swap pool hold {swap_pool.block_size} tokens, but the others "
                 f"{pool.block_size}: make them equal."
             )
         self.pool, self.swap_pool, self.max_sequences = pool, swap_pool, max_sequences
@@ -146,7 +146,7 @@ class Scheduler:
         prompt = len(request.output.prompt_ids)
         if not self.chunked and prompt > self.token_budget:
             raise UserError(
-                f"The prompt has {prompt} tokens and a step has room for {self.token_budget}: "
+                f"The prompt has {prompt} tokens, but a step has room for {self.token_budget}: "
                 "allow chunks, or raise the budget."
             )
         answer = request.sampling.max_tokens
@@ -157,7 +157,7 @@ class Scheduler:
             advice = f"ask for at most {room} tokens" if room > 0 else "shorten the prompt"
             raise UserError(
                 f"The prompt has {prompt} tokens and its answer up to {answer}: that takes "
-                f"{needed} blocks of {size} tokens, and there are {self.pool.count}: {advice}, or "
+                f"{needed} blocks of {size} tokens, but there are {self.pool.count}: {advice}, or "
                 "give more memory."
             )
 
@@ -272,7 +272,7 @@ class Scheduler:
         request.move(State.RUNNING)
         self.running.append(request)
         table.adopt(blocks)
-        if copied:  # copy-on-write: shared blocks are full ones, which are never written again
+        if copied:  # copy-on-write; all other shared blocks are full, and not written again
             plan.moves.append(Move("copy", *table.replace(known)))
             self.counts.copies += 1
         self._grow(plan, request)
@@ -300,7 +300,7 @@ class Scheduler:
 
     def _lookup(self, request: Request, known: int) -> list[int]:
         """The cached blocks with the first tokens of `request`, at most `known` of them. The
-        chain must match from the first block on, even behind a window, where none is adopted."""
+        chain must match from the first block on, even behind a window, where none are adopted."""
         if not self.prefix_caching:
             return []
         table, size = self.tables[request], self.pool.block_size

@@ -35,7 +35,7 @@ from .oracle import (
 
 BAD = {
     "empty": ([], SamplingParams(), "prompt is empty"),
-    "too long": ([1] * 64, SamplingParams(), "has 64 tokens, and wide sees 64"),
+    "too long": ([1] * 64, SamplingParams(), "has 64 tokens, but wide sees 64"),
     "no such token": ([1, 101], SamplingParams(), "Token id 101 is not in the vocabulary"),
     "no such stop token": ([1], SamplingParams(stop_token_ids=(101,)), "stop_token_ids"),
 }

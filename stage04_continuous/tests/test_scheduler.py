@@ -80,7 +80,7 @@ def test_the_policy_decides_who_is_next_and_ties_go_by_arrival(name):
 
 def test_without_chunks_a_prompt_over_the_budget_is_refused():
     scheduler = Scheduler(max_sequences=4, token_budget=10, chunked=False)
-    with pytest.raises(UserError, match="has 11 tokens and a step has room for 10: allow chunks"):
+    with pytest.raises(UserError, match="has 11 tokens, but a step has room for 10: allow chunks"):
         Trace(scheduler).ask("a", 11)
     assert scheduler.unfinished == 0
 

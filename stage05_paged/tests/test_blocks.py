@@ -32,7 +32,7 @@ def test_what_cannot_be():
     for count in (0, -3):
         with pytest.raises(UserError, match=f"at least 1 block, not {count}"):
             BlockPool(count)
-    with pytest.raises(UserError, match="holds at least 1 token, not 0"):
+    with pytest.raises(UserError, match="must hold at least 1 token, not 0"):
         BlockPool(4, 0)
     pool = BlockPool(2, 4)
     one, other = BlockTable(pool), BlockTable(pool)
@@ -70,7 +70,7 @@ def test_an_unowned_block_is_not_given_back_and_a_free_one_not_shared():
     pool = BlockPool(3)
     (cached,) = cache_blocks(pool, b"a")
     for block in (cached, pool.free[0]):
-        with pytest.raises(RuntimeError, match=f"block {block} is given back, and no table"):
+        with pytest.raises(RuntimeError, match=f"block {block} is given back, but no table"):
             pool.give_back(block)
     with pytest.raises(RuntimeError, match=f"block {pool.free[0]} is free"):
         pool.share(pool.free[0])

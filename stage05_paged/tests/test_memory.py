@@ -52,7 +52,7 @@ def test_a_block_of_the_124m_shape():
     assert memory.make_pool(2**30, GPT2, torch.float32).count == 2**30 // (16 * 72 * 2**10) == 910
     with pytest.raises(UserError, match="16 tokens of gpt2 takes 1.1 MiB, and .* has 1.0 MiB"):
         memory.make_pool(2**20, GPT2, torch.float32)
-    with pytest.raises(UserError, match="holds at least 1 token, not -4"):
+    with pytest.raises(UserError, match="must hold at least 1 token, not -4"):
         memory.make_pool(2**20, TINY, torch.float32, -4)
 
 

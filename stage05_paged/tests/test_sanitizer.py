@@ -120,7 +120,7 @@ def test_what_is_wrong_when_a_request_has_ended_is_named(tiny_model, monkeypatch
     engine, gone = engine_of(8, 256, tiny_model, 16, 4, 6), Request([1], greedy(1), id="gone")
     gone.move(State.WAITING)
     engine.scheduler.swapped[gone] = [engine.scheduler.swap_pool.take()]
-    words = "1 blocks are owned, and there is no request"
+    words = "1 blocks are owned, but there is no request"
     assert_named(engine, monkeypatch, "schedule", words, "none", "")
     engine = engine_of(8, 256, tiny_model, 16, 4, 6)
     ask(engine, 5, 1, "last")

@@ -52,7 +52,7 @@ def counts(scheduler, *names):
         ({"watermark": 1}, "from 0 to below 1, not 1"),
         ({"preemption": "drop"}, "Unknown preemption 'drop': choose one of auto, recompute, swap"),
         ({"preemption": "swap"}, "no memory to swap to"),
-        ({"swap_pool": BlockPool(4, 8)}, "swap pool hold 8 tokens, and the others 16"),
+        ({"swap_pool": BlockPool(4, 8)}, "swap pool hold 8 tokens, but the others 16"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
@@ -96,9 +96,9 @@ def test_the_watermark_stays_free_beside_others(watermark, admitted):
     "prompt, answer, longest, message",
     [
         *[(1, 40, 99, ""), (40, 1, 99, ""), (25, 16, 99, "")],
-        (1, 41, 99, "takes 11 blocks of 4 tokens, and there are 10: ask for at most 40 tokens"),
+        (1, 41, 99, "takes 11 blocks of 4 tokens, but there are 10: ask for at most 40 tokens"),
         (40, 2, 99, "ask for at most 1 tokens"),
-        (41, 1, 99, "takes 11 blocks of 4 tokens, and there are 10: shorten the prompt, or give"),
+        (41, 1, 99, "takes 11 blocks of 4 tokens, but there are 10: shorten the prompt, or give"),
         (25, 30, 99, "has 25 tokens and its answer up to 30: that takes 14 blocks of 4 tokens"),
         (10, 10_000, 41, ""),  # a server's default: the model ends the answer at its context
         (10, 10_000, 42, "takes 11 blocks"),
@@ -122,7 +122,7 @@ UNCHUNKED: dict[str, Any] = {"blocks": 60, "chunked": False, "prefix_caching": F
 
 
 def test_without_chunks_a_prompt_over_the_budget_is_refused():
-    with pytest.raises(UserError, match="has 11 tokens and a step has room for 10: allow chunks"):
+    with pytest.raises(UserError, match="has 11 tokens, but a step has room for 10: allow chunks"):
         begin("a11 > ...", max_sequences=2, token_budget=10, **UNCHUNKED)
     options = UNCHUNKED | {"max_sequences": 2, "token_budget": 10}
     begin("a6 b10 c1 > a0-6! | bc", "-a > b0-10! | c", **options)  # whole or not at all

@@ -165,7 +165,7 @@ async def test_a_request_that_can_never_be_answered_takes_no_place(engine):
             ([prompt_of(4), [1] * 64], 4, "shorten the prompt"),
             ([[101]], 4, "not in the vocabulary"),
             ([[1]] * 73, 4, "at most 70"),
-            ([prompt_of(20)], 6, "takes 7 blocks of 4 tokens, and there are 6"),
+            ([prompt_of(20)], 6, "takes 7 blocks of 4 tokens, but there are 6"),
         ):
             with pytest.raises(UserError, match=message):
                 running.submit(prompts, [words(count)])
