@@ -1,7 +1,7 @@
-"""Measures everything there is on this machine, and redraws the reports: `python -m
+"""Runs every benchmark on this machine and redraws the reports: `python -m
 shared.bench.benchmark_all`.
 
-Every stage's benchmark and the staircase, one after the other in processes of their own: nothing
+Every stage's benchmark and the staircase run one after another, each in its own process. Nothing
 else should run meanwhile. With --device cuda or mps only the staircase runs, because the benchmarks
 of the stages measure the processor.
 """
@@ -17,7 +17,7 @@ from .. import cli, paths
 
 
 def commands(quick: bool, device: str) -> list[list[str]]:
-    """What is run, in order, as words behind `python`."""
+    """The commands to run, in order, as the words after `python`."""
     stages = [name for name in paths.discover() if (paths.ROOT / name / "benchmark.py").exists()]
     found = [["-m", f"{name}.benchmark"] for name in stages if device == "cpu"]
     found.append(["-m", "shared.bench.staircase", "--device", device])
@@ -29,7 +29,7 @@ def commands(quick: bool, device: str) -> list[list[str]]:
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "shared.bench.benchmark_all",
-        "Measures every stage and the staircase on this machine, and draws the reports anew. It "
+        "Measures every stage and the staircase on this machine, and redraws the reports. It "
         "takes about three quarters of an hour on two cores; leave the machine alone meanwhile.",
         "  python -m shared.bench.benchmark_all --quick\n"
         "  python -m shared.bench.benchmark_all --device cuda",
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         run = [sys.executable, *command]
         if subprocess.run(run, cwd=paths.ROOT, stdin=subprocess.DEVNULL).returncode:
             print(f"failed: {words}", file=sys.stderr)
-            failed = 1  # the others are worth having all the same
+            failed = 1  # the others' results are still worth having
     return failed
 
 

@@ -18,10 +18,10 @@ OFF = 1.25  # a ratio that differs from its prediction by more than this factor 
 
 @dataclass(frozen=True)
 class Claim:
-    """One line. predicted: from the limits of the `Results`. unit: "ms", "s" and "tok/s" are
-    approached from one side, so their share of the limit is shown; "x" is a ratio, and it or a
-    number without a unit is held or missed. by_hand: what the lesson predicts; None: `predicted`,
-    with its limits. aim: `predicted` is no limit, but the most that was aimed at."""
+    """One line. predicted: from the limits of the `Results`. unit: for "ms", "s" and "tok/s",
+    `predicted` is a limit, and the share of it is shown; for "x", a ratio, and for a number without
+    a unit, the prediction is held or missed. by_hand: what the lesson predicts; None: `predicted`
+    from the limits of ROUND. aim: `predicted` is not a limit, but the most that was aimed at."""
 
     what: str
     predicted: float
@@ -33,7 +33,7 @@ class Claim:
 
     @property
     def share(self) -> float | None:
-        """Of the limit, where there is one."""
+        """The share of the limit, where there is one."""
         quotient = self.measured / self.predicted
         shares = {"ms": 1 / quotient, "s": 1 / quotient, "tok/s": quotient}
         return None if self.aim else shares.get(self.unit)
@@ -51,7 +51,7 @@ class Claim:
         return FASTER if self.share is not None and self.share > 1 else self.why
 
     def show(self, value: float) -> str:
-        """Three digits and the unit; a number is whole."""
+        """Three digits and the unit; a value without a unit as a whole number."""
         digits = max(0, 3 - len(f"{value:.0f}")) if self.unit else 0
         return f"{value:,.{digits}f}{self.unit if len(self.unit) < 2 else f' {self.unit}'}"
 
@@ -59,19 +59,19 @@ class Claim:
 def faster(
     what: str, row: Row, variants: tuple[str, str], least: Callable[[Row], float], why: str
 ) -> Claim:
-    """How many times as fast as the first of two variants of a row the second is, predicted by
-    `least` seconds."""
+    """The speedup of the second of a row's two variants over the first, predicted by `least`
+    seconds."""
     slow, fast = map(least, map(row.of, variants))
     return Claim(what, slow / fast, row.gain(*variants), "x", why)
 
 
 def takes(what: str, row: Row, least: Callable[[Row], float], why: str) -> Claim:
-    """The milliseconds of a row, by its `least` seconds."""
+    """A row's milliseconds, predicted by its `least` seconds."""
     return Claim(what, least(row) * 1e3, row.median * 1e3, "ms", why)
 
 
 def speed(what: str, row: Row, least: Callable[[Row], float], why: str) -> Claim:
-    """The tokens per second of a row, by its `least` seconds."""
+    """A row's tokens per second, predicted by its `least` seconds."""
     return Claim(what, row.tokens / least(row), row.rate.median, "tok/s", why)
 
 

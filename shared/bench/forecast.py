@@ -1,5 +1,5 @@
-"""Predictions: what the passes of a workload must cost, by operations, bytes and the scheduler's
-own decisions, before anything has run."""
+"""Predictions: what a workload's passes must cost, from operations, bytes and the scheduler's own
+decisions, before anything runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STATIC, CONTINUOUS = "stage 03, static", "stage 04, continuous"
 
 
 def costs(row: Row) -> list[Cost]:
-    """Of the passes that the engine of a row makes, STATIC with the row's "slots", or CONTINUOUS
-    with its "budget" too."""
+    """The costs of the passes that a row's engine makes: STATIC with the row's "slots", or
+    CONTINUOUS with its "budget" too."""
     if row.variant == STATIC:
         return static_costs(row.config, row.kind, row.lengths, row["slots"])
     passes = simulate(Scheduler(row["slots"], row["budget"]), row.lengths)
@@ -27,7 +27,7 @@ def costs(row: Row) -> list[Cost]:
 
 
 def least(row: Row) -> float:
-    """Seconds of all those passes, by the machine's limits."""
+    """The least seconds for all those passes, by the machine's limits."""
     return row.least(costs(row))
 
 
@@ -36,8 +36,8 @@ def simulate(
     arrivals: Sequence[tuple[int, int, int]] | Lengths,
     note: Callable[[], object] = int,
 ) -> list[list[Part]]:
-    """The passes that `scheduler` plans of requests, as an engine steps but without a model; `note`
-    is called in each.
+    """The passes that `scheduler` plans for requests, step by step as in an engine but without a
+    model; `note` is called in each.
 
     arrivals: (step, tokens of prompt, tokens of answer), or without the step: all at the start. All
     tokens of a prompt are the request's number, and those of an answer are 0.

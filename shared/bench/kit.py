@@ -1,12 +1,12 @@
 """The bench kit: a benchmark is a list of cases, tables of columns, charts, and a few measurements
-that are its own.
+of its own.
 
     FULL = kit.plan(models=("gpt2",), dtypes=kit.BOTH, lengths=(1, 32, 512))
     BENCHMARK = kit.Benchmark(STAGE, __doc__, FULL, kit.cases(...), TABLES, CHARTS, headline)
 
-A case takes a `Subject` (a model in a dtype) and gives groups of results (see `rows`). `compare` is
-the usual one: it runs a workload through several engines in turn and proves every answer that was
-timed. Nothing is written if a token differs. The machine's limits are measured in the same run.
+A case takes a `Subject` (a model in a dtype) and returns groups of results (see `rows`). `compare`
+is the usual one: it runs a workload through several engines in turn and proves every answer that
+was timed. Nothing is written if a token differs. The machine's limits are measured in the same run.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from .rows import Draw, Picture, Results
 Group = dict[str, Any]
 BOTH = ("float32", "bfloat16")
 SUBJECTS = ("models", "dtypes", "subjects")  # of a plan
-# Requests with answers of very different lengths that arrive together, half of the answers shorter
-# than `middle`. The budget is that of a pass, the repeats those of the stage and of the others.
+# Requests that arrive together, with answers of very different lengths, half of them shorter than
+# `middle`. The budget is per pass; the repeats are the stage's and the others'.
 CROWD: dict[str, Any] = {
     "requests": 72, "prompts": (16, 64), "answers": (8, 256), "middle": 48,
     "budget": 256, "repeats": (2, 1),
@@ -63,7 +63,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def packed(lengths: Lengths) -> list[list[int]]:
-    """As results keep them: tokens of prompt and answer, and of how many requests in a row."""
+    """Lengths as results keep them: tokens of prompt and answer, and how many requests in a row
+    have them."""
     return [[*pair, times] for pair, times in run_lengths(lengths)]
 
 
@@ -92,8 +93,8 @@ def quick(plan: Any, **changes: Any) -> Any:
 
 
 def crowd(plan: Any) -> Lengths:
-    """The CROWD of a plan: prompts of any length within bounds, and lognormal answers, of which
-    most are short, and a few very long. Were all alike, a scheduler would have nothing to win."""
+    """The CROWD of a plan: prompts of any length within bounds, and lognormal answers, most of them
+    short and a few very long. With equal lengths, a scheduler would have nothing to gain."""
     rng, lengths, (least, most) = random.Random("lengths of stage 04"), [], plan.answers
     for _ in range(plan.requests):
         answer = round(rng.lognormvariate(math.log(plan.middle), 1.0))
@@ -118,7 +119,8 @@ def server_options(model: str, dtype: str, contexts: int, **more: object) -> lis
 
 @torch.inference_mode()
 def prove(scores: torch.Tensor, taken: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """That the oracle would choose each of the tokens `taken` (N,) too, by its logits (N, V).
+    """Prove from the oracle's logits (N, V) that it would choose each of the tokens `taken` (N,)
+    too.
 
     Raises AssertionError at a difference that is no near tie; near ties are counted, with the
     widest gap.
@@ -143,8 +145,8 @@ def together(proofs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def prove_answer(model: GPT2, prompt: Sequence[int], answer: Sequence[int]) -> dict[str, Any]:
-    """That stage 01 would choose every token of `answer`, given those before it: one pass over
-    prompt and answer alone, without cache or neighbours."""
+    """Prove that stage 01 would choose every token of `answer`, given those before it: one pass
+    over prompt and answer alone, without cache or neighbours."""
     ids = torch.tensor([*prompt, *answer[:-1]], device=model.device)
     places, taken = torch.arange(len(ids), device=ids.device), ids.new_tensor(answer)
     hidden = model(ids, places, Recompute(model.config).attend)[len(prompt) - 1 :]  # (answer, C)
@@ -167,17 +169,17 @@ class Subject:
         self._proof = cache(lambda prompt, answer: prove_answer(self.model, prompt, answer))
 
     def prompts(self, lengths: Iterable[int], name: str = "request") -> list[list[int]]:
-        """Random ones: those of a small workload are among those of a large one."""
+        """Random prompts; those of a small workload are among those of a large one."""
         return [random_prompt(n, self.config, f"{name} {i}") for i, n in enumerate(lengths)]
 
     def prove(self, outputs: Iterable[Any]) -> dict[str, Any]:
-        """`prove_answer` of all `outputs` together. An answer that was proved is not run again."""
+        """`prove_answer` of all `outputs` together. An answer already proved is not run again."""
         return together(self._proof(tuple(one.prompt_ids), tuple(one.token_ids)) for one in outputs)
 
     def prove_lengths(
         self, prompts: Sequence[list[int]], answers: Sequence[list[int]], counts: Sequence[int]
     ) -> dict[str, Any]:
-        """The same of `answers` to `prompts`, each of which must have its count of tokens."""
+        """The same for `answers` to `prompts`; each answer must have its count of tokens."""
         if (lengths := list(map(len, answers))) != list(counts):
             raise AssertionError(f"answers have another length than requested: {lengths}")
         return self.prove(map(Output, prompts, answers))
@@ -185,7 +187,7 @@ class Subject:
 
 @dataclass
 class Peer:
-    """transformers with the shape of our engines: `answer` takes prompts and the tokens of each
+    """transformers with the shape of our engines: `answer` takes prompts and the length of each
     answer, and returns the answers; `passes` returns how many passes the last call took, or 0."""
 
     answer: Callable[..., list[list[int]]]
@@ -210,7 +212,7 @@ def by_variant(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Group:
 
 
 class Runs:
-    """A workload of one engine, as often as it is called: answers and records of every run."""
+    """One engine's workload, run at every call; keeps the answers and records of each run."""
 
     def __init__(self, engine: Any, prompts: list[list[int]], counts: Iterable[int]) -> None:
         self.engine, self.prompts = engine, prompts
@@ -231,7 +233,7 @@ class Runs:
         return [output.token_ids for output in self.outputs[-1]]
 
     def fields(self, subject: Subject) -> dict[str, Any]:
-        """What is kept of the last run, every run's answers being proved. "busy": places of passes
+        """What is kept of the last run; every run's answers are proved. "busy": places of passes
         that computed for a request."""
         if isinstance(self.engine, Peer):
             busy = sum(map(len, self.answers))
@@ -270,9 +272,9 @@ def compare(
 
 
 def profile(engines: Mapping[str, Any], warmup: int = 1) -> Any:
-    """A case: where the time of each of some `engines` goes, over the plan's `profiled`: how many
-    requests, and the tokens of each prompt and answer. An engine is made of a model; its name is a
-    title, in which {dtype} is the subject's."""
+    """A case: where the time of each of the `engines` goes. The plan's `profiled` is how many
+    requests, and the tokens of each prompt and answer. An engine is made from a model; its name is
+    a title, in which {dtype} is the subject's."""
 
     def profile(subject: Subject, plan: Any) -> Iterator[Group]:
         count, prompt, answer = plan.profiled
@@ -290,8 +292,9 @@ def profile(engines: Mapping[str, Any], warmup: int = 1) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """Measures groups of results, named like the function, of a subject: the plan's first `models`
-    models and `dtypes` dtypes; None: all. What is known about the subject is put before each."""
+    """Measures groups of results, named like the function, for each subject: the plan's first
+    `models` models and `dtypes` dtypes; None: all. Each group begins with what is known about the
+    subject."""
 
     run: Callable[[Subject, Any], Iterable[Group]]
     models: int | None = 1
@@ -328,9 +331,9 @@ class Benchmark:
     draw: Mapping[str, Draw]
     pictures: Mapping[str, Picture]
     line: Callable[[Results], str]
-    few: Mapping[str, Any] = field(default_factory=dict)  # of the plan for --quick; see `quick`
+    few: Mapping[str, Any] = field(default_factory=dict)  # changes to the plan for --quick
     module: str = ""  # "": that of the stage
-    options: Mapping[str, Any] = field(default_factory=dict)  # more of them: name -> of argparse
+    options: Mapping[str, Any] = field(default_factory=dict)  # more: name -> arguments of argparse
 
     @property
     def quick(self) -> Any:
@@ -350,7 +353,7 @@ class Benchmark:
         return self.line(Results(content))
 
     def run(self, plan: Any, device: str = "cpu") -> dict[str, Any]:
-        """What `measure.load` would read of the run."""
+        """The results of a run, as `measure.load` would read them."""
         print("Measuring the limits of this machine, then each case.", file=sys.stderr, flush=True)
         limits = measure.limits(device, refresh=True)
         about = {"plan": asdict(plan)}
@@ -378,7 +381,7 @@ class Benchmark:
         content = self.run(replace(self.quick if few else self.full, **given), device)
         if few:
             for table, text in self.tables(content).items():
-                if text.count("\n") > 1:  # some cases are of a full run alone
+                if text.count("\n") > 1:  # some cases are in full runs only
                     print(f"\n{table}\n\n{text}")
             return
         path = measure.results_file(self.stage, device)

@@ -57,16 +57,17 @@ def benchmarks() -> dict[str, Any]:
 
 
 def drawn_with() -> dict[str, str]:
-    """What the bytes of a chart depend on beside the data."""
+    """What the bytes of a chart depend on besides the data."""
     return {"matplotlib": matplotlib.__version__, "system": f"{sys.platform} {platform.machine()}"}
 
 
 class Report:
-    """Every file below `root` as it should be, by path from there, and what prevents that.
+    """Every file below `root` as it should be, by its path from there, and the problems found.
 
-    To `check`, charts that another version or system drew must only exist, since their bytes would
-    differ. The default machine, whose numbers the texts show, is kept in reports/machines.json; at
-    first it is the first in the alphabet. A stage that has not run there shows another machine's.
+    With `check`, charts drawn by another version or system need only exist, since their bytes would
+    differ. The texts show the numbers of the default machine, which reports/machines.json keeps;
+    initially it is the first in the alphabet. A stage that has not run there shows another
+    machine's.
     """
 
     def __init__(self, root: Path, modules: Mapping[str, Any], check: bool = False) -> None:
@@ -85,7 +86,7 @@ class Report:
 
     @property
     def stale(self) -> list[Path]:
-        """The files that are absent or differ, line ends apart: git may have changed them."""
+        """The files that are absent or differ, apart from line ends, which git may have changed."""
         return [path for path, wanted in self.files.items() if _read(self.root / path) != wanted]
 
     def _name(self, path: Path) -> str:
@@ -137,7 +138,7 @@ class Report:
         self.files[file.relative_to(self.root)] = content.encode()
 
     def _stages_table(self) -> str:
-        """The table of the top README: what each stage's __init__.py tells, and its headline."""
+        """The table of the top README: what each stage's __init__.py says, and its headline."""
         lines = []
         for name in paths.discover(self.root):
             text = (self.root / name / "__init__.py").read_text(encoding="utf-8")
@@ -163,7 +164,7 @@ class Report:
         return rows.table(claims, "project | says | on | what to know | our counterpart", columns)
 
     def _text(self, path: Path) -> None:
-        """One text with its tables filled in; names markers that lead nowhere."""
+        """Fill in the tables of one text, and name markers that lead nowhere."""
         name, text = self._name(path), (_read(path) or b"").decode("utf-8")
         alone = MARKER.findall(TABLE.sub("", text))
         self.problems += [
@@ -186,8 +187,8 @@ class Report:
             self.files[path.relative_to(self.root)] = TABLE.sub(fill, text).encode()
 
     def _find(self, name: str, here: str) -> str | None:
-        """The table of this name in a text in the folder `here`, or that it was not measured yet;
-        None if there is no such table."""
+        """The table of this name, for a text in the folder `here`, or a note that it was not
+        measured yet; None if there is no such table."""
         stage, _, short = name.rpartition(".")
         stage = stage or here
         if stage in self.modules and stage not in self.tables:

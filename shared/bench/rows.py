@@ -1,8 +1,8 @@
 """Results as rows and rows as tables: every report's numbers come through here.
 
-A benchmark's results are lists of groups, one list a case. A group is what was measured together: a
-workload on a model in a dtype, and each field that differs between the engines (or layers, or
-caches) that ran it in turn is a mapping by variant:
+A benchmark's results are lists of groups, one list per case. A group is what was measured together:
+a workload on a model in a dtype. Each field that differs between the engines (or layers, or caches)
+that ran it in turn is a mapping by variant:
 
     {"model": "gpt2", "dtype": "float32", "lengths": [[64, 32, 1], ...],
      "seconds": {"ours": [...], ...}, "passes": {"ours": 32, ...}, "proof": {"ours": {...}, ...}}
@@ -31,7 +31,7 @@ from stage01_forward import families
 # What fills a column: a key and a format ("passes:,", "bytes * 1e-6:.1f"), or a function of a row.
 # A heading that is not declared is its own key; "naive, ms" is the variant "naive" in ms.
 Column = str | Callable[[Any], Any]
-NUMBER = re.compile(r"|inf|[\d.,]+[%x]?( (\(|to ).*)?")  # cells that are set to the right
+NUMBER = re.compile(r"|inf|[\d.,]+[%x]?( (\(|to ).*)?")  # right-aligned cells
 
 
 def is_peer(variant: str) -> bool:
@@ -43,12 +43,12 @@ def median(values: Iterable[float]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least of `values` that is not exceeded by this share of them: a measured one."""
+    """The least of `values` that this share of them does not exceed: always a measured value."""
     return float(np.percentile(values, 100 * share, method="inverted_cdf"))
 
 
 def milliseconds(seconds: Iterable[float], digits: int = 1) -> str:
-    """The median of some seconds, and their range, in ms."""
+    """The median and range of some seconds, in ms."""
     return summarize([value * 1e3 for value in seconds]).show(digits)
 
 
@@ -95,11 +95,11 @@ class Row:
         return summarize(self["seconds"]).of(self.tokens)
 
     def gain(self, slow: str, fast: str) -> float:
-        """How many times as fast as one variant another one is."""
+        """How many times as fast as the variant `slow` the variant `fast` is."""
         return self.of(slow).median / self.of(fast).median
 
     def least(self, passes: Iterable[Cost]) -> float:
-        """Seconds that some passes take at least, by the machine's limits."""
+        """The least seconds that some passes can take, by the machine's limits."""
         return sum(cost.seconds(self.results.limits, self.kind) for cost in passes)
 
     @property
@@ -109,7 +109,7 @@ class Row:
 
     @property
     def proof(self) -> str:
-        """How many tokens were compared, and how many of them only tie with the oracle's; of a
+        """How many tokens were compared, and how many of them only tie with the oracle's; for a
         group as a whole, those of the last variant."""
         proof = self["proof"]
         proof = proof if "tokens" in proof else [*proof.values()][-1]
@@ -118,7 +118,8 @@ class Row:
         return f"all {proof['tokens']}{but}"
 
     def alike(self, other: str, name: str) -> str:
-        """The proof, where there is one, and how many answers are those of the variant `other`."""
+        """The proof, where there is one, and how many answers equal those of the variant
+        `other`."""
         proof = self.proof if self.variant in self.group["proof"] else ""
         if self.variant == other:
             return proof
@@ -143,7 +144,7 @@ class Results:
         return [row for row in found if all(row[key] == value for key, value in where.items())]
 
     def rows(self, case: str, /, **where: Any) -> list[Row]:
-        """The same, once as each variant that was timed."""
+        """The same groups, once for each variant that was timed."""
         return [row for group in self.groups(case, **where) for row in group.variants]
 
 
@@ -194,9 +195,9 @@ def first(case: str, **where: Any) -> Callable[[Results], list[Row]]:
 
 
 def tables(columns: Mapping[str, Column], declared: str, **sources: Any) -> dict[str, Draw]:
-    """Tables by name, one a line: "name < source: heading | heading". The source, by default of the
-    name, is a case, or one of `sources`: a function from results to rows. A line that begins with |
-    continues the one before. With the column "engine" a group gets a line for each variant.
+    """Tables by name, one per line: "name < source: heading | heading". The source, by default the
+    name itself, is a case, or one of `sources`: a function from results to rows. A line that begins
+    with | continues the one before. With the column "engine" a group gets a line for each variant.
 
     Sources without headings give markdown, or mappings from headings to cells.
     """
@@ -220,8 +221,8 @@ def tables(columns: Mapping[str, Column], declared: str, **sources: Any) -> dict
 def gain(
     base: str, predicted: Callable[[Row], float] | None = None, variant: str = ""
 ) -> Callable[[Row], str]:
-    """How many times as fast as the variant `base` a row is, or `variant` of its group; in
-    brackets, by the predicted seconds."""
+    """How many times as fast as the variant `base` a row is, or the `variant` of its group; in
+    brackets, the ratio of the predicted seconds."""
 
     def text(row: Row) -> str:
         fast = variant or row.variant

@@ -1,9 +1,9 @@
 """One workload through every stage, and through `transformers`: `python -m shared.bench.staircase`.
 
-Some requests, all there at the start, with prompts and answers of different lengths. Each stage
-works through them in a process of its own, as its user would have to: one prompt after the other
-where it takes one, as many together as fit into the same memory where it takes several; the server
-over HTTP. The processes run in turn, several rounds of them, and every token is proved.
+The requests are all there at the start, with prompts and answers of different lengths. Each stage
+works through them in its own process, as its user would have to: one after another if it takes one
+prompt, as many together as fit into the same memory if it takes several, and the server over HTTP.
+The processes run in turn for several rounds, and every token is proved.
 
 Writes reports/<machine>/staircase.json; `python -m shared.bench.report` draws the chart that the
 main README opens with.
@@ -68,7 +68,7 @@ class Run:
 
 
 Prompts = list[list[int]]
-Answers = Iterator[tuple[int, list[int]]]  # some more tokens of the prompt at that place
+Answers = Iterator[tuple[int, list[int]]]  # a prompt's place, and next tokens of its answer
 
 
 def work(variant: str, sizes: Mapping[str, Any], threads: int) -> Run:

@@ -1,8 +1,8 @@
 """Conversations about stories, for `stories-chat`: a request, a story that keeps to it, and on.
 
 A request may name the hero, what kind of creature it is, a trait, and a thing that the story must
-be about; what it leaves open the grammar draws. The second turn asks to go on: after a whole story
-follows another one of the same hero, after half a story its other half.
+be about; the grammar draws what the request leaves open. The second turn asks to go on: a whole
+story is followed by another about the same hero, half a story by its other half.
 
 Half of the names are put together from syllables. No embedding can know these: the model must copy
 them from the request, as it must copy the names that its users think of.
@@ -71,7 +71,7 @@ def sequels() -> grammar.Beat:
 
 
 def invented_name(rng: random.Random) -> str:
-    """A name of two or three syllables that the grammar has not."""
+    """A name of two or three syllables that the grammar does not have."""
     source = grammar.load()
     while True:
         syllables = rng.choices(phrases()["syllables"][0].split(), k=rng.choice((1, 1, 2)))
@@ -132,7 +132,7 @@ def conversation(rng: random.Random) -> list[Turn]:
 
 
 def conversations(seed: int | str) -> Iterator[list[Turn]]:
-    """Conversations without end; the same seed gives the same ones on every machine."""
+    """Endless conversations; the same seed gives the same ones on every machine."""
     rng = random.Random(f"conversations {seed}")
     while True:
         yield conversation(rng)

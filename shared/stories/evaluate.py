@@ -2,7 +2,7 @@
 
 Three questions, each against the grammar, which knows the right answer:
 - How near is the model's cross-entropy to the floor, the entropy of the stories themselves?
-- Does it hold when a story begins far behind position 512, where training windows seldom reached?
+- Does that hold when a story begins far beyond position 512, where training windows seldom reached?
 - Of 200 sampled stories, in how many does everything stay straight? A story counts only if the
   grammar could have written every character of it: then each name, pronoun and thing is the one it
   was in the first line.
@@ -75,7 +75,7 @@ def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
 
 
 def far_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
-    """The same for stories that begin behind position 512, with other stories before them."""
+    """The same for stories that begin beyond position 512, with other stories before them."""
     end, supply = end_of_text(tokenizer), grammar.stories("far out")
     nats, floor, tokens = 0.0, 0.0, 0
     for _ in tqdm(range(count), unit="story", desc="far out"):
@@ -116,7 +116,8 @@ def beyond(model: Any, tokenizer: Any, count: int) -> list[dict[str, Any]]:
 def sampled(
     model: Any, tokenizer: Any, count: int, top_p: float, batch: int = 50
 ) -> dict[str, Any]:
-    """Sample `count` stories, and count those that the grammar can read. Keeps three others."""
+    """Sample `count` stories, and count those that the grammar can read. Keeps three that it cannot
+    read."""
     torch.manual_seed(0)
     end = end_of_text(tokenizer)
     texts: list[str] = []
@@ -222,7 +223,7 @@ It is a model to test inference engines with, and knows only its {plots} plots.
 
 
 def runs_of(training: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The run that made a model, and those that it went on from, the first one first."""
+    """The runs that made a model, oldest first; each went on from the one before."""
     return [] if training is None else [*runs_of(training.get("before")), training]
 
 

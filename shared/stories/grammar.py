@@ -1,16 +1,16 @@
 """The story grammar: writes stories, knows how probable each one is, and reads them back.
 
-A story is drawn in this order: a plot, an opening, a habit of the hero, the beats of the plot, at
-one place in the middle perhaps an interlude, an ending. Each beat has a few variants; each variant
-has slots (`{hero}`, `{toy}`); a slot is filled at its first mention and keeps its filling to the
-end of the story. All choices are uniform and independent, so the probability of a story is a
+A story is drawn in this order: a plot, an opening, a habit of the hero, the beats of the plot,
+perhaps with an interlude at one place in the middle, an ending. Each beat has a few variants; each
+variant has slots (`{hero}`, `{toy}`); a slot is filled at its first mention and keeps its filling
+to the end of the story. All choices are uniform and independent, so the probability of a story is a
 product of 1/n, and the entropy of the grammar follows without a model: H = E[-ln p(story)]. `read`
 runs the grammar backwards: it finds every derivation of a text. A text with none is not a story of
 this grammar: somewhere a name, a pronoun or a thing went astray. Sampled stories have exactly one
 derivation (tested), so -ln p is the true information in the text, not only an upper bound.
 
 This file is the grammar and nothing else: no tokens, no model. The words are in words.txt,
-synonyms.txt, frame.txt, plots.txt.
+synonyms.txt, frame.txt and plots.txt.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def capitalise(word: str) -> str:
 
 class Grammar:
     """The grammar in words.txt (what fills a slot), synonyms.txt, frame.txt (what stands around a
-    plot), plots.txt."""
+    plot) and plots.txt."""
 
     def __init__(self, words: str, synonyms: str, frame: str, plots: str) -> None:
         self.words = parse_headings(words)
@@ -205,7 +205,7 @@ class Grammar:
         return self.words["girl"] + self.words["boy"]
 
     def hero_gender(self, fillings: Mapping[str, str]) -> str:
-        """ "girl" or "boy": that of a name of the grammar's own, else what was given."""
+        """ "girl" or "boy": the given gender, else that of the name."""
         return fillings.get("gender") or self.gender[fillings["hero"]]
 
     def spell(self, slot: Slot, fillings: Mapping[str, str]) -> str:
@@ -374,7 +374,7 @@ def load() -> Grammar:
 
 
 def stories(seed: int | str) -> Iterator[Story]:
-    """Stories without end; the same seed gives the same stories on every machine."""
+    """Endless stories; the same seed gives the same stories on every machine."""
     rng = random.Random(f"stories {seed}")
     while True:
         yield load().sample(rng)

@@ -13,8 +13,8 @@ tell apart, and then there is nothing to copy. So embeddings start wide (their d
 from the first step) and move slowly, and the first steps tell the beginning of one story three
 times over, which is the cheapest lesson in copying.
 
-How far copying gets varies from run to run all the same: a run of 6,500 steps on one thread had
-still not learnt to carry a trait or a number across a whole story. Judge a model before it is used
+Even so, how far copying gets varies from run to run: a run of 6,500 steps on one thread had still
+not learnt to carry a trait or a number across a whole story. Judge a model before it is used
 (`python -m shared.stories.evaluate`), and let it go on if it needs more (`--start`).
 
 Deterministic: the same seed, thread count and kind of processor give the same weights.
@@ -51,19 +51,20 @@ VOCABULARY = 2048  # 256 bytes, merges, and the control tokens at the end
 END_OF_TEXT = "<|endoftext|>"
 TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"  # as Qwen and SmolLM2 write a conversation
 POSITIONS = 1024
-# logits of 16 MB: larger ones leave the cache and pay a page fault a page
+# logits of 16 MB: larger ones leave the cache and pay a page fault per page
 TOKENS_PER_MICRO_BATCH = 2048
 MICRO_BATCHES = 2
 WINDOW = 512
 COPYING_STEPS = 500  # at the start: one story three times in a window
-# Of a token that repeats a filling, in the loss of the chat model. It fades to 1 with the learning
-# rate: names are learnt sooner, and the model does not end up seeing repetitions everywhere.
+# Weight of a token that repeats a filling, in the chat model's loss. It fades to 1 with the
+# learning rate: names are learnt sooner, and the model does not end up seeing repetitions
+# everywhere.
 COPY_WEIGHT = 3.0
 PLAIN_SHARE = 0.25  # of the chat model's documents: stories without a conversation
 EMBEDDING_SPREAD = 0.1  # GPT-2's own 0.02 is made for 768 channels, ours are 192
 PEAK_LEARNING_RATE = 3e-3
 EMBEDDING_LEARNING_RATE_SHARE = 0.4
-# of the peak, for a model that goes on from another: it knows nearly all already
+# of the peak, for a model that goes on from another: it already knows nearly everything
 SECOND_LEARNING_RATE_SHARE = 1 / 3
 WARMUP_STEPS = 100
 
@@ -128,7 +129,7 @@ class Stories:
 class Chat:
     """What is particular to `stories-chat`: a Llama that answers requests for stories.
 
-    Its keys and values are those of one head, a third of what `stories` keeps.
+    It keeps keys and values for one head, a third of what `stories` keeps.
     """
 
     folder = grammar.FOLDER / "chat-model"
@@ -257,7 +258,7 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 def windows(length: int, rng: random.Random, documents: Iterator[Document]) -> Iterator[Document]:
     """Windows of `length` + 1 tokens that open with a whole document; every second one without
-    <|endoftext|> before it, as a user's prompt comes without it."""
+    <|endoftext|> before it, like a user's prompt."""
     while True:
         ids: list[int] = [] if rng.random() < 0.5 else [VOCABULARY - 1]
         weights = [0.0] * len(ids)
@@ -327,8 +328,8 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 def load_start(recipe: Recipe, folder: Path) -> tuple[PreTrainedModel, Tokenizer, dict]:
-    """Model, tokenizer and training facts of a folder that `train` wrote. Raises UserError if it is
-    none."""
+    """Model, tokenizer and training facts of a folder that `train` wrote. Raises UserError for any
+    other folder."""
     try:
         before = json.loads((folder / "training.json").read_text(encoding="utf-8"))
         tokenizer = recipe.load_tokenizer(folder)
@@ -357,7 +358,7 @@ def train(
 ) -> dict:
     """Train and save to `out`; returns the facts of the run for the model card. `start`: go on from
     an earlier result. `compiled`: by torch.compile, which needs a C++ compiler. Raises UserError
-    for a folder that cannot be written, and as `load_start`."""
+    for a folder that cannot be written, and as `load_start` does."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()

@@ -3,12 +3,12 @@
     python -m shared.bench.peers            GPT-2 124M: a prompt of 512, decode of 1 to 64 rows
     python -m shared.bench.peers.shapes     one row of TinyLlama's and Qwen3-0.6B's shapes
 
-Each engine is a process of its own that stays (`process`), in an environment of its own in the
-cache folder (`install`): 3 GB, and minutes to compile llama.cpp. All get the same prompts and the
-same seeded checkpoint; the engines take turns in every round, and so does a look at what memory and
-arithmetic give at that time. A run during which other programs took more than 4 % of a processor is
-repeated. Our answers are proved; how many answers of the others are the same is counted. An engine
-that cannot be installed, ends or hangs is named with the reason.
+Each engine runs in a long-lived process of its own (`process`), in its own environment in the cache
+folder (`install`), which takes 3 GB, and minutes to compile llama.cpp. All get the same prompts and
+the same seeded checkpoint. The engines take turns in every round, together with a measurement of
+what memory and arithmetic give at that time. A run is repeated if other programs took more than 4 %
+of a processor meanwhile. Our answers are proved, and the others' answers that equal them are
+counted. An engine that cannot be installed, ends or hangs is named with the reason.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def machine(dtype: str) -> dict[str, float]:
 def cell(
     plan: Any, model: str, dtype: str, ask: Ask, running: dict[str, Driver], failed: Failures
 ) -> kit.Group:
-    """One workload by all engines in turn. The answers of ours are in "proof"."""
+    """One workload by all engines in turn. Our answers are in "proof"."""
     count, length, new = ask
     prompts = prompts_of(model, count, length)
     ways = {
@@ -178,7 +178,7 @@ def others(row: Row) -> list[Row]:
 
 
 def against(row: Row) -> str:
-    """Over the fastest of the others."""
+    """Our rate over that of the fastest other engine."""
     if not others(row):
         return "alone"
     best = others(row)[0]
@@ -190,7 +190,7 @@ def mine(case: str, results: Results) -> list[Row]:
 
 
 def engines(dtype: str, results: Results) -> Any:
-    """A line an engine, a column a cell, and what the machine allows."""
+    """A line per engine, a column per cell, and what the machine allows."""
     groups = results.groups("cells", dtype=dtype)
     if not groups:
         return "This processor has no instructions for it."
@@ -258,7 +258,7 @@ TABLES = rows.tables(
 
 
 def picture(results: Results) -> Figure:
-    """A panel a cell, a bar an engine."""
+    """A panel per cell, a bar per engine."""
     panels = {}
     for row in results.groups("cells"):
         rates = {title(each.variant): astuple(rate(each)) for each in row.variants}

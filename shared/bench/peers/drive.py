@@ -1,11 +1,11 @@
-"""The program in a peer's environment: it loads an engine, then answers requests from standard
-input, one JSON object a line, with one a line on standard output.
+"""The program that runs in a peer's environment: it loads an engine, then reads requests from
+standard input and writes replies to standard output, one JSON object per line.
 
     python drive.py ENGINE FOLDER DTYPE THREADS [OPTION ...]     ENGINE: a function of drivers.py
 
 A request is {"prompts": [[ids]], "count": tokens of each answer}. The reply has "first": seconds
 until every prompt had its first token, "begun": tokens at that time, "seconds": until the end, and
-"tokens": the answers. Before the first request comes {"ready": versions}.
+"tokens": the answers. Before the first request, the program writes {"ready": versions}.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def asked(answer: Callable[..., None], prompts: list[list[int]], count: int) -> 
 
 
 def versions() -> dict[str, str]:
-    """Of those of `PACKAGES` that are installed."""
+    """The versions of the installed `PACKAGES`."""
     found = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):

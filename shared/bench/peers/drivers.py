@@ -1,9 +1,9 @@
-"""How each engine is asked for greedy tokens: a function an engine, called by `drive.py` in the
+"""How each engine is asked for greedy tokens: one function per engine, called by `drive.py` in the
 environment that has its packages.
 
-`engine(folder, dtype, threads, *options)` loads a checkpoint, which some convert beside itself at
-the first call, and returns `answer(prompts, count, emit)`. That continues prompts (token ids, all
-of one length) by `count` tokens each, and calls `emit` with the pairs (row, token) of each step.
+`engine(folder, dtype, threads, *options)` loads a checkpoint, which some engines first convert
+into the same folder, and returns `answer(prompts, count, emit)`. That continues prompts (token ids,
+all of one length) by `count` tokens each, and calls `emit` with the pairs (row, token) of each step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 Emit = Callable[[Iterable[tuple[int, int]]], None]
 Answer = Callable[[list[list[int]], int, Emit], None]
 
-# The same room for every engine: tokens of all sequences, sequences, tokens of one pass.
+# The same limits for every engine: tokens of all sequences, sequences, tokens of one pass.
 TOKENS, SEQUENCES, BUDGET = 16_384, 64, 4096
 BLOCK = 16  # tokens, of ours
 
@@ -111,7 +111,7 @@ def vllm(folder: Path, dtype: str, threads: int) -> Answer:
 
 
 def openvino(folder: Path, dtype: str, threads: int) -> Answer:
-    """OpenVINO GenAI's pipeline of continuous batches."""
+    """OpenVINO GenAI's continuous-batching pipeline."""
     import numpy as np
     from openvino import Tensor
     from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
@@ -148,7 +148,7 @@ def openvino(folder: Path, dtype: str, threads: int) -> Answer:
 
 
 def ctranslate2(folder: Path, dtype: str, threads: int) -> Answer:
-    """CTranslate2's generator. It takes tokens as texts: those of the checkpoint's vocabulary."""
+    """CTranslate2's generator. It takes tokens as texts from the checkpoint's vocabulary."""
     from ctranslate2 import Generator, get_supported_compute_types
     from ctranslate2.converters import TransformersConverter
 

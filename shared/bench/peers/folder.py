@@ -41,7 +41,7 @@ def write(shape: Checkpoint, folder: Path) -> Path:
 
 
 def fields(config: Any) -> dict[str, Any]:
-    """Its config.json. No token ends an answer."""
+    """The fields of its config.json. No token ends an answer."""
     own: dict[str, Any] = {"vocab_size": config.vocab_size, "dtype": "float32"}
     own |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": config.tied}
     if isinstance(config, LlamaConfig):

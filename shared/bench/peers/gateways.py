@@ -1,7 +1,7 @@
-"""Our router and two of the field before the same servers, for stage 12's benchmark.
+"""Our router and two others in front of the same servers, for stage 12's benchmark.
 
-The others come into an environment of their own, at the first use. All have their own defaults, but
-no log: each looks for the longest prefix that it has sent to a server.
+The others are installed into an environment of their own at the first use. All run with their own
+defaults, but without a log: each looks for the longest prefix that it has sent to a server.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ Front = Callable[[Sequence[str]], AbstractContextManager[tuple[str, int]]]
 
 @dataclass(frozen=True)
 class Chats:
-    """Chats at the same time, each of some questions one after the other; a prompt has all earlier
-    ones of its chat. system, question: words; the former are the same in some chats. answer:
-    tokens, which are not in the next prompt: with random weights they are no text."""
+    """Concurrent chats, each asking its questions one after another; a prompt holds all earlier
+    questions of its chat. system, question: lengths in words; some chats share their system words.
+    answer: length in tokens. Answers are not in the next prompt, because with random weights they
+    are no text."""
 
     chats: int = 12
     systems: int = 4
@@ -55,7 +56,7 @@ class Chats:
     answer: int = 16
 
     def talk(self, url: str, seed: object) -> tuple[float, list[float]]:
-        """Seconds for all, and those to the first token of each answer."""
+        """Seconds for all chats, and seconds to the first token of each answer."""
 
         def words(number: int, name: str) -> str:
             return " ".join(random.Random(f"{seed} {name}").choices(WORDS, k=number))
@@ -78,7 +79,8 @@ class Chats:
 
 @contextmanager
 def other(name: str, backends: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Its URL and process. Raises UserError if it cannot be installed, or does not start."""
+    """The URL and process of another router. Raises UserError if it cannot be installed, or does
+    not start."""
     engine, (port, own) = OTHERS[name], free_ports(2)
     options = {"host": "127.0.0.1", "port": port, "prometheus-port": own, "log-level": "error"}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
@@ -105,9 +107,9 @@ def cached(servers: Sequence[str]) -> tuple[float, float]:
 
 
 def compare(options: Sequence[str], chats: Chats, repeats: int, relayed: int) -> dict[str, Any]:
-    """Two servers of stage 06 with these `options` behind each router in turn: what they find, and
-    how soon; what the router itself takes is measured before a server without a model, over
-    `relayed` events. "missing": why a router is not there."""
+    """Two servers of stage 06 with these `options` behind each router in turn: what they find in
+    their caches, and how soon they answer. The router's own cost is measured in front of a server
+    without a model, over `relayed` events. "missing": why a router is absent."""
     fronts: dict[str, Front] = {OURS: before, **{name: partial(other, name) for name in OTHERS}}
     missing: dict[str, str] = {}
     urls: dict[str, str] = {}

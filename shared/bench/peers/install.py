@@ -1,9 +1,8 @@
 """The engines, and for each of the others an environment of its own in the cache folder, installed
 at the first use.
 
-What this project has installed, PyTorch above all, is used from there where it fits: an environment
-is small and quickly made, and no second PyTorch with CUDA comes along. An engine's own pins come
-before it.
+Each environment uses what this project has installed, PyTorch above all, where it fits: so it is
+small and quickly made, without a second PyTorch with CUDA. An engine's own pins take precedence.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ HERE = Path(__file__).parent
 HOME = measure.cache_folder() / "peers"
 OURS, OLDER = "stage09_kernels", "stage05_paged"
 SECONDS = 3600  # for one installation: llama.cpp is compiled
-BUILDING = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}  # llama.cpp without its part for pictures
+BUILDING = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}  # llama.cpp without its support for images
 
 
 @dataclass(frozen=True)
 class Engine:
     """How an engine is run. packages: for pip; none: what this project has installed. unwanted:
-    packages that come along and do not fit PyTorch for CPUs."""
+    dependencies that do not fit PyTorch for CPUs."""
 
     driver: str  # a function of drivers.py
     options: tuple[str, ...] = ()  # more of its arguments
@@ -46,7 +45,8 @@ class Engine:
         return [*words, str(threads), *self.options]
 
     def environment(self, threads: int) -> dict[str, str]:
-        """Its variables: as many threads for all, bound to processors, and no network."""
+        """Its environment variables: the same number of threads for all engines, bound to
+        processors, and no network."""
         common = {"OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "true", "HF_HUB_OFFLINE": "1"}
         common |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "PYTHONPATH": str(paths.ROOT)}
         return {**os.environ, **common, **self.variables}
@@ -89,8 +89,8 @@ def python(engine: Engine, home: Path) -> Path:
 def environment(
     folder: Path, wanted: Sequence[tuple[str, ...]], unwanted: Sequence[str] = ()
 ) -> Path:
-    """The Python of an environment in `folder`, made at the first call by a run of pip for each of
-    `wanted`, its arguments. What this project has installed is found there too. Raises UserError
+    """The Python of an environment in `folder`, made at the first call by running pip with the
+    arguments of each of `wanted`. This project's packages are found there too. Raises UserError
     with pip's reason if that fails."""
     runs = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     torch = f"torch=={version('torch').partition('+')[0]}"  # this one, not another

@@ -49,7 +49,7 @@ def converted(folder: Path, dtype: str) -> Path:
         if family == "gpt2" and ".c_" in name and tensor.ndim == 2:
             tensor = tensor.T
         if family == "llama" and any(part in name for part in ("q_proj", "k_proj")):
-            # It turns neighbours where transformers turns halves.
+            # It rotates adjacent pairs where transformers rotates halves.
             halves = tensor.reshape(-1, 2, config["head_dim"] // 2, tensor.shape[-1])
             tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))

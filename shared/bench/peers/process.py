@@ -1,5 +1,5 @@
-"""An engine in a process of its own, which stays, answers one request at a time, and is watched:
-what it answers with, how long it takes, and what other programs took meanwhile."""
+"""An engine in a long-lived process of its own, which answers one request at a time and is watched:
+its answers, how long they take, and what other programs use meanwhile."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from shared.errors import UserError
 from .install import ENGINES, HOME, python
 
 STARTING, ANSWERING = 900.0, 300.0  # seconds: the first start converts the checkpoint
-CALM = 0.3  # seconds before a measurement: threads of the engine before it may still spin
+CALM = 0.3  # seconds before a measurement: the previous engine's threads may still spin
 OTHERS, TICKS = 0.04, 0.02  # share of a core, and seconds below which the clock cannot tell
-POLL = 0.2  # seconds between two looks whether a server is ready
+POLL = 0.2  # seconds between two checks of whether a server is ready
 LONGEST = 200  # characters of a reason
 Run = Callable[[], dict[str, Any]]
 
 
 class Driver:
     """A process that speaks as `drive.py` does, or a server that does not speak. Use it in a
-    `with`. Its methods raise UserError when it has ended, or does not answer in time, which ends
-    it."""
+    `with`. Its methods raise UserError if it has ended, or if it does not answer in time; then they
+    end it."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Driver:
         speaks: bool = True,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        out = subprocess.PIPE if speaks else self._log  # a pipe that is not read fills
+        out = subprocess.PIPE if speaks else self._log  # a pipe that nobody reads fills up
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": out, "stderr": self._log}
         self.process: subprocess.Popen[str] = subprocess.Popen(
             command, cwd=paths.ROOT, env=environment, encoding="utf-8", **pipes
@@ -59,7 +59,7 @@ class Driver:
             self._log.close()
 
     def stop(self) -> None:
-        """End it and its children at once: there is nothing that they could lose."""
+        """End it and its children at once: they have nothing to lose."""
         for child in children(self.process.pid):
             with suppress(psutil.Error):
                 child.kill()
@@ -67,7 +67,7 @@ class Driver:
         self.process.wait()
 
     def wait(self, holds: Callable[[], bool], what: str, seconds: float = STARTING) -> None:
-        """Until `holds`, which asks a server that starts; `what` names it in an error."""
+        """Wait until `holds`, which asks a starting server; `what` names it in an error."""
         latest = time.monotonic() + seconds
         while not holds():
             if self.process.poll() is not None or time.monotonic() > latest:
@@ -139,8 +139,8 @@ class Failures(list[dict[str, str]]):
         tries: int,
         **beside: Run,
     ) -> dict[str, list[dict[str, Any]]]:
-        """The runs of all engines in turn, each by `calm`, and `beside` them others; without the
-        engines that failed. ways: what runs, and its process."""
+        """Run all engines in turn, each by `calm`, with the runs `beside` them, and return what
+        they found, without engines that failed. ways: what to run, and its process."""
 
         def turn(name: str, run: Run, pid: int) -> dict[str, Any] | None:
             if any((one["engine"], one["dtype"]) == (name, dtype) for one in self):
@@ -155,10 +155,10 @@ class Failures(list[dict[str, str]]):
 
 
 def calm(run: Run, pid: int, tries: int) -> dict[str, Any]:
-    """What `run` returns, after a pause, with "others": the processors that other programs than
-    this one and process `pid` used meanwhile, on average over its "seconds".
+    """What `run` returns, after a pause, with "others": how many processors were used, on average
+    over its "seconds", by programs other than this one and process `pid`.
 
-    Up to `tries` times while that is too much; the calmest counts.
+    Runs up to `tries` times while that is too much; the calmest run counts.
     """
     found: list[dict[str, Any]] = []
     while len(found) < tries:
@@ -180,15 +180,15 @@ def children(pid: int) -> list[psutil.Process]:
 
 
 def busy() -> float:
-    """Seconds for which the processors have worked since the machine was started."""
+    """Seconds that the processors have worked since the machine started."""
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 
 
 def used(pid: int) -> float:
-    """Seconds of processors that this process, and process `pid` with its children, have used."""
+    """Processor seconds used by this process, and by process `pid` with its children."""
     try:
         every = [psutil.Process(), psutil.Process(pid), *children(pid)]
         return sum(sum(each.cpu_times()[:2]) for each in every)
     except psutil.Error:
-        return 0.0  # it has ended, which its next reply tells
+        return 0.0  # it has ended, as its next reply will tell

@@ -49,7 +49,7 @@ def ours(stage: str, model: str, dtype: str, load: Load) -> Iterator[tuple[str, 
 
 @contextmanager
 def vllm(place: Path, dtype: str, threads: int, load: Load) -> Iterator[tuple[str, int]]:
-    """vLLM's. Raises UserError if it does not start."""
+    """vLLM's URL and process. Raises UserError if it does not start."""
     engine = ENGINES["vLLM"]
     (port,) = server.free_ports(1)
     options: dict[str, Any] = {"dtype": dtype, "port": port, "host": "127.0.0.1"}
@@ -82,7 +82,7 @@ def once(url: str, asks: list[Ask], load: Load) -> dict[str, Any]:
 
 
 def offline(driver: Driver, asks: list[Ask], load: Load) -> dict[str, Any]:
-    """The requests that are measured by the engine alone, as many at a time as there are users."""
+    """The measured requests, answered by the engine alone, as many at a time as there are users."""
     prompts: list[Any] = [ask.prompt for ask in asks[-load.requests :]]
     starts = range(0, len(prompts), load.users)
     runs = [driver.ask(prompts[at : at + load.users], load.answer) for at in starts]

@@ -1,7 +1,7 @@
 """One row of larger models, ours beside llama.cpp: `python -m shared.bench.peers.shapes`.
 
-Measured as in `compare`, in bfloat16. The results are kept apart from its own: they take 7 GB of
-disk and 12 GB of memory, which not every machine has.
+Measured as in `compare`, in bfloat16. The results are kept apart from its own, because these shapes
+need 7 GB of disk and 12 GB of memory, which not every machine has.
 """
 
 from __future__ import annotations
