@@ -1,9 +1,9 @@
 """The capstone: one engine from a student's own stages 02 to 05, and one number.
 
-`python -m shared.course.exercise capstone` puts all files of a submission together, in one process,
-over the reference's. The contract of engines judges them first. Then the staircase's workload runs
-through each of the student's stages, and through the reference's last one, in turn. A task that is
-still to be written is the reference's, and counted.
+`python -m shared.course.exercise capstone` loads all files of a submission over the reference's, in
+one process. The contract of engines judges them first. Then the staircase's workload runs in turn
+through each of the student's stages and through the reference's last one. For an unwritten task the
+reference's code runs, and the task is counted.
 
 As in grading, a file must pass the gate, and a process gets a copy of the project, no network, and
 limits.
@@ -89,7 +89,7 @@ def judge(submission: Path, plan: Any = None, trust: bool = False, say: Say = pr
 
     Raises UserError if a file is missing, or if the engine gives wrong tokens or none.
     """
-    from ..bench import staircase  # it imports stages, which `exercise` must not at its start
+    from ..bench import staircase  # it imports stages, which `exercise` must not do at its start
 
     plan = plan or staircase.FULL
     with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
@@ -157,7 +157,7 @@ def _work(job: grading.Job) -> dict[str, Any]:
 
         name = STAGES[-1] if job["variant"] == OURS else job["variant"]
         return asdict(staircase.work(name, job["plan"], job["threads"]))
-    except Exception as error:  # the submission's, or of the pieces that it was put between
+    except Exception as error:  # from the submission, or from the code around it
         return {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -2,13 +2,13 @@
 
     ok      as it should be
     note    works; good to know
-    WRONG   does not work; the next line tells how to fix it
+    WRONG   does not work; the next line says how to fix it
 
 Exit status 0 if nothing is wrong, else 1. It checks the reference only, never a student's copy, so
 it is green before the first exercise is done. It changes nothing and uses no network.
 
-It must run where nothing is installed yet: this module and `paths` import the standard library
-alone, and each check imports what it needs.
+It must run where nothing is installed yet, so this module and `paths` import only the standard
+library, and each check imports what it needs.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def examine(name: str, check: Callable[[], Finding]) -> Finding:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(  # cli.Parser needs PyTorch, which may be missing
         prog="python -m shared.course.doctor",
-        description="Checks whether this machine is ready for the course, and tells what to fix.",
+        description="Checks whether this machine is ready for the course, and says what to fix.",
         epilog="exit status: 0 ready, 1 something is wrong",
         allow_abbrev=False,
     )

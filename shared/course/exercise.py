@@ -1,9 +1,9 @@
 """The exercises: `python -m shared.course.exercise start stage04`, then `pytest stage04_continuous
 --mine`.
 
-A stage's tasks are functions of its own code. `start` writes a copy to mine/ in which these are
-empty and everything else works; the stage's tests judge the copy. Nothing here overwrites the
-student's work without a backup in mine/backups/.
+A stage's tasks are functions of its own code. `start` writes a copy to mine/ in which these
+functions are empty and everything else works; the stage's tests judge the copy. Nothing here
+overwrites the student's work without a backup in mine/backups/.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def main(argv: list[str] | None = None) -> int | None:
         subparser.add_argument(
             "--trust",
             action="store_true",
-            help="run files with code that could reach the judge, too: read them before",
+            help="run even files with code that could reach the judge: read them first",
         )
 
     def seeded(subparser: argparse.ArgumentParser, about: str) -> None:

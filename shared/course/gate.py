@@ -1,14 +1,15 @@
-"""Reads a submission before it is run: what could reach the judge is refused.
+"""Reads a submission before it runs, and refuses code that could reach the judge.
 
 The tests call the submission in their own process, where Python lets any code change any other: a
 line that replaces a function of pytest, or an object that claims to equal everything, would pass
-all tests. So the file may use a part of Python only, in which neither can be written:
+all tests. So a file may use only a part of Python, in which neither can be written:
 
-- modules that the reference's file imports, and a few harmless ones; a module is no value (`torch`
-  stands only in `torch.name`), and a name behind it must not be another project's module;
+- only modules that the reference's file imports, and a few harmless ones; a module is not a value
+  (`torch` may stand only in `torch.name`), and a name after it must not be another project's
+  module;
 - no names with two underscores, no frames, no `eval`, `open`, `setattr` and the like;
-- no classes that imitate a value: no special methods, and no bases, but those of the reference;
-- no attribute is set on what was imported, nor one that a class of the libraries has.
+- no classes that imitate a value: no special methods or bases except the reference's;
+- no setting of attributes on anything imported, or of attributes that a library's class has.
 
 This is a filter, not a proof: see "Hostile submissions" in INSTRUCTORS.md.
 """
@@ -48,8 +49,9 @@ BASES = _words("object Exception ValueError RuntimeError Enum NamedTuple Protoco
 
 
 def refused(source: bytes, stage: str, file: str, reference: str | None = None) -> str:
-    """Why a submitted file is not run, in a sentence; "" if it may be. A file that is no Python may
-    be: its import fails. reference: what the file may use; default: what the stage's file does."""
+    """Why a submitted file is not run, in a sentence; "" if it may run. A file that is not Python
+    may run: its import fails. reference: what the file may use; default: what the stage's file
+    does."""
     try:
         tree = mine.parse(source.decode("utf-8-sig"))
     except (SyntaxError, UnicodeDecodeError):

@@ -1,23 +1,24 @@
 """Judging a submission: each task in its own process, in its own copy of the project.
 
 A submission is a program by an unknown author. It may print without end, loop, exit, use up memory,
-edit the tests, or write a report of its own. So the parent runs nothing of it and keeps what
-decides: the project, the tests and the clock. It takes from the submission only the one file that a
-task is about. Every process
+edit the tests, or write a report of its own. So the parent runs none of it, and keeps control of
+the project, the tests and the clock. It takes from the submission only the one file that a task is
+about. Every process
 
 - works in a fresh copy of the project, with few environment variables, its own home folder, and no
   secrets;
 - runs only a file that gate.py has read and found harmless;
 - may write only to a scratch folder, start no process but a C compiler that writes there, signal no
   process, and connect only to this machine (a Python audit hook);
-- has limits for time, memory, output and disk, and is killed with all its children at one of them;
-  it also ends with the parent, however that ends;
-- must report that the tests passed and that the canary, a test that cannot pass, did not, with a
-  secret word that it got before the submission was loaded. Without a whole report the task fails.
+- has limits for time, memory, output and disk, and is killed with all its children when it reaches
+  one; it also ends with the parent, however that ends;
+- must report that the tests passed and that the canary, a test that cannot pass, did not; the
+  report needs a secret word that the process got before it loaded the submission. Without a
+  complete report the task fails.
 
-The submission shares a process with the tests, because these call its functions and look at its
-objects. What got past the gate could therefore find the word in memory, or make pytest pass all
-tests but the canary: see "Hostile submissions" in INSTRUCTORS.md for what to do about it. All
+The submission shares a process with the tests, because they call its functions and look at its
+objects. Code that got past the gate could therefore find the word in memory, or make pytest pass
+all tests but the canary: see "Hostile submissions" in INSTRUCTORS.md for what to do about it. All
 copies are made from one copy taken at the start, and grading stops if that has changed.
 """
 
@@ -71,7 +72,7 @@ KEPT = (
     "DYLD_LIBRARY_PATH",
 )
 COMPILERS = ("cc", "gcc", "clang")
-# What a compiler may be told; any other word must be a place in the scratch folder.
+# Options that a compiler may get; any other word must be a path in the scratch folder.
 FLAG = r"-(O\d|std=\w+|fPIC|shared|W[\w-]+|m[\w=-]+|D\w+(=\w+)?|o|lm)|--version"
 MARK = "STAIRCASE_GRADING"  # a variable that marks all processes of a task, orphans too
 
@@ -107,9 +108,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Extra:
-    """A task that is generated, beside those of `stage`. Its file is a module by itself.
+    """A generated task, in addition to those of `stage`. Its file is a module by itself.
 
-    source: of the file that the student began with. tests: the source of the task's one test file.
+    source: the file that the student began with. tests: the source of the task's one test file.
     """
 
     stage: str
@@ -304,7 +305,7 @@ def run_job(
     try:
         with contextlib.suppress(OSError):  # it has ended already: see its exit status
             process.stdin.write(json.dumps(job).encode() + b"\n")
-            process.stdin.flush()  # it stays open: its end tells the child that we have ended
+            process.stdin.flush()  # it stays open: its closing tells the child that we have ended
         ended = _watch(process, scratch, limits, tree)
     finally:
         _end(process, tree, mark)
@@ -314,7 +315,7 @@ def run_job(
 def _watch(
     process: subprocess.Popen[bytes], scratch: Path, limits: Limits, tree: dict[int, psutil.Process]
 ) -> str:
-    """Wait until the process has ended or is at a limit; returns how it ended. All processes that
+    """Wait until the process has ended or reached a limit; returns how it ended. All processes that
     it starts are added to `tree`."""
     deadline = time.monotonic() + limits.seconds
     while process.poll() is None:
@@ -341,7 +342,8 @@ def _watch(
 
 
 def _size(folder: Path) -> int:
-    """Bytes in a folder in use: files and folders that vanish count as nothing."""
+    """Bytes in a folder that is in use; files and folders that vanish meanwhile count as
+    nothing."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
@@ -497,7 +499,7 @@ class _Recorder:
         self.outcomes: dict[str, str] = {}
 
     def pytest_sessionstart(self) -> None:
-        """To find the smallest example that fails takes minutes; here any one will do."""
+        """Finding the smallest failing example takes minutes; here any one will do."""
         from hypothesis import settings
 
         settings.load_profile("any")
@@ -533,8 +535,8 @@ Job = dict[str, Any]
 
 
 def child(prepare: Callable[[Job], None], run: Callable[[Job], dict[str, Any]]) -> None:
-    """The process of a job: `prepare` has more rights than the submission, `run` has not; what it
-    returns is the report."""
+    """The process of a job: `prepare` has more rights than the submission; `run` has not, and
+    returns the report."""
     job = json.loads(sys.stdin.buffer.readline())
     _end_with_parent(job["seconds"])
     # From here on, standard output is the submission's, and the report has its own descriptor.
@@ -574,8 +576,8 @@ def _tests(job: Job) -> dict[str, Any]:
 def _end_with_parent(seconds: float) -> None:
     """End this process once the parent has: standard input is a pipe from it, which then closes.
 
-    Code that never lets go of the interpreter would keep the thread from seeing that. So Linux is
-    asked for a signal, and POSIX systems for a limit on processor time.
+    Code that never releases the interpreter would keep the thread from noticing. So Linux is asked
+    for a signal, and POSIX systems for a limit on processor time.
     """
     leash, leave = os.dup(0), os._exit
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -600,7 +602,7 @@ def _end_with_parent(seconds: float) -> None:
 def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
     """A hook for `sys.addaudithook`, which cannot be removed again: it raises PermissionError for
     everything that a submission may not do."""
-    # Local names: the submission may replace those of the module.
+    # Local names: the submission could replace the module's.
     realpath, isabs, isdir = os.path.realpath, os.path.isabs, os.path.isdir
     fsdecode, devnull, separator, flag = os.fsdecode, os.devnull, os.sep, re.compile(FLAG).fullmatch
     compilers = frozenset(filter(None, map(shutil.which, COMPILERS)))
@@ -650,7 +652,7 @@ def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
         return name != devnull and not (realpath(name) + separator).startswith(inside)
 
     def compiles(program: Any, words: Any) -> bool:
-        """Whether a C compiler is started that writes inside."""
+        """Whether this starts a C compiler that writes only to the scratch folder."""
         own = program in compilers and isinstance(words, list) and words[0] == program
         return own and not any(outside(word) for word in words[1:] if not flag(word))
 
@@ -662,7 +664,7 @@ def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
                 if isinstance(mode, str)
                 else bool((flags or 0) & writing)
             )
-            # os.open of a folder: its descriptor serves to change files.
+            # os.open of a folder: its descriptor could be used to change files.
             handle = mode is None and not isinstance(path, int) and isdir(path)
             if (changing or handle) and outside(path):
                 raise PermissionError(f"a submission may not write to {path}")

@@ -15,7 +15,7 @@ from . import mine
 
 WORDS, LINES = 150, 12  # read in a minute
 LAB = 10  # minutes
-READING = 5  # the minutes of a stage are rounded to these, those of a page to one
+READING = 5  # a stage's minutes are rounded to a multiple of this, a page's to one
 START, LINE = 30, 3  # minutes to read a task and its tests, and for a line of the reference
 FRONT, TABLE = "README.md", "shared/course/instructors/outcomes.md"
 ROW = re.compile(r"^(\| (?:\[\d\d\]\(\w+/\)|00|end) \| )(.*)( \| )(\d+)( \|)$", re.MULTILINE)

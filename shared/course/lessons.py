@@ -3,15 +3,15 @@
 The lessons are README.md, lesson 00, each stage's README.md and the last page; a stage may have a
 REFERENCE.md beside its own. The first word of a fenced block decides how it is checked:
 
-- `console` shows commands, each behind `$ `, and their output. The commands run, and the output is
+- `console` shows commands, each after `$ `, and their output. The commands run, and the output is
   compared: `...` in a line matches any text, `...` on a line of its own any lines, and a number
-  behind `~` any number.
+  after `~` any number.
 - `sh` lists commands to try. They do not run, but every option must be one that the module has.
 - `python` and `c` quote code of the stage, of an earlier one, or of `shared`; `...` on a line of
   its own leaves lines out.
 
-More words say how: `console slow` takes more than a moment, and a default run of the tests leaves
-it out; `console server` and `python server` run while a server of stage 06 answers at
+Further words say how: `console slow` takes more than a moment, and a default run of the tests
+leaves it out; `console server` and `python server` run while a server of stage 06 answers at
 127.0.0.1:8000 (the check uses another port and replaces it in the command), and the Python there is
 a whole program that must exit with status 0.
 
@@ -64,7 +64,7 @@ class Block:
 
     path: Path
     line: int
-    kind: str  # the first word behind the fence
+    kind: str  # the first word after the fence
     words: tuple[str, ...]  # those after it
     lines: tuple[str, ...]
 
@@ -169,7 +169,7 @@ def matches(shown: Sequence[str], output: Sequence[str]) -> bool:
 
 
 def _trimmed(lines: Sequence[str]) -> list[str]:
-    """Without space at the ends of lines, and without empty lines at the end."""
+    """The lines without spaces at their ends, and without empty lines at the end."""
     return "\n".join(line.rstrip() for line in lines).rstrip("\n").split("\n")
 
 
@@ -197,7 +197,7 @@ def _check_command(command: str, shown: list[str], address: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Offline, without colours, and as wide on every machine."""
+    """Offline, without colours, and equally wide on every machine."""
     fixed = {"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1", "PYTHONUTF8": "1"}
     return os.environ | fixed
 

@@ -4,7 +4,7 @@ In every *.md file of the repository:
 - a relative link or image leads to an existing file or folder, its #anchor to a heading or line;
 - a path in code, such as `shared/cli.py`, exists, and a test named after `::` is in its file;
 - `python -m module` names a module that can be run;
-- a link into the web is well formed, and none names a package registry: each pip has its own index.
+- a web link is well formed, and none names a package registry: each pip has its own index.
 
 The check needs no network, so it cannot tell whether a web page still exists.
 """

@@ -33,7 +33,7 @@ class Text:
 
 
 def parse(content: str) -> Text:
-    """Take a Markdown text apart. A block that is never closed is no fence, only code."""
+    """Take a Markdown text apart. A block that is never closed is not a fence, only code."""
     text, times = Text(), dict[str, int]()
     fence, start, info, inside = "", 0, "", list[str]()
     for number, line in enumerate(content.splitlines(), 1):
@@ -55,7 +55,7 @@ def parse(content: str) -> Text:
             slug = anchor(heading[1])
             text.anchors.add(f"{slug}-{times[slug]}" if slug in times else slug)
             times[slug] = times.get(slug, 0) + 1
-        # Code inside a link into the web names a file of another project.
+        # Code inside a web link names a file of another project.
         text.code += [(number, span[2].strip()) for span in CODE.finditer(WEB_LINK.sub("", line))]
         text.prose.append((number, CODE.sub("", line)))
     return text

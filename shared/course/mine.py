@@ -6,7 +6,7 @@ exercises can drift away from the code.
 
 A module in the copy is loaded from there; everything else of the stage, tests included, comes from
 the reference. A function that is still empty raises its error only in tests that judge it; in all
-others the reference's body runs in its place. So an open task breaks no other one, and a student
+others the reference's body runs in its place. So an open task breaks no other task, and a student
 may begin with any of them.
 """
 
@@ -216,7 +216,7 @@ def recorded(stage: str) -> dict[int, bool]:
 
 
 def record(stage: str, passed: Mapping[int, bool]) -> None:
-    """Keep the results of some tasks, beside those of the others."""
+    """Save the results of some tasks, and keep those of the others."""
     path = HOME / "tested.json"
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
@@ -322,7 +322,8 @@ class Overlay:
     """A copy that is laid over its stage in this process. The stage must be imported afterwards.
 
     An open task's functions are the student's while its number is in `judged`, and otherwise the
-    reference's. With `only`, so are those of all other tasks, except for the numbers in it.
+    reference's. With `only`, the functions of all other tasks are the reference's, too, except for
+    the numbers in it.
     """
 
     stage: str

@@ -32,7 +32,7 @@ LONGEST_LINE = 100
 QUICK = ("-p", "no:cacheprovider", "--assert=plain", "--tb=native", "--hypothesis-profile=any")
 LONGEST_TASK = 120.0  # seconds for a run with wrong solutions
 Copies = Mapping[str, Mapping[str, str]]  # stage -> file -> its source
-Job = tuple[tuple[wrong.Wrong, ...], dict[str, Any]]  # who is wrong in it, and what to run
+Job = tuple[tuple[wrong.Wrong, ...], dict[str, Any]]  # its wrong solutions, and what to run
 Outcomes = dict[tuple[str, str], str]  # (stage, pytest id in it) -> its error; "" for success
 
 
@@ -102,8 +102,9 @@ def copies(chosen: Sequence[str], number: int | None) -> Copies:
 
 
 def wrong_jobs(stage: str, most: int | None = None) -> Iterator[Job]:
-    """For each wrong solution, at most `most` a task, its task's tests; and for the first ones of
-    every second task, the tests of all tasks. Each task is judged beside the reference's others."""
+    """For each wrong solution, at most `most` per task, its task's tests; and in two more jobs, for
+    the first wrong solutions of every second task, the tests of all tasks. Each task is judged
+    beside the reference's others."""
     found = wrong.read(stage)
     firsts = []
     for task in mine.tasks(stage):

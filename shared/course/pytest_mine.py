@@ -1,8 +1,8 @@
 """The pytest plugin of the exercises: --mine, and -k by tasks.
 
 `pytest stage04_continuous --mine` runs the tests against the student's copy of that stage: see
-mine.py. `-k task2` chooses the tests of task 2, with --mine or without. A failed test is one line,
-unless --tb asks for more, and the first one of a task is run again beside the reference's other
+mine.py. `-k task2` chooses the tests of task 2, with --mine or without. A failed test prints one
+line, unless --tb asks for more. A task's first failed test runs again beside the reference's other
 tasks: if it passes there, another task is the cause, and is named.
 """
 
@@ -125,8 +125,8 @@ class _Mine:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        """An open task raises its error in the tests that judge it, but in no fixture: other tests
-        may share those."""
+        """An open task raises its error in the tests that judge it, but not in fixtures, which
+        other tests may share."""
         judged = mine.ACTIVE[item.nodeid.partition("/")[0]].judged
         judged.update(task.number for task in _tasks_of(item.nodeid))
         try:
@@ -159,7 +159,7 @@ class _Mine:
         return result
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """One line a failed test; and the tasks that fail because of another one."""
+        """One line per failed test; and the tasks that fail because of another one."""
         write = terminalreporter.write_line
         tests: dict[str, list[str]] = {}
         for test, why in self.failed.items() if self.short else ():

@@ -1,9 +1,9 @@
 """Slides for the lectures, made from the lessons: `python -m shared.course.slides stage05`.
 
-A lesson gives its question and answer, its trace before and after, each picture under the heading
-where it is, and the closing table. All of it comes from the README, so slides and lesson agree. The
+The slides show a lesson's question and answer, its trace before and after, each picture under its
+heading, and the closing table. All of it comes from the README, so slides and lesson agree. The
 deck is one HTML file with the pictures in it, for any browser: the arrow keys turn the slides, and
-printing makes a PDF of one slide a page.
+printing makes a PDF with one slide per page.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A stage that has an engine says so in its `make.py`:
     make(model, contexts=None, **options) -> Engine         memory for `contexts` whole contexts
     answer(engine, prompts, sampling) -> (place, Token)...  all prompts, as fast as the engine can
 
-A new stage is found by its folder and needs no edit here. Stages are imported when they are asked
-for, and not before: `--mine` lays a student's copy over a stage first.
+A new stage is found by its folder and needs no edit here. Stages are imported only on demand,
+because `--mine` first lays a student's copy over a stage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def names() -> list[str]:
 
 
 def engines() -> dict[str, Callable[..., Any]]:
-    """`make` of each of them."""
+    """The `make` of each stage with an engine."""
     return {name: importlib.import_module(f"{name}.make").make for name in names()}
 
 

@@ -37,7 +37,7 @@ FIELDS |= {"n_layer": 2, "n_head": 2, "eos_token_id": 256}
 
 
 SERVERS = "stage06_serving/tests/"
-LONGEST = (  # first the longest
+LONGEST = (  # the longest first
     *(SERVERS, "shared/course/tests/test_museum.py", "stage12_distributed/tests/test_router.py"),
     *("shared/course/tests/test_exercise.py", "stage07_loadtest/tests/test_main.py"),
     *("stage12_distributed/tests/test_gang.py", "stage07_loadtest/tests/test_ruler.py"),
@@ -75,7 +75,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each process takes whole files; those of stage 06 are one, whose servers start only once."""
+    """Each process takes whole files; those of stage 06 count as one, so that its servers start
+    only once."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
@@ -106,7 +107,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def random_checkpoint(config: Config, seed: int = 0, spread: float = 4.0) -> Checkpoint:
-    """Seeded random weights, `spread` times as wide as a fresh GPT-2's, with biases unlike zero.
+    """Seeded random weights, `spread` times as wide as a fresh GPT-2's, with nonzero biases.
 
     With fresh weights a layer hardly changes its input, and a mistake in it would not show.
     """
@@ -133,8 +134,8 @@ def make_folder(folder: Path, vocabulary: int = 257) -> Path:
 
 
 def python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `python words` in the project's folder, without input; it has both outputs. options: of
-    `subprocess.run`."""
+    """Run `python words` in the project's folder, without input, and capture both outputs. options:
+    for `subprocess.run`."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "input": ""}
     given = {"cwd": paths.ROOT, "encoding": "utf-8", "timeout": 600, **pipes, **options}
     return subprocess.run([sys.executable, *map(str, words)], **given)

@@ -1,9 +1,9 @@
 """All stages, one workload: `python -m shared.tour`.
 
 Every stage with an engine answers the same prompts, with memory for the same number of contexts;
-then the server of stage 06 answers them over HTTP, and stage 07 loads it. The answers must be the
-first stage's, token for token; a table shows each stage's speed. It is a tour, not a benchmark: one
-run, on a machine that may have other work to do, so it measures how fast the machine is now and
+then the server of stage 06 answers them over HTTP, and stage 07 load-tests it. The answers must be
+the first stage's, token for token; a table shows each stage's speed. It is a tour, not a benchmark:
+one run, on a machine that may have other work to do, so it measures how fast the machine is now and
 takes fewer or shorter stories if it is slow. The numbers to trust are in the reports.
 """
 
@@ -39,7 +39,7 @@ LENGTHS = (4, 24, 12, 32, 8, 48, 16, 20)  # tokens of the prompts, in turn
 SHARES = (1.0, 0.25, 0.5, 0.25, 0.75, 0.4, 0.6, 0.3)  # of --max-tokens, in turn
 CONTEXTS = 8  # memory for keys and values, in whole contexts
 WARM_UP = 4  # tokens: libraries choose their kernels at the first call
-TRIAL = (48, 1.0)  # at most so many tokens, and seconds, to measure the first stage
+TRIAL = (48, 1.0)  # at most this many tokens, and seconds, to measure the first stage
 LOAD = "stage07_loadtest"
 ROUNDS = 2  # requests of each user of the load
 BAR = 24  # characters
@@ -82,7 +82,7 @@ class Work:
 
 
 def workload(loaded: cli.Loaded, count: int, max_tokens: int) -> Work:
-    """The beginnings of `count` stories, in lengths as unlike as those of their answers."""
+    """The beginnings of `count` stories, with lengths as varied as those of their answers."""
     longest, params = loaded.config.n_positions // 2, stages.sampling_params()
     prompts = [loaded.tokenizer.encode(FIRST)]
     told = grammar.stories("tour")
@@ -267,7 +267,7 @@ def compare(
     """In words, how the answers of a stage compare with the first stage's.
 
     Below float64 a difference at a near tie is allowed, counted and shown: see parity.py. Raises
-    ParityError at any other one.
+    ParityError at any other difference.
     """
     result, oracle = parity.Parity(), None
     for place, (want, have) in enumerate(zip(expected, got, strict=True)):

@@ -1,9 +1,9 @@
 """Variants of stage 05: `start stage05 --variant SEED`, then `grade stage05 --variant SEED`.
 
 A seed, such as a student's id, gives four rules that differ from the reference's, in plain words,
-and their tests. So a solution is neither in the repository nor, mostly, the neighbour's.
-The student writes the rules as two classes, in a folder of its own in the copy; the other tasks
-stay as they are. Equal seeds give equal bytes, and `grade` takes the seed from the instructor.
+and their tests. So the solution is not in the repository, and a neighbour's is mostly another one.
+The student writes the rules as two classes, in a separate folder of the copy; the other tasks stay
+as they are. Equal seeds give equal bytes, and `grade` takes the seed from the instructor.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def of(name: str) -> Variant:
 
 
 def check(*stages: str) -> None:
-    """Raises UserError unless the stage that has variants is among them."""
+    """Raises UserError unless the stage that has variants is among `stages`."""
     if STAGE not in stages:
         raise UserError(f"--variant is for {STAGE}: name that stage.")
 

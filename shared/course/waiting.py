@@ -1,10 +1,11 @@
-"""What the way that PyTorch's threads wait costs: `python -m shared.course.waiting`, in a minute.
+"""The cost of the way that PyTorch's threads wait: `python -m shared.course.waiting`, in a minute.
 
-`shared/openmp.py` chooses it when a program starts. Here a program with that choice, and one whose
-threads always spin, as is usual, make tokens in turn: alone, and beside other programs that are
-always busy. The fair share of the time is that of spinning threads alone, times what the busy
-programs leave of the processors. The choice may cost 2 % alone, and twice its share beside others.
-Leave the machine alone meanwhile.
+`shared/openmp.py` chooses how they wait when a program starts. Here two programs make tokens in
+turn, one
+with that choice and one whose threads always spin, as is usual: alone, and beside other programs
+that are always busy. A token's fair share of the time is what spinning threads take alone, divided
+by the share of the processors that the busy programs leave. The choice may cost 2 % alone, and
+twice its share beside others. Leave the machine alone meanwhile.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def measure(busy: int) -> tuple[str, float, float]:
 
 def main(argv: list[str] | None = None) -> int:
     name = "shared.course.waiting"
-    about = "Measures what the way that PyTorch's threads wait costs, alone and beside others."
+    about = "Measures the cost of the way that PyTorch's threads wait, alone and beside others."
     cli.Parser(name, about, f"  python -m {name}").parse_args(argv)
     bad, alone = 0, 0.0
     for busy, most in MOST.items():

@@ -1,4 +1,4 @@
-"""Wrong solutions: what students plausibly hand in, and the tests must refuse.
+"""Wrong solutions: what students might hand in, and the tests must reject.
 
 A stage's `wrong.txt` holds at least four for each of its tasks, separated by empty lines:
 

@@ -3,7 +3,7 @@ environment that has its packages.
 
 `engine(folder, dtype, threads, *options)` loads a checkpoint, which some engines first convert
 into the same folder, and returns `answer(prompts, count, emit)`. That continues prompts (token ids,
-all of one length) by `count` tokens each, and calls `emit` with the pairs (row, token) of each step.
+all of one length) by `count` tokens each, and calls `emit` with each step's pairs (row, token).
 """
 
 from __future__ import annotations
