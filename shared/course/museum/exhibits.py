@@ -70,10 +70,10 @@ EXHIBITS = (
         bug="the decode step attends to the newest token alone",
         story=(
             "A project announced fifteen times the speed of its naive baseline. In its decode "
-            "step the cache of the prompt never reached the attention: each new token saw itself "
-            "and nothing before it. A step that reads nothing is very fast, so the number looked "
-            "like success. And the text was no alarm: a model goes on with words that sound like "
-            "language even if it sees one token only. The author found it later, and the README "
+            "step, the prompt's cache never reached attention: each new token saw itself and "
+            "nothing before it. A step that reads nothing is very fast, so the number looked like "
+            "success. The text raised no alarm: a model that sees a single token still continues "
+            "with words that sound like language. The author found the bug later, and the README "
             "states what the fix cost: some 460 tok/s became 80. A comparison with the tokens of "
             "the engine without a cache shows it at once."
         ),
@@ -98,11 +98,11 @@ EXHIBITS = (
         bug="positions begin at 0 again on every decode step",
         story=(
             "Without a cache, positions are 0, 1, 2, ... up to the length of the input, and that "
-            "line of code is right for years. With a cache the input is one token, so the same "
-            "line gives position 0, for every new word. Nearly every first KV cache has this "
-            "bug. It hides well: the prompt's keys are right, so names and things of the "
-            "beginning still come up, and the text reads like a text. Only a comparison with the "
-            "engine without a cache shows the difference."
+            "line of code is right for years. With a cache, the input is one token, so the same "
+            "line gives position 0 to every new token. Nearly every first KV cache has this bug. "
+            "It hides well: the prompt's keys are right, so names and things from the beginning "
+            "still come up, and the text reads well. Only a comparison with the engine without a "
+            "cache shows the difference."
         ),
         seen="a first KV cache, again and again",
         tests=(
@@ -118,23 +118,20 @@ EXHIBITS = (
         old="is_causal=self.square,",
         new="is_causal=self.mask is None,",
         symptom=symptoms.a_story,
-        hint=(
-            "A causal mask is a triangle. Where is its corner when there is one query and there "
-            "are fifty keys?"
-        ),
+        hint="A causal mask is a triangle. Where is its corner with one query and fifty keys?",
         bug=(
-            "is_causal, which is drawn for as many queries as keys, is used for a single query "
-            "over many keys"
+            "is_causal, which assumes as many queries as keys, is used for a single query over "
+            "many keys"
         ),
         story=(
-            "PyTorch's is_causal=True draws its triangle from the first row and the first "
-            "column. Where queries and keys are the same tokens, that is the causal mask. On a "
-            "decode step there is one query, and it is the last token: the triangle's first row "
-            "lets it see the first key and nothing else. The pull request that brought a KV "
-            "cache to a vision-language model in pure PyTorch names this flag as one of two "
-            "things to get right: it is correct for a whole sequence, and must be off for a "
-            "single query. No shape is wrong and nothing is raised; one sentence of the "
-            "documentation defines where the triangle begins."
+            "PyTorch's is_causal=True draws its triangle from the first row and the first column. "
+            "Where queries and keys are the same tokens, that is the causal mask. On a decode "
+            "step, the only query is the last token, and the triangle's first row lets it see the "
+            "first key and nothing else. The pull request that brought a KV cache to a "
+            "vision-language model in pure PyTorch names this flag as one of two things to get "
+            "right: on for a whole sequence, off for a single query. No shape is wrong, and "
+            "nothing raises an error; one sentence of the documentation defines where the triangle "
+            "begins."
         ),
         seen="nanoVLM, pull request 69",
         tests=(
@@ -154,13 +151,13 @@ EXHIBITS = (
             "The content does not matter, only the length. Which code decides that an answer has "
             "ended?"
         ),
-        bug="the end of the context is compared with the answer alone: the prompt is not counted",
+        bug="the context limit is compared with the answer alone: the prompt is not counted",
         story=(
-            "GPT-2 has 1,024 positions, and not one more. Wrappers around it that look at "
-            "max_tokens alone work in every demonstration, and fail for the first user who talks "
-            "long enough: with an index error from deep inside the embedding, or, where "
-            "positions are taken modulo the context, with no error and a text that forgets its "
-            "beginning. It is hard to see because no test of ordinary length comes near it."
+            "GPT-2 has 1,024 positions and not one more. Wrappers that look only at max_tokens "
+            "work in every demonstration, and fail for the first user who talks long enough: with "
+            "an index error from deep inside the embedding, or, where positions are taken modulo "
+            "the context, with no error and a text that forgets its beginning. The bug is hard to "
+            "see because no test of ordinary length comes near it."
         ),
         seen="wrappers around GPT-2",
         tests=("tests/test_engine.py::test_prompt_and_answer_fill_the_context_and_no_more",),
@@ -178,7 +175,7 @@ EXHIBITS = (
         "-1)  # (B, T)",
         symptom=symptoms.a_batch,
         hint=(
-            "The longest row has no padding. What must change for a shorter one, so that the "
+            "The longest row has no padding. What must change for a shorter row, so that its "
             "padding does not count?"
         ),
         bug=(
@@ -187,10 +184,10 @@ EXHIBITS = (
         ),
         story=(
             "To batch prompts of different lengths, short ones are padded on the left. If "
-            "positions are then counted from the left edge, a short prompt's first word stands "
-            "at position 7 or 20, where the model has never seen a beginning. The output is "
-            "fluent, only worse, and only for rows that are not the longest; with one prompt, or "
-            "with equal ones, all is well. Users of the most used library met this for years, "
+            "positions are then counted from the left edge, a short prompt's first word lands at "
+            "position 7 or 20, where the model has never seen a beginning. The output is fluent "
+            "but worse, and only in rows shorter than the longest; with one prompt, or prompts of "
+            "equal length, all is well. Users of the most popular library ran into this for years, "
             "and its answer has become a formula: position is the cumulative sum of the mask, "
             "minus one."
         ),
@@ -204,28 +201,27 @@ EXHIBITS = (
         number=6,
         stage="stage03_batching",
         file="cache.py",
-        title="in a batch the longest prompt is answered well, the shorter ones fall apart",
+        title="in a batch, the longest prompt is answered well, and the shorter ones fall apart",
         old="        self.mask = ((columns <= queries) & real | (columns == queries))[:, "
         "None]  # (B, 1, T, end)",
         new="        self.mask = None\n        if end - start > 1:  # (B, 1, T, end)\n"
         "            self.mask = ((columns <= queries) & real | (columns == queries))[:, None]",
         symptom=symptoms.a_batch,
         hint=(
-            "The first word of every answer is right. What did the step that made it have, and "
-            "the later ones not?"
+            "The first word of every answer is right. What did the step that made it have that the "
+            "later ones lack?"
         ),
         bug="the padding mask is applied at prefill and dropped on decode steps",
         story=(
-            "On a decode step every row has one query, which may see all that came before it, so "
-            "causality needs no mask; and with the causal mask the padding mask is dropped too. "
-            "From then on a short row attends to its padding, and more so the shorter its prompt "
-            "is: the longest row has none and stays right, and here, where most of the shortest "
-            "row is padding, its text falls apart after the first word. Among hundreds of good "
-            "tokens a few of padding do less, and the answers are only a little worse: then the "
-            "bug is hard to see. One project had the mask at the first "
-            "step only, and noticed that its answers were worse for batches of unlike prompts. "
-            "In another the mask never reached the attention of one of its models: the same "
-            "prompt, alone and in a batch, gave different scores."
+            "On a decode step, every row has one query, which may see everything before it. So "
+            "causality needs no mask, and the padding mask is dropped along with the causal one. "
+            "From then on, a short row attends to its padding, the more so the shorter its prompt. "
+            "The longest row has none and stays right; here, most of the shortest row is padding, "
+            "and its text falls apart after the first word. A few padding tokens among hundreds of "
+            "real ones do less harm: the answers are only a little worse, and the bug is hard to "
+            "see. One project applied the mask only in the first step, and noticed worse answers "
+            "for batches of unlike prompts. In another, the mask never reached one model's "
+            "attention: the same prompt, alone and in a batch, gave different scores."
         ),
         seen="OpenNMT-py, pull request 2532; of the same kind mlx-lm, issue 1906",
         tests=(
@@ -237,7 +233,7 @@ EXHIBITS = (
         number=7,
         stage="stage03_batching",
         file="cache.py",
-        title="on another machine the same batch ends with scores that are not numbers",
+        title="on another machine, the same batch ends with scores that are not numbers",
         old="self.mask = ((columns <= queries) & real | (columns == queries))[:, None]",
         new="self.mask = ((columns <= queries) & real)[:, None]",
         symptom=symptoms.a_batch_by_hand,
@@ -245,11 +241,11 @@ EXHIBITS = (
         bug="a query of padding sees no key at all, and the softmax of nothing is NaN",
         story=(
             "A query in the padding has nothing before it but padding. If the mask hides all of "
-            "that, every one of its scores is minus infinity, and softmax makes 0/0 of it. That "
-            "row's output is never read, so is it harmless? No: the next layer makes keys and "
-            "values of it, and a weight of zero times NaN is NaN, so the whole row is lost. It "
-            "is hard to see because some kernels return zeros for such a row and others NaN: it "
-            "works on the author's machine."
+            "that, every score is minus infinity, and softmax computes 0/0. That query's output is "
+            "never read, so is it harmless? No: the next layer makes keys and values from it, and "
+            "a weight of zero times NaN is NaN, so the whole row is lost. The bug is hard to see "
+            "because some kernels return zeros for such a query and others NaN: it works on the "
+            "author's machine."
         ),
         seen="several projects that batch with padding",
         tests=(
@@ -265,14 +261,14 @@ EXHIBITS = (
         old="        while alive:\n",
         new="        while len(alive) == len(prompts):\n",
         symptom=symptoms.answers_that_end,
-        hint="One answer is whole. Compare the lengths of the others with its own.",
-        bug="the first row that ends, ends the batch",
+        hint="One answer is whole. Compare the lengths of the others with its length.",
+        bug="the first row to end ends the whole batch",
         story=(
-            "A loop over a batch must end at some point, and 'when a row generates end-of-text' "
-            "is the first condition that comes to mind; the other common one, never to check, "
-            "lets rows that have ended go on generating. With prompts that end at the same "
-            "length, as in a benchmark with a fixed number of tokens, neither shows. Each row "
-            "needs an end of its own, and the batch ends with the last."
+            "A loop over a batch must end at some point, and 'when a row generates end-of-text' is "
+            "the first condition that comes to mind. The other common mistake, never to check, "
+            "lets rows that have ended go on generating. Where all answers have the same length, "
+            "as in a benchmark with a fixed number of tokens, neither shows. Each row needs an end "
+            "of its own, and the batch ends with the last."
         ),
         seen="several projects that batch",
         tests=("tests/test_engine.py::test_end_of_text_in_one_row_ends_that_row_alone",),
@@ -286,19 +282,19 @@ EXHIBITS = (
         new="while self.waiting and not self.running:",
         symptom=symptoms.slots,
         hint=(
-            "No test of the text can see this one. Look at how many rows a step has, and at when "
-            "requests are admitted."
+            "No test of the text can see this one. Look at how many rows each step has, and at "
+            "when requests are admitted."
         ),
         bug=(
-            "a request is admitted only when none runs: it is called batching, and requests are "
-            "served one after the other"
+            "a request is admitted only when none runs: it is called batching, but requests are "
+            "served one after another"
         ),
         story=(
-            "Two projects that are called continuous batching had no batch at all. One made a "
-            "forward pass for each request in a loop, the other ran each request to its end "
-            "before it looked at the next. Every answer was right, and there was a queue, a "
-            "scheduler and a class named after batching. What proves a batch is not the text and "
-            "not a name: it is the record of how many rows each forward pass had."
+            "Two projects that claim continuous batching had no batch at all. One made a forward "
+            "pass for each request in a loop, the other ran each request to its end before it "
+            "looked at the next. Every answer was right, and there was a queue, a scheduler and a "
+            "class named after batching. Neither the text nor a name proves a batch. The record of "
+            "how many rows each forward pass had does."
         ),
         seen=(
             "SuStackx0/llm-serving-engine and achi9629/llm-inference-engine, at their published "
@@ -313,22 +309,25 @@ EXHIBITS = (
         number=10,
         stage="stage04_continuous",
         file="cache.py",
-        title="the same question gets another answer when other requests run beside it",
+        title="the same question gets a different answer when other requests run beside it",
         old="if not causal and (count > 1 or min(ends) < end):",
         new="if not causal and count > 1:",
         symptom=symptoms.neighbours,
         hint=(
-            "Alone it is right. Neighbours of unlike lengths attend in one call: how far does "
-            "each of them see?"
+            "Alone, the answer is right. Neighbours of unlike lengths attend in one call: how far "
+            "does each of them see?"
         ),
-        bug="a short sequence sees the slot beyond its own end: the last sequence's keys, or none",
+        bug=(
+            "a short sequence sees its slot beyond its own end: an earlier sequence's keys, or "
+            "zeros"
+        ),
         story=(
-            "Slots are reused, and the memory behind a sequence's last token is unused, or holds "
-            "an earlier sequence. Everything depends on each row's own length: if one length is "
-            "used for a whole batch, or the earlier sequence's length stays, a row reads keys "
-            "that are not its own. It shows only with neighbours of unlike lengths, and in a "
-            "server it means that one user's text depends on another's. With the slot wiped, as "
-            "here, it reads zeros: harder still to see, as a zero key has a weight too."
+            "Slots are reused, and the memory after a sequence's last token is unused, or holds an "
+            "earlier sequence. Everything depends on each row's own length: if one length is used "
+            "for a whole batch, or the earlier sequence's length stays, a row reads keys that are "
+            "not its own. The bug shows only with neighbours of unlike lengths, and in a server it "
+            "makes one user's text depend on another's. With the slot wiped, as here, the row "
+            "reads zeros. That is harder still to see, since a zero key has a weight too."
         ),
         seen="several engines with slots",
         tests=(
@@ -345,19 +344,19 @@ EXHIBITS = (
         new="return 1 if self.output.token_ids else len(self.output.prompt_ids) - self.computed",
         symptom=symptoms.computed_again,
         hint=(
-            "What must a request compute that has generated tokens and then lost its memory? And "
+            "A request has generated tokens and then lost its memory: what must it compute? And "
             "what does the code assume?"
         ),
         bug="whether a request is in prefill or decode is inferred from whether it has an answer",
         story=(
-            "A request without an answer is in prefill, and one with an answer decodes a token a "
-            "step: in a simple engine that is always true, so the code tests the one when it "
-            "means the other. Then memory runs out, a request is preempted, and comes back with "
-            "an answer and with nothing computed. It is taken for a decode, computes one token, "
-            "and attends to memory that was never written. It needs a full machine to happen, "
-            "and then looks like a model of poor quality. One engine asked in this way when it "
-            "packed a request for its other GPUs: with one GPU all was well, and with several a "
-            "request that came back arrived without its tokens."
+            "A request without an answer is in prefill, and one with an answer decodes a token per "
+            "step. In a simple engine that is always true, so the code tests for an answer when it "
+            "means the phase. Then memory runs out, and a preempted request comes back with an "
+            "answer and nothing computed. It is taken for a decode, computes one token, and "
+            "attends to memory that was never written. This takes a full machine, and then looks "
+            "like a poor model. One engine used this test when it packed a request for its other "
+            "GPUs: with one GPU all was well; with several, a request that came back arrived "
+            "without its tokens."
         ),
         seen="nano-vllm, issue 144 and pull request 103",
         tests=("tests/test_request.py::test_remaining_is_what_there_is_less_what_is_computed",),
@@ -366,29 +365,25 @@ EXHIBITS = (
         number=12,
         stage="stage05_paged",
         file="blocks.py",
-        title=(
-            "every few tokens there is a moment when a request holds more memory than it has "
-            "tokens for"
-        ),
+        title="every few tokens, a request briefly holds more memory than its tokens need",
         old="return -(-tokens // self.block_size)",
         new="return tokens // self.block_size + 1",
         symptom=symptoms.block_borders,
         hint="Count at the border: how many blocks do 7, 8 and 9 tokens need, if a block holds 8?",
         bug=(
-            "a block is taken one token early: a full block counts as one that has no room, "
-            "before any token needs room"
+            "a block is taken one token early: as soon as the last one is full, before any token "
+            "needs room"
         ),
         story=(
-            "'A new block every 16 tokens' can be written in several ways that differ by one, "
-            "and which is right depends on whether the token that was just sampled already "
-            "counts. Taken too late, the block's first token overwrites another's or falls off "
-            "the table; taken too early, memory is wasted, requests are preempted that would "
-            "have fitted, and a full prompt is not admitted. One small engine asked for a free "
-            "block as soon as the last one was full, a token early, and did not ask when it "
-            "needed one. Another engine has it right, and yet four of its readers opened issues, "
-            "and others pull requests, because they thought it wrong: they had counted that "
-            "token at another moment. So state in the code when it is counted, and test the "
-            "border itself."
+            "'A new block every 16 tokens' can be written in several ways that differ by one, and "
+            "which is right depends on whether the token that was just sampled already counts. If "
+            "the block is taken too late, its first token overwrites another's or falls off the "
+            "table. If it is taken too early, memory is wasted, requests that would have fitted "
+            "are preempted, and a full prompt is not admitted. One small engine asked for a free "
+            "block as soon as the last one was full, a token early, and did not ask when it needed "
+            "one. Another engine gets it right, yet four of its readers opened issues, and others "
+            "pull requests, because they thought it wrong: they had counted that token at another "
+            "moment. So state in the code when the token is counted, and test the border itself."
         ),
         seen=(
             "MinivLLM, issue 75 and pull request 85; argued about, where it is right, in "
@@ -406,20 +401,19 @@ EXHIBITS = (
         new="known = request.token_count  # tokens that the cache may hold",
         symptom=symptoms.asked_twice,
         hint=(
-            "Everything that was asked is found in the cache. What is left to compute, and what "
-            "is the next token sampled from?"
+            "The whole prompt is found in the cache. What is left to compute, and what is the next "
+            "token sampled from?"
         ),
         bug=(
-            "a prompt that is found as a whole leaves nothing to compute, and so nothing to "
-            "sample from"
+            "a prompt that is found whole leaves nothing to compute, and so nothing to sample from"
         ),
         story=(
-            "A prefix cache that works too well. If every block of a prompt is found, zero "
-            "tokens remain; but the next token is sampled from the last token's hidden state, "
-            "which is not kept. The engine makes a step of length zero, or stops in it, or waits "
-            "forever for a request that has nothing to do. It happens only to prompts whose "
-            "length is a multiple of the block size, asked a second time: with blocks of 16 one "
-            "prompt in sixteen, so that it looks like chance."
+            "A prefix cache that works too well. If every block of a prompt is found, zero tokens "
+            "remain; but the next token is sampled from the last token's hidden state, which is "
+            "not kept. The engine runs a step of length zero, or fails in it, or waits forever for "
+            "a request that has nothing to do. It happens only to prompts whose length is a "
+            "multiple of the block size, asked a second time: with blocks of 16, that is one "
+            "prompt in sixteen, so it looks like chance."
         ),
         seen="nano-vllm, issues 114 and 144, pull request 199",
         tests=("tests/test_scheduler.py::test_a_common_beginning_is_found",),
@@ -433,19 +427,19 @@ EXHIBITS = (
         new="            self.digests[block] = None\n            self.evictions += 1",
         symptom=symptoms.a_small_prefix_cache,
         hint=(
-            "Two things say which block holds what. Do both learn of it when a block is taken "
-            "for other tokens?"
+            "Two records say which block holds what. Are both updated when a block is taken for "
+            "other tokens?"
         ),
-        bug="an evicted block can still be found under the name of what it held before",
+        bug="an evicted block can still be found by the digest of its old content",
         story=(
             "The prefix cache is a map from the digest of some tokens to a block, and each block "
             "knows its digest. When a block is evicted and used for other tokens, both must "
-            "forget. If only the block does, the map still leads to it, and a request that "
-            "begins as the old one did adopts memory full of another conversation. Nothing "
-            "crashes. It needs a full cache and an old prompt that comes back, so it happens "
-            "after hours and never in a test; and what leaks is another user's text. The engine "
-            "of which it was reported had a second guard: before it adopts a block it compares "
-            "the tokens themselves, so that the old entries did no harm but to pile up."
+            "forget. If only the block does, the map still leads to it, and a request that begins "
+            "like the old one adopts memory full of another conversation. Nothing crashes. It "
+            "takes a full cache and an old prompt that comes back, so it happens after hours and "
+            "never in a test; and what leaks is another user's text. The engine in the report had "
+            "a second guard: it compares the tokens themselves before it adopts a block, so the "
+            "old entries only piled up."
         ),
         seen="nano-vllm, issue 163",
         tests=(
@@ -462,15 +456,18 @@ EXHIBITS = (
         new="            self.counts.recomputed += 1",
         symptom=symptoms.resumed,
         hint="Between preemption and resumption, what does the request's state claim is in memory?",
-        bug="a preempted request keeps its old count of computed tokens, and resumes on fewer",
+        bug=(
+            "a preempted request keeps its old count of computed tokens, though its memory now "
+            "holds fewer"
+        ),
         story=(
-            "When a request is preempted its blocks go, and when it comes back some of them may "
-            "still be in the prefix cache. Then there are three numbers: what it had computed, "
-            "what was found, and what it must compute now. One engine worked out the third "
-            "before it had looked for the second: the step began behind what was found, was as "
-            "long as if nothing had been, and ended beyond the last token, with an IndexError "
-            "under heavy load. Here the first stands where the second should: the request goes "
-            "on from a length that its memory does not have, with a hole in between. Both need a "
+            "A preempted request gives up its blocks, and when it comes back, some of them may "
+            "still be in the prefix cache. Three numbers matter then: what it had computed, what "
+            "was found, and what it must compute now. One engine worked out the third before it "
+            "looked up the second: the step began after the found tokens but was as long as if "
+            "none had been found, so it ran past the last token, with an IndexError under heavy "
+            "load. Here the first number stands where the second should: the request resumes at a "
+            "length that its memory does not have, with a hole in between. Both bugs need a "
             "preemption and a hit at once, which takes a full machine and a bit of bad luck."
         ),
         seen="nano-vllm, pull requests 211 and 233",
@@ -485,28 +482,27 @@ EXHIBITS = (
         number=16,
         stage="stage05_paged",
         file="blocks.py",
-        title="after one question, the next one that begins alike ends with an error",
+        title="after one question, the next one with the same beginning ends with an error",
         old="            if self.digests[block] is None:\n                "
         "self.free.append(block)\n            else:\n"
         "                self.cached[block] = None",
         new="            self.free.append(block)",
         symptom=symptoms.a_block_given_back,
         hint=(
-            "A block can be free, cached or owned. In how many of these places is a block after "
+            "A block can be free, cached or owned. In how many of these states is a block after "
             "its request has ended?"
         ),
         bug="a block is freed while the prefix cache still points at it",
         story=(
-            "A block may be wanted by several: by the tables of requests, and by the prefix "
-            "cache, which finds it for the next one. Code that frees it must account for all of "
-            "them. An engine that was about to cache a prefix, and saw that it was cached "
-            "already, freed the request's own copy of it, while the request's table still "
-            "pointed there: its later steps read memory that others might have taken. Here it is "
-            "the cache that goes on pointing at a block on the free list: the next request finds "
-            "its beginning there, and the one after takes the same block as a free one. "
-            "Reference counts look right all the time, because each of the two ways to get a "
-            "block keeps its own books. Here the pool refuses to share what is free, so that it "
-            "fails loudly."
+            "Several places may refer to a block: the tables of requests, and the prefix cache, "
+            "which finds it for the next one. Code that frees it must account for all of them. One "
+            "engine, about to cache a prefix that was cached already, freed the request's own copy "
+            "while the request's table still pointed there: its later steps read memory that "
+            "others might have taken. Here the cache goes on pointing at a block on the free list: "
+            "the next request finds its beginning there, and the one after takes the same block as "
+            "a free one. Reference counts look right all the time, because each of the two ways to "
+            "get a block keeps its own books. Here the pool refuses to share a free block, so the "
+            "bug fails loudly."
         ),
         seen="mini-sglang, pull request 142",
         tests=(
@@ -520,7 +516,7 @@ EXHIBITS = (
         number=17,
         stage="stage05_paged",
         file="sanitizer.py",
-        title="the integrity check has been green for months, and memory is getting less",
+        title="the integrity check has been green for months, and memory keeps shrinking",
         old='        raise SanitizerError(f"step {self.scheduler.step}{where}: {what}; '
         'sequences: {names}")',
         new='        message = f"step {self.scheduler.step}{where}: {what}; sequences: {names}"\n'
@@ -530,10 +526,10 @@ EXHIBITS = (
         bug="the integrity check finds the fault, and does not raise",
         story=(
             "An engine checks the integrity of its memory whenever it is idle. It added up the "
-            "free pages and the cached ones, and then asked the prefix cache to look at itself; "
-            "and the body of that method was `pass`. It never failed. A check that has never "
-            "been seen to fail is a comment. So each rule of a sanitizer needs a test that "
-            "breaks the rule and expects the error."
+            "free pages and the cached ones, then asked the prefix cache to check itself, and the "
+            "body of that method was `pass`. It never failed. A check that has never been seen to "
+            "fail is a comment. So each rule of a sanitizer needs a test that breaks the rule and "
+            "expects the error."
         ),
         seen="mini-sglang, issue 149",
         tests=("tests/test_sanitizer.py::test_every_rule_when_broken_is_named",),
@@ -549,17 +545,16 @@ EXHIBITS = (
         "            self.counts.recomputed += 1",
         symptom=symptoms.what_the_client_has_heard,
         hint=(
-            "What of a request may be dropped when its memory is taken, and what has already "
-            "been sent?"
+            "When a request loses its memory, what may be dropped, and what has already been sent?"
         ),
         bug="preemption clears tokens that the client has already received",
         story=(
-            "To preempt a request by recomputation, one engine set it back to its prompt: the "
+            "To preempt a request by recomputation, one engine reset it to its prompt, the "
             "simplest valid state. But its tokens were already on their way to the client. With "
-            "greedy sampling the stream repeats itself; with a temperature the second telling is "
+            "greedy sampling the stream repeats itself; with a temperature, the second telling is "
             "another story. Nothing is wrong inside the engine, and its final output is whole: "
-            "only the stream shows it. Generated tokens must stay: they become part of what is "
-            "computed again."
+            "only the stream shows the bug. Generated tokens must stay: they become part of what "
+            "is computed again."
         ),
         seen="SuStackx0/llm-serving-engine, the preemption of its scheduler",
         tests=(
@@ -581,16 +576,15 @@ EXHIBITS = (
             "own block by then?"
         ),
         bug=(
-            "before the first write to a shared block a new one is put in its place, and nothing "
-            "is copied into it"
+            "before the first write to a shared block, a new one replaces it, and nothing is "
+            "copied into it"
         ),
         story=(
-            "A fork shares its parent's blocks, the last of which is not full. The next writer "
-            "must get a block of its own, with a copy of what is in the shared one. Engines "
-            "differ in what they leave out: some write in place, so that the sibling's past "
-            "changes, others put in an empty block, so that the writer's own past is gone. Most "
-            "engines have no test for it, since it needs a fork, a block that is not full, and a "
-            "look at both texts."
+            "A fork shares its parent's blocks, and the last one is not full. The next writer must "
+            "get a block of its own, with a copy of the shared one's content. Engines differ in "
+            "what they leave out: some write in place, which changes the sibling's past; others "
+            "put in an empty block, which loses the writer's own past. Most engines have no test "
+            "for this: it takes a fork, a block that is not full, and a look at both texts."
         ),
         seen="hardly any engine tests it",
         tests=(
@@ -614,20 +608,18 @@ EXHIBITS = (
             "need is not the answer."
         ),
         bug=(
-            "a request is admitted only when there is memory for the longest answer that it may "
-            "have"
+            "a request is admitted only when memory is free for the longest answer that it may have"
         ),
         story=(
             "Most answers are far shorter than they may be. A scheduler that reserves memory for "
-            "the longest one admits a few requests, leaves most of the memory empty, and keeps "
-            "the rest waiting: without end, if the longest answer does not fit at all. One that "
-            "reserves nothing must preempt running requests when memory is short, and if it "
-            "preempts the wrong ones, they preempt each other and none makes progress. One "
-            "engine had the first problem: a pull request showed what its careful estimate cost "
-            "in empty memory and in waiting, and another proposed a bolder estimate, and to take "
-            "running requests back where it fails. What works: room for the tokens that exist "
-            "now, a small reserve, and an order in which the earliest arrival is never "
-            "preempted."
+            "the longest possible answer admits a few requests, leaves most of the memory empty, "
+            "and keeps the rest waiting: forever, if the longest answer does not fit at all. One "
+            "that reserves nothing must preempt running requests when memory is short, and if it "
+            "preempts the wrong ones, they preempt each other and none makes progress. One engine "
+            "had the first problem: a pull request showed what its cautious estimate cost in empty "
+            "memory and in waiting, and another proposed a bolder estimate, with running requests "
+            "preempted where it fails. What works: room for the tokens that exist now, a small "
+            "reserve, and an order in which the earliest arrival is never preempted."
         ),
         seen="mini-sglang, pull requests 81 and 97",
         tests=("tests/test_scheduler.py::test_the_watermark_stays_free_beside_others",),
@@ -643,11 +635,11 @@ EXHIBITS = (
         hint="A token is a few bytes. Is it a few letters?",
         bug="every token is decoded by itself, though a character may be spread over several",
         story=(
-            "GPT-2's tokens are pieces of bytes, and one letter in UTF-8 may be up to four of "
-            "them. A server that streams decode([token]) for each token sends U+FFFD for each "
-            "piece of a letter. In English it is never seen; the first emoji shows it. Three "
-            "servers had it. Where the whole answer is decoded at once at its end, it is right, "
-            "and tests that do not stream are green."
+            "GPT-2's tokens are strings of bytes, and a character in UTF-8 takes up to four bytes. "
+            "A server that streams decode([token]) for each token sends U+FFFD for each piece of a "
+            "character. English never shows the bug; the first emoji does. Three servers had it. "
+            "An answer that is decoded whole, at its end, is right, so tests that do not stream "
+            "are green."
         ),
         seen=(
             "vllm-mlx, pull request 109; exo, pull request 1691; tt-inference-server, issue 2586 "
@@ -667,9 +659,9 @@ EXHIBITS = (
         bug='"stream": false is ignored: every answer is a stream',
         story=(
             "A server answered every request with a stream. The official client sends stream: "
-            "false, or nothing at all, waits for a body of JSON, and gets a list of events that "
-            "it cannot parse. A client that streams sees nothing wrong. A flag with three "
-            "states, true, false and absent, is also where `if flag is not None` slips in."
+            "false, or nothing at all, waits for a JSON body, and gets a list of events that it "
+            "cannot parse. A client that streams sees nothing wrong. A flag with three states, "
+            "true, false and absent, is just where `if flag is not None` slips in."
         ),
         seen="mini-sglang, issue 51 and pull requests 69 and 125",
         tests=("tests/test_inside.py::test_an_answer_is_a_stream_only_where_one_was_asked_for",),
@@ -683,17 +675,17 @@ EXHIBITS = (
         new="            return await answer()\n",
         symptom=symptoms.a_client_that_leaves,
         hint=(
-            "A stream notices when it sends that its client has left. What notices it where "
-            "nothing is sent until the end?"
+            "A stream notices that its client has left when it sends. What notices where nothing "
+            "is sent until the end?"
         ),
         bug="the server never checks whether the client of a whole answer is still connected",
         story=(
-            "A web framework runs the handler of a request to its end, whether a client waits "
-            "for it or not. For a page that costs a millisecond that is no matter; an answer of "
-            "a thousand tokens holds its memory and its share of every step for half a minute. "
-            "Users who wait too long reload, and then there are two. Several servers had this, "
-            "and some lost the slot for good. It shows in no answer, only in memory that is "
-            "owned while no client is connected."
+            "A web framework runs a request's handler to its end, whether a client is waiting or "
+            "not. For a page that costs a millisecond, that does not matter; an answer of a "
+            "thousand tokens holds its memory and its share of every step for half a minute. Users "
+            "who wait too long reload, and then two answers are computed. Several servers had this "
+            "bug, and some lost the slot for good. No answer shows it, only memory that is owned "
+            "while no client is connected."
         ),
         seen="several servers",
         tests=("tests/test_inside.py::test_a_client_that_leaves_before_its_answer_ends_it",),
@@ -702,19 +694,19 @@ EXHIBITS = (
         number=24,
         stage="stage06_serving",
         file="async_engine.py",
-        title="after a few time-outs the server has no room left",
+        title="after a few timeouts, the server has no room left",
         old="            ticket.reason = ticket.reason or reason\n            "
         "self._command(partial(self._abort, ticket.id))",
         new="            self._end(ticket, reason, None)",
         symptom=symptoms.too_late,
         hint="The client has its answer. What else must end?",
-        bug="a request that timed out is ended for its client, and never aborted in the engine",
+        bug="a request that timed out ends for its client, but is never aborted in the engine",
         story=(
-            "A server sent 504 in time and went on to generate: the handler stopped waiting, and "
-            "did not abort the request in the engine. Its slot was taken until the answer's "
-            "natural end, and a client that tried again, as good clients do, took the next one. "
-            "A time limit thus made an overload worse. From outside all is right: the status, "
-            "the message, the time."
+            "A server sent 504 in time and went on generating: the handler stopped waiting, but "
+            "did not abort the request in the engine. Its slot stayed taken until the answer's "
+            "natural end, and a client that retried, as good clients do, took the next one. So the "
+            "time limit made an overload worse. From outside, all is right: the status, the "
+            "message, the time."
         ),
         seen="achi9629/llm-inference-engine, in the versions that were read",
         tests=(
@@ -738,11 +730,11 @@ EXHIBITS = (
         ),
         bug="the engine's work runs on the event loop",
         story=(
-            "An event loop serves all connections in turn, and a computation of 300 ms on it "
-            "makes all of them wait for 300 ms: streams, new requests, and /health, after which "
-            "an orchestrator may restart a server that is only busy. `async def` does not help; "
-            "a forward pass does not await. It is hard to see with one user, who waits for that "
-            "step anyway."
+            "An event loop serves all connections in turn, so a computation of 300 ms on it makes "
+            "all of them wait for 300 ms: streams, new requests, and /health. An orchestrator may "
+            "then restart a server that is only busy. `async def` does not help, because a forward "
+            "pass never awaits. With one user the bug is hard to see: that user waits for the step "
+            "anyway."
         ),
         seen=(
             "achi9629/llm-inference-engine, whose loop on the event loop runs each request to "
@@ -761,16 +753,14 @@ EXHIBITS = (
         new='        except Exception as error:\n            log.error("a stream failed", '
         "exc_info=error)\n            return\n",
         symptom=symptoms.half_an_answer,
-        hint=(
-            "The status was sent long ago. How can a client tell an end of the stream from a break?"
-        ),
+        hint="The status was sent long ago. How can a client tell the stream's end from a break?",
         bug="a stream that fails just ends, without an error, a finish reason or [DONE]",
         story=(
-            "When a stream breaks, the status 200 has long been sent. If the server just closes, "
-            "the official Python client ends its loop as if the answer were complete: measured "
-            "with openai 3.52.0, it raises nothing for a stream without a finish reason and "
-            "without [DONE]. So a cut answer is counted as a success, by programs and by "
-            "benchmarks. Only the stream itself can report the failure, with an error event."
+            "When a stream breaks, the status 200 has long been sent. If the server just closes "
+            "the connection, the official Python client ends its loop as if the answer were "
+            "complete: measured with openai 3.52.0, it raises nothing for a stream without a "
+            "finish reason and without [DONE]. So programs and benchmarks count a truncated answer "
+            "as a success. Only the stream itself can report the failure, with an error event."
         ),
         seen="measured with the official client, openai 3.52.0",
         tests=("tests/test_inside.py::test_a_stream_that_fails_has_an_error_event",),
@@ -779,7 +769,7 @@ EXHIBITS = (
         number=27,
         stage="stage07_loadtest",
         file="load.py",
-        title="a server that batches is measured, and the result is that batching buys nothing",
+        title="a server that batches is measured, and batching seems to buy nothing",
         old="group.create_task(self._user(turns))",
         new="await self._user(turns)",
         symptom=symptoms.in_hand,
@@ -789,12 +779,12 @@ EXHIBITS = (
             "left to send"
         ),
         story=(
-            "A table said that an engine was eleven times as fast as another one. The slow side "
-            "was asked one request at a time and the fast side all at once: the ratio was that "
-            "of batching, which both could do. The same mistake has a quieter form, in the load "
-            "generator: a pool with one connection, or users who wait for each other, and the "
-            "batch that is to be measured never forms. So the requests in flight at the server "
-            "must be counted, and reported beside the result."
+            "A table said that one engine was eleven times as fast as another. The slow side got "
+            "one request at a time and the fast side all at once: the ratio was that of batching, "
+            "which both could do. The same mistake has a quieter form in the load generator: with "
+            "a pool of one connection, or users who wait for each other, the batch to be measured "
+            "never forms. So count the requests in flight at the server, and report them beside "
+            "the result."
         ),
         seen="achi9629/llm-inference-engine, its comparison '11.1x'",
         tests=("tests/test_load.py::test_a_closed_loop_has_as_many_requests_in_hand_as_users",),
@@ -812,11 +802,11 @@ EXHIBITS = (
         ),
         bug="every request asks for the same number of tokens",
         story=(
-            "A benchmark of continuous batching found a gain of 0.8 %. All its requests asked "
-            "for exactly the same number of tokens, so all rows of a batch ended in the same "
-            "pass, and there was nothing to be gained by filling a slot that is free early. The "
-            "number was true, and meant nothing for the engine. A workload must have what the "
-            "optimization is for; and beside it, as a control, one that has not."
+            "A benchmark of continuous batching found a gain of 0.8 %. All its requests asked for "
+            "exactly the same number of tokens, so all rows of a batch ended in the same pass, and "
+            "no slot came free early to be filled. The number was true, and said nothing about the "
+            "engine. A workload must have what the optimization is for; run one without it as a "
+            "control."
         ),
         seen="achi9629/llm-inference-engine, its benchmark of continuous batching",
         tests=("tests/test_workload.py::test_mixed_lengths_are_lognormal_and_bounded",),
@@ -833,16 +823,16 @@ EXHIBITS = (
             "When does a user's wait begin: when the request was due, or when the program sent it?"
         ),
         bug=(
-            "latencies count from when a request was sent, and not from when it was due: "
-            "coordinated omission"
+            "latencies count from when a request was sent, not from when it was due: coordinated "
+            "omission"
         ),
         story=(
-            "A load generator that is late sends its requests late, and if it starts the clock "
-            "then, its own delay is in no number. The same happens when the server is slow and "
-            "the generator waits for it: the requests that would have suffered are never sent. "
-            "Gil Tene named it coordinated omission, and wrote a load generator to show that a "
-            "second of silence can vanish from a 99th percentile. Times must count from a "
-            "schedule that was made before the first request."
+            "A load generator that falls behind sends its requests late, and if it starts the "
+            "clock only then, no number contains its own delay. The same happens when the server "
+            "is slow and the generator waits for it: the requests that would have suffered are "
+            "never sent. Gil Tene named this coordinated omission, and wrote a load generator to "
+            "show that a second of silence can vanish from a 99th percentile. Times must count "
+            "from a schedule that was made before the first request."
         ),
         seen=(
             "wrk2, which was written for it; arXiv 2605.24217 finds it in benchmarks of language "
@@ -861,11 +851,11 @@ EXHIBITS = (
         hint="Both sides were asked for the same. Did both give it?",
         bug="an answer with fewer tokens than were asked for counts as a success",
         story=(
-            "A table compared two engines, and in the data beneath it one side had made 133 "
-            "tokens and the other 80. Fewer tokens are sooner done: the shorter side wins every "
-            "latency. It comes from a stop token that one side obeys, from a default limit, or "
-            "from a failure that looks like an end, and the counts are not printed. A load test "
-            "must request an exact number of tokens, check it, and count all else as a failure."
+            "A table compared two engines, and in the data beneath it, one side had generated 133 "
+            "tokens and the other 80. Fewer tokens finish sooner, so the shorter side wins every "
+            "latency. The cause is a stop token that one side obeys, a default limit, or a failure "
+            "that looks like an end, and the counts are not printed. A load test must request an "
+            "exact number of tokens, check it, and count everything else as a failure."
         ),
         seen="SuStackx0/llm-serving-engine, the table of its README",
         tests=("tests/test_ruler.py::test_pitfall_two_sides_that_say_different_numbers_of_tokens",),
@@ -874,20 +864,22 @@ EXHIBITS = (
         number=31,
         stage="stage08_llama",
         file="rope.py",
-        title="converted weights of a Llama say something else from the second token on",
+        title="a Llama with converted weights goes wrong from the second token on",
         old="first, second = x.chunk(2, dim=-1)",
         new="first, second = x[..., ::2], x[..., 1::2]",
         symptom=symptoms.a_page_and_a_model,
-        hint="The first place is right. Which angle has position 0, and which have the others?",
-        bug="rotary positions pair neighbouring channels, and the weights are for pairs half apart",
+        hint=(
+            "The first position is right. By what angle does position 0 turn, and by what do the "
+            "others?"
+        ),
+        bug="rotation pairs neighbouring channels, but the weights are for pairs half a head apart",
         story=(
-            "There are two conventions. Meta's files turn channels 2i and 2i + 1 together; those "
-            "of Hugging Face turn i and i + D / 2, and a converter permutes the rows of the "
-            "queries' and keys' weights so that both give the same scores. Read with the wrong "
-            "one, every shape fits and the first token is right, because position 0 turns "
-            "nothing; then the text dissolves. It came back when models got fewer heads of keys "
-            "than of queries: the permutation of the keys' rows was done with the number of query "
-            "heads."
+            "There are two conventions. Meta's files turn channels 2i and 2i + 1 together; Hugging "
+            "Face's turn i and i + D / 2, and a converter permutes the rows of the query and key "
+            "weights so that both give the same scores. Under the wrong convention, every shape "
+            "fits and the first token is right, because position 0 turns nothing; then the text "
+            "dissolves. The bug came back when models got fewer key heads than query heads: the "
+            "keys' rows were permuted with the number of query heads."
         ),
         seen="llama.cpp, issue 3364; transformers, pull request 31788",
         tests=("tests/test_layers.py::test_a_pair_turns_as_a_complex_number",),
@@ -903,11 +895,11 @@ EXHIBITS = (
         hint="The hidden states are the page's. What turns them into scores of tokens?",
         bug="the output layer is the embedding even where the file has one of its own",
         story=(
-            "In small models the output layer is the embedding again, which saves a quarter of "
-            "the weights; in larger ones it has weights of its own. A loader written for the "
-            "first kind ties them always. Nothing is missing then, one tensor is only never read, "
-            "and both have the same shape. The other way round is as bad: a head that is absent "
-            "and stays random. Checking every tensor's name catches the second and not the first."
+            "In small models the output layer is the embedding again, which saves a quarter of the "
+            "weights; in larger ones it has weights of its own. A loader written for the first "
+            "kind always ties them. Then nothing is missing and every shape fits: one tensor is "
+            "simply never read. The reverse is as bad: a head that is absent stays random. "
+            "Checking every tensor's name catches the second bug, not the first."
         ),
         seen="mlx-examples, pull request 564",
         tests=("tests/test_transformers.py::test_logits_are_those_of_transformers",),
@@ -920,15 +912,15 @@ EXHIBITS = (
         old="positions[..., None, None].float() * frequencies",
         new="positions[..., None, None].bfloat16() * frequencies",
         symptom=symptoms.far_positions,
-        hint="What is the first whole number that bfloat16 does not have?",
+        hint="What is the first whole number that bfloat16 cannot represent?",
         bug="the angles are computed from positions in bfloat16, which cannot count past 256",
         story=(
-            "bfloat16 has eight bits of precision: behind 256 it has every second whole number, "
-            "behind 512 every fourth. A model whose weights are cast to it, buffers and all, "
-            "computes its angles there too, and then neighbours have the same position. Scores "
-            "at the beginning of a text are right, so short tests pass, and with long texts the "
-            "model is a little worse and no error tells why. Nothing in the forward pass names "
-            "the dtype: one cast of the whole model, far away, decides it."
+            "bfloat16 has eight bits of precision: above 256 it has every second whole number, "
+            "above 512 every fourth. A model that is cast to it, buffers and all, computes its "
+            "angles in it too, and then neighbours have the same position. Scores at the beginning "
+            "of a text are right, so short tests pass; with long texts the model is a little "
+            "worse, and no error says why. Nothing in the forward pass names the dtype: one cast "
+            "of the whole model, far away, decides it."
         ),
         seen="transformers, pull request 29285; vLLM, pull request 863",
         tests=("tests/test_config.py::test_rotation_keeps_lengths_and_sees_distances_alone",),
@@ -937,19 +929,18 @@ EXHIBITS = (
         number=34,
         stage="stage08_llama",
         file="rope.py",
-        title="Llama 3.2 is right on every prompt of the tests and useless with a book",
+        title="Llama 3.2 is right on every test prompt and useless with a book",
         old='if rope.kind in ("default", "dynamic"):',
         new='if rope.kind in ("default", "dynamic", "llama3"):',
         symptom=symptoms.a_stretched_context,
         hint="Which pairs turn at all within a short prompt?",
         bug="the rule that stretches the context of Llama 3.1 and 3.2 is ignored",
         story=(
-            "Llama 3.1 came with a new entry of config.json, and loaders that did not know it "
-            "ignored it. The stretched pairs are the slow ones, which hardly move in a few "
-            "hundred tokens, so all short prompts looked right, and were not quite: perplexity "
-            "was a little worse. Long ones fell apart. Two of the most used projects shipped it "
-            "in the first days. An option that a reader does not know must be refused, not "
-            "skipped."
+            "Llama 3.1 came with a new entry in config.json, and loaders that did not know it "
+            "ignored it. The stretched pairs are the slow ones, which hardly move in a few hundred "
+            "tokens, so all short prompts looked right, though perplexity was a little worse. Long "
+            "ones fell apart. Two of the most popular projects shipped the bug in the first days. "
+            "A loader must refuse an option that it does not know, not skip it."
         ),
         seen="llama.cpp, pull request 8676; unsloth, issue 6197",
         tests=(
@@ -965,12 +956,12 @@ EXHIBITS = (
         old='head_dim = fields.size("head_dim", width // heads)',
         new="head_dim = width // heads",
         symptom=symptoms.two_configs,
-        hint="How wide is a head? Two options could tell, and they need not agree.",
-        bug="a head is taken for C / H channels wide, and head_dim is not read",
+        hint="How wide is a head? Two options could say, and they need not agree.",
+        bug="a head is assumed to be C / H channels wide, and head_dim is not read",
         story=(
-            "For years a head was C / H channels wide, and code divides where it should read. "
-            "Mistral Nemo has 32 heads of 128 in a stream of 5,120, and Qwen3-0.6B 16 heads of "
-            "128 in one of 1,024. Here the loader notices, because shapes are checked. Where the "
+            "For years a head was C / H channels wide, so code divides where it should read. "
+            "Mistral Nemo has 32 heads of 128 in a stream of 5,120, and Qwen3-0.6B 16 heads of 128 "
+            "in one of 1,024. Here the loader notices, because it checks shapes. Where the "
             "projection is reshaped to whatever fits, the heads are cut at the wrong places, and "
             "the scale of the scores is wrong too."
         ),
@@ -981,18 +972,18 @@ EXHIBITS = (
         number=36,
         stage="stage08_llama",
         file="config.py",
-        title="a Qwen forgets what was said more than some thousand tokens ago",
+        title="a Qwen forgets what was said more than a few thousand tokens ago",
         old='if not fields.flag("use_sliding_window") or fields',
         new='if "sliding_window" not in fields.values or fields',
         symptom=symptoms.two_configs,
         hint="The file has a number for the window. Does it also say that there is one?",
         bug="the sliding window is used although use_sliding_window is false",
         story=(
-            "Qwen2's config.json has sliding_window and max_window_layers, as Mistral's has the "
-            "first, and a third option that switches both off. A reader that was written for "
-            "Mistral takes the number and never asks for the switch. Up to the window all is "
-            "well; behind it the model does not see the beginning any more, and invents one. No "
-            "error, and no test of ordinary length comes near."
+            "Qwen2's config.json has sliding_window, like Mistral's, and max_window_layers, and a "
+            "third option that switches both off. A reader written for Mistral takes the number "
+            "and never looks at the switch. Within the window all is well; past it, the model no "
+            "longer sees the beginning, and invents one. No error is raised, and no test of "
+            "ordinary length comes near."
         ),
         seen="lorax, issue 532",
         tests=("tests/test_config.py::test_a_qwen_is_read_from_its_options",),
@@ -1001,7 +992,7 @@ EXHIBITS = (
         number=37,
         stage="stage09_kernels",
         file="by_hand.py",
-        title="after an hour of traffic an answer is NaN, and asked again it is right",
+        title="after an hour of traffic, an answer is NaN; asked again, it is right",
         old="        for (int64_t t = 0; t < tokens; t++) {\n            const float *value = "
         "cache + ((2 * table[t / block] + 1) * block + t % block) * width;\n            float "
         "weight = expf(scores[t] - most);",
@@ -1009,16 +1000,15 @@ EXHIBITS = (
         "            const float *value = cache + ((2 * table[t / block] + 1) * block + t % block) "
         "* width;\n            float weight = t < tokens ? expf(scores[t] - most) : 0;",
         symptom=symptoms.memory_that_had_an_owner,
-        hint="A token that must not be seen has the weight 0. What is 0 times infinity?",
-        bug="values behind the last token are read, with the weight 0",
+        hint="A token that must not be seen has weight 0. What is 0 times infinity?",
+        bug="values after the last token are read, with weight 0",
         story=(
             "Whole blocks are simpler to read than parts of one, and a weight of 0 seems to hide "
-            "what is behind the end. It hides every finite number. Memory that is new holds "
-            "zeros, so all tests pass; memory that had an owner holds what the owner left, and "
-            "where that had overflowed, 0 * inf is NaN, and the NaN is in the answer of another "
-            "request. It has come back in one engine after the other, last when a warm-up run "
-            "began to leave NaN in blocks that were given to the first user. Set the values to "
-            "zero as they are read, or do not read them."
+            "what lies past the end. It hides every finite number. New memory holds zeros, so all "
+            "tests pass. Used memory holds what its owner left, and where that had overflowed, 0 * "
+            "inf is NaN, in another request's answer. The bug has come back in one engine after "
+            "another, most recently when a warm-up run began to leave NaN in blocks that went to "
+            "the first user. Set the values to zero as they are read, or do not read them."
         ),
         seen="vLLM, pull requests 936 and 47305; flash-attention, issue 1745",
         tests=("tests/test_by_hand.py::test_one_head_by_hand_reads_its_blocks_and_nothing_else",),
@@ -1027,19 +1017,21 @@ EXHIBITS = (
         number=38,
         stage="stage09_kernels",
         file="library.py",
-        title="a kernel was repaired, and the repair does nothing until the cache is deleted",
+        title="a kernel was fixed, and the fix does nothing until the cache is deleted",
         old='included = sorted(source.parent.glob("*.[ch]"))',
         new="included = [source]",
         symptom=symptoms.an_edited_header,
-        hint="What decides whether a library is compiled again? Is all of its source in it?",
-        bug="the name of a compiled library has the source in it, and not the files it includes",
+        hint="What decides whether a library is compiled again? Does that cover all of its source?",
+        bug=(
+            "the name of a compiled library depends on its source, but not on the files it includes"
+        ),
         story=(
             "Compiling takes seconds, so a library is kept and found again by a digest of its "
-            "source. But the source is one file that includes others, and an edit there changes "
-            "no digest. The old library is loaded without a word: a faster loop is no faster, "
-            "and a bug that was repaired is still there. The advice in the issues is to add a "
-            "space to the outer file, or to delete the cache. What a file includes is a part of "
-            "it, and so are flags and compiler."
+            "source. But the source is one file that includes others, and an edit there does not "
+            "change the digest. The old library loads silently: a faster loop is no faster, and a "
+            "bug that was fixed is still there. The advice in the issues is to add a space to the "
+            "outer file, or to delete the cache. What a file includes is part of it, and so are "
+            "the flags and the compiler."
         ),
         seen="PyTorch, issue 47557; exllama, issue 209",
         tests=("tests/test_library.py::test_a_library_is_compiled_once_for_all_that_is_in_it",),
@@ -1052,15 +1044,18 @@ EXHIBITS = (
         old="if all(can.get(n) for n in needed)]",
         new="if all(can.get(n) for n in needed[:1])]",
         symptom=symptoms.some_processors,
-        hint="AVX-512 is not one set of instructions. Which of them is asked for, and which used?",
+        hint=(
+            "AVX-512 is not one set of instructions. Which of its sets are checked, and which are "
+            "used?"
+        ),
         bug="one instruction set of several is checked, and the others are taken for granted",
         story=(
             "AVX-512 came in pieces: F, then BW, DQ and VL, then VNNI and BF16, and a virtual "
             "machine may hide any of them. A compiler that may use five pieces will use five. A "
-            "check that asks for the first picks the fast library on a machine that has only "
-            "that, and the process dies at some instruction deep in a loop, without a message "
-            "and without a traceback. The author's machine has all of them, so it takes another's "
-            "to find out. Ask for every set that the compiler was allowed."
+            "check for the first alone picks the fast library on a machine that has only that one, "
+            "and the process dies at some instruction deep in a loop, without a message or a "
+            "traceback. The author's machine has all of them, so only others find out. Check for "
+            "every set that the compiler may use."
         ),
         seen="manticoresoftware/columnar, issue 168; OpenBLAS, pull request 1949",
         tests=("tests/test_by_hand.py::test_the_best_level_that_the_processor_has_comes_first",),
@@ -1073,16 +1068,15 @@ EXHIBITS = (
         old="torch.stack(parts, 1).flatten(0, 2)",
         new="torch.cat(parts).flatten(0, 1)",
         symptom=symptoms.a_chat_with_kernels,
-        hint="What does a Llama's MLP have that GPT-2's has not, and in which order is it read?",
-        bug="gates lie before all that they open, and the kernel takes them in turn",
+        hint="What does a Llama's MLP have that GPT-2's lacks, and in which order is it read?",
+        bug="all gates lie before what they open, but the kernel expects the two interleaved",
         story=(
-            "The MLP of a Llama multiplies two products number by number, and a fast kernel "
-            "computes both at once, from one matrix in which their rows lie in turn. Others lay "
-            "them one behind the other. Both have the same shape, so nothing complains: each gate "
-            "opens another number than its own, and the text is garbage. An engine's kernel for "
-            "CPUs expected one order while the loader left the other, for one model alone, whose "
-            "checkpoint is laid out differently. A layout that two files must agree on needs a "
-            "test that reads both."
+            "A Llama's MLP multiplies two products number by number, and a fast kernel computes "
+            "both at once, from one matrix in which their rows are interleaved. Others put one "
+            "after the other. Both layouts have the same shape, so nothing complains: each gate "
+            "opens the wrong number, and the text is garbage. One engine's CPU kernel expected one "
+            "order while the loader left the other, only for one model, whose checkpoint is laid "
+            "out differently. A layout that two files must agree on needs a test that reads both."
         ),
         seen="vLLM, pull request 29273",
         tests=("tests/test_by_hand.py::test_gates_are_beside_what_they_open",),
@@ -1096,14 +1090,13 @@ EXHIBITS = (
         new="return tokens - cached[replica] + replica.tokens, 0.0",
         symptom=symptoms.equal_replicas,
         hint="All four are equally good. Which one does `min` return?",
-        bug="among equal replicas the first of the list is taken, always",
+        bug="among equal replicas, the first in the list is always chosen",
         story=(
             "A router computes a score for each replica and takes the best. When a fleet has just "
-            "started, or every replica has the same popular prompt, many scores are equal, and "
-            "what decides then is an accident: the order of a list. Each router of the fleet has "
-            "that list, so all of them choose the same replica, until its load makes the scores "
-            "differ. In a test with different scores nothing is wrong. A tie must be broken at "
-            "random, or by turns."
+            "started, or every replica has the same popular prompt, many scores are equal, and an "
+            "accident decides: the order of a list. Every router of the fleet has that list, so "
+            "all of them choose the same replica until its load makes the scores differ. A test "
+            "with different scores finds nothing wrong. Break ties at random, or in turn."
         ),
         seen="llm-d router, issue 2515",
         tests=("tests/test_routing.py::test_ties_are_broken_at_random",),
@@ -1112,7 +1105,7 @@ EXHIBITS = (
         number=42,
         stage="stage12_distributed",
         file="routing.py",
-        title="when one conversation is busy, all the others get slow",
+        title="when one conversation is busy, all the others slow down",
         old="[*(each for each in able if cached[each]), *some]",
         new=(
             "some if any(each.requests for each in able) else [*(each for each in able if "
@@ -1120,15 +1113,15 @@ EXHIBITS = (
         ),
         symptom=symptoms.a_busy_neighbour,
         hint="The other conversations have not changed. What do they have to do with the load?",
-        bug="as soon as the load is uneven, prefixes count for no request",
+        bug="as soon as the load is uneven, every request ignores prefixes",
         story=(
-            "A policy that follows prefixes needs a way out: a popular one must not fill a "
-            "replica. Here the way out was for all. When the difference between the busiest and "
-            "the least busy replica passed a limit, the router went by load alone, for every "
-            "request, and the prefixes of all other users were computed again on replicas that "
-            "had never seen them. That made these busier, and the difference stayed. One hot "
-            "replica ended affinity for the whole fleet. The limit belongs to the replica that is "
-            "too busy, and to the requests that would go there."
+            "A policy that follows prefixes needs a way out: a popular prefix must not fill a "
+            "replica. Here the way out applied to all requests. When the gap between the busiest "
+            "and the least busy replica passed a limit, the router went by load alone, and all "
+            "other users' prefixes were computed again on replicas that had never seen them. That "
+            "made those busier, and the gap stayed. One hot replica ended affinity for the whole "
+            "fleet. The limit must apply only to the replica that is too busy, and to the requests "
+            "that would go there."
         ),
         seen="vllm router, issue 238",
         tests=("tests/test_routing.py::test_one_hot_prefix_does_not_end_affinity_for_all",),
@@ -1147,13 +1140,13 @@ EXHIBITS = (
         hint="What may the owner of a block do when its lease has expired? Who would notice?",
         bug="blocks whose lease has expired are copied as if they were still what was leased",
         story=(
-            "One machine computed prompts, others took the keys and values from its memory and "
-            "went on. If nothing was taken for some time, the memory was given to other requests: "
-            "it must not leak. But the one that came late was not told. It read what was there "
-            "now, and answered, with status 200 and a text that went on from another prompt. "
-            "Under load that was eight answers of forty-two. Nothing in the answer shows it, and "
-            "no error is logged on either side. A lease needs a number that changes when its "
-            "object does, and it must be read after the copy."
+            "One machine computed prompts; others took the keys and values from its memory and "
+            "went on. If nothing took them for some time, the memory went to other requests, so "
+            "that it would not leak. But a late reader never learned of that. It read what was "
+            "there by then, and answered with status 200 and a text that continued another prompt. "
+            "Under load, that was eight answers of forty-two. Nothing in the answer shows it, and "
+            "neither side logs an error. A lease needs a number that changes when its object does, "
+            "and that number must be read after the copy."
         ),
         seen="vLLM, issue 21570; awslabs/aws-do-eks, issue 84",
         tests=("tests/test_leases.py::test_no_answer_comes_from_blocks_that_were_freed",),

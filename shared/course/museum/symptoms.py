@@ -77,7 +77,7 @@ def say(text: str, indent: str = "") -> None:
 
 
 def bars(values: Iterable[tuple[str, float]], unit: str, scale: float = 1.0) -> None:
-    """A bar of `scale` signs a unit for each value: both sides of a symptom need one scale."""
+    """A bar of `scale` signs per unit for each value: both sides of a symptom need one scale."""
     for name, value in values:
         print(f"{name:>16} {'#' * min(60, round(scale * value))} {value:g} {unit}", flush=True)
 
@@ -94,8 +94,8 @@ def tell(prompts: Sequence[str], outputs: Sequence[Any]) -> None:
 
 
 def the_end_of_the_context() -> None:
-    """Stage 01 gets a text of 1,020 tokens, of the 1,024 that the model can see, and a request for
-    10 more."""
+    """Stage 01 continues a text of 1,020 tokens, of the 1,024 that the model can see, by up to 10
+    more."""
     naive = engine("stage01_forward")
     prompt = (encode(ONCE) * 1020)[:1020]
     for token in naive.stream(prompt, greedy(10, ignore_eos=True)):
@@ -142,8 +142,8 @@ def answers_that_end() -> None:
 
 
 def slots() -> None:
-    """Stage 04 answers six requests in four slots. Each column is a step; a letter is a request
-    that is computed in it."""
+    """Stage 04 answers six requests in four slots. Each column is a step; each letter is a request
+    computed in it."""
     slotted = engine("stage04_continuous", 4)
     lengths = (12, 5, 9, 7, 8, 6)
     for name, count in zip("abcdef", lengths, strict=True):
@@ -187,8 +187,8 @@ def preempted(prompts: Sequence[str], count: int, blocks: int) -> None:
 
 
 def block_borders() -> None:
-    """Stage 05 writes 40 tokens of one request into blocks of 8. A line is a step: the tokens that
-    have keys and values after it, and a box for each block of the request."""
+    """Stage 05 writes 40 tokens of one request into blocks of 8. Each line is a step: the number of
+    tokens with keys and values after it, and a box for each of the request's blocks."""
     small = paged(8, block_size=8)
     asked = small.add(request(encode(ONCE), greedy(32, ignore_eos=True)))
     for _ in small.run():
@@ -199,7 +199,7 @@ def block_borders() -> None:
 
 
 def asked_twice() -> None:
-    """Stage 05 answers the same prompt twice. It has 32 tokens: two blocks exactly."""
+    """Stage 05 answers the same prompt twice. It has 32 tokens: exactly two blocks."""
     small = paged(16)
     prompt = (encode(CROWD[0]) * 3)[:32]
     for number in (1, 2):
@@ -225,7 +225,7 @@ def resumed() -> None:
 
 
 def a_block_given_back() -> None:
-    """Stage 05 answers a prompt, then two others that begin as the first one did, both at once."""
+    """Stage 05 answers a prompt, then two others at once that begin like the first."""
     small = paged(12)
     prompt = (encode(CROWD[0]) * 3)[:40]
     first = small.generate([prompt], greedy(20, ignore_eos=True))[0]
@@ -270,8 +270,8 @@ def what_the_client_has_heard() -> None:
 
 
 def a_fork() -> None:
-    """Stage 05 begins a story, forks it after 12 tokens, and samples the fork. The original then
-    is what it would have been without a fork."""
+    """Stage 05 begins a story, forks it after 12 tokens, and samples the fork. The original should
+    read as it would without a fork."""
     small = paged(32)
     first = small.add(request(encode(CROWD[0]), greedy(40)))
     while len(first.output.token_ids) < 12:
@@ -349,8 +349,8 @@ async def afterwards(inside: Inside) -> None:
 
 
 def a_client_that_leaves() -> None:
-    """A client of stage 06 wants 1,000 tokens in one piece, and hangs up after the first of them
-    are computed."""
+    """A client of stage 06 wants 1,000 tokens in one piece, and hangs up after the first few are
+    computed."""
 
     async def script(inside: Inside) -> None:
         asking = inside.begin("/v1/completions", LONG)
@@ -363,7 +363,7 @@ def a_client_that_leaves() -> None:
 
 
 def too_late() -> None:
-    """A client of stage 06 wants 1,000 tokens, and the server allows half a second an answer."""
+    """A client of stage 06 wants 1,000 tokens, and the server allows half a second per answer."""
 
     async def script(inside: Inside) -> None:
         answer = await inside.ask("/v1/completions", LONG)
@@ -375,7 +375,7 @@ def too_late() -> None:
 
 def is_it_alive() -> None:
     """A monitor reads stage 06's /health again and again, while a client has a prompt of 1,000
-    tokens scored, five times."""
+    tokens scored five times."""
 
     async def script(inside: Inside) -> None:
         ids = (encode(CROWD[0]) * 100)[:1000]
@@ -460,8 +460,8 @@ def asks(count: int, tokens: int) -> list[Any]:
 
 
 def in_hand() -> None:
-    """Stage 07 loads a mock server with 8 users, 40 requests in all. A bar is the number of
-    requests in flight, at ten moments."""
+    """Stage 07 loads a mock server with 8 users, 40 requests in all. Each bar is the number of
+    requests in flight at one of ten moments."""
     closed = load("stage07_loadtest.schedule").closed(8, 40)
     point, server = load_mock({"ttft": 0.02, "itl": 0.005}, asks(40, 8), closed)
     samples = point.in_flight[:: max(1, len(point.in_flight) // 10)]
@@ -471,16 +471,16 @@ def in_hand() -> None:
 
 
 def lengths() -> None:
-    """Stage 07's workload "mixed", as it is drawn: 24 requests, and the tokens of each answer."""
+    """24 requests, drawn from stage 07's workload "mixed", and the tokens of each answer."""
     mixed = load("stage07_loadtest.workload").make("mixed", 24, 0)
     counts = [(f"request {number}", ask.max_tokens) for number, ask in enumerate(mixed, 1)]
     bars(counts, "tokens", 0.3)
 
 
 def a_frozen_client() -> None:
-    """Stage 07 sends 100 requests a second to a mock server that answers at once; but the load
-    generator's own machine freezes for half a second. This is how long its users waited, from the
-    moments when their requests were due."""
+    """Stage 07 sends 100 requests a second to a mock server that answers at once, but the load
+    generator's own machine freezes for half a second. This is how long its users waited, counted
+    from when their requests were due."""
     mock, metrics = load("stage07_loadtest.mock"), load("stage07_loadtest.metrics")
     client, schedule = load("stage07_loadtest.client"), load("stage07_loadtest.schedule")
 
@@ -522,8 +522,8 @@ def who_says_less() -> None:
 
 
 def a_page_and_a_model() -> None:
-    """Stage 08 runs a small model with random weights on a text of 12 tokens: on the page of NumPy,
-    and in PyTorch. A line has the likeliest next token at each place."""
+    """Stage 08 runs a small model with random weights on a text of 12 tokens, on the NumPy page and
+    in PyTorch. Each line has the likeliest next token at each position."""
     torch, checkpoint = load("torch"), load("shared.checkpoint")
     config = load("stage08_llama.config").LlamaConfig(211, 64, 48, 3, 6, 2, tied=False, n_inner=80)
     drawn = checkpoint.random_tensors(config).items()
@@ -540,8 +540,8 @@ def a_page_and_a_model() -> None:
 
 
 def far_positions() -> None:
-    """Stage 08 turns one query and one key, which stand two places apart, and multiplies them: at
-    the beginning of a text, and ever further from it."""
+    """Stage 08 turns one query and one key, two positions apart, and multiplies them: at the
+    beginning of a text, and ever further from it."""
     torch, rope = load("torch"), load("stage08_llama.rope")
     q, k = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0))
     turns = rope.frequencies(rope.Rope(), 64)
@@ -553,7 +553,8 @@ def far_positions() -> None:
 
 def a_stretched_context() -> None:
     """Stage 08 makes the angles of Llama-3.2-1B, which was trained on texts of 8,192 tokens and is
-    for 131,072. A line has the tokens in which a pair of channels turns once."""
+    meant for 131,072. Each line gives the number of tokens in which a pair of channels turns
+    once."""
     config = load("stage08_llama.family").PRESETS["meta-llama/Llama-3.2-1B"]
     turns = load("stage08_llama.rope").frequencies(config.rope, config.head_dim)
     for pair in (0, 8, 16, 24, 31):
@@ -577,8 +578,8 @@ def two_configs() -> None:
 
 
 def memory_that_had_an_owner() -> None:
-    """Stage 09 attends by hand to 5 tokens in blocks of 4. The second block is new, and then it is
-    one that another request has given back, whose values had overflowed."""
+    """Stage 09 attends by hand to 5 tokens in blocks of 4. First the second block is new; then it
+    is one that another request gave back, with values that had overflowed."""
     torch, by_hand = load("torch"), load("stage09_kernels.by_hand")
     q, *tokens = torch.randn(11, 4, generator=torch.Generator().manual_seed(0))
     for name, left in (("new", 0.0), ("given back", math.inf)):
@@ -620,8 +621,8 @@ def some_processors() -> None:
 
 
 def a_chat_with_kernels() -> None:
-    """Stage 09 answers with the embedded Llama, stories-chat: the first line is stage 05's answer,
-    the second one that of the kernels."""
+    """Stage 09 answers with the embedded Llama, stories-chat. The first line is stage 05's answer,
+    the second the kernels'."""
     weights = stages.families().load("stories-chat")
     model, tokenizer = stages.load_model(weights), load_tokenizer(weights.folder)
     prompt = tokenizer.encode("Once upon a time there was")
@@ -642,8 +643,8 @@ def equal_replicas() -> None:
 
 
 def a_busy_neighbour() -> None:
-    """Stage 12 routes 16 conversations, each of which has its replica, twice: first while nothing
-    else runs, then while one long answer runs somewhere."""
+    """Stage 12 routes 16 conversations, each cached on one replica: first while nothing else runs,
+    then while one long answer runs somewhere."""
     routing = load("stage12_distributed.routing").Routing(seed=0)
     for name in "ABCD":
         routing.add(name)
@@ -669,8 +670,8 @@ def a_busy_neighbour() -> None:
 
 def a_late_copy() -> None:
     """Stage 12 computes the prompts of two requests in one process and decodes them in another,
-    which is busy for a while. There is room for one prompt. The third line is what one engine alone
-    answers to the first."""
+    which is busy for a while. There is room for one prompt. The third line is what a single engine
+    answers to the first prompt."""
     from multiprocessing import Pipe
 
     leases = load("stage12_distributed.leases")
