@@ -351,13 +351,16 @@ def claims(results: Results) -> Iterator[Claim]:
         "shares of their bounds",
     )  # fmt: skip
     (null,) = results.groups("capacity", case=NULL)
-    what, why = "the same where every request fills a slot", "no more fit, and the gather is paid"
+    what, why = (
+        "the same where every request fills a slot",
+        "no more requests fit, and the gather still costs time",
+    )
     yield faster(what, null, pair, least, why)
     where = {"rows": max(plan["rows"]), "block_size": plan["block_size"]}
     steps = results.groups("gather", dtype="float32", **where)
     step = steps[len(steps) // 2]  # at the context in the middle
     what = "a step of 32 rows at context 256, blocks over slots"
-    why = "without the gather, too, the step is slower than its bound, so the gather is less of it"
+    why = "even without the gather the step misses its bound, so the gather is a smaller share"
     yield Claim(what, overhead(step), ratios(step).median, "x", why)
     what = "first token of 544 tokens, 512 of which are found"
     why = "a step of 32 rows reaches less of its bound than one of 544"
@@ -365,7 +368,7 @@ def claims(results: Results) -> Iterator[Claim]:
     one = rows.first("preemption")(results)[-2]
     for way, why in (
         (RECOMPUTE, "a prefill reaches some 70 % of the best rate of a product"),
-        (SWAP, "the bound reads each byte once; a copy writes it, too, to pages that are cold"),
+        (SWAP, "the bound reads each byte once; a copy also writes it, to cold pages"),
     ):  # fmt: skip
         best = lost(way, one, flops=one.peak, bandwidth=one.bandwidth)
         yield Claim(f"preemption at 512 tokens, {way}", best, 1e3 * one.of(way).median, "ms", why)

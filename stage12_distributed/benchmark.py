@@ -282,10 +282,10 @@ def claims(results: Results) -> Iterator[Claim]:
     beside = "the pass has the streams' rows too, and products of 256 rows are below the peak"
     for name, least, why in (
         (TOGETHER, chunk(busy), beside),
-        (APART, 2 * step(busy), "one processor of two, and both processes read one memory"),
+        (APART, 2 * step(busy), "it has one processor of two, and both processes share the memory"),
     ):
         yield Claim(f"p99 between tokens, {name}", 1e3 * least, 1e3 * itl(busy, name, 1), "ms", why)
-    why = "alone a thread wastes nothing on meeting another; without prompts apart is slower"
+    why = "a single thread never waits for another; without prompts, apart is slower"
     yield faster("tok/s, apart over together", busy, (TOGETHER, APART), lambda _: 1.0, why)
     why = "a sum takes as long as the slower rank, and each waits for the other 25 times a pass"
     what, one = "two ranks over one process, 1 row", results.groups("ranks")[0]
