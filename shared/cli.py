@@ -375,7 +375,7 @@ def read_prompts(options: argparse.Namespace) -> str | list[str] | None:
     if options.prompts is None:
         return _given(options)
     if options.prompt is not None or getattr(options, "prompt_ids", None) is not None:
-        raise UserError("There is both a prompt and --prompts: give one of them.")
+        raise UserError("Found both a prompt and --prompts: give one of them.")
     return _lines(options.prompts)
 
 
@@ -390,7 +390,7 @@ def _given(options: argparse.Namespace) -> str | None:
     ids: str | None = getattr(options, "prompt_ids", None)
     if ids is not None:
         if options.prompt is not None:
-            raise UserError("There is both a prompt and --prompt-ids: give one of them.")
+            raise UserError("Found both a prompt and --prompt-ids: give one of them.")
         return ids
     terminal = sys.stdin is not None and sys.stdin.isatty()
     if options.prompt not in (None, "-"):
@@ -650,7 +650,7 @@ def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None =
         if not full and "tried to allocate" not in str(error):
             raise
         advice = "use a smaller --model, or --dtype bfloat16."
-        print(f"error: The memory is not enough for this: {advice}", file=sys.stderr)
+        print(f"error: There is not enough memory for this: {advice}", file=sys.stderr)
         status = EXIT_ERROR
     except KeyboardInterrupt:
         print(file=sys.stderr)

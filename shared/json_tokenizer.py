@@ -138,8 +138,8 @@ def _to_bytes(decoder: Any, source: str) -> Any:
     if not spaces or not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         listed = ", ".join(sorted(str(kind) for kind in kinds)) or "none"
         raise UserError(
-            f"{source} has a decoder of a kind that is not known here ({listed}): choose a model "
-            "with a byte-level or sentencepiece tokenizer."
+            f"{source} has an unknown kind of decoder ({listed}): choose a model with a byte-level "
+            "or sentencepiece tokenizer."
         )
     fallback = "ByteFallback" in kinds
 

@@ -487,7 +487,7 @@ def load(path: Path, expected: int = SCHEMA) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _write(path: Path, text: str) -> None:

@@ -67,6 +67,6 @@ def unknown(name: str) -> UserError:
     known = ", ".join(dict.fromkeys([*EMBEDDED, *PRESETS]))
     shown = repr(name if len(name) <= 100 else name[:100] + "...")
     return UserError(
-        f"No model and no folder is called {shown}: choose {known}, a checkpoint folder, or a hub "
-        "name owner/name."
+        f"There is no model or folder called {shown}: choose {known}, a checkpoint folder, or a "
+        "hub name owner/name."
     )

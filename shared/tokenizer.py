@@ -114,7 +114,7 @@ class IdTokenizer:
         parts = [part.strip() for part in text.split(",")]
         if not all(part.isascii() and part.isdigit() for part in parts):
             shown = text if len(text) <= 40 else text[:40] + "..."
-            raise UserError(f"'{shown}' is no list of token ids: write numbers, such as 1,2,3.")
+            raise UserError(f"'{shown}' is not a list of token ids: write numbers, such as 1,2,3.")
         return [int(part) for part in parts]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:

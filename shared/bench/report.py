@@ -168,7 +168,7 @@ class Report:
         name, text = self._name(path), (_read(path) or b"").decode("utf-8")
         alone = MARKER.findall(TABLE.sub("", text))
         self.problems += [
-            f"{name}: '{marker}' is no part of a pair: a table stands between '{BEGIN}NAME -->' "
+            f"{name}: '{marker}' is not part of a pair: a table stands between '{BEGIN}NAME -->' "
             f"and '{END}'"
             for marker in alone
         ]

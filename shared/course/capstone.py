@@ -79,7 +79,9 @@ def collect(submission: Path, target: Path, trust: bool = False) -> list[str]:
             try:
                 found = [task for task in tasks if mine.is_open(mine.read(path), stage, task)]
             except SyntaxError as error:
-                raise UserError(f"{stage}/{name} is no Python: line {error.lineno or 1}.") from None
+                raise UserError(
+                    f"{stage}/{name} is not Python: line {error.lineno or 1}."
+                ) from None
             still_open += [f"{mine.label(stage, task)}: {task.title}" for task in found]
     return sorted(still_open)
 

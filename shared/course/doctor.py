@@ -168,7 +168,7 @@ def disk(root: Path = ROOT) -> Finding:
         return Finding(WRONG, text, "make room: exercises and benchmarks write here")
     if free < ENOUGH_DISK:
         enough = f"{ENOUGH_DISK / GIB:g} GiB"
-        return Finding(NOTE, text, f"make {enough} of room for GPT-2's weights, if you want them")
+        return Finding(NOTE, text, f"free {enough} for GPT-2's weights, if you want them")
     return Finding(OK, text)
 
 

@@ -35,7 +35,7 @@ EXAMPLES = """  python -m shared.course.exercise start stage04
 
 def state(stage: str, task: Task) -> str:
     """The state of a task in the student's copy: "not started", "to write", "written", "passes",
-    "fails" or "no Python: line 3"."""
+    "fails" or "not Python: line 3"."""
     path = mine.folder(stage) / task.file
     if not path.is_file():
         return "not started"
@@ -43,7 +43,7 @@ def state(stage: str, task: Task) -> str:
         if mine.is_open(mine.read(path), stage, task):
             return "to write"
     except SyntaxError as error:
-        return f"no Python: line {error.lineno or 1}"
+        return f"not Python: line {error.lineno or 1}"
     passed = mine.recorded(stage).get(task.number)
     return "written" if passed is None else "passes" if passed else "fails"
 

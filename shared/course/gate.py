@@ -66,7 +66,7 @@ def refused(source: bytes, stage: str, file: str, reference: str | None = None) 
     line, problem = found[0]
     return (
         f"{file}, line {line}: {problem}. Solutions need no such thing, so the file was not run: "
-        "write it otherwise, or ask your instructor to read it."
+        "write it differently, or ask your instructor to read it."
     )
 
 

@@ -141,7 +141,7 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
             found.append((line.removeprefix(PROMPT), []))
             continued = line.endswith(CONTINUED)
         elif not found:
-            raise UserError(f"{block} begins with output: begin with a command behind '{PROMPT}'.")
+            raise UserError(f"{block} begins with output: begin with a command after '{PROMPT}'.")
         else:
             found[-1][1].append(line)
     return found

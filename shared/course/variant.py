@@ -118,7 +118,7 @@ def seed(text: str) -> str:
     """An argparse type: letters, digits, ".", "_" and "-"; capitals do not matter."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,40}", text.strip()):
         raise argparse.ArgumentTypeError(
-            f"'{text[:40]}' is no seed: it has 1 to 40 letters, digits, '.', '_' or '-'"
+            f"'{text[:40]}' is not a seed: write 1 to 40 letters, digits, '.', '_' or '-'"
         )
     return text.strip().casefold()
 

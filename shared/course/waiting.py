@@ -1,11 +1,10 @@
 """The cost of the way that PyTorch's threads wait: `python -m shared.course.waiting`, in a minute.
 
 `shared/openmp.py` chooses how they wait when a program starts. Here two programs make tokens in
-turn, one
-with that choice and one whose threads always spin, as is usual: alone, and beside other programs
-that are always busy. A token's fair share of the time is what spinning threads take alone, divided
-by the share of the processors that the busy programs leave. The choice may cost 2 % alone, and
-twice its share beside others. Leave the machine alone meanwhile.
+turn, one with that choice and one whose threads always spin, as is usual: alone, and beside other
+programs that are always busy. A token's fair share of the time is what spinning threads take alone,
+divided by the share of the processors that the busy programs leave. The choice may cost 2 % alone,
+and twice its share beside others. Leave the machine alone meanwhile.
 """
 
 from __future__ import annotations

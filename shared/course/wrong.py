@@ -47,7 +47,7 @@ def read(stage: str) -> list[Wrong]:
         title, *lines = entry.split("\n")
         match = re.fullmatch(r"task (\d+): (.+)", title)
         if not match or not lines or any(line[:2] not in ("- ", "+ ") for line in lines):
-            raise ValueError(f"{stage}/wrong.txt: this is no wrong solution: {title}")
+            raise ValueError(f"{stage}/wrong.txt: this is not a wrong solution: {title}")
         texts = [(sign, list(part)) for sign, part in groupby(lines, key=lambda line: line[0])]
         sides = ["\n".join(line[2:] for line in part) for _, part in texts]
         if texts[0][0] == "+":
@@ -111,5 +111,5 @@ def check(stage: str) -> Iterator[str]:
                 yield f"{name}, {wrong.name}: {error}"
                 continue
             if source in seen:
-                yield f"{name}, {wrong.name}: it is the reference, or another one's double"
+                yield f"{name}, {wrong.name}: it is the reference, or equals another wrong one"
             seen.add(source)

@@ -336,8 +336,8 @@ def load_start(recipe: Recipe, folder: Path) -> tuple[PreTrainedModel, Tokenizer
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
     except Exception as error:  # tokenizers raises nothing narrower
         raise UserError(
-            f"{folder} is no folder that this command wrote ({error}): give one, or leave --start "
-            "out."
+            f"{folder} was not written by this command ({error}): name a folder that was, or leave "
+            "out --start."
         ) from None
     if recipe is Stories:
         for block in model.transformer.h:

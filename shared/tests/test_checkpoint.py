@@ -429,7 +429,7 @@ def test_random_weights_are_spread_as_when_gpt2_training_begins():
 
 def test_random_weights_need_a_config_alone(tmp_path):
     for name in ("gpt5", "owner/name"):
-        with pytest.raises(UserError, match="No model and no folder is called"):
+        with pytest.raises(UserError, match="There is no model or folder called"):
             load(name, random_weights=True)
     with pytest.raises(UserError, match="config.json is missing"):
         load(str(tmp_path), random_weights=True)

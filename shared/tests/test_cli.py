@@ -207,7 +207,7 @@ BAD_OPTIONS = {  # the parser is the same for all stages
     **{"--temp 1": "unrecognized arguments", "world": "unrecognized arguments: world"},
     "--max-tokens": "expected one argument",
     "--prompt-ids 1,2": "both a prompt and --prompt-ids",
-    **{"--prompt-ids 1,x": "'1,x' is no list of token ids", "--prompt-ids -1": "--prompt-ids"},
+    **{"--prompt-ids 1,x": "'1,x' is not a list of token ids", "--prompt-ids -1": "--prompt-ids"},
 }
 
 
@@ -328,7 +328,7 @@ def test_devices_that_are_absent(run, folder):
 def test_a_model_that_no_memory_can_hold(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"n_positions": 10**12}))
     model = ("--model", str(tmp_path), "--random-weights")
-    refuses(run(MAINS["stage01_forward"], "hello", *model), "memory is not enough")
+    refuses(run(MAINS["stage01_forward"], "hello", *model), "not enough memory")
 
 
 def raising(error: BaseException) -> Callable[[list[str] | None], int]:
@@ -341,9 +341,9 @@ def raising(error: BaseException) -> Callable[[list[str] | None], int]:
 def test_exit_status(run):
     for error, status, words in (
         (UserError("Bad thing: do better."), 2, "error: Bad thing: do better.\n"),
-        *((KeyboardInterrupt(), 130, "\n"), (MemoryError(), 2, "error: The memory is not enough")),
-        (torch.OutOfMemoryError(), 2, "error: The memory is not enough"),
-        (RuntimeError("DefaultCPUAllocator: you tried to allocate 9 bytes."), 2, "error: The mem"),
+        *((KeyboardInterrupt(), 130, "\n"), (MemoryError(), 2, "error: There is not")),
+        (torch.OutOfMemoryError(), 2, "error: There is not"),
+        (RuntimeError("DefaultCPUAllocator: you tried to allocate 9 bytes."), 2, "error: There is"),
     ):
         code, _, err = run(raising(error))
         assert code == status and err.startswith(words)

@@ -259,5 +259,5 @@ def test_training_is_deterministic_and_continues_from_an_earlier_result(tmp_path
     assert load_tokenizer(first).encode(prompt) == tokenizer.encode(prompt).ids
     more = train(recipe, second, steps=1, **small, start=first)
     assert [run["steps"] for run in runs_of(more)] == [12, 1]
-    with pytest.raises(UserError, match="no folder that this command wrote"):
+    with pytest.raises(UserError, match="was not written by this command"):
         load_start(recipe, tmp_path)

@@ -137,7 +137,7 @@ def test_prompts_as_ids_are_answered_in_text_or_in_ids(ours):
     for tokenizer in (named, bare):
         assert tokenizer.encode(" 3,0, 12") == [3, 0, 12]
         for text in ("", "a", "1,,2", "-1", "1.5", "1 2", "²"):
-            pytest.raises(UserError, tokenizer.encode, text).match("no list of token ids")
+            pytest.raises(UserError, tokenizer.encode, text).match("not a list of token ids")
     assert named.decode([3, 50_000]) == ours.decode([3, 50_000])
     assert (named.vocab_size, named.eos_id) == (ours.vocab_size, ours.eos_id)
     assert bare.decode([3, 50_000]) == "3 50000 " and bare.eos_id is None

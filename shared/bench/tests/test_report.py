@@ -168,7 +168,7 @@ def test_the_default_machine_is_shown_and_another_one_where_it_has_not_run(root:
     [
         ("second.memory ", "second.haste ", "README.md: there is no table 'stage02_second.haste'"),
         ("stage02_second.memory", "memory", "there is no table 'memory'"),
-        ("<!-- table: stages -->", "<!-- /table -->", "'<!-- /table -->' is no part of a pair"),
+        ("<!-- table: stages -->", "<!-- /table -->", "'<!-- /table -->' is not part of a pair"),
         ("| 10.0 |\n\n<!-- /table -->", "| 10.0 |", "'<!-- table: stage02_second.memory -->' is"),
     ],
 )

@@ -261,7 +261,7 @@ def test_start_status_and_diff(home, say):
     solve(1, 2, 3)
     assert "word for word" in say("diff", "2")
     mine.write(mine.folder(STAGE) / "engine.py", "x = 1\ndef (:\n")
-    assert "no Python: line 2" in say("status", "2")
+    assert "not Python: line 2" in say("status", "2")
     (mine.folder(STAGE) / "cache.py").write_bytes(b"\xff")
     pytest.raises(UserError, say, "diff", "2").match("cache.py is not UTF-8")
 
