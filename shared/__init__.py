@@ -1,4 +1,4 @@
-"""What no stage teaches: loading, the command line, measuring, charts, exercises.
+"""Everything that no stage teaches: loading, the command line, measuring, charts, exercises.
 
 Importing this package settles how OpenMP's threads wait, because PyTorch reads that only once, when
 it is loaded.

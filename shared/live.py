@@ -367,7 +367,7 @@ class Screen:
 
 
 class _View:
-    """Asks for the lines when it draws: the size of the terminal may have changed."""
+    """Asks for the lines only when it draws, because the terminal's size may have changed."""
 
     def __init__(self, draw: Draw) -> None:
         self.draw = draw

@@ -126,7 +126,7 @@ class TransformersContinuous:
 
 
 class TransformersSequence:
-    """One sequence with `transformers`' own KV cache, for a loop with one pass a token."""
+    """One sequence with `transformers`' own KV cache, for a loop with one pass per token."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

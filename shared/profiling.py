@@ -50,7 +50,7 @@ class Total:
     flops: int = 0
 
     def describe(self, total_seconds: float, dtype: torch.dtype) -> dict[str, Any]:
-        """As plain data, for a table or JSON."""
+        """This total as plain data, for a table or JSON."""
         fewest, most = self.rows
         product = None
         read = 0

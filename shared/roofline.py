@@ -72,8 +72,8 @@ def forward_cost(
 ) -> Cost:
     """One pass over `rows` equal sequences: `new` tokens of each, with `cached` tokens before them.
 
-    sampled: tokens with logits, by default one of each sequence. Each weight is read once a pass
-    and used for two operations a token. Attention costs 4 H D operations for each pair of a token
+    sampled: tokens with logits, by default one of each sequence. Each weight is read once per pass
+    and used for two operations per token. Attention costs 4 H D operations for each pair of a token
     and one that it sees, and reads the cached keys and values of each row once.
     """
     size = dtype.itemsize
@@ -116,13 +116,12 @@ def static_costs(config: Config, dtype: torch.dtype, lengths: Lengths, size: int
 
 @dataclass(frozen=True)
 class Part:
-    """What a pass computes of a request, which is identified by a number: `count` tokens after
-    `cached`."""
+    """What a pass computes for one request (a number): `count` tokens after `cached`."""
 
     request: int
     cached: int
     count: int
-    samples: bool = True  # whether a token comes of it
+    samples: bool = True  # whether it yields a token
 
 
 def pass_cost(config: Config, dtype: torch.dtype, parts: Sequence[Part]) -> Cost:

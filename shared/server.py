@@ -1,4 +1,4 @@
-"""Our server as a process of its own, started like any other program, for clients over HTTP."""
+"""Our server in its own process, started like any other program, for clients over HTTP."""
 
 from __future__ import annotations
 

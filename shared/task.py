@@ -12,9 +12,9 @@ class Task:
     file: the stage's file, "scheduler.py". functions: their qualified names in it,
     "Scheduler.schedule".
     title: one line. text: what to write. hints: in steps, from a nudge to nearly the code.
-    tests: what judges it, pytest ids within the stage, "tests/test_scheduler.py::test_x" or a whole
-        file. They start no process, take under 30 s together, and each of them calls the task's
-        functions.
+    tests: the pytest ids that judge it, within the stage, "tests/test_scheduler.py::test_x" or a
+        whole file. They start no process, take under 30 s together, and each of them calls the
+        task's functions.
     """
 
     number: int

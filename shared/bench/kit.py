@@ -72,7 +72,7 @@ def packed(lengths: Lengths) -> list[list[int]]:
 
 
 def plan(**sizes: Any) -> Any:
-    """What is measured, and how often, by name. Lengths are in tokens."""
+    """The sizes to measure and how often, by name. Lengths are in tokens."""
     return make_dataclass("Plan", sizes, frozen=True)(**sizes)
 
 
@@ -122,7 +122,7 @@ def prove(scores: torch.Tensor, taken: torch.Tensor, dtype: torch.dtype) -> dict
     """Prove from the oracle's logits (N, V) that it would choose each of the tokens `taken` (N,)
     too.
 
-    Raises AssertionError at a difference that is no near tie; near ties are counted, with the
+    Raises AssertionError at a difference that is not a near tie; near ties are counted, with the
     widest gap.
     """
     best, differs = scores.amax(-1), scores.argmax(-1) != taken
@@ -200,8 +200,8 @@ class Peer:
 
 
 def by_variant(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Group:
-    """Each key of some runs as a mapping by variant: its value in every run; the proof of the
-    last."""
+    """The results of some runs: for each key a mapping from the variant to its value in every run,
+    but only the last proof."""
     keys = next(iter(found.values()))[0]
     group = {
         key: {name: [run[key] for run in runs] for name, runs in found.items()} for key in keys

@@ -53,7 +53,7 @@ def milliseconds(seconds: Iterable[float], digits: int = 1) -> str:
 
 
 class Row:
-    """A group, seen as one of its variants; "" is the group as a whole."""
+    """A group, as one of its variants sees it; "" is the group as a whole."""
 
     def __init__(self, results: Results, group: Mapping[str, Any], variant: str = "") -> None:
         self.results, self.group, self.variant = results, group, variant
@@ -69,7 +69,7 @@ class Row:
         return value[self.variant] if own else value
 
     def of(self, variant: str) -> Row:
-        """The same group, seen as another variant."""
+        """The same group, as another variant sees it."""
         return Row(self.results, self.group, variant)
 
     @property
@@ -95,7 +95,7 @@ class Row:
         return summarize(self["seconds"]).of(self.tokens)
 
     def gain(self, slow: str, fast: str) -> float:
-        """How many times as fast as the variant `slow` the variant `fast` is."""
+        """The speedup of the variant `fast` over the variant `slow`."""
         return self.of(slow).median / self.of(fast).median
 
     def least(self, passes: Iterable[Cost]) -> float:
@@ -221,8 +221,8 @@ def tables(columns: Mapping[str, Column], declared: str, **sources: Any) -> dict
 def gain(
     base: str, predicted: Callable[[Row], float] | None = None, variant: str = ""
 ) -> Callable[[Row], str]:
-    """How many times as fast as the variant `base` a row is, or the `variant` of its group; in
-    brackets, the ratio of the predicted seconds."""
+    """The speedup of a row, or of the `variant` of its group, over the variant `base`; in brackets,
+    the speedup by the predicted seconds."""
 
     def text(row: Row) -> str:
         fast = variant or row.variant

@@ -126,7 +126,8 @@ def by_server(plan: Any, threads: int) -> Run:
 
 
 async def ask_all(url: str, prompts: Prompts, counts: list[int]) -> Run:
-    """All answers of a server of ours. Raises UserError for one that is not as requested."""
+    """All answers of one of our servers. Raises UserError if an answer fails or has the wrong
+    length."""
     run = Run([0.0] * len(prompts), [[] for _ in prompts])
 
     async def ask(place: int, prompt: list[int], count: int) -> None:

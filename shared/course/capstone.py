@@ -42,7 +42,8 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Result:
-    """tests: passed, and all. still_open: tasks. rates: tok/s of each stage, and of OURS."""
+    """tests: how many passed, and how many there are. still_open: tasks. rates: tok/s of each
+    stage, and of OURS."""
 
     tests: tuple[int, int]
     failed: list[str]

@@ -129,7 +129,7 @@ def grade(
     trust: bool = False,
     extra: Extra | None = None,
 ) -> Iterator[Verdict]:
-    """Judge all tasks of some stages, one after the other.
+    """Judge all tasks of some stages, one after another.
 
     submission: a folder of stages, like mine/, or the folder with the files of the one chosen
         stage. trust: run what the gate refuses, too. extra: one more task. Raises UserError if

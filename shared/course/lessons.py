@@ -80,7 +80,7 @@ def lessons() -> list[Path]:
 
 
 def stage_lessons() -> list[Path]:
-    """Those of the stages. A stage that is being written may have none yet."""
+    """The stages' lessons. A stage that is being written may have none yet."""
     found = [paths.ROOT / name / LESSON for name in paths.discover()]
     return [path for path in found if path.exists()]
 
@@ -273,7 +273,7 @@ def _check_quote(block: Block) -> list[str]:
 
 
 def _quotes(parts: list[list[str]], source: list[str]) -> bool:
-    """Whether the source has all parts, one after the other, with any indentation of the whole."""
+    """Whether the source has all parts in order, with any indentation of the whole."""
     place = 0
     for part in filter(None, parts):
         wanted, count = _dedented(part), len(part)

@@ -2,8 +2,8 @@
 time"`.
 
 Runs the stage's engine under PyTorch's profiler and prints the dominant operators: their share of
-the time, how often they ran, and for each product with a weight whether a matrix or a single vector
-is multiplied, the weight's bytes per second and the operations per second. `--trace FILE.json`
+the time, how often they ran, and for each product with a weight whether it multiplies a matrix or a
+single vector, the weight's bytes per second, and the operations per second. `--trace FILE.json`
 writes every call for https://ui.perfetto.dev.
 """
 

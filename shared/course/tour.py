@@ -233,8 +233,8 @@ async def over_http(url: str, work: Work) -> tuple[Row, list[Answer]]:
 
 
 def load_test(url: str, work: Work, lengths: Sequence[int]) -> tuple[Row, str]:
-    """As many users as prompts, who ask again when they have their answers: the row, and what the
-    users saw."""
+    """Run as many users as prompts, who ask again once they have their answers; returns the row,
+    and what the users saw."""
     load, metrics, client, schedule, requests = (
         importlib.import_module(f"{LOAD}.{name}")
         for name in ("load", "metrics", "client", "schedule", "workload")

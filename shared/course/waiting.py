@@ -58,7 +58,7 @@ def program(code: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ask(own: subprocess.Popen[str]) -> float:
-    """Seconds a token, of one answer."""
+    """Seconds per token of one answer."""
     assert own.stdin is not None and own.stdout is not None
     own.stdin.write("\n")
     own.stdin.flush()
@@ -66,7 +66,8 @@ def ask(own: subprocess.Popen[str]) -> float:
 
 
 def measure(busy: int) -> tuple[str, float, float]:
-    """Beside `busy` programs: the choice in words, and seconds a token with it and by spinning."""
+    """Beside `busy` programs: the choice in words, and seconds per token with it and with
+    spinning."""
     times: tuple[list[float], list[float]] = ([], [])
     with ExitStack() as stack:
         for _ in range(busy):

@@ -1,8 +1,8 @@
 """Judge stories-chat: does an answer keep to its request, stay straight, and go on when asked?
 
-The grammar reads every answer, as it reads the stories of the other model, and here it is also
-given the hero, the creature, the trait and the plots that the request demands: an answer counts
-only if the grammar could have written all of it for this request.
+The grammar reads every answer, as it reads the other model's stories. Here it also gets the hero,
+the creature, the trait and the plots that the request demands: an answer counts only if the grammar
+could have written all of it for this request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Messages = list[dict[str, str]]
 def judge(
     model: Any, tokenizer: Any, count: int, temperature: float, top_p: float
 ) -> dict[str, Any]:
-    """Ask for `count` stories, then to go on, then for the other halves of `count` stories."""
+    """Ask for `count` stories, then for their sequels, then for the other halves of `count`
+    stories."""
     rng, source = random.Random("evaluation"), grammar.load()
 
     def answer(chats: list[Messages], what: str) -> list[str]:

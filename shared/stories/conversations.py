@@ -17,9 +17,9 @@ from functools import cache
 
 from . import grammar
 
-FULL_SHARE = 0.7  # of the requests: those that name everything
-SECOND_SHARE = 0.5  # of the conversations: those with a second turn
-HALF_SHARE = 0.4  # of these: those whose first answer was cut
+FULL_SHARE = 0.7  # of the requests name everything
+SECOND_SHARE = 0.5  # of the conversations have a second turn
+HALF_SHARE = 0.4  # of these have a first answer that was cut
 KEPT = ("hero", "gender", grammar.CREATURE, "trait", "home")  # what a sequel keeps
 
 
@@ -95,7 +95,7 @@ def request(rng: random.Random, full: bool) -> Request:
         if rng.random() < 0.5:
             given[grammar.CREATURE] = rng.choice(source.words["animal"])
             if "gender" in given:
-                given["gender"] = "boy"  # an animal whose name tells nothing is a he
+                given["gender"] = "boy"  # an animal with an invented name is a he
         elif "hero" not in given:
             given["hero"] = rng.choice(source.hero_names())
     if "{trait}" in template:

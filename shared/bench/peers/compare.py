@@ -1,4 +1,4 @@
-"""Ours beside the field: other engines on this processor, in one measurement.
+"""Our engines beside others on this processor, in one measurement.
 
     python -m shared.bench.peers            GPT-2 124M: a prompt of 512, decode of 1 to 64 rows
     python -m shared.bench.peers.shapes     one row of TinyLlama's and Qwen3-0.6B's shapes
@@ -57,7 +57,7 @@ def asks_of(plan: Any) -> list[Ask]:
 
 
 def has_bfloat16() -> bool:
-    """Whether this processor has instructions for it."""
+    """Whether this processor has instructions for bfloat16."""
     return any("bf16" in name and found for name, found in library.capabilities().items())
 
 

@@ -100,7 +100,7 @@ def answers(url: str) -> bool:
 
 
 def cached(servers: Sequence[str]) -> tuple[float, float]:
-    """Tokens that the servers found in their caches, and those that they looked for."""
+    """Tokens that the servers found in their caches, and tokens that they looked for."""
     pages = [httpx2.get(f"{url}/metrics", trust_env=False).text for url in servers]
     found, looked = (sum(total(page, name) for page in pages) for name in (FOUND, LOOKED))
     return found, looked

@@ -65,7 +65,7 @@ def converted(folder: Path, dtype: str) -> Path:
 
 
 def load(folder: Path, dtype: str, threads: int, budget: int) -> Any:
-    """What `drivers.py` describes; `budget` tokens a pass."""
+    """An engine as `drivers.py` describes it, with `budget` tokens per pass."""
     c.llama_backend_init()
     path = str(converted(folder, dtype)).encode()
     model = c.llama_model_load_from_file(path, c.llama_model_default_params())

@@ -79,7 +79,7 @@ class Driver:
         return self._reply(seconds)["ready"]
 
     def ask(self, prompts: list[list[int]], count: int, seconds: float = ANSWERING) -> Any:
-        """What it answers; see `drive.py`."""
+        """Its reply to a request; see `drive.py`."""
         with suppress(OSError):  # it has ended: the missing reply tells why
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps({"prompts": prompts, "count": count}) + "\n")

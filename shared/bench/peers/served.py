@@ -1,4 +1,4 @@
-"""Ours behind HTTP beside another engine's server, many streams at once; and ours without HTTP."""
+"""Our engine behind HTTP beside another engine's server, many streams at once; and without HTTP."""
 
 from __future__ import annotations
 
