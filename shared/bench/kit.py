@@ -370,8 +370,8 @@ class Benchmark:
         parser.add_argument(
             "--quick",
             action="store_true",
-            help="smaller sizes, once: about two minutes on an idle machine, and a bar shows how "
-            "many are left; shows the tables and keeps nothing",
+            help="smaller sizes, once: about two minutes on an idle machine, with a progress bar; "
+            "shows the tables and keeps nothing",
         )
         for option, how in self.options.items():  # each is a field of the plan
             parser.add_argument(f"--{option}", **how)

@@ -105,7 +105,7 @@ def status(options: argparse.Namespace) -> None:
         started = "" if mine.folder(stage).is_dir() else "   not started"
         print(line.format(stage, *row) + started)
     print(line.format("all", *totals))
-    print("\nResults are those of the last pytest --mine, while the copy is unchanged.")
+    print("\nResults are from the last pytest --mine; they count until the copy changes.")
     for notice in filter(None, map(_exhibit_in, paths.discover())):
         print(textwrap.fill(notice, WIDTH))
 

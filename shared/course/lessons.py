@@ -339,7 +339,7 @@ def main(argv: list[str] | None = None) -> int:
         elif text != path.read_text(encoding="utf-8"):
             wrong += 1
             name = path.relative_to(paths.ROOT).as_posix()
-            print(f"{name}: stale tasks or hours: write them with --write")
+            print(f"{name}: stale tasks or hours: update them with --write")
     chosen = [block for block in checked() if options.slow or SLOW not in block.words]
     with contextlib.ExitStack() as stack:
         needed = any(SERVER in block.words for block in chosen)

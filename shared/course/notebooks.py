@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         type=cli.number(0, 86_400, above=True),
         default=LIMIT,
         metavar="SECONDS",
-        help="most time for one notebook",
+        help="time limit for one notebook",
     )
     options = parser.parse_args(argv)
     failed = 0
