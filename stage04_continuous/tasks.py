@@ -19,7 +19,8 @@ TASKS = (
             "A request gives its own ids.",
             "A share wants the logits of its last `rows` tokens. Where are these in the pack, once "
             "its ids have been added?",
-            "If n ids are packed after a share, its wanted places end at n - 1.",
+            "If the pack holds n ids after a share is added, the share's wanted places end at n - "
+            "1.",
         ),
         tests=("tests/test_request.py::test_a_plan_is_packed_share_by_share",),
     ),

@@ -15,7 +15,7 @@ TASKS = (
         "stop string does not count as a beginning.",
         points=5,
         hints=(
-            "The longest possible answer is len(stop) - 1, and at most the length of the text.",
+            "The answer is at most len(stop) - 1, and at most the length of the text.",
             "Try the longest first: does the text end with that much of the stop string?",
             "Loop down to 1, return the first length that fits, and 0 after the loop.",
         ),

@@ -68,8 +68,8 @@ TASKS = (
         hints=(
             "The bytes after the last newline of a piece begin a line: keep them, and split them "
             "together with the next piece. A line's time is that of the piece with its newline.",
-            "An event has prompt_tokens and completion_tokens in `usage`; the last one counts. Of "
-            "`choices` take the first, if there is one.",
+            "An event may have `usage`, with prompt_tokens and completion_tokens; the last one "
+            "counts. Of `choices`, take the first, if there is one.",
             "A choice with tokens, text or a finish reason is a chunk: its time goes to "
             "record.chunks, its tokens to chunk_tokens. Count them by token_ids, else by "
             "logprobs['tokens'], else 1 for a text and 0 for none. A finish reason, once set, "

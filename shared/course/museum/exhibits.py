@@ -223,7 +223,7 @@ EXHIBITS = (
             "for batches of unlike prompts. In another, the mask never reached one model's "
             "attention: the same prompt, alone and in a batch, gave different scores."
         ),
-        seen="OpenNMT-py, pull request 2532; of the same kind mlx-lm, issue 1906",
+        seen="OpenNMT-py, pull request 2532; similarly mlx-lm, issue 1906",
         tests=(
             "tests/test_cache.py::test_every_pass_hides_the_padding",
             "tests/test_engine.py::test_a_batch_gives_the_tokens_of_one_at_a_time",
@@ -386,8 +386,8 @@ EXHIBITS = (
             "moment. So state in the code when the token is counted, and test the border itself."
         ),
         seen=(
-            "MinivLLM, issue 75 and pull request 85; argued about, where it is right, in "
-            "nano-vllm, issues 30, 91, 150 and 240"
+            "MinivLLM, issue 75 and pull request 85; disputed, though correct, in nano-vllm, "
+            "issues 30, 91, 150 and 240"
         ),
         tests=("tests/test_engine.py::test_the_whole_memory_of_a_small_crowd",),
     ),
