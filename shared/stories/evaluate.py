@@ -207,8 +207,7 @@ grammar on the same stories, including the token that ends each.
 could have written every character of it: one wrong name, pronoun, thing or sentence anywhere, and
 it does not.
 
-**How it was trained.** {runs} The grammar may have changed between two runs; all figures above are
-for the grammar as it is.
+**How it was trained.** {runs}
 
 **Train it again:** `python -m shared.stories.train{flags}`, then
 `python -m shared.stories.evaluate{flags}`. The exact weights depend on torch, transformers, the
@@ -238,12 +237,17 @@ def write_card(
         map(len, (source.openings, source.habits, source.interludes, source.endings))
     )
     runs = runs_of(training)
+    several = len(runs) > 1
     commands = [
-        f"Run {number}: `{run['command']}`, {run['tokens']:,} tokens in {run['seconds'] / 60:.0f} "
-        f"minutes on {run['processor']}, "
+        f"{f'Run {number}' if several else 'One run from scratch'}: `{run['command']}`, "
+        f"{run['tokens']:,} tokens in {run['seconds'] / 60:.0f} minutes on {run['processor']}, "
         f"with torch {run['torch']} and transformers {run['transformers']}."
         for number, run in enumerate(runs, 1)
     ]
+    changed = (
+        "The grammar may have changed between two runs; all figures above are\n"
+        "for the grammar as it is."
+    )
     held, far, drawn, floor = (
         evaluation[name] for name in ("held_out", "far_out", "sampled", "entropy")
     )
@@ -287,7 +291,7 @@ def write_card(
         sampled=drawn["stories"],
         train_tokens=sum(run["tokens"] for run in runs),
         steps=sum(run["steps"] for run in runs),
-        runs=" ".join(commands),
+        runs=" ".join([*commands, changed] if several else commands),
         minutes=sum(run["seconds"] for run in runs) / 60,
         threads=f"{training['threads']} thread{'s' * (training['threads'] > 1)}",
         example=drawn["example"].replace("\n", "\n>\n> "),

@@ -14,8 +14,9 @@ from the first step) and move slowly, and the first steps tell the beginning of 
 times over, which is the cheapest lesson in copying.
 
 Even so, how far copying gets varies from run to run: a run of 6,500 steps on one thread had still
-not learnt to carry a trait or a number across a whole story. Judge a model before it is used
-(`python -m shared.stories.evaluate`), and let it go on if it needs more (`--start`).
+not learnt to carry a trait or a number across a whole story. stories-chat took 14,000. Judge a
+model before it is used (`python -m shared.stories.evaluate`), and let it go on if it needs more
+(`--start`).
 
 Deterministic: the same seed, thread count and kind of processor give the same weights.
 """
@@ -75,6 +76,7 @@ class Stories:
     """What is particular to `stories`: a GPT-2 that continues a text."""
 
     folder = grammar.FOLDER / "model"
+    steps = 6000
     control = (END_OF_TEXT,)
     full_window_share = 0.15  # of the steps, at the end
 
@@ -133,6 +135,7 @@ class Chat:
     """
 
     folder = grammar.FOLDER / "chat-model"
+    steps = 14_000
     control = (TURN, END_OF_TURN, END_OF_TEXT)
     full_window_share = 0.35  # a second answer often lies beyond 512 tokens
 
@@ -441,7 +444,7 @@ def train(
 def main(argv: list[str] | None = None) -> None:
     parser = cli.Parser(
         "shared.stories.train",
-        "Trains the embedded model on stories fresh from the grammar: about an hour on two cores.",
+        "Trains the embedded model on stories fresh from the grammar: an hour or two on two cores.",
         "  python -m shared.stories.train --out my-model\n  python -m shared.stories.evaluate "
         "--folder my-model",
     )
@@ -453,7 +456,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, help="folder for the checkpoint; default: the embedded one"
     )
-    parser.add_argument("--steps", type=steps, default=6000, help="optimizer steps of 4,096 tokens")
+    parser.add_argument(
+        "--steps",
+        type=steps,
+        help=f"optimizer steps of 4,096 tokens; default: {Stories.steps:,}, or {Chat.steps:,} with "
+        "--chat",
+    )
     parser.add_argument(
         "--start",
         type=Path,
@@ -483,7 +491,7 @@ def main(argv: list[str] | None = None) -> None:
     facts = train(
         recipe,
         out,
-        options.steps,
+        options.steps or recipe.steps,
         options.seed,
         options.width,
         options.layers,
