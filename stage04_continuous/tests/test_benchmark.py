@@ -77,19 +77,19 @@ def test_the_sums_of_the_lesson() -> None:
     check_sums(
         "stage04_continuous",
         f"together they have {tokens:,}.",
-        f"three batches, 3 * {steps[0]} = {sum(steps)} steps, in which {tokens:,} tokens fill "
-        f"{100 * tokens / places:.0f} % of {places:,} places",
-        f"at least {tokens:,} / {FULL.slots} = {math.ceil(tokens / FULL.slots)} steps, and never "
-        f"fewer than the longest answer, {max(steps)}",
-        f"{one.bytes / 1e6:.0f} MB of weights, {one.bytes / 40e6:.1f} ms, and computes "
-        f"{one.flops / 1e9:.3f} GFLOP a row, {one.flops / 200e6:.1f} ms",
+        f"three batches take 3 * {steps[0]} = {sum(steps)} steps, and {tokens:,} tokens fill "
+        f"{100 * tokens / places:.0f} % of their {places:,} places",
+        f"at least {tokens:,} / {FULL.slots} = {math.ceil(tokens / FULL.slots)} steps, but never "
+        f"fewer than the longest answer's {max(steps)}",
+        f"{one.bytes / 1e6:.0f} MB of weights in {one.bytes / 40e6:.1f} ms, and computes "
+        f"{one.flops / 1e9:.3f} GFLOP a row in {one.flops / 200e6:.1f} ms",
         f"32 rows take {many.seconds(ROUND, kind) * 1e3:.0f} ms",
-        f"the {len(benchmark.costs(ours))} that the scheduler below needs make the crowd "
-        f"{benchmark.least(static) / benchmark.least(ours):.1f} times as fast",
+        f"The scheduler below needs {len(benchmark.costs(ours))} steps. At these prices, they "
+        f"serve the crowd {benchmark.least(static) / benchmark.least(ours):.1f} times as fast",
         f"{2 * blocks * FULL.long_prompt / 1e9:.0f} GFLOP in the blocks and "
         f"{4 * config.n_embd * config.n_layer * pairs / 1e9:.0f} in attention",
         f"one step of {whole:.0f} ms",
-        f"no step is longer than {chunk:.0f} ms",
+        f"no step takes longer than {chunk:.0f} ms",
         f"after {last:.0f} ms instead of {first:.0f}",
         f"{4 * blocks / 1e6:.0f} MB or {reading * 1e3:.1f} ms",
         f"tokens take {FULL.long_prompt * reading:.1f} s",

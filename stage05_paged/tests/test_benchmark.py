@@ -85,18 +85,18 @@ def test_the_sums_of_the_lesson() -> None:
         "stage05_paged",
         f"takes {each:,} bytes, so a block of {size} takes {size * each / 1e6:.2f} MB, and a slot "
         f"of 1,024 takes {1024 * each / 1e6:.1f} MB",
-        f"{FULL.memory * each / 1e6:.0f} MB, is {blocks} blocks",
+        f"{FULL.memory * each / 1e6:.0f} MB, makes {blocks} blocks",
         f"prompts of {prompts:.0f} tokens and answers of {answers:.0f} on average",
-        f"some {prompts + answers / 2:.0f} tokens or {held} blocks. So {blocks // held} requests",
-        f"reads the weights, {four * 1e3:.0f} ms",
-        f"That makes {gain:.1f} times, with the gather below",
+        f"some {prompts + answers / 2:.0f} tokens, or {held} blocks. So {blocks // held} requests",
+        f"reads the weights in {four * 1e3:.0f} ms",
+        f"With the gather below, that makes {gain:.1f} times as fast",
         f"{bytes_gathered[1] / 1e6:.0f} MB, {bytes_gathered[1] / 40e6:.0f} ms",
         f"{benchmark.overhead(rows[1]):.2f} times as long. For one row it is "
         f"{benchmark.overhead(rows[0]):.2f} times",
         f"{hit * 1e3:.0f} ms to the first token instead of {miss * 1e3:.0f}",
         f"{cpu.recompute(512) * 1e3:.0f} ms to compute them again",
-        f"{cpu.swap(512) * 1e3:.1f} ms to swap, two copies of {512 * each / 1e6:.0f} MB",
-        f"it is {gpu.recompute(512) * 1e3:.1f} ms against {gpu.swap(512) * 1e3:.1f} ms",
+        f"{cpu.swap(512) * 1e3:.1f} ms to swap them, two copies of {512 * each / 1e6:.0f} MB",
+        f"that is {gpu.recompute(512) * 1e3:.1f} ms against {gpu.swap(512) * 1e3:.1f} ms",
     )
 
 

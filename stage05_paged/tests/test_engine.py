@@ -78,7 +78,7 @@ def test_samples_and_forks_that_cannot_be_leave_no_trace():
         (add_samples, [], two, "prompt is empty"),
         (add_samples, [1] * 9, [], "no samples to generate"),
         (add_samples, [1] * 9, [greedy(3), greedy(30)], "takes 10 blocks of 4 tokens, but there"),
-        (add_samples, [1] * 9, two, b"", ("new", "parent"), "request 'parent' in the engine al"),
+        (add_samples, [1] * 9, two, b"", ("new", "parent"), "already has a request 'parent'"),
         (add_samples, [1] * 9, two, b"", ("new", "new"), "Two samples have the id 'new'"),
         (fork, "none", "no request 'none' in the engine"),
         (fork, "parent", greedy(3), "'parent' has 3 tokens already: give its fork a larger max_t"),

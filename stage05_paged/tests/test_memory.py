@@ -50,7 +50,7 @@ def test_a_block_of_the_124m_shape():
     """12 layers, a key and a value of 768 numbers each: 72 KiB a token in float32."""
     assert memory.block_bytes(GPT2, torch.float32, 16) == 16 * 72 * 2**10
     assert memory.make_pool(2**30, GPT2, torch.float32).count == 2**30 // (16 * 72 * 2**10) == 910
-    with pytest.raises(UserError, match="16 tokens of gpt2 takes 1.1 MiB, and .* has 1.0 MiB"):
+    with pytest.raises(UserError, match="16 tokens of gpt2 takes 1.1 MiB, but .* has 1.0 MiB"):
         memory.make_pool(2**20, GPT2, torch.float32)
     with pytest.raises(UserError, match="must hold at least 1 token, not -4"):
         memory.make_pool(2**20, TINY, torch.float32, -4)

@@ -245,7 +245,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     refused("has no such layer", {"h.0.attn.c_attn": (72, 24)})
     for name, shape, message in (
         ("h.0.mlp.c_fc.lora_A.weight", (4, 24), "one of two matrices for h.0.mlp.c_fc"),
-        ("wte.lora_embedding_A", (4, 101), "wte.lora_embedding_A, and odd has no such layer"),
+        ("wte.lora_embedding_A", (4, 101), "wte.lora_embedding_A, but odd has no such layer"),
     ):
         tensors = {f"base_model.model.transformer.{name}": torch.zeros(*shape)}
         save_file(tensors, bad / lora.WEIGHTS)

@@ -136,7 +136,7 @@ def test_start_writes_the_rules_and_grade_judges_them(home, tmp_path, capsys, mo
     for words in (["start", "stage05"], ["start", "stage04"], ["grade", "stage04"]):
         with pytest.raises(UserError, match="a variant in|--variant is for stage05"):
             exercise.main([*words, "--variant", "bob3"])
-    with pytest.raises(UserError, match="no seed"):
+    with pytest.raises(UserError, match="not a seed"):
         exercise.main(["grade", "stage05", "--variant", "a/b"])
 
     judge = grading._judge
