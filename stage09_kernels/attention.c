@@ -263,7 +263,8 @@ attend_queries(const struct attention *c, const struct queries *given, const int
             }
             real part = 0;
             for (int t = 0; t < LANES; t++) part += total[t];
-            sum[i] = sum[i] * factor[i] + part;
+            /* Not left to the compiler, which fuses it for some numbers of queries only. */
+            sum[i] = (real)fma(sum[i], factor[i], part);
         }
         /* Values. Those before `start` or past `end` may be anything, even NaN: not read. */
         for (int64_t d = 0, wide; d < row; d += wide * LANES) {

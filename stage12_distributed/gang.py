@@ -63,7 +63,7 @@ class Setup:
 
     load: returns the whole model with plain layers. New processes receive it, so it must be a
         module's function, or a `partial` of one.
-    timeout: seconds that a rank waits for the others within a pass.
+    timeout: seconds that a rank waits for the others within a pass, and rank 0 to begin one.
     linear: as for `shared.linear.optimize`, which sees the parts.
     adapters: the folder with a subfolder for each adapter; empty for none.
     """

@@ -132,7 +132,8 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype, kv_head
     torch.manual_seed(1)
     shapes = [(300, heads, 64) for heads in (6, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
-    outputs, ways = [], ((1, [300], 0), (2, [1, 7, 292], 3), (3, [299, 1], 1), (16, [300], 0))
+    decoded = [200, *[1] * 100]  # into the second chunk of 256 keys
+    outputs, ways = [], ((1, [300], 0), (2, [1, 7, 292], 3), (3, decoded, 1), (16, [300], 0))
     for count, cuts, others in ways:
         torch.set_num_threads(count)
         _, kernel = caches(6, kv_heads, 64, 16, dtype, window)
